@@ -7,7 +7,7 @@ from rich.console import Console
 from streamrag.bench.cell import CellSettings
 from streamrag.bench.runner import CellFailed, run_cells
 from streamrag.bench.store import CellStore
-from streamrag.cli.bench_view import CellsView
+from streamrag.cli.bench.display import CellsView
 from streamrag.cli.output import Output
 
 

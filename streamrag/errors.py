@@ -5,7 +5,7 @@
     │   ├── MissingDependencyError    an optional part is not installed; the message has the install line
     │   ├── UnsupportedVersionError   an installed package has a version that streamrag does not run on
     │   ├── ModelError                the model cannot be loaded
-    │   ├── AlreadyStartedError       a source or a backend has an owner already
+    │   ├── AlreadyStartedError       a source, a backend or a recorder has an owner already
     │   ├── TraceError                a trace cannot be read or written
     │   ├── SessionLogError           a session's log cannot be read or written
     │   │   └── SessionLogInUseError  another session has it, here or in another process

@@ -3,14 +3,18 @@
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
-from functools import wraps
-from typing import Any, TypeVar, cast
+from functools import partial, wraps
+from typing import Any, TypeVar, overload
 
 from streamrag.core import Progress, Startable, part_name
 from streamrag.errors import AlreadyStartedError
 from streamrag.support.tasks import cancel_regardless
 
 Start = TypeVar("Start", bound=Callable[..., Any])
+
+SHARE_IT = (
+    "Make another one, or share it: start it yourself, and give each Pipeline owns_backend=False or owns_source=False"
+)
 
 
 async def start_all(parts: Iterable[object], progress: Progress) -> AsyncExitStack:
@@ -33,15 +37,23 @@ async def start_all(parts: Iterable[object], progress: Progress) -> AsyncExitSta
     raise AssertionError  # for mypy: a stack may swallow exceptions
 
 
-def started_once(start: Start) -> Start:
-    """Refuse to `start` an object that is started; its `aclose` sets `is_started` to False again."""
+@overload
+def started_once(start: Start) -> Start: ...
+@overload
+def started_once(*, remedy: str) -> Callable[[Start], Start]: ...
+def started_once(start: Start | None = None, *, remedy: str = SHARE_IT) -> Any:
+    """Refuse to `start` an object that is started; its `aclose` sets `is_started` to False again.
+
+    remedy: what the error tells the caller to do instead.
+    """
+    if start is None:
+        return partial(started_once, remedy=remedy)
 
     @wraps(start)
-    async def starts(self: Any, progress: Progress) -> Any:
+    async def start_if_not_started(self: Any, progress: Progress) -> Any:
         if getattr(self, "is_started", False):
             raise AlreadyStartedError(
-                f"{part_name(self)} is started already, and has one owner, which closes it. Make another one, or share "
-                "it: start it yourself, and give each Pipeline owns_backend=False or owns_source=False"
+                f"{part_name(self)} is started already, and has one owner, which closes it. {remedy}"
             )
         self.is_started = True
         try:
@@ -50,4 +62,4 @@ def started_once(start: Start) -> Start:
             self.is_started = False
             raise
 
-    return cast(Start, starts)
+    return start_if_not_started

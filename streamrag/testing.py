@@ -11,11 +11,27 @@
 another source, slowed down.
 """
 
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import TypeAlias
+
+import anyio
+import anyio.lowlevel
+
 from streamrag.backends.tokenizer import CodePointTokenizer
+from streamrag.core import (
+    AnswerChunk,
+    BackendEvent,
+    ModelInfo,
+    Prefilled,
+    Progress,
+    Prompt,
+    SamplingParams,
+    SourceEvent,
+)
 from streamrag.demo.smollm2 import make_demo_model
 from streamrag.demo.tiny_llama import make_tiny_llama
 from streamrag.sources.delays import StretchedSource
-from streamrag.testing import ScriptedBackend, ScriptedSource, Step
+from streamrag.starting import started_once
 
 __all__ = [
     "CodePointTokenizer",
@@ -26,3 +42,101 @@ __all__ = [
     "make_demo_model",
     "make_tiny_llama",
 ]
+
+Step: TypeAlias = SourceEvent | float | BaseException | anyio.Event
+"""An event to yield, seconds to pause, an error to raise, or something to wait for."""
+
+
+class ScriptedSource:
+    """Plays the same steps for every query, or those that a function makes of the query.
+
+    Counts what is under way, so that a test can see that nothing is left: `num_streams`, `is_started`.
+    """
+
+    def __init__(self, steps: Iterable[Step] | Callable[[str], Iterable[Step]]) -> None:
+        fixed = () if callable(steps) else tuple(steps)
+        self._make_steps = steps if callable(steps) else lambda query: fixed
+        self.queries: list[str] = []
+        self.num_streams = 0
+        self.is_started = False
+
+    @started_once
+    async def start(self, progress: Progress) -> None:
+        progress("scripted source is ready")
+
+    async def aclose(self) -> None:
+        self.is_started = False
+
+    async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
+        self.queries.append(query)
+        self.num_streams += 1
+        try:
+            for step in self._make_steps(query):
+                match step:
+                    case BaseException():
+                        raise step
+                    case anyio.Event():
+                        await step.wait()
+                    case float() | int():
+                        await anyio.sleep(step)
+                    case _:
+                        yield step
+        finally:
+            self.num_streams -= 1
+
+
+class ScriptedBackend:
+    """Answers every complete prompt with the same text, one character a token, and keeps all prompts it was given.
+
+    With `hold`, prefilling waits for the event; with `error`, it is raised in place of the answer's second token; with
+    `is_endless`, the answer never finishes.
+    """
+
+    def __init__(
+        self,
+        answer: str = "An answer.",
+        *,
+        max_model_len: int = 100_000,
+        hold: anyio.Event | None = None,
+        error: Exception | None = None,
+        is_endless: bool = False,
+    ) -> None:
+        self.model = ModelInfo("scripted", CodePointTokenizer(), max_model_len)
+        self.prompts: list[list[Prompt]] = []
+        """The prompts of each query, in order."""
+        self.num_requests = 0
+        self.is_started = False
+        self._answer = answer
+        self._hold = hold
+        self._error = error
+        self._is_endless = is_endless
+
+    @started_once
+    async def start(self, progress: Progress) -> None:
+        progress("scripted backend is ready")
+
+    async def aclose(self) -> None:
+        self.is_started = False
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        seen: list[Prompt] = []
+        self.prompts.append(seen)
+        self.num_requests += 1
+        try:
+            async for prompt in prompts:
+                seen.append(prompt)
+                if self._hold is not None:
+                    await self._hold.wait()
+                yield Prefilled(len(prompt.token_ids))
+            answer = self._answer[: params.max_tokens]
+            for i, character in enumerate(answer):
+                if self._error is not None and i == 1:
+                    raise self._error
+                is_last = i + 1 == len(answer) and not self._is_endless
+                reason = "length" if len(answer) < len(self._answer) else "stop"
+                yield AnswerChunk(character, (ord(character),), reason if is_last else None)
+                await anyio.lowlevel.checkpoint()
+            if self._is_endless:
+                await anyio.sleep_forever()
+        finally:
+            self.num_requests -= 1

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from streamrag import Append, Chunk, CutShort, HybridSource, Pipeline, Skipped, Update, VectorSource
 from streamrag.cli import main
+from streamrag.cli.answer_display import print_sources, print_timings, watch
 from streamrag.cli.program import make_parser
-from streamrag.cli.source import make_source
-from streamrag.cli.view import print_sources, print_timings, watch
+from streamrag.cli.source_options import make_source
 from streamrag.errors import SourceError
 from streamrag.telemetry import Event
 from streamrag.testing import ScriptedBackend, ScriptedSource
@@ -127,7 +127,7 @@ def test_who_retrieves_needs_no_package_of_a_service() -> None:
         "import argparse, sys\n"
         "sys.modules.update(dict.fromkeys(('starlette', 'uvicorn', 'sse_starlette', 'prometheus_client')))\n"
         "import streamrag.cli.ask, streamrag.cli.index, streamrag.cli.record\n"
-        "from streamrag.cli.source import add_source_arguments, make_source\n"
+        "from streamrag.cli.source_options import add_source_arguments, make_source\n"
         "parser = argparse.ArgumentParser()\n"
         "add_source_arguments(parser)\n"
         "for where in ('--url=http://example.org', '--index=./index', '--index=./index --hybrid'):\n"

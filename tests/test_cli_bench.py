@@ -15,8 +15,9 @@ import pytest
 
 from streamrag.bench.cell import CellResult, CellSettings, RequestResult
 from streamrag.bench.store import CellStore
-from streamrag.cli import bench, main
-from streamrag.cli.bench_options import grid_of
+from streamrag.cli import main
+from streamrag.cli.bench import command as bench
+from streamrag.cli.bench.options import grid_of
 from streamrag.engine.costs.profile_files import load_profile, save_profile
 from streamrag.engine.costs.step_profiles import AnalyticProfile
 

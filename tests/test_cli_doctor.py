@@ -84,7 +84,7 @@ def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     """Asks the doctor about a server: the exit status, and what was printed."""
 
     def ask(server: Server, *options: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("streamrag.cli.doctor.monotonic", lambda: server.now_s)
+        monkeypatch.setattr("streamrag.cli.doctor.command.monotonic", lambda: server.now_s)
         with serving(server) as url:
             status = main(["doctor", "--server", url, *options])
         printed = capsys.readouterr()

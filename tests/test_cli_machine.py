@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from streamrag.cli import machine, main
+from streamrag.cli import main
+from streamrag.cli.doctor import machine
 from streamrag.errors import MissingDependencyError
 
 GIB = 1 << 30

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from streamrag.cli.output import Output
-from streamrag.cli.steps import StepLines
+from streamrag.cli.progress import StepLines
 
 PROGRAM = [sys.executable, "-c", "from streamrag.cli import main; raise SystemExit(main())"]
 MANY = ["bench", "simulate", "--workload", "crawler", "--qps", "4", "--seeds", "1", "--processes", "2"]

@@ -9,7 +9,7 @@ import pytest
 
 import streamrag
 from streamrag import Append, Chunk, Merged, Pipeline, TraceRecorder
-from streamrag.adapters.home import Home
+from streamrag.adapters.portal import LoopPortal
 from streamrag.core import Progress
 from streamrag.errors import AlreadyStartedError
 from streamrag.serve import Service
@@ -53,7 +53,7 @@ async def test_a_second_owner_of_a_source_is_refused_and_the_first_goes_on() -> 
             with pytest.raises(AlreadyStartedError, match="ScriptedSource"):
                 async with second:
                     pass
-        home = Home.of_source(source)
+        home = LoopPortal.to_source(source)
         with pytest.raises(AlreadyStartedError, match="ScriptedSource"):
             await home.settle()
         await home.aclose()
@@ -76,6 +76,14 @@ async def test_a_second_owner_of_a_recorder_is_refused_and_the_first_goes_on(tmp
             async with Pipeline(ScriptedSource([]), ScriptedBackend(), recorder=recorder):
                 pass
         assert await answer(first) == "ok"
+
+
+async def test_a_recorder_that_was_entered_by_hand_is_refused_with_what_is_true_of_recorders(tmp_path: Path) -> None:
+    async with TraceRecorder(tmp_path / "trace.jsonl") as recorder:
+        with pytest.raises(AlreadyStartedError, match="A Pipeline owns its recorder") as raised:
+            async with Pipeline(ScriptedSource([]), ScriptedBackend(), recorder=recorder):
+                pass
+    assert "owns_source" not in str(raised.value)
 
 
 async def test_of_two_that_start_a_part_at_once_one_is_refused_and_a_failed_start_can_be_tried_again() -> None:
@@ -117,6 +125,8 @@ def test_every_part_of_ours_has_one_owner() -> None:
                 if not isinstance(method, ast.AsyncFunctionDef) or method.name != "start":
                     continue
                 if isinstance(part, ast.ClassDef) and ast.unparse(method.args) == "self, progress: Progress":
-                    parts[part.name] = "started_once" in map(ast.unparse, method.decorator_list)
+                    parts[part.name] = any(
+                        ast.unparse(each).startswith("started_once") for each in method.decorator_list
+                    )
     assert {name for name, is_checked in parts.items() if not is_checked} == PASS_IT_ON
     assert parts["VllmBackend"]

@@ -17,8 +17,8 @@ from functools import partial
 from inspect import isawaitable
 from typing import Any, Unpack
 
-from streamrag.adapters.home import Home
-from streamrag.adapters.parts import FoundChunk
+from streamrag.adapters.portal import LoopPortal
+from streamrag.adapters.retrieved_chunks import FoundChunk
 from streamrag.asked import QueryOptions, check_options
 from streamrag.core import Chunk, Progress, Skipped, SourceEvent, Turn, Update
 from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
@@ -47,7 +47,7 @@ except ImportError:
 __all__ = ["HaystackSource", "StreamragGenerator"]
 
 URIS = ("uri", "url", "source", "file_path", "source_id")
-"""What a document's meta may call where it is from; the first that is there counts."""
+"""Keys of a document's meta for its address; the first that is there counts."""
 
 
 @component
@@ -77,23 +77,23 @@ class StreamragGenerator:
         self._pipeline = pipeline
         self._streaming_callback = streaming_callback
         self._options = options
-        self._home = Home.of_pipeline(pipeline)
+        self._portal = LoopPortal.to_pipeline(pipeline)
 
     def warm_up(self) -> None:
         """Start the pipeline."""
-        self._home.start()
+        self._portal.start()
 
     async def warm_up_async(self) -> None:
         """Start the pipeline in this event loop."""
-        await self._home.settle()
+        await self._portal.settle()
 
     def close(self) -> None:
         """Close the pipeline, if it was started here."""
-        self._home.close()
+        self._portal.close()
 
     async def close_async(self) -> None:
         """Close the pipeline, if it was started here."""
-        await self._home.aclose()
+        await self._portal.aclose()
 
     @component.output_types(replies=list[ChatMessage], documents=list[Document])
     def run(
@@ -110,7 +110,7 @@ class StreamragGenerator:
         """
         callback = select_streaming_callback(self._streaming_callback, streaming_callback, requires_async=False)
         outputs: dict[str, Any] = {}
-        with closing(self._home.iterate(lambda: self._answered(query, history))) as parts:
+        with closing(self._portal.iterate(lambda: self._answer_parts(query, history))) as parts:
             for part in parts:
                 if not isinstance(part, StreamingChunk):
                     outputs = part
@@ -125,11 +125,11 @@ class StreamragGenerator:
         history: list[ChatMessage] | None = None,
         streaming_callback: StreamingCallbackT | None = None,
     ) -> dict[str, Any]:
-        """As `run`; the callback may be async."""
+        """Answer `query` as `run` does; the callback may be async."""
         callback = select_streaming_callback(self._streaming_callback, streaming_callback, requires_async=True)
         outputs: dict[str, Any] = {}
-        await self._home.settle()
-        async with aclosing(self._home.aiterate(lambda: self._answered(query, history))) as parts:
+        await self._portal.settle()
+        async with aclosing(self._portal.aiterate(lambda: self._answer_parts(query, history))) as parts:
             async for part in parts:
                 if not isinstance(part, StreamingChunk):
                     outputs = part
@@ -137,10 +137,10 @@ class StreamragGenerator:
                     await done
         return outputs
 
-    async def _answered(
+    async def _answer_parts(
         self, query: str, history: Sequence[ChatMessage] | None
     ) -> AsyncGenerator[StreamingChunk | dict[str, Any], None]:
-        """The pieces of the answer, and then the outputs."""
+        """Yield the pieces of the answer, and then the outputs."""
         options = self._options
         if history:
             turns = [Turn(message.role.value, message.text or "") for message in history]  # type: ignore[arg-type]
@@ -239,7 +239,7 @@ class HaystackSource:
         reader = PassageReader(self.name)
         before: tuple[Chunk, ...] | None = None
         skipped: set[str] = set()
-        found = self._found(query, reader)
+        found = self._rankings(query, reader)
         try:
             async for documents in found:
                 for document in documents:
@@ -252,10 +252,10 @@ class HaystackSource:
         finally:
             await found.aclose()
 
-    async def _found(
+    async def _rankings(
         self, query: str, reader: PassageReader
     ) -> AsyncGenerator[list[Document] | tuple[Chunk, ...], None]:
-        """Lists that are better and better: of chunks, or of the documents that Haystack has made."""
+        """Yield better and better lists: of chunks, or of the documents that Haystack has made."""
         documents: list[Document] = []
         if isinstance(getattr(self._retriever, "retrievers", None), dict):  # as the experimental MultiRetriever
             fused = self._fused(query, reader)
@@ -276,7 +276,7 @@ class HaystackSource:
     async def _fused(
         self, query: str, reader: PassageReader
     ) -> AsyncGenerator[list[Document] | tuple[Chunk, ...], None]:
-        """What the retrievers that have answered have found, fused, and at last what Haystack makes of all."""
+        """Yield the fused results of the retrievers that have answered, and at last what Haystack makes of all."""
         came: asyncio.Queue[list[Document] | None] = asyncio.Queue()
         watched = copy(self._retriever)
         watched.retrievers = {
@@ -302,7 +302,7 @@ class HaystackSource:
         return found
 
     async def _call(self, part: Any, method: str, **inputs: Any) -> Any:
-        """Its async method, or the other one in a thread, or nothing."""
+        """Call the async method, or the other one in a thread, or nothing."""
         if run_async := getattr(part, f"{method}_async", None):
             return await run_async(**inputs)
         if run := getattr(part, method, None):
@@ -312,7 +312,7 @@ class HaystackSource:
 
 @dataclass(frozen=True)
 class _Watched:
-    """One of the retrievers of a `MultiRetriever` that tells what it answers, when it does."""
+    """A retriever of a `MultiRetriever` that reports its answer as soon as there is one."""
 
     ask: Callable[..., Awaitable[list[Document]]]
     tell: Callable[[list[Document]], None]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Unpack
 
-from streamrag.adapters.home import Home, Housed
-from streamrag.adapters.parts import FoundChunk, retrieve_all
+from streamrag.adapters.portal import LoopPortal, PortalOwner
+from streamrag.adapters.retrieved_chunks import FoundChunk, retrieve_all
 from streamrag.asked import QueryOptions, check_options
 from streamrag.core import Chunk, Source, SourceEvent, Startable, Update
 from streamrag.errors import ConfigurationError, MissingDependencyError
@@ -44,10 +44,10 @@ except ImportError:
 __all__ = ["LlamaIndexSource", "StreamragNodeRetriever", "StreamragQueryEngine"]
 
 URIS = ("uri", "url", "source", "file_path", "file_name")
-"""What a node's metadata may call the address of its document; the first that is there counts."""
+"""Keys of a node's metadata for the address of its document; the first that is there counts."""
 
 
-class StreamragNodeRetriever(Housed, BaseRetriever):
+class StreamragNodeRetriever(PortalOwner, BaseRetriever):
     """A source as a LlamaIndex retriever: `retrieve` and `aretrieve` return everything that it has found, in its order.
 
     A source that must be started is started by the first query, on an event loop of the retriever's own in a thread, or
@@ -65,23 +65,23 @@ class StreamragNodeRetriever(Housed, BaseRetriever):
     ) -> None:
         if top_k is not None and top_k < 1:
             raise ConfigurationError(f"top_k={top_k} must be at least 1, or None for all")
-        self.home = Home.of_source(source)
+        self.portal = LoopPortal.to_source(source)
         self._source = source
         self._top_k = top_k
         super().__init__(callback_manager=callback_manager)
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        return self._nodes(self.home.run(partial(retrieve_all, self._source, query_bundle.query_str)))
+        return self._nodes(self.portal.run(partial(retrieve_all, self._source, query_bundle.query_str)))
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         retrieve = partial(retrieve_all, self._source, query_bundle.query_str)
-        return self._nodes(await (self.home.arun(retrieve) if isinstance(self._source, Startable) else retrieve()))
+        return self._nodes(await (self.portal.arun(retrieve) if isinstance(self._source, Startable) else retrieve()))
 
     def _nodes(self, chunks: Sequence[Chunk]) -> list[NodeWithScore]:
         return list(map(_node, chunks[: self._top_k]))
 
 
-class StreamragQueryEngine(Housed, BaseQueryEngine):
+class StreamragQueryEngine(PortalOwner, BaseQueryEngine):
     """A pipeline as a LlamaIndex query engine.
 
     `query` and `aquery` return when retrieval is complete, with `source_nodes`; with `streaming` the text follows as it
@@ -109,7 +109,7 @@ class StreamragQueryEngine(Housed, BaseQueryEngine):
         **options: Unpack[QueryOptions],
     ) -> None:
         check_options(options)
-        self.home = Home.of_pipeline(pipeline)
+        self.portal = LoopPortal.to_pipeline(pipeline)
         self._pipeline = pipeline
         self._streaming = streaming
         self._options = options
@@ -122,7 +122,7 @@ class StreamragQueryEngine(Housed, BaseQueryEngine):
         with self._event(query_bundle) as event:
             nodes: list[NodeWithScore] = []
             metadata: dict[str, Any] = {}
-            texts = self.home.iterate(lambda: self._texts(query_bundle.query_str, nodes, metadata))
+            texts = self.portal.iterate(lambda: self._texts(query_bundle.query_str, nodes, metadata))
             next(texts)
             response: Response | StreamingResponse
             if self._streaming:
@@ -134,10 +134,10 @@ class StreamragQueryEngine(Housed, BaseQueryEngine):
 
     async def _aquery(self, query_bundle: QueryBundle) -> Response | AsyncStreamingResponse:
         with self._event(query_bundle) as event:
-            await self.home.settle()
+            await self.portal.settle()
             nodes: list[NodeWithScore] = []
             metadata: dict[str, Any] = {}
-            texts = self.home.aiterate(lambda: self._texts(query_bundle.query_str, nodes, metadata))
+            texts = self.portal.aiterate(lambda: self._texts(query_bundle.query_str, nodes, metadata))
             await anext(texts)
             response: Response | AsyncStreamingResponse
             if self._streaming:
@@ -239,7 +239,7 @@ class LlamaIndexSource:
     async def _fused(
         self, query: str, reader: PassageReader
     ) -> AsyncGenerator[tuple[Chunk, ...] | list[NodeWithScore], None]:
-        """What the members that have answered have found, fused, and at last the retriever's own nodes."""
+        """Yield the fused results of the members that have answered, and at last the retriever's own nodes."""
         assert isinstance(self._retriever, QueryFusionRetriever)
         came: asyncio.Queue[tuple[int, list[NodeWithScore]] | None] = asyncio.Queue()
         watched = copy(self._retriever)
@@ -289,7 +289,7 @@ class LlamaIndexSource:
 
 @dataclass(frozen=True)
 class _Watched:
-    """A member of a fusion that tells what it answers, when it does."""
+    """A member of a fusion that reports its answer as soon as there is one."""
 
     ask: Callable[[QueryBundle], Awaitable[list[NodeWithScore]]]
     tell: Callable[[list[NodeWithScore]], None]

@@ -39,7 +39,7 @@ def _end(last_words: str, status: int) -> NoReturn:
 
 
 class _Stop:
-    """What stops the program: Ctrl-C, or a signal that does the same."""
+    """A handler of what stops the program: Ctrl-C, or a signal that does the same."""
 
     def __init__(self) -> None:
         self.number = signal.SIGINT

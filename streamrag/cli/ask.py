@@ -9,11 +9,11 @@ from typing import Any, get_args
 
 from streamrag.asked import QueryOptions
 from streamrag.backends.vllm.client.arguments import Strategy
+from streamrag.cli.answer_display import print_sources, print_timings, watch
 from streamrag.cli.conversation import Conversation, converse
 from streamrag.cli.output import Output
-from streamrag.cli.source import add_source_arguments, make_source
-from streamrag.cli.steps import shown_starting
-from streamrag.cli.view import print_sources, print_timings, watch
+from streamrag.cli.progress import shown_starting
+from streamrag.cli.source_options import add_source_arguments, make_source
 from streamrag.core import Backend, SamplingParams, Turn
 from streamrag.errors import ConfigurationError
 from streamrag.pipeline import Pipeline
@@ -35,7 +35,7 @@ asked and answered before belongs to it. Ctrl-C stops an answer, Ctrl-D leaves.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command is told, and what runs it."""
+    """Add the command's arguments, and set what runs it."""
     parser.usage = "%(prog)s [QUESTION] (--url URL | --index FOLDER | --postgres DSN) --model MODEL [options]"
     parser.description = "Answers questions. What is retrieved streams into the model while retrieval still runs."
     parser.epilog = EPILOG
@@ -71,15 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _ask(arguments: argparse.Namespace) -> int:
     progress, output = Output(stderr=True), Output(quiet=arguments.json)
-    options = QueryOptions(
-        params=SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature),
-    )
-    if arguments.system is not None:
-        options["system"] = arguments.system
-    if arguments.max_context_tokens is not None:
-        options["max_context_tokens"] = arguments.max_context_tokens
-    if arguments.deadline is not None:
-        options["deadline_s"] = arguments.deadline
+    options = _query_options(arguments)
     is_conversation = arguments.question is None
     if is_conversation and sys.stdin is None:  # its number may be another file by now
         raise ConfigurationError("the standard input is closed: give a QUESTION")
@@ -94,7 +86,7 @@ async def _ask(arguments: argparse.Namespace) -> int:
         pipeline.events("?" if is_conversation else arguments.question, **options)  # checked before anything starts
         await pipeline.start()
 
-    async def answered(question: str, history: tuple[Turn, ...] = ()) -> Answer:
+    async def answer_question(question: str, history: tuple[Turn, ...] = ()) -> Answer:
         asked: QueryOptions = {**options, "history": history}
         async with pipeline.events(question, **asked) as events:
             answer = await watch(events, progress, answer_to=output)
@@ -107,13 +99,26 @@ async def _ask(arguments: argparse.Namespace) -> int:
 
     try:
         if not is_conversation:
-            await answered(arguments.question)
+            await answer_question(arguments.question)
             return 0
-        conversation = Conversation(answered, max_characters=backend.model.max_model_len)
+        conversation = Conversation(answer_question, max_characters=backend.model.max_model_len)
         num_failed = await converse(conversation, progress, output)
         return 1 if num_failed and not os.isatty(0) else 0
     finally:
         await pipeline.aclose()
+
+
+def _query_options(arguments: argparse.Namespace) -> QueryOptions:
+    options = QueryOptions(
+        params=SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature),
+    )
+    if arguments.system is not None:
+        options["system"] = arguments.system
+    if arguments.max_context_tokens is not None:
+        options["max_context_tokens"] = arguments.max_context_tokens
+    if arguments.deadline is not None:
+        options["deadline_s"] = arguments.deadline
+    return options
 
 
 def _make_backend(arguments: argparse.Namespace) -> Backend:

@@ -21,7 +21,7 @@ from streamrag.telemetry import Answer
 PROMPT = "> "
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 4 * (MAX_QUERY_CHARACTERS + 1)
-"""What is behind it in a line is not kept: a query of as many characters is refused."""
+"""Bytes of a line that are kept: a query of as many characters is refused."""
 
 T = TypeVar("T")
 Ask: TypeAlias = Callable[[str, tuple[Turn, ...]], Awaitable[Answer]]
@@ -124,7 +124,7 @@ def _text(line: bytes) -> str:
 
 
 async def _read(file: int) -> bytes:
-    """What there is, or nothing at the end. A thread that reads a terminal could not be stopped."""
+    """Return what can be read now, or nothing at the end. A thread that reads a terminal could not be stopped."""
     loop = asyncio.get_running_loop()
     is_ready = asyncio.Event()
     try:
@@ -155,7 +155,7 @@ class OnCtrlC:
 
 
 async def unless_stopped(doing: Coroutine[Any, Any, T]) -> T | None:
-    """What it returns; None if Ctrl-C has stopped it."""
+    """Return the result of `doing`; None if Ctrl-C has stopped it."""
     task = asyncio.ensure_future(doing)
     with stopped_by_ctrl_c(task):
         try:

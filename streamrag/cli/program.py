@@ -23,7 +23,7 @@ COMMANDS = {
     "profile": "measure what recomputing and copying KV takes here",
     "doctor": "find out whether this machine can serve, or what a server that is there gains",
 }
-"""What each does; its module in this folder has its name and adds its arguments, among them what runs it."""
+"""The help of each command; the module of its name in this folder adds its arguments, and `run`."""
 
 EPILOG = """\
 examples:

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 
 from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
-from streamrag.cli.source import add_source_arguments, make_source
-from streamrag.cli.steps import StepLines, bar
+from streamrag.cli.progress import StepLines, bar
+from streamrag.cli.source_options import add_source_arguments, make_source
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError
 from streamrag.support.bounded_reading import MAX_SMALL_FILE_BYTES, read_bytes
@@ -43,7 +43,7 @@ WORDS_NOTE = "sizes are words and signs, of which there are fewer than tokens: `
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command is told, and what runs it."""
+    """Add the command's arguments, and set what runs it."""
     parser.usage = "%(prog)s (QUESTION ... | --questions FILE) (--url URL | --index FOLDER) --output FILE [options]"
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("question", metavar="QUESTION", nargs="*", help="may be several, each in quotes")
@@ -125,8 +125,8 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
     console = Output(stderr=True)
     source = make_source(arguments)
     tokenizer, count = make_counter(arguments.tokenizer)
-    provenance = {"note": arguments.note} if arguments.note else {}
     is_new = not arguments.output.exists()
+    provenance = {"note": arguments.note} if arguments.note else {}
     recorder = TraceRecorder(arguments.output, text=arguments.text, provenance=provenance)
     began_s = time.monotonic()
     lines = StepLines(console)
@@ -139,8 +139,7 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
             lines.show(line)
 
         def show_recorded(num_queries: int, num_events: int) -> None:
-            retrieving = f"retrieving, {num_events} chunk events"
-            progress.update(task, completed=num_queries, description=retrieving)
+            progress.update(task, completed=num_queries, description=f"retrieving, {num_events} chunk events")
             lines.show("retrieving", f"{num_queries} of {len(questions)} questions, {num_events} chunk events")
 
         failed = await record_queries(
@@ -165,7 +164,7 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
 def _summary(
     output: Path, questions: Sequence[str], failed: Mapping[str, Exception], elapsed_s: float, *, is_new: bool
 ) -> Iterator[str]:
-    """What failed, each reason once, and what was recorded."""
+    """Yield a line for each reason to fail, and one for what was recorded."""
     questions_of: dict[str, list[str]] = {}
     for question, error in failed.items():
         questions_of.setdefault(one_line(str(error)), []).append(one_line(question))

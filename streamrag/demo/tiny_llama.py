@@ -8,13 +8,12 @@ Its weights are random, so what it writes is noise; all else is as with a model 
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.support.files import new_folder
 
 BOS, START, END = "<|begin_of_text|>", "<|start|>", "<|end|>"
 
@@ -82,10 +81,8 @@ def make_tiny_llama(
     :raises ConfigurationError: for an existing folder or sizes that do not fit each other.
     """
     folder = Path(folder)
-    _check(folder, hidden_size, num_heads, num_kv_heads or num_heads, vocab_size)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+    _check_sizes(hidden_size, num_heads, num_kv_heads or num_heads, vocab_size)
+    with new_folder(folder) as unfinished:
         num_tokens = _write_tokenizer(unfinished, corpus or (BUILT_IN_TEXT,), vocab_size, max_model_len)
         config = {
             "architectures": ["LlamaForCausalLM"],
@@ -109,17 +106,10 @@ def make_tiny_llama(
         (unfinished / "config.json").write_text(json.dumps(config, indent=2))
         (unfinished / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 2}))
         _write_weights(unfinished / "model.safetensors", config, seed)
-        unfinished.chmod(0o755)  # mkdtemp's is private
-        unfinished.replace(folder)
-    except BaseException:
-        shutil.rmtree(unfinished)
-        raise
     return folder
 
 
-def _check(folder: Path, hidden_size: int, num_heads: int, num_kv_heads: int, vocab_size: int) -> None:
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigurationError(f"{folder} exists. Remove it, use the model that is in it, or name another folder")
+def _check_sizes(hidden_size: int, num_heads: int, num_kv_heads: int, vocab_size: int) -> None:
     if hidden_size % num_heads or (hidden_size // num_heads) % 32:
         raise ConfigurationError(
             f"hidden_size={hidden_size} must be num_heads={num_heads} times a multiple of 32: "

@@ -1,4 +1,4 @@
-"""Which chunks of a context go into a prompt that has no room for all of them.
+"""Choose the chunks of a context that go into a prompt that has no room for all of them.
 
     | by arrival: whole chunks, at most a third of the budget each | late: the best of what there was no room for |
     |<----------------------- three quarters --------------------->|<---- a quarter, when retrieval has ended --->|
@@ -31,7 +31,7 @@ class Relevance(Protocol):
         """The parts of `text` that matter most, at most `max_chars` of them, and the rest."""
 
     def scores(self, chunks: Sequence[Chunk]) -> Sequence[float]:
-        """How much each chunk matters; larger is better."""
+        """Return how much each chunk matters; larger is better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Included:
     """A chunk in a prompt."""
 
     whole: Chunk
-    """As it arrived."""
+    """The chunk as it arrived."""
     part: Chunk
     """The part of it that is in the prompt."""
     rest: str = ""
@@ -92,7 +92,7 @@ class Budget:
         return [*taken, *self._late(self._relevance, taken, late)] if is_complete and late else list(taken)
 
     def _arrive(self, relevance: Relevance, chunk: Chunk) -> None:
-        """Takes one more chunk, or lets it wait. Earlier chunks are not looked at again."""
+        """Take one more chunk, or let it wait. Earlier chunks are not looked at again."""
         number = len(self._taken) + 1
         short = self._shorten(relevance, number, chunk, max(int(self._max_tokens * PAGE_SHARE), MIN_PAGE_TOKENS))
         num_tokens = self._count(number, short.part) if short else 0
@@ -105,7 +105,7 @@ class Budget:
             self._waiting.append(Included(chunk, replace(chunk, text=short.rest)))
 
     def _late(self, relevance: Relevance, taken: Sequence[Included], late: Sequence[Included]) -> list[Included]:
-        """What fits of `late` after `taken`: all in order, or the best, each with its share of the room."""
+        """Return what fits of `late` after `taken`: all in order, or the best, each with its share of the room."""
         room = self._max_tokens - sum(self._count(number, each.part) for number, each in enumerate(taken, 1))
         left = room
         for number, each in enumerate(late, len(taken) + 1):

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from typing import Literal, Self
 
 from streamrag.core import Append, Chunk, Update
-from streamrag.errors import ConfigurationError
-from streamrag.support.messages import short
+from streamrag.support.validation import validated
 
 
 class Context(tuple[Chunk, ...]):
@@ -24,7 +23,7 @@ class Context(tuple[Chunk, ...]):
         return self._places.get(chunk, len(self)) < len(self)  # type: ignore[call-overload, no-any-return]
 
     def become(self, chunks: tuple[Chunk, ...]) -> "Context":
-        """What a mode made of this one."""
+        """Return the context that a mode made of this one."""
         if chunks is self:
             return self
         if not chunks or chunks[:-1] != self or len(self._places) != len(self):
@@ -49,9 +48,8 @@ class UpdateMode:
     :raises ConfigurationError: another order.
     """
 
+    @validated
     def __init__(self, order: Literal["rank", "stable"] = "rank") -> None:
-        if order not in ("rank", "stable"):
-            raise ConfigurationError(f"UpdateMode: order={short(order)} must be 'rank' or 'stable'")
         self.order = order
 
     def fold(self, chunks: tuple[Chunk, ...], event: Append | Update) -> tuple[Chunk, ...]:
@@ -81,7 +79,7 @@ class AppendMode:
 
 
 def _in_old_order(chunks: tuple[Chunk, ...], ranked: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
-    """Those of `ranked` that are in `chunks` in the order of that, then the others. Scores are those of `ranked`."""
+    """Return `ranked`, scores and all, with the chunks that are in `chunks` first, in their order there."""
     place_of: dict[tuple[str, int, str], int] = {}
     for place, chunk in enumerate(chunks):
         place_of.setdefault(_passage(chunk), place)

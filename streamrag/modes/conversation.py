@@ -17,7 +17,7 @@ _PLACEHOLDER = re.compile(r"@@streamrag-(\d+)@@")
 
 
 def chat_pieces(tokenizer: Tokenizer, roles: Sequence[str]) -> list[str]:
-    """What the chat template puts before, between and behind the texts of messages with these roles.
+    """Return what the chat template puts before, between and behind the texts of messages with these roles.
 
     It is rendered once, with a placeholder for each text, so that no text can change it.
 

@@ -76,7 +76,7 @@ class PassageFormat:
 
 
 def _folded(line: str) -> str:
-    """What a reader recognises a line by: no case, no white space, no accents, nothing invisible."""
+    """Return the form by which a reader recognises a line: no case, no white space, no accents, nothing invisible."""
     if line.isascii():
         return line.casefold().translate(_INVISIBLE)
     return "".join(map(_folded_character, line))

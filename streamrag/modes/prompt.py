@@ -56,7 +56,7 @@ class PromptTemplate:
                 raise ConfigurationError(f"PromptTemplate.{name}={getattr(self, name)!r} must use {{{needed}}}")
 
     def passage_format(self, chat: str = "") -> PassageFormat:
-        """How chunks are written; they cannot imitate lines of this template, nor of `chat`, a format."""
+        """Return the format of chunks, which cannot imitate lines of this template, nor of `chat`, a format."""
         words = (self.before_context, self.no_context, self.cut_short)
         return PassageFormat(self.passage, *map(_escaped, words), self.after_context, chat)
 

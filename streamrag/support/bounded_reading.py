@@ -1,4 +1,4 @@
-"""All that is read from files which somebody else may have made: within limits, and as plain values.
+"""Read files that somebody else may have made: within limits, and as plain values.
 
 No file makes us import, call or download anything, and memory is bounded, whatever a file unpacks to.
 """
@@ -48,11 +48,11 @@ _FOUR_BYTES = re.compile(rb"[\xf0-\xff]|\\u[dD][89a-fA-F]")
 
 
 _OF_THE_CALLER = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")
-"""What a shell makes of `<(command)`: a pipe that no file of others can be called."""
+"""Paths that a shell makes of `<(command)`: a pipe that no file of others can be called."""
 
 
 def open_regular(path: str | os.PathLike[str], *, follow_links: bool = True) -> io.BufferedReader:
-    """A file, opened for reading: what hangs or never ends, as pipes and devices do, is refused.
+    """Open a file for reading: what hangs or never ends, as pipes and devices do, is refused.
 
     Only what the caller's own shell has opened may be a pipe. Without `follow_links`, the file's own name is no link.
 
@@ -150,7 +150,7 @@ def _inflate(decoder: Any, block: bytes) -> Generator[bytes, None, bytes]:
 
 
 def _unzstd(decoder: Any, block: bytes) -> Generator[bytes, None, bytes]:
-    """As `_inflate`. The decoder cannot be told how much to give, only be given little."""
+    """Unpack as `_inflate` does. The decoder cannot be told how much to give, only be given little."""
     for start in range(0, len(block), ZSTD_READ_BYTES):
         piece = block[start : start + ZSTD_READ_BYTES]
         yield decoder.decompress(piece)
@@ -169,7 +169,7 @@ def import_zstandard() -> Any:
 
 
 def lines_of(blocks: Iterator[bytes], max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """The lines in these blocks, with their newlines, which the last may not have.
+    """Yield the lines in these blocks, with their newlines, which the last may not have.
 
     :raises ValueError: a line has more than `max_line_bytes`, or the texts of all of them more than `MAX_FILE_BYTES`.
     """
@@ -193,7 +193,7 @@ def lines_of(blocks: Iterator[bytes], max_line_bytes: int = MAX_LINE_BYTES) -> I
 
 
 def memory_bytes(text: bytes | str) -> int:
-    """What the characters of this UTF-8 or JSON take at most. One that is rare makes all in its string as wide."""
+    """Return the most bytes that these characters take in memory: a rare one makes all of its string as wide."""
     text = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     if _FOUR_BYTES.search(text):
         return 4 * len(text)
@@ -203,7 +203,7 @@ def memory_bytes(text: bytes | str) -> int:
 def read_bytes(
     path: str | os.PathLike[str], max_bytes: int = MAX_SMALL_FILE_BYTES, *, follow_links: bool = True
 ) -> bytes:
-    """The whole content of a file, unpacked if its name ends in .gz or .zst.
+    """Return the whole content of a file, unpacked if its name ends in .gz or .zst.
 
     :raises OSError: the file cannot be read.
     :raises ValueError: it is larger than that, or its compressed data is damaged or cut off.
@@ -216,7 +216,7 @@ def read_bytes(
 
 
 def parse_json(text: bytes | str, max_values: int = MAX_VALUES) -> Any:
-    """The value of a JSON text: finite numbers of at most 18 digits, not nested deeply. Lone surrogates become U+FFFD.
+    """Return the value of a JSON text: finite numbers of 18 digits at most, no deep nests, U+FFFD for lone surrogates.
 
     :raises ValueError: it is something else.
     """
@@ -236,7 +236,7 @@ def parse_json(text: bytes | str, max_values: int = MAX_VALUES) -> Any:
 
 
 def as_dataclass(kind: type[T], values: Any) -> T:
-    """A `kind` of these plain values, each of the type that its field says; what it does not know is an error.
+    """Return a `kind` of these plain values, each of the type that its field says; what it does not know is an error.
 
     :raises ValueError: they are something else; the message names the field.
     """

@@ -1,4 +1,4 @@
-"""All that is shown to people: in a terminal, on a page, in a picture. Strangers wrote much of it.
+"""Make text safe to show in a terminal, on a page, in a picture. Others wrote much of it.
 
 A terminal obeys control characters, and some invisible ones change the order of what stands beside them. None of them
 reaches a reader as it is.
@@ -23,7 +23,7 @@ _UNSAFE = re.compile(f"[{_OBEYED}{_INVISIBLE}]")
 
 
 def shown(text: str) -> str:
-    """`text` as a terminal prints it and does not obey it; tabs and newlines stay.
+    """Return `text` as a terminal prints it and does not obey it; tabs and newlines stay.
 
     What would be obeyed becomes U+FFFD; what cannot be seen is left out.
     """
@@ -31,19 +31,24 @@ def shown(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same in one line."""
+    """Return `text` made safe, in one line."""
     return shown(text).replace("\n", " ").replace("\t", " ")
 
 
+def excerpt(text: object, max_chars: int = 300) -> str:
+    """Return the beginning of what someone else says, such as a server, for one line of a message."""
+    return one_line(str(text)[: 2 * max_chars])[:max_chars].strip()
+
+
 def for_picture(text: str) -> str:
-    """The same as a text of matplotlib, which takes what stands between dollar signs for a formula."""
+    """Return a line for matplotlib, which takes what stands between dollar signs for a formula."""
     line = one_line(text)
     line = line if len(line) <= MAX_IN_PICTURE else f"{line[:MAX_IN_PICTURE]}…"
     return line.replace("$", r"\$")
 
 
 def json_text(values: Any, *, only_ascii: bool = False) -> str:
-    """`values` as indented JSON, in which nothing is lost: what is not shown stands as an escape."""
+    """Return `values` as indented JSON, in which nothing is lost: what is not shown stands as an escape."""
     return _UNSAFE.sub(_escaped, json.dumps(values, indent=2, ensure_ascii=only_ascii))
 
 

@@ -4,8 +4,10 @@ import ctypes
 import errno
 import os
 import secrets
+import shutil
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,23 +28,25 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """The name of a file to write, which replaces `path` when the block ends well, and is removed when it does not.
+def replacing(path: Path, *, is_private: bool = False) -> Iterator[Path]:
+    """Give the name of a file to write, which replaces `path` when the block ends well, and is removed otherwise.
 
     The file is there, and empty. Only this user can read it until it replaces a file, whose mode it then has, and owner
     where that is allowed. Where `path` is a link, what it names is replaced. What is no file, such as `/dev/stdout`, is
     to be written itself.
 
+    is_private: whether only this user may ever read it, and whatever has the name is replaced itself, a link too.
+
     :raises OSError: the folder cannot be written to.
     """
-    real = Path(os.path.realpath(path))
-    if real.exists() and not real.is_file():
+    real = path if is_private else Path(os.path.realpath(path))
+    if not is_private and real.exists() and not real.is_file():
         yield real
         return
-    old = real.stat() if real.exists() else None
+    old = real.stat() if not is_private and real.exists() else None
     unfinished = real.with_name(f".writing-{secrets.token_hex(4)}-{real.name}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    os.close(os.open(unfinished, flags, 0o600 if old else 0o666))
+    os.close(os.open(unfinished, flags, 0o600 if old or is_private else 0o666))
     try:
         yield unfinished
         if old:
@@ -56,13 +60,34 @@ def replacing(path: Path) -> Iterator[Path]:
 
 # ------------------------------------------------------------------------------------------------------ whole folders
 
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Give a folder to fill, which is called `path` when the block ends well, and is removed when it does not.
+
+    :raises ConfigurationError: `path` exists and is not empty.
+    :raises OSError: it cannot be made.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigurationError(f"{path} exists. Remove it, use what is in it, or name another folder")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield unfinished
+        unfinished.chmod(0o755)  # mkdtemp's is private
+        unfinished.replace(path)
+    except BaseException:
+        shutil.rmtree(unfinished)
+        raise
+
+
 AT_FDCWD = -100
 RENAME_EXCHANGE = RENAME_SWAP = 2
-"""Of Linux and of macOS."""
+"""Flags of Linux and of macOS."""
 
 
 def exchange_folders(one: Path, other: Path) -> None:
-    """Each gets the other's name, at one moment: whoever looks, or is killed, finds both.
+    """Swap the names of two folders at one moment: at any time, both names exist.
 
     Where the system or the file system cannot do that (NFS, for one), three renames do it; if those are interrupted,
     what was `other` is left beside it as `.NAME.old-` and eight digits.

@@ -1,4 +1,4 @@
-"""Kinds of values that somebody else's code gave: for checks and their messages."""
+"""Checks of values that foreign code gave, and their words in messages."""
 
 import math
 from contextlib import suppress
@@ -19,7 +19,7 @@ def is_number(value: object) -> bool:
 
 
 def short(value: object) -> str:
-    """Its `repr`, or the beginning of that; of what has none, as a whole number of 5,000 digits, its kind."""
+    """Return the beginning of the `repr` of `value`, or its kind if it has none, as a number of 5,000 digits."""
     try:
         return f"{value!r:.200}"
     except Exception:  # the value is anybody's, and this is for the message of another error
@@ -27,7 +27,7 @@ def short(value: object) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """What it says; its kind, if it says nothing or fails to: an exception may be anybody's class too."""
+    """Return what `error` says, or its kind if it says nothing or fails to: an exception may be anybody's class too."""
     with suppress(Exception):
         if text := str(error):
             return text
@@ -40,7 +40,7 @@ def plain_text(text: str) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What it is, for a message, as in "a str": its value may be long."""
+    """Return the kind of `value` for a message, as in "a str": the value itself may be long."""
     if value is None:
         return "None"
     name = type(value).__name__

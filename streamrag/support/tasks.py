@@ -39,13 +39,13 @@ def is_cancelled() -> bool:
 
 
 async def run_regardless(work: Coroutine[Any, Any, T], name: str) -> T:
-    """What `work` returns or raises; it runs to its end in a task, however often this one is cancelled meanwhile."""
+    """Return or raise what `work` does; it runs to its end in a task, however often this one is cancelled meanwhile."""
     task = asyncio.create_task(work, name=name)
     await wait_regardless([task])
     return task.result()
 
 
-async def wait_regardless(tasks: Collection["asyncio.Task[Any]"], *, at_most_s: float | None = None) -> None:
+async def wait_regardless(tasks: Collection["asyncio.Future[Any]"], *, at_most_s: float | None = None) -> None:
     """Wait until `tasks` are done, whoever is cancelled meanwhile, and only then let that cancellation go on.
 
     Without `at_most_s` the tasks must be sure to end soon. Their errors count as retrieved.
@@ -66,7 +66,7 @@ async def wait_regardless(tasks: Collection["asyncio.Task[Any]"], *, at_most_s: 
         raise asyncio.CancelledError
 
 
-async def cancel_regardless(tasks: Collection["asyncio.Task[Any]"], *, at_most_s: float | None = None) -> None:
+async def cancel_regardless(tasks: Collection["asyncio.Future[Any]"], *, at_most_s: float | None = None) -> None:
     """Cancel `tasks`, again and again since they run foreign code, and wait for them as `wait_regardless` does."""
     loop = asyncio.get_running_loop()
     again: asyncio.TimerHandle
@@ -84,19 +84,21 @@ async def cancel_regardless(tasks: Collection["asyncio.Task[Any]"], *, at_most_s
         again.cancel()
 
 
-async def end_or_leave(task: "asyncio.Task[Any]", what: str) -> None:
-    """Cancel a task that runs foreign code; one that does not end within `LET_GO_S` is left behind with a warning.
+async def end_or_leave(task: "asyncio.Future[Any]", what: str, *, at_most_s: float | None = None) -> None:
+    """Cancel a task that runs foreign code; one that does not end in time is left behind with a warning.
 
     what: names the task, for the warning.
+    at_most_s: seconds to wait, `LET_GO_S` if None.
     """
+    at_most_s = LET_GO_S if at_most_s is None else at_most_s
     try:
-        await cancel_regardless([task], at_most_s=LET_GO_S)
+        await cancel_regardless([task], at_most_s=at_most_s)
     finally:
         if not task.done():
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else asks for it
             warnings.warn(
-                f"{what} has not ended within {LET_GO_S:g} s and is left behind: something swallows CancelledError, or "
-                "waits where it cannot be cancelled",
+                f"{what} has not ended within {at_most_s:g} s and is left behind: something swallows CancelledError, "
+                "or waits where it cannot be cancelled",
                 ResourceWarning,
                 stacklevel=1,
                 source=task,

@@ -87,7 +87,7 @@ def _lock(file: int, path: Path) -> bool:
 
 
 def _remove_if_left_behind(folder: Path) -> None:
-    """Only if the folder and the lock in it are this user's, and nobody holds the lock."""
+    """Remove it if the folder and the lock in it are this user's, and no process holds the lock."""
     try:
         if os.stat(folder, follow_symlinks=False).st_uid != os.geteuid():
             return

@@ -67,7 +67,7 @@ class TraceRecorder:
         self._num_queries = 0
         self._began_s = 0.0
 
-    @started_once
+    @started_once(remedy="A Pipeline owns its recorder: give it one that was not started, and to no other Pipeline")
     async def start(self, progress: Progress) -> None:
         """Open the file, and repair its end if it needs that.
 

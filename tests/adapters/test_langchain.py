@@ -467,7 +467,7 @@ async def test_messages_are_system_text_history_and_query(model: StreamragChatMo
 async def test_options_are_the_models_the_calls_and_those_of_a_query(
     model: StreamragChatModel, backend: ScriptedBackend
 ) -> None:
-    short = StreamragChatModel(pipeline=model.pipeline, max_tokens=5, home=model.home)
+    short = StreamragChatModel(pipeline=model.pipeline, max_tokens=5, portal=model.portal)
     assert (await short.ainvoke("Why?")).text == "It ja"
     assert (await short.bind(max_tokens=2, temperature=0.5).ainvoke("Why?")).text == "It"
     message = await model.ainvoke("Why?", stop=["END"], max_context_tokens=0, system="Sing.")

@@ -559,7 +559,7 @@ def test_the_package_is_not_imported_before_a_source_starts() -> None:
 
 
 def test_the_package_has_what_is_used_of_it() -> None:
-    """Fails when the interface of `mcp` moves: look at streamrag/adapters/mcp_connection.py then."""
+    """Fails when the interface of `mcp` moves: look at streamrag/adapters/mcp/connection.py then."""
     wanted = {
         ("mcp", "Client"): {"server", "message_handler", "read_timeout_seconds"},
         ("mcp", "stdio_client"): {"server", "errlog"},

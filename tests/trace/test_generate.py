@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from streamrag.cli import trace_generate
+from streamrag.cli.trace import generation as trace_generate
 from streamrag.errors import ConfigurationError
 from streamrag.trace.generate.distributions import Marginal, apportion, couple, stratified_counts
 from streamrag.trace.generate.workloads import (

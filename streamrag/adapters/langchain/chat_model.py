@@ -14,7 +14,7 @@ from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from pydantic import Field
 
-from streamrag.adapters.home import Home, Housed
+from streamrag.adapters.portal import LoopPortal, PortalOwner
 from streamrag.core import AnswerChunk, SamplingParams, Turn, part_name
 from streamrag.errors import ConfigurationError
 from streamrag.pipeline import Pipeline
@@ -24,7 +24,7 @@ from streamrag.telemetry import Answer
 SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
-class StreamragChatModel(Housed, BaseChatModel):
+class StreamragChatModel(PortalOwner, BaseChatModel):
     """A pipeline as a LangChain chat model: the last human message is the query, and its documents are retrieved while
     the model reads them.
 
@@ -41,9 +41,9 @@ class StreamragChatModel(Housed, BaseChatModel):
     """
 
     pipeline: Pipeline
-    """What retrieves and answers."""
+    """The pipeline that retrieves and answers."""
     temperature: float | None = None
-    """Of sampling, which is greedy by default."""
+    """Temperature of sampling, which is greedy by default."""
     top_p: float | None = None
     max_tokens: int | None = None
     """The most tokens of the answer; 256 by default."""
@@ -54,13 +54,13 @@ class StreamragChatModel(Housed, BaseChatModel):
     """The most seconds for an answer, retrieval included."""
     cache: BaseCache | bool | None = Field(default=False, exclude=True)
     """LangChain's, off by default: the same question has another answer when other documents are found."""
-    home: Any = Field(default=None, exclude=True, repr=False)
-    """Where the pipeline runs; copies of this share it."""
+    portal: Any = Field(default=None, exclude=True, repr=False)
+    """The portal to the loop in which the pipeline runs; copies of the model share it."""
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        if self.home is None:
-            self.home = Home.of_pipeline(self.pipeline)
+        if self.portal is None:
+            self.portal = LoopPortal.to_pipeline(self.pipeline)
 
     @property
     def _llm_type(self) -> str:
@@ -104,8 +104,8 @@ class StreamragChatModel(Housed, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        query, options = self._asked(messages, stop, kwargs)
-        for part in self.home.iterate(lambda: _answer(self.pipeline, query, options)):
+        query, options = self._parse_messages(messages, stop, kwargs)
+        for part in self.portal.iterate(lambda: _answer(self.pipeline, query, options)):
             yield self._chunk(part)
 
     async def _astream(
@@ -115,15 +115,15 @@ class StreamragChatModel(Housed, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
-        query, options = self._asked(messages, stop, kwargs)
-        async with aclosing(self.home.aiterate(lambda: _answer(self.pipeline, query, options))) as parts:
+        query, options = self._parse_messages(messages, stop, kwargs)
+        async with aclosing(self.portal.aiterate(lambda: _answer(self.pipeline, query, options))) as parts:
             async for part in parts:
                 yield self._chunk(part)
 
-    def _asked(
+    def _parse_messages(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]
     ) -> tuple[str, dict[str, Any]]:
-        """The query and its options."""
+        """Return the query and its options."""
         own = {name: getattr(self, name) for name in ("temperature", "top_p", "max_tokens", "seed", "stop", "timeout")}
         given = {
             name: value for name, value in {**own, **call, "stop": stop or own["stop"]}.items() if value is not None
@@ -165,7 +165,7 @@ class StreamragChatModel(Housed, BaseChatModel):
 async def _answer(
     pipeline: Pipeline, query: str, options: Mapping[str, Any]
 ) -> AsyncGenerator[AnswerChunk | Answer, None]:
-    """The answer's chunks that have text, and then all of it."""
+    """Yield the chunks that have text, and then the whole answer."""
     async with pipeline.stream(query, **options) as stream:
         async for chunk in stream:
             if chunk.text:

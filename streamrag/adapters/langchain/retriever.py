@@ -14,14 +14,14 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from pydantic import Field, PositiveInt
 
-from streamrag.adapters.home import Home, Housed
-from streamrag.adapters.parts import retrieve
+from streamrag.adapters.portal import LoopPortal, PortalOwner
+from streamrag.adapters.retrieved_chunks import retrieve
 from streamrag.core import Append, Chunk, CutShort, Skipped, SourceEvent, Update
 from streamrag.errors import ConfigurationError
 from streamrag.modes.context import Context, UpdateMode
 
 
-class StreamragRetriever(Housed, BaseRetriever):
+class StreamragRetriever(PortalOwner, BaseRetriever):
     """Any source of streamrag as a LangChain retriever: the documents are the context as it is when the source ends.
 
     Each document has `source`, `title`, `passage` and, if the source has one, `score` as its metadata, and an `id` that
@@ -35,26 +35,26 @@ class StreamragRetriever(Housed, BaseRetriever):
     """
 
     source: Any
-    """Where chunks come from."""
+    """The source of the chunks."""
     k: PositiveInt | None = None
     """The most documents, the first of the context; by default all. A call may have its own: `invoke(query, k=3)`."""
     owns_source: bool = True
     """False if somebody else starts and closes the source."""
-    home: Any = Field(default=None, exclude=True, repr=False)
-    """Where the source lives; copies of this share it."""
+    portal: Any = Field(default=None, exclude=True, repr=False)
+    """The portal to the loop in which the source lives; copies of the retriever share it."""
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
-        if self.home is None:
-            self.home = Home.of_source(self.source, is_owned=self.owns_source)
+        if self.portal is None:
+            self.portal = LoopPortal.to_source(self.source, is_owned=self.owns_source)
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
         found = _Found(self._num_wanted(k))
         config = {"callbacks": run_manager.get_child()}
-        for event in self.home.iterate(lambda: retrieve(self.source, query)):
-            dispatch_custom_event(*found.told(event), config=config)  # type: ignore[arg-type]
+        for event in self.portal.iterate(lambda: retrieve(self.source, query)):
+            dispatch_custom_event(*found.custom_event(event), config=config)  # type: ignore[arg-type]
         return found.documents()
 
     async def _aget_relevant_documents(
@@ -62,9 +62,9 @@ class StreamragRetriever(Housed, BaseRetriever):
     ) -> list[Document]:
         found = _Found(self._num_wanted(k))
         config = {"callbacks": run_manager.get_child()}
-        async with aclosing(self.home.aiterate(lambda: retrieve(self.source, query))) as events:
+        async with aclosing(self.portal.aiterate(lambda: retrieve(self.source, query))) as events:
             async for event in events:
-                await adispatch_custom_event(*found.told(event), config=config)  # type: ignore[arg-type]
+                await adispatch_custom_event(*found.custom_event(event), config=config)  # type: ignore[arg-type]
         return found.documents()
 
     def _num_wanted(self, k: int | None) -> int | None:
@@ -80,8 +80,8 @@ class _Found:
         self._chunks = Context()
         self._num_wanted = num_wanted
 
-    def told(self, event: SourceEvent) -> tuple[str, dict[str, Any]]:
-        """The name and the data of the custom event."""
+    def custom_event(self, event: SourceEvent) -> tuple[str, dict[str, Any]]:
+        """Return the name and the data of the custom event."""
         if isinstance(event, Append | Update):
             self._chunks = self._chunks.become(UpdateMode().fold(self._chunks, event))
         match event:

@@ -37,7 +37,7 @@ def from_langchain(found_by: Any, *, name: str = "") -> "LangchainSource":
 
 
 class LangchainSource:
-    """What `from_langchain` makes."""
+    """The source that `from_langchain` makes."""
 
     def __init__(self, found_by: Any, name: str) -> None:
         if isinstance(found_by, type) or _kind(found_by) is None:
@@ -59,7 +59,7 @@ class LangchainSource:
 
 
 class _Query:
-    """One query, and the documents that its chunks were."""
+    """A query, and the documents that its chunks were."""
 
     def __init__(self, text: str, name: str) -> None:
         self._text = text
@@ -138,7 +138,7 @@ class _Member:
 
 
 def _kind(found_by: Any) -> Callable[[_Query, Any], AsyncGenerator[SourceEvent, None]] | None:
-    """How it is asked; None if it cannot be. By its attributes: not all of its classes are in langchain-core."""
+    """Return the function that asks it, or None. It is found by attributes: not all classes are in langchain-core."""
     if _has(found_by, "alazy_load"):
         return _Query.load
     if _has(found_by, "retrievers", "weights"):

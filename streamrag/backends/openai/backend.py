@@ -18,6 +18,7 @@ from streamrag.backends.warming import warm_then_generate
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.errors import BackendError, ConfigurationError, PromptTooLongError, ServerError
 from streamrag.starting import started_once
+from streamrag.support.validation import Count, CountOrZero, Seconds, SecondsOrZero, validated
 from streamrag.tokenizing import in_thread
 
 PROBE = "The server says which tokens it was sent."
@@ -66,6 +67,7 @@ class OpenAIBackend:
     :raises ConfigurationError: values that cannot work.
     """
 
+    @validated
     def __init__(
         self,
         base_url: str,
@@ -73,14 +75,12 @@ class OpenAIBackend:
         *,
         tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
         api_key: str | None = None,
-        max_model_len: int | None = None,
-        timeout_s: float = 60.0,
-        max_retries: int = 2,
-        retry_delay_s: float = 0.25,
-        block_size: int = 16,
+        max_model_len: Count | None = None,
+        timeout_s: Seconds = 60.0,
+        max_retries: CountOrZero = 2,
+        retry_delay_s: SecondsOrZero = 0.25,
+        block_size: Count = 16,
     ) -> None:
-        if max_model_len is not None and max_model_len < 1:
-            raise ConfigurationError(f"max_model_len={max_model_len!r} must be at least 1, or None to ask the server")
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigurationError(f"base_url={base_url!r} is not an http or https address, as http://host:8000/v1")
@@ -235,7 +235,7 @@ class OpenAIBackend:
     async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
         """Ask for one token, whatever it is."""
         body = {"model": self._model_name, "max_tokens": 1, "temperature": 0.0, **body}
-        return await self._running().ask("POST", "/completions", body)
+        return await self._started_server().ask("POST", "/completions", body)
 
     async def _stream(
         self, body: dict[str, Any], num_prompt_tokens: int, max_tokens: int
@@ -244,7 +244,7 @@ class OpenAIBackend:
         is_finished = False
         num_tokens = min(max_tokens, self.model.max_model_len)
         num_prompt_bytes = num_prompt_tokens * MAX_PROMPT_TOKEN_BYTES
-        events = self._running().stream(
+        events = self._started_server().stream(
             "/completions",
             body,
             max_bytes=min(MAX_ANSWER_BYTES + num_prompt_bytes + num_tokens * MAX_TOKEN_BYTES, MAX_STREAM_BYTES),
@@ -263,7 +263,7 @@ class OpenAIBackend:
         if not is_finished:
             raise ServerError(f"{self._url} broke off in the middle of an answer")
 
-    def _running(self) -> Server:
+    def _started_server(self) -> Server:
         if self._server is None:
             raise BackendError("the backend is not running: it was closed, or not started")
         return self._server

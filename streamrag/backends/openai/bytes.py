@@ -25,7 +25,7 @@ class TooMuchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much an answer may hold. Its lines are bounded only where `max_lines` says how many there may be."""
+    """Bounds of an answer. Its lines are bounded only where `max_lines` says how many there may be."""
 
     max_bytes: int
     max_lines: int | None = None

@@ -169,7 +169,7 @@ class _NotAnObjectError(Exception):
 
 
 def shown(text: str) -> str:
-    """What a server says, for one line of a message: no control characters, none that turn a text around, and short."""
+    """Return what a server says, short and for one line of a message, without characters that control or turn text."""
     text = "".join(character if character.isprintable() else " " for character in text[:MAX_MESSAGE_CHARS])
     return text.strip()
 
@@ -194,7 +194,7 @@ async def _beginning(response: httpx.Response) -> str:
 
 
 def _message(text: str) -> str:
-    """What a server says in one of the common forms of an error, or the text itself."""
+    """Return the message of an error in one of the common forms, or the text itself."""
     try:
         value = json.loads(text)
         error = value.get("error", value)

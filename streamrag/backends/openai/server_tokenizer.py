@@ -117,5 +117,5 @@ class ServerTokenizer:
         raise ServerError(f"{self._root}/detokenize sent no text")
 
     def _wait_for(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What is asked for, from another thread than the event loop's; given up with that thread's cancel scope."""
+        """Return the answer, from another thread than the event loop's; given up with that thread's cancel scope."""
         return anyio.from_thread.run(ask, token=self._token)

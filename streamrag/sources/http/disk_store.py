@@ -7,7 +7,6 @@ be read or written for whatever reason, is as if it were not there. Calls block:
 import hashlib
 import os
 import re
-import secrets
 import stat
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from streamrag.errors import ConfigurationError
 from streamrag.support.bounded_reading import open_regular
+from streamrag.support.files import replacing
 
 MAGIC = b"streamrag cache 1\n"
 HEAD_BYTES = len(MAGIC) + 32
@@ -41,7 +41,8 @@ class DiskStore:
         """
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._write(self._path(""), b"")
+            with replacing(self._path(""), is_private=True):
+                pass
             self.remove("")
         except OSError as error:
             raise ConfigurationError(
@@ -72,7 +73,8 @@ class DiskStore:
         if num_bytes > self._max_bytes * SWEEP_SHARE:
             return
         with suppress(OSError):  # the disk is full, say
-            self._write(self._path(key), _head(key, content) + content)
+            with replacing(self._path(key), is_private=True) as unfinished:
+                unfinished.write_bytes(_head(key, content) + content)
             self._num_new_bytes += num_bytes
         if self._num_new_bytes > self._max_bytes * SWEEP_SHARE:
             self._num_new_bytes = 0

@@ -314,7 +314,7 @@ async def test_a_length_that_is_none_is_an_error_that_names_the_server(server: S
 
 @pytest.mark.parametrize("value", [0, -5])
 def test_a_length_that_is_given_must_be_one(value: int) -> None:
-    with pytest.raises(ConfigurationError, match=r"max_model_len=.* must be at least 1"):
+    with pytest.raises(ConfigurationError, match=r"max_model_len=.* must be greater than or equal to 1"):
         OpenAIBackend("http://127.0.0.1:1", "tiny", max_model_len=value)
 
 

@@ -1,4 +1,4 @@
-"""`streamrag bench`: loads on a simulated or a real engine, and what came of them."""
+"""`streamrag bench`: loads on a simulated or a real engine, and their results."""
 
 import argparse
 import json
@@ -16,19 +16,19 @@ from streamrag.bench.report.timeline import make_timeline
 from streamrag.bench.runner import CellFailed, CellProgressed, CellStarted, run_cell, run_cells
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, Slos, digest, parse_slos, summarise
-from streamrag.cli.bench_options import DESCRIPTION, EPILOG, VERBS, grid_of
-from streamrag.cli.bench_view import CellsView, print_comparison
+from streamrag.cli.bench.display import CellsView, print_comparison
+from streamrag.cli.bench.options import DESCRIPTION, EPILOG, VERBS, grid_of
 from streamrag.cli.output import Output
 from streamrag.errors import ConfigurationError
 from streamrag.support.display_text import json_text
 from streamrag.support.files import write_whole
 
 TABLE_WIDTH = 120
-"""Where there is no terminal, of the table of figures."""
+"""Columns of the table of figures where there is no terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command is told, and what runs it."""
+    """Add the command's arguments, and set what runs it."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, dest="verb")
     runs = {"report": _report, "timeline": _timeline}
@@ -110,7 +110,7 @@ def _print_figures(digests: Sequence[Digest], console: Output) -> None:
 
 
 def _cut(digest: Digest) -> str:
-    """What the contexts lost, if they did."""
+    """Return a note on what was left out of contexts, or an empty text."""
     num_cut, budget = (digest.provenance.get(name) for name in ("num_contexts_cut", "max_context_tokens"))
     if not (isinstance(num_cut, int) and isinstance(budget, int) and num_cut):
         return ""

@@ -26,13 +26,13 @@ from mcp.types import (
 )
 from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
-from streamrag.adapters import mcp_relay
-from streamrag.adapters.mcp import said
-from streamrag.adapters.mcp_bounds import BoundedTransport, Traffic
+from streamrag.adapters.mcp import relay
+from streamrag.adapters.mcp.bounds import BoundedTransport, Traffic
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
+from streamrag.support.display_text import excerpt
 from streamrag.support.tasks import wait_regardless
 
-ROOT = Path(mcp_relay.__file__).resolve().parent.parent.parent
+ROOT = Path(relay.__file__).resolve().parents[3]
 MAX_PENDING = 1024
 """Resources that have changed and were not read yet."""
 FAREWELL_S = 1.0
@@ -53,7 +53,7 @@ class Connection:
         self._max_bytes = max_bytes
         self._held: _Held | None = None
         self._all_held: set[_Held] = set()
-        """Those too that calls still wait for."""
+        """The connections in use, and those that calls still wait for."""
         self._opening: asyncio.Task[_Held] | None = None
         self._ending: set[asyncio.Task[Any]] = set()
         self._is_closed = False
@@ -87,37 +87,37 @@ class Connection:
         except MCPError as error:
             if error.code == CONNECTION_CLOSED or error.message == "Session terminated":
                 held.is_lost = True
-                why = held.reason or said(error)
+                why = held.reason or excerpt(error)
                 raise SourceError(f"{self._name}: the connection to the MCP server is lost: {why}") from error
-            raise SourceError(f"{self._name}: the MCP server refused: {said(error)}") from error
+            raise SourceError(f"{self._name}: the MCP server refused: {excerpt(error)}") from error
         except Exception as error:  # what a server sends fails in many ways
-            raise SourceError(f"{self._name} failed: {type(error).__name__}: {said(error)}") from error
+            raise SourceError(f"{self._name} failed: {type(error).__name__}: {excerpt(error)}") from error
         finally:
             held.num_calls -= 1
             if held.is_lost and not held.num_calls:
                 self._end(held)
 
     async def in_time(self, call: Coroutine[Any, Any, T]) -> T:
-        """What `call` returns. One that is given up ends by itself: mcp may take seconds to tell the server.
+        """Return the result of `call`. One that is given up ends by itself: mcp may take seconds to tell the server.
 
         :raises TimeoutError: it took longer than `timeout_s`.
         """
-        task = self._begun(call)
+        task = self._begin_task(call)
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.shield(task)
         finally:
             task.cancel()
 
-    def _begun(self, call: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """A task that ends with the connection, if not before."""
+    def _begin_task(self, call: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Begin a task that ends with the connection, if not before."""
         task = asyncio.create_task(call, name=f"{self._name} call")
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
         return task
 
     def doubt(self, client: Client) -> None:
-        """Something is wrong: connect anew for the next call."""
+        """Connect anew for the next call, as something is wrong."""
         if self._held is not None and self._held.client is client:
             self._held.is_lost = True
 
@@ -154,7 +154,7 @@ class Connection:
         finally:
             held.watches.discard(changes)
             if self._is_used(client):
-                farewell = self._begun(self._unsubscribe(client, held, uris))
+                farewell = self._begin_task(self._unsubscribe(client, held, uris))
                 await wait_regardless([farewell], at_most_s=FAREWELL_S)
                 farewell.cancel()
 
@@ -241,12 +241,12 @@ class Connection:
             error = error.exceptions[0]
         if isinstance(error, StreamRagError):
             return error
-        what = f"{type(error).__name__}: {said(error)}"
+        what = f"{type(error).__name__}: {excerpt(error)}"
         return SourceError(f"{self._name} cannot connect to the MCP server: {what}. Is it running?")
 
     @asynccontextmanager
     async def _transport(self, traffic: Traffic) -> AsyncGenerator[Any, None]:
-        """What the client takes: all that a server says is bounded, but for what else `mcp.Client` takes."""
+        """Open the client's transport. What a server says is bounded, but not for what else `mcp.Client` takes."""
         match self._server:
             case str(url):
                 limits = httpx2.AsyncHTTPTransport(trust_env=False)
@@ -273,14 +273,14 @@ class Connection:
             raise ConfigurationError(f"{self._name}: there is no program {server.command!r} to start the MCP server")
         if os.name != "posix":
             return server
-        relay = ["-P", mcp_relay.__file__, str(ROOT), str(os.getpid()), str(self._max_bytes)]
+        command = ["-P", relay.__file__, str(ROOT), str(os.getpid()), str(self._max_bytes)]
         return server.model_copy(
-            update={"command": sys.executable, "args": [*relay, server.command, *server.args]},
+            update={"command": sys.executable, "args": [*command, server.command, *server.args]},
         )
 
 
 class _Held:
-    """One client, in a task of its own, since it must be closed by the task that opened it."""
+    """A client in a task of its own, since it must be closed by the task that opened it."""
 
     def __init__(self, max_bytes: int) -> None:
         self.client: Client | None = None
@@ -294,7 +294,7 @@ class _Held:
         self.is_lost = False
         """New calls take another one; this is closed when those that wait for it have ended."""
         self.reason = ""
-        """Why it was dropped, if it was."""
+        """The reason for which it was dropped, if it was."""
 
     async def hear(self, message: object) -> None:
         if isinstance(message, ResourceUpdatedNotification):
@@ -308,7 +308,7 @@ class _Held:
 
 
 class _Changes:
-    """What a server of the older protocol says has changed, each once until it is taken."""
+    """An iterator of the changes that a server of the older protocol reports, each once until it is taken."""
 
     def __init__(self, uris: Sequence[str]) -> None:
         self.uris = frozenset(uris)
@@ -333,5 +333,5 @@ class _Changes:
 
 
 def _errors() -> TextIO:
-    """Where a server's own log goes: the standard error of the program, as it was when it started."""
+    """Return the file for a server's own log: the standard error of the program, as it was when it started."""
     return sys.__stderr__ or sys.stderr

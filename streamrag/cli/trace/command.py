@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from streamrag.cli import trace_generate
 from streamrag.cli.output import Output
 from streamrag.cli.record import WORDS, WORDS_NOTE
+from streamrag.cli.trace import generation
 from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.support.display_text import one_line
 
@@ -31,7 +31,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command is told, and what runs it."""
+    """Add the command's arguments, and set what runs it."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     show = verbs.add_parser(
@@ -45,9 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--no-plot", action="store_true", help="do not draw")
     show.add_argument("--json", action="store_true", help="print JSON instead, and draw only with --plot")
     show.set_defaults(run=_show)
-    trace_generate.add_arguments(
-        verbs.add_parser("generate", help="make a workload like those of the Stream2LLM paper")
-    )
+    generation.add_arguments(verbs.add_parser("generate", help="make a workload like those of the Stream2LLM paper"))
 
 
 def _show(arguments: argparse.Namespace) -> int:

@@ -5,11 +5,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from streamrag.cli.output import Output
-from streamrag.cli.source import add_search_arguments, make_index_source
-from streamrag.cli.steps import StepLines, bar
+from streamrag.cli.progress import step_bars
+from streamrag.cli.source_options import add_search_arguments, make_source
 from streamrag.errors import ConfigurationError
 from streamrag.sources.emission.calibration import Calibration, Odds
 from streamrag.starting import start_all
@@ -76,28 +76,20 @@ async def _calibrate(arguments: argparse.Namespace, console: Output) -> Calibrat
 
     if arguments.queries:
         queries = await asyncio.to_thread(read_queries, arguments.queries, arguments.num_queries)
-        source = make_index_source(arguments, k=arguments.k, sentences=arguments.sentences)
+        source = make_source(arguments)
     else:
         places = await asyncio.to_thread(sentences, arguments.index, arguments.num_queries, arguments.seed)
         twice = arguments.sentences and 2 * arguments.sentences  # those of the passage that is left out may be the best
-        whole = make_index_source(arguments, k=arguments.k + 1, sentences=twice)
+        whole = make_source(arguments, k=arguments.k + 1, sentences=twice)
         queries, source = [*places], HeldOut(whole, places, arguments.sentences or arguments.k)
-    lines = StepLines(console)
-    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     async with await start_all([source], lambda line: console.print_line(line, style="dim")):
-        with bar(console, *columns) as progress:
-            task = progress.add_task("searching", total=len(queries))
-
-            def show(num_done: int, num_total: int) -> None:
-                progress.update(task, completed=num_done, total=num_total)
-                lines.show("searching", f"{num_done:,} of {num_total:,}")
-
-            return await calibrate(source, queries, on_progress=show)
+        with step_bars(console) as show:
+            return await calibrate(
+                source, queries, on_progress=lambda num_done, num_total: show(num_done, num_total, "searching")
+            )
 
 
 def _print(calibration: Calibration, console: Output) -> None:
-    from rich.table import Table
-
     odds = Odds(calibration)
     table = Table("stages left", "set final", "order final", "first final", box=None, pad_edge=False)
     for left in reversed(range(len(calibration.stages))):

@@ -1,6 +1,6 @@
 """What an MCP server may send: how much in one message, and how much that nobody has asked for.
 
-A message is bounded before it is parsed, since that blocks the event loop: here, over HTTP, and by `mcp_relay` for a
+A message is bounded before it is parsed, since that blocks the event loop: here, over HTTP, and by `relay` for a
 server that was started. Whatever has no bound of its own is counted when it has been parsed.
 """
 
@@ -15,20 +15,20 @@ import httpx2
 from mcp.types import JSONRPCError, JSONRPCRequest, JSONRPCResponse
 from pydantic import ValidationError
 
-from streamrag.adapters.mcp_relay import MAX_VALUES, has_too_many_values
+from streamrag.adapters.mcp.relay import MAX_VALUES, has_too_many_values
 
 MAX_OPEN_REQUESTS = 64
 """Requests of the server that were not answered yet; it may not read the answers."""
 MAX_ASKED = 10_000
 """Requests of ours that are remembered; some are never answered."""
 MESSAGE_BYTES = 1 << 10
-"""What a message counts for beside its bytes: it is a task."""
+"""Bytes that a message counts for beside its own: it is a task."""
 JUNK_BYTES = 1 << 16
-"""What a line counts for that is no message, beside its bytes: it is logged."""
+"""Bytes that a line that is no message counts for beside its own: it is logged."""
 BYTES_PER_S = 1 << 20
-"""What may be sent all the time without being asked for."""
+"""Rate of bytes that a server may send without being asked."""
 MIN_BURST_BYTES = 1 << 23
-"""What may be sent at once: so much, or two messages of the longest."""
+"""Bytes that it may send at once: so many, or two messages of the longest."""
 
 _BLANK_LINE = re.compile(rb"(?:\r\n|\r(?!\n)|\n)(?:\r\n|\r(?!\n)|\n)")
 
@@ -90,7 +90,7 @@ class Traffic:
 
 
 def _junk_bytes(error: object) -> int:
-    """What it counts for, with its length where the parser says what it could not read."""
+    """Return the bytes that a parse error counts for, with its text where the parser says what it could not read."""
     text = error.errors(include_url=False)[0]["input"] if isinstance(error, ValidationError) else ""
     return JUNK_BYTES + (len(text) if isinstance(text, str) else 0)
 
@@ -113,7 +113,7 @@ class _Counted:
 
 
 class _CountedRead(_Counted):
-    """What `mcp` reads of a stream, as its protocol `ReadStream` says."""
+    """A counting `ReadStream` of `mcp`."""
 
     @property
     def last_context(self) -> Any:
@@ -138,7 +138,7 @@ class _CountedRead(_Counted):
 
 
 class _CountedWrite(_Counted):
-    """What `mcp` writes to, as its protocol `WriteStream` says."""
+    """A counting `WriteStream` of `mcp`."""
 
     async def send(self, item: Any) -> None:
         self._traffic.sends(item.message)

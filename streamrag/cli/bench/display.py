@@ -1,4 +1,4 @@
-"""A benchmark as a person watches it in a terminal: how far it is, and what came of it."""
+"""Show a benchmark in a terminal: its progress, and its results."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ from streamrag.bench.report.html import figure_text
 from streamrag.bench.runner import CellEvent, CellFailed, CellFinished, CellProgressed, CellStarted
 from streamrag.bench.summary import PERCENTILES
 from streamrag.cli.output import Output, markup
-from streamrag.cli.steps import StepLines, bar
+from streamrag.cli.progress import StepLines, bar
 from streamrag.support.display_text import one_line
 
 LEGEND = (
@@ -90,7 +90,7 @@ class CellsView:
 
 
 def print_comparison(comparison: Comparison, console: Output) -> None:
-    """One line a variant and rate of arrivals."""
+    """Print a line for each variant and rate of arrivals."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("arm")
     for name in PERCENTILES:
@@ -121,7 +121,7 @@ def _figures(comparison: Comparison, pool: Pool, variant: str, with_spread: bool
 
 
 def _preempted(pool: Pool) -> tuple[str, str, str]:
-    """How often, what it cost to compute again, and what was copied instead."""
+    """Return the number of preemptions, the share of tokens computed again, and the gigabytes copied instead."""
     if any(digest.num_preemptions is None for digest in pool.digests):
         return "not told", "–", "–"
     num = Counter[str]()

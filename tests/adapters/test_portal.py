@@ -14,10 +14,10 @@ from functools import partial
 import pytest
 
 from streamrag import Append, Chunk, ConfigurationError, Pipeline, PipelineClosedError, Progress, SourceEvent
-from streamrag.adapters import home as home_module
-from streamrag.adapters import life, loop_thread, parts
-from streamrag.adapters.home import Home
-from streamrag.adapters.parts import retrieve_all
+from streamrag.adapters import portal as portal_module
+from streamrag.adapters import portal_tasks, retrieved_chunks
+from streamrag.adapters.portal import LoopPortal
+from streamrag.adapters.retrieved_chunks import retrieve_all
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
 
@@ -26,9 +26,9 @@ async def numbers() -> AsyncGenerator[int, None]:
         yield number
 
 
-def home() -> tuple[Home, ScriptedSource]:
+def home() -> tuple[LoopPortal, ScriptedSource]:
     source = ScriptedSource([])
-    return Home.of_source(source), source
+    return LoopPortal.to_source(source), source
 
 
 async def test_what_was_started_in_a_loop_is_closed_from_another_thread() -> None:
@@ -54,7 +54,7 @@ async def test_closing_in_its_own_loop_without_awaiting_is_refused_and_awaiting_
 
 async def test_a_pipeline_that_somebody_else_has_started_is_not_closed() -> None:
     async with Pipeline(ScriptedSource([]), ScriptedBackend()) as pipeline:
-        lives = Home.of_pipeline(pipeline)
+        lives = LoopPortal.to_pipeline(pipeline)
         await lives.settle()
         await lives.aclose()
         assert "".join([chunk.text async for chunk in pipeline.stream("Why?")]) == "An answer."
@@ -140,7 +140,7 @@ async def test_closing_stops_what_is_read_of_a_pipeline_that_somebody_else_has_s
             is_stopped.set()
 
     async with Pipeline(ScriptedSource([]), ScriptedBackend()) as pipeline:
-        lives = Home.of_pipeline(pipeline)
+        lives = LoopPortal.to_pipeline(pipeline)
         items = lives.iterate(endless)
         assert await asyncio.to_thread(next, items) == 1
         reading = asyncio.create_task(asyncio.to_thread(next, items))
@@ -166,7 +166,7 @@ def test_a_source_that_is_starting_is_stopped_and_there_is_nothing_to_close() ->
         async def aclose(self) -> None:
             seen.append("closed")
 
-    lives = Home.of_source(Slow([]))
+    lives = LoopPortal.to_source(Slow([]))
     errors: list[Exception] = []
 
     def read() -> None:
@@ -192,7 +192,7 @@ async def test_a_call_that_is_cancelled_while_a_source_starts_leaves_it_to_start
             await super().start(progress)
 
     source = Slow([])
-    lives = Home.of_source(source)
+    lives = LoopPortal.to_source(source)
     first, second = (asyncio.create_task(lives.settle()) for _ in range(2))
     await begins.wait()
     first.cancel()
@@ -206,7 +206,7 @@ async def test_a_call_that_is_cancelled_while_a_source_starts_leaves_it_to_start
 
 @pytest.mark.parametrize("is_starting", [False, True])
 def test_a_source_that_swallows_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch, is_starting: bool) -> None:
-    for module, name in ((parts, "LET_GO_S"), (life, "END_S"), (loop_thread, "CANCEL_AGAIN_S")):
+    for module, name in ((retrieved_chunks, "LET_GO_S"), (portal_tasks, "END_S")):
         monkeypatch.setattr(module, name, 0.05)
     begins, is_over = threading.Event(), threading.Event()
 
@@ -227,7 +227,7 @@ def test_a_source_that_swallows_cancellation_is_left_behind(monkeypatch: pytest.
 
         async def aclose(self) -> None: ...
 
-    lives = Home.of_source(Stubborn())
+    lives = LoopPortal.to_source(Stubborn())
     errors: list[BaseException] = []
 
     def read() -> None:
@@ -248,8 +248,8 @@ def test_a_source_that_swallows_cancellation_is_left_behind(monkeypatch: pytest.
 
 
 async def test_a_call_for_which_its_loop_waits_is_an_error_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(home_module, "LOOK_S", 0.01)
-    monkeypatch.setattr(home_module, "BLOCKED_S", 0.05)
+    monkeypatch.setattr(portal_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(portal_module, "BLOCKED_S", 0.05)
     lives, _ = home()
     await lives.settle()
     with ThreadPoolExecutor(1) as threads, pytest.raises(PipelineClosedError, match="something blocks it"):
@@ -268,10 +268,10 @@ def test_who_gives_up_waiting_for_the_end_leaves_it_to_come(monkeypatch: pytest.
     def interrupt(*given: object) -> None:
         raise KeyboardInterrupt
 
-    lives = Home(begin, end)
+    lives = LoopPortal(begin, end)
     lives.start()
     with monkeypatch.context() as patched:
-        patched.setattr(home_module, "wait", interrupt)
+        patched.setattr(portal_module, "wait", interrupt)
         with pytest.raises(KeyboardInterrupt):
             lives.close()
     may_end.set()
@@ -306,7 +306,7 @@ def test_two_that_are_the_first_at_once_start_their_pipeline_in_one_loop() -> No
 
     started = threading.Semaphore(0)
     pipeline = Meeting(Slow([]), ScriptedBackend())
-    homes = [Home.of_pipeline(pipeline) for _ in range(2)]
+    homes = [LoopPortal.to_pipeline(pipeline) for _ in range(2)]
     answers: list[str] = []
     threads = [threading.Thread(target=lambda at=at: answers.append(at.run(answer))) for at in homes]
     for thread in threads:
@@ -323,19 +323,19 @@ def test_two_that_are_the_first_at_once_start_their_pipeline_in_one_loop() -> No
 FORKS = """
 import asyncio, os, sys, threading
 from streamrag import Pipeline, PipelineClosedError
-from streamrag.adapters.home import Home
+from streamrag.adapters.portal import LoopPortal
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
 async def nothing(): ...
 
-used, unused = (Home.of_source(ScriptedSource([])) for _ in range(2))
+used, unused = (LoopPortal.to_source(ScriptedSource([])) for _ in range(2))
 used.start()
 loop = asyncio.new_event_loop()
 threading.Thread(target=loop.run_forever, daemon=True).start()
 pipeline = Pipeline(ScriptedSource([]), ScriptedBackend())
 asyncio.run_coroutine_threadsafe(pipeline.start(), loop).result()
 if (child := os.fork()) == 0:
-    for home in (used, Home.of_pipeline(pipeline)):
+    for home in (used, LoopPortal.to_pipeline(pipeline)):
         try:
             home.start()
         except PipelineClosedError as error:

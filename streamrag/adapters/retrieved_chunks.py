@@ -1,4 +1,4 @@
-"""What adapters share beside a home: a source's events, its chunks, and chunks that know what they were made of."""
+"""Chunks that adapters retrieve from a source, and chunks that know what they were made of."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing

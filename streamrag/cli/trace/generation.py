@@ -17,7 +17,7 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the verb is told, and what runs it."""
+    """Add the verb's arguments, and set what runs it."""
     parser.usage, parser.description, parser.epilog = "%(prog)s WORKLOAD [options]", DESCRIPTION, EPILOG
     add = parser.add_argument
     about = "crawler, which appends, or anns, which replaces"

@@ -1,4 +1,4 @@
-"""A query as a person watches it in a terminal: what arrives, how far prefill is, and the answer."""
+"""Show a query in a terminal: chunks as they arrive, prefill as it progresses, and the answer."""
 
 from collections.abc import AsyncIterable
 
@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.text import Text
 
 from streamrag.cli.output import markup
-from streamrag.cli.steps import bar
+from streamrag.cli.progress import bar
 from streamrag.support.display_text import shown
 from streamrag.telemetry import (
     Answer,
@@ -101,7 +101,7 @@ def _describe(event: Event) -> Text | None:
 
 
 def print_sources(answer: Answer, console: Console) -> None:
-    """The passages that the model was given, by their numbers in the prompt."""
+    """Print the passages that the model was given, by their numbers in the prompt."""
     if not answer.has_context:
         console.print(markup("[yellow]This answer had no context."))
     for reason in (answer.source_error, answer.cut_short):
@@ -114,7 +114,7 @@ def print_sources(answer: Answer, console: Console) -> None:
 
 
 def print_timings(answer: Answer, console: Console) -> None:
-    """When retrieval ended and the first token came."""
+    """Print when retrieval ended and the first token came."""
     timings = answer.timings
     console.print(
         markup(

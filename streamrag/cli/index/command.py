@@ -4,14 +4,12 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
-
-from streamrag.cli import index_calibrate as calibrate
+from streamrag.cli.index import calibration
 from streamrag.cli.output import Output
-from streamrag.cli.source import DSN_HELP
-from streamrag.cli.steps import StepLines, bar
+from streamrag.cli.progress import step_bars
+from streamrag.cli.source_options import DSN_HELP
 from streamrag.serve.config.source_factory import dsn_of
 
 if TYPE_CHECKING:
@@ -53,66 +51,46 @@ MAX_PATHS = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command is told, and what runs it."""
+    """Add the command's arguments, and set what runs it."""
     parser.description, parser.epilog = "Makes vector indexes, which `ask` and `record` search with --index.", EPILOG
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    build = verbs.add_parser(
-        "build",
-        help="make an index from a folder of text, Markdown and HTML",
-        usage="%(prog)s FOLDER (--out INDEX | --to DSN) [options]",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
+
+    def add_verb(name: str, does: Callable[[argparse.Namespace], int], usage: str, what: str, description: str) -> Any:
+        verb = verbs.add_parser(name, help=what, usage=f"%(prog)s {usage}", description=description, epilog=EPILOG)
+        verb.set_defaults(run=does)
+        if name != "build":
+            verb.add_argument("index", type=Path, metavar="INDEX", help="made by `streamrag index build`")
+        return verb
+
+    what = "make an index from a folder of text, Markdown and HTML"
+    build = add_verb("build", run, "FOLDER (--out INDEX | --to DSN) [options]", what, DESCRIPTION)
+    _add_build(build)
+    what = "put documents into an index, or replace them"
+    add = add_verb("add", run_add, "INDEX PATH [PATH ...] [options]", what, ADD)
+    add.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="files, or folders of any depth")
+    add.add_argument("--root", type=Path, metavar="FOLDER", help="what the index was built from")
+    what = "take documents out of an index"
+    remove = add_verb("remove", run_remove, "INDEX NAME [NAME ...] [options]", what, REMOVE)
+    remove.add_argument("names", nargs="+", metavar="NAME", help="a document's or a folder's, as in citations")
+    for verb in (add, remove):
+        verb.add_argument("--embedder", metavar="NAME", help="what the index was made with, if not the default")
+    add_verb("verify", run_verify, "INDEX", "read all of an index, and compare it with its checksums", VERIFY)
+    calibration.add_parser(verbs)
+
+
+def _add_build(build: argparse.ArgumentParser) -> None:
     build.add_argument("folder", type=Path, metavar="FOLDER", help="with the documents, in folders of any depth")
     out = build.add_mutually_exclusive_group(required=True)
     out.add_argument("--out", type=Path, metavar="INDEX", help="folder to make")
     out.add_argument("--to", metavar="DSN", help=f"database to fill a table of: {DSN_HELP}")
-    build.add_argument(
-        "--embedder",
-        default="all-MiniLM-L6-v2",
-        metavar="NAME",
-        help="sentence-transformers model; another than %(default)s must be named again wherever the index is used",
-    )
-    build.add_argument(
-        "--kind", choices=("diskann", "ivf"), help="DiskANN or faiss's IVF (the first of them that is installed)"
-    )
+    about = "sentence-transformers model; another than %(default)s must be named again wherever the index is used"
+    build.add_argument("--embedder", default="all-MiniLM-L6-v2", metavar="NAME", help=about)
+    about = "DiskANN or faiss's IVF (the first of them that is installed)"
+    build.add_argument("--kind", choices=("diskann", "ivf"), help=about)
     build.add_argument("--force", action="store_true", help="replace the index that is there, at --out")
     build.add_argument("--table", default="passages", metavar="NAME", help="table of --to (%(default)s)")
     build.add_argument("--words", default="english", metavar="NAME", help="text search configuration of --to (english)")
     build.add_argument("--prune", action="store_true", help="remove documents from --to that are not in FOLDER")
-    build.set_defaults(run=run)
-    add = verbs.add_parser(
-        "add",
-        help="put documents into an index, or replace them",
-        usage="%(prog)s INDEX PATH [PATH ...] [options]",
-        description=ADD,
-        epilog=EPILOG,
-    )
-    add.add_argument("index", type=Path, metavar="INDEX", help="made by `streamrag index build`")
-    add.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="files, or folders of any depth")
-    add.add_argument("--root", type=Path, metavar="FOLDER", help="what the index was built from")
-    remove = verbs.add_parser(
-        "remove",
-        help="take documents out of an index",
-        usage="%(prog)s INDEX NAME [NAME ...] [options]",
-        description=REMOVE,
-        epilog=EPILOG,
-    )
-    remove.add_argument("index", type=Path, metavar="INDEX", help="made by `streamrag index build`")
-    remove.add_argument("names", nargs="+", metavar="NAME", help="a document's or a folder's, as in citations")
-    for verb, does in ((add, run_add), (remove, run_remove)):
-        verb.add_argument("--embedder", metavar="NAME", help="what the index was made with, if not the default")
-        verb.set_defaults(run=does)
-    verify = verbs.add_parser(
-        "verify",
-        help="read all of an index, and compare it with its checksums",
-        usage="%(prog)s INDEX",
-        description=VERIFY,
-        epilog=EPILOG,
-    )
-    verify.add_argument("index", type=Path, metavar="INDEX", help="made by `streamrag index build`")
-    verify.set_defaults(run=run_verify)
-    calibrate.add_parser(verbs)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -121,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _fill_table(arguments)
     from streamrag.sources.index.build import build_index
 
-    with _shown() as (show, tell):
+    with _progress_and_summary() as (show, tell):
         summary = build_index(
             arguments.folder,
             arguments.out,
@@ -138,7 +116,7 @@ def run_add(arguments: argparse.Namespace) -> int:
     """Put documents into the index."""
     from streamrag.sources.index.changes import add_documents
 
-    with _shown() as (show, tell):
+    with _progress_and_summary() as (show, tell):
         summary = add_documents(
             arguments.index, arguments.paths, folder=arguments.root, embedder=arguments.embedder, on_progress=show
         )
@@ -150,7 +128,7 @@ def run_remove(arguments: argparse.Namespace) -> int:
     """Take documents out of the index."""
     from streamrag.sources.index.changes import remove_documents
 
-    with _shown() as (show, tell):
+    with _progress_and_summary() as (show, tell):
         summary = remove_documents(arguments.index, arguments.names, embedder=arguments.embedder, on_progress=show)
         _tell_index(tell, arguments.index, summary)
     return 0
@@ -178,7 +156,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 def _fill_table(arguments: argparse.Namespace) -> int:
     from streamrag.sources.postgres.build import build_table
 
-    with _shown() as (show, tell):
+    with _progress_and_summary() as (show, tell):
         summary = build_table(
             arguments.folder,
             dsn_of(arguments.to),
@@ -208,21 +186,11 @@ def _tell_index(tell: Tell, index: Path, summary: "IndexSummary") -> None:
 
 
 @contextmanager
-def _shown() -> Iterator[tuple[Callable[[int, int, str], None], Tell]]:
-    """What shows progress, on stderr, and what tells at the end what was made, and what was skipped, with reasons."""
+def _progress_and_summary() -> Iterator[tuple[Callable[[int, int, str], None], Tell]]:
+    """Show progress on stderr; yields a function that shows a step, and one that sets what is printed at the end."""
     console = Output(stderr=True)
     told: list[str] = []
-    steps = StepLines(console)
-    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with bar(console, *columns) as progress:
-        tasks: dict[str, TaskID] = {}
-
-        def show(num_done: int, num_total: int, what: str) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=num_total)
-            progress.update(tasks[what], completed=num_done, total=num_total)
-            steps.show(what, f"{num_done:,} of {num_total:,}")
-
+    with step_bars(console) as show:
         yield show, lambda lines, skipped: told.extend([*lines, *_reasons(skipped)])
     for line in told:
         console.print_line(line)

@@ -1,11 +1,18 @@
-"""How far a command is: a bar on a terminal; lines in a file or a pipe, where nobody watches it."""
+"""Progress of a command: bars on a terminal, lines in a file or a pipe."""
 
-import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from streamrag.cli.output import Output
@@ -16,7 +23,7 @@ EVERY_S = 10.0
 
 
 def bar(console: Console, *columns: ProgressColumn, transient: bool = False) -> Progress:
-    """A bar of these columns. Nothing where there is no terminal."""
+    """Return a bar of these columns, which shows nothing where there is no terminal."""
     return Progress(*columns, console=console, transient=transient, disable=not console.is_terminal)
 
 
@@ -29,7 +36,7 @@ class StepLines:
         self._last: tuple[str, float] | None = None
 
     def show(self, step: str, count: str = "") -> None:
-        """The program is at `step`, and so far in it."""
+        """Show that the program is at `step`, and how far in it."""
         if self._console.is_terminal:
             return
         now_s = self._clock()
@@ -37,6 +44,23 @@ class StepLines:
             self._last = step, now_s
             text = f"{step}, {count}" if count else step
             self._console.print(text, soft_wrap=True)
+
+
+@contextmanager
+def step_bars(console: Output) -> Iterator[Callable[[int, int, str], None]]:
+    """Show a bar for each step, or its lines; yields what is called with the number done, that of all, and the step."""
+    lines = StepLines(console)
+    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with bar(console, *columns) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def show(num_done: int, num_total: int, step: str) -> None:
+            if step not in tasks:
+                tasks[step] = progress.add_task(step, total=num_total)
+            progress.update(tasks[step], completed=num_done, total=num_total)
+            lines.show(step, f"{num_done:,} of {num_total:,}")
+
+        yield show
 
 
 @contextmanager
@@ -50,11 +74,3 @@ def shown_starting(console: Output) -> Iterator[Callable[[str], None]]:
             lines.show(line)
 
         yield show
-
-
-def positive(text: str) -> int:
-    """The whole number of an option, for `argparse`."""
-    value = text.replace("_", "")
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return int(value)

@@ -4,7 +4,7 @@ import pytest
 
 from streamrag import Append, Chunk
 from streamrag.adapters.langchain import StreamragRetriever
-from streamrag.adapters.parts import retrieve_all
+from streamrag.adapters.retrieved_chunks import retrieve_all
 from streamrag.core import Source
 from streamrag.testing import ScriptedSource
 

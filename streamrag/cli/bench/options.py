@@ -107,7 +107,7 @@ VERBS = {
     "report": ("rebuild the report of a folder of results", _add_report),
     "timeline": ("write one cell step by step, for a viewer of traces", _add_timeline),
 }
-"""What each does, and what adds its options."""
+"""The help of each verb, and the function that adds its options."""
 
 
 def grid_of(arguments: argparse.Namespace) -> Grid:
@@ -141,7 +141,7 @@ def grid_of(arguments: argparse.Namespace) -> Grid:
 
 
 def _default_eviction(profile: str | None) -> EvictionMode:
-    """That of the library, where it is known how long copies take; a real engine finds out."""
+    """Return the library's default if the profile knows how long copies take; a real engine measures that."""
     if profile is not None and load_profile(profile).copies is None:
         return "recompute"
     return default_eviction()

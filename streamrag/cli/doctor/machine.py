@@ -34,7 +34,7 @@ PARTS: Mapping[str, str] = {
 
 CPU_FLAGS = ("avx2", "avx512_f", *sum(DTYPE_INSTRUCTIONS.values(), ()))
 PROCESS_BYTES = 3 * GIB
-"""What the engine's processes take beside weights and KV, about: torch, vLLM, an embedder."""
+"""Approximate memory of the engine's processes beside weights and KV: torch, vLLM, an embedder."""
 CPU_KV_BYTES = 4 * GIB
 """vLLM's KV cache on a CPU, unless it is told otherwise."""
 MIN_SHM_BYTES = 256 << 20
@@ -62,7 +62,7 @@ class ModelNeeds:
 
 @dataclass(slots=True)
 class Machine:
-    """What was found; `problems` keep it from serving, `advice` does not."""
+    """The machine as it was found; `problems` keep it from serving, `advice` does not."""
 
     versions: dict[str, str]
     parts: list[Part]
@@ -214,7 +214,7 @@ def _port_problems(host: str, port: int) -> Iterator[str]:
 
 
 def lines_of(found: Machine) -> Iterator[tuple[str, str]]:
-    """What was found, as names and texts."""
+    """Yield the findings as names and texts."""
     yield "versions", ", ".join(f"{name} {version}" for name, version in found.versions.items())
     yield "engine", found.engine
     of_device = "" if found.device_bytes == found.memory_bytes else f", {_gib(found.device_bytes)}"
@@ -235,7 +235,7 @@ def lines_of(found: Machine) -> Iterator[tuple[str, str]]:
 
 
 def as_json(found: Machine) -> dict[str, Any]:
-    """What was found, as `--json` prints it."""
+    """Return the findings as `--json` prints them."""
     return {**asdict(found), "can_serve": not found.problems}
 
 

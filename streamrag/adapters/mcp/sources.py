@@ -1,16 +1,10 @@
-"""MCP servers as sources: what a tool finds, and resources, of which each change is an update.
-
-    from streamrag.adapters.mcp import McpToolSource
-
-    source = McpToolSource(["python", "server.py"], "search")
-
-The package `mcp` is imported when a source starts.
-"""
+"""Sources that ask an MCP server: a tool, called with the query, and resources that are read and watched."""
 
 import asyncio
 import importlib.util
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -20,18 +14,15 @@ from streamrag.core import Chunk, CutShort, Progress, Skipped, SourceEvent, Upda
 from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
 from streamrag.sources.passage_reader import TEXTS, PassageReader
 from streamrag.starting import started_once
-from streamrag.support.display_text import one_line
-from streamrag.support.messages import is_number, is_whole, short
+from streamrag.support.display_text import excerpt
+from streamrag.support.messages import short
+from streamrag.support.validation import Count, Seconds, SecondsOrZero, validated
 
 if TYPE_CHECKING:
     from mcp import Client
-    from mcp.types import CallToolResult
 
-    from streamrag.adapters.mcp_connection import Connection
+    from streamrag.adapters.mcp.connection import Connection
 
-__all__ = ["McpResourceSource", "McpToolSource"]
-
-MAX_SAID_CHARS = 300
 MAX_TOOLS = 10_000
 """A server that has more of them, and not the one that is asked for, is not asked for further pages."""
 MAX_PAGES = 100
@@ -44,22 +35,16 @@ class _McpSource:
     def __init__(
         self, server: Any, *, name: str, headers: Mapping[str, str] | None, timeout_s: float, max_bytes: int
     ) -> None:
-        kind = type(self).__name__
         if isinstance(server, str) and not server.startswith(("http://", "https://")):
             raise ConfigurationError(
-                f"{kind}: {server!r} is no http or https address; a command is a list, as ['python', 'server.py']"
+                f"server={server!r} is no http or https address; a command is a list, as ['python', 'server.py']"
             )
-        if not is_number(timeout_s) or not 0 < timeout_s < float("inf"):
-            raise ConfigurationError(f"{kind}: timeout_s={timeout_s!r} must be a number over 0")
-        if not is_whole(max_bytes) or max_bytes < 1:
-            raise ConfigurationError(f"{kind}: max_bytes={max_bytes!r} must be a whole number, at least 1")
         if headers is not None and not isinstance(server, str):
-            raise ConfigurationError(f"{kind}: headers are for a server with an address")
+            raise ConfigurationError("headers are for a server with an address")
         self.name = name
+        self._options = {"name": name, "headers": headers, "timeout_s": timeout_s, "max_bytes": max_bytes}
         self._server = server
-        self._headers = headers
         self._timeout_s = timeout_s
-        self._max_bytes = max_bytes
         self._opened: Connection | None = None
 
     @started_once
@@ -73,14 +58,8 @@ class _McpSource:
         if importlib.util.find_spec("mcp") is None:
             raise MissingDependencyError("mcp", "pip install 'streamrag[mcp]'")
         progress(f"{self.name}: connecting to its MCP server")
-        make = await anyio.to_thread.run_sync(_connection)
-        self._opened = make(
-            self._server,
-            name=self.name,
-            headers=self._headers,
-            timeout_s=self._timeout_s,
-            max_bytes=self._max_bytes,
-        )
+        connection = await anyio.to_thread.run_sync(import_module, "streamrag.adapters.mcp.connection")  # slow: mcp
+        self._opened = connection.Connection(self._server, **self._options)
         try:
             async with self._opened.client() as client:
                 await self._opened.in_time(self._check(client))
@@ -101,12 +80,6 @@ class _McpSource:
         if self._opened is None:
             raise SourceError(f"{self.name} is not started: ask it through a Pipeline, or await its start(print)")
         return self._opened
-
-
-def _connection() -> "type[Connection]":
-    from streamrag.adapters.mcp_connection import Connection
-
-    return Connection
 
 
 class McpToolSource(_McpSource):
@@ -134,6 +107,7 @@ class McpToolSource(_McpSource):
     :raises ConfigurationError: values that cannot work.
     """
 
+    @validated
     def __init__(
         self,
         server: Any,
@@ -141,22 +115,22 @@ class McpToolSource(_McpSource):
         *,
         argument: str = "query",
         arguments: Mapping[str, Any] | None = None,
-        passages: "Callable[[CallToolResult], Iterable[Any]] | None" = None,
+        passages: Callable[[Any], Iterable[Any]] | None = None,
         name: str = "",
         headers: Mapping[str, str] | None = None,
-        timeout_s: float = 30.0,
-        max_bytes: int = 4 << 20,
+        timeout_s: Seconds = 30.0,
+        max_bytes: Count = 4 << 20,
     ) -> None:
         super().__init__(server, name=name or tool, headers=headers, timeout_s=timeout_s, max_bytes=max_bytes)
         if arguments is not None and argument in arguments:
-            raise ConfigurationError(f"McpToolSource: arguments has {argument!r}, which is for the query")
+            raise ConfigurationError(f"arguments has {argument!r}, which is for the query")
         self._tool = tool
         self._argument = argument
         self._arguments = dict(arguments or {})
         self._passages = passages
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """One `Update`.
+        """Yield one `Update`.
 
         :raises SourceError: the tool or the server failed, or did not answer in time.
         """
@@ -166,7 +140,7 @@ class McpToolSource(_McpSource):
             result = await connection.in_time(call)
         if result.is_error:
             texts = " ".join(getattr(content, "text", "") for content in result.content)
-            raise SourceError(f"the tool {self._tool} failed: {said(texts) or 'it does not say why'}")
+            raise SourceError(f"the tool {self._tool} failed: {excerpt(texts) or 'it does not say why'}")
         reader = PassageReader(self.name)
         found = self._passages(result) if self._passages else _structured(result.structured_content)
         chunks = None if found is None else tuple(map(reader.chunk, found))
@@ -191,13 +165,13 @@ class McpToolSource(_McpSource):
             if cursor is None or len(names) > MAX_TOOLS:
                 break
         if tool is None:
-            there = said(", ".join(names)) or "none"
+            there = excerpt(", ".join(names)) or "none"
             raise ConfigurationError(f"the MCP server has no tool {self._tool!r}. Its tools: {there}")
         taken = tool.input_schema.get("properties", {})
         for name in (self._argument, *self._arguments):
             if taken and name not in taken:
                 raise ConfigurationError(
-                    f"the tool {self._tool!r} has no argument {name!r}. It takes: {said(', '.join(taken))}"
+                    f"the tool {self._tool!r} has no argument {name!r}. It takes: {excerpt(', '.join(taken))}"
                 )
 
 
@@ -218,27 +192,26 @@ class McpResourceSource(_McpSource):
     :raises ConfigurationError: values that cannot work.
     """
 
+    @validated
     def __init__(
         self,
         server: Any,
         uris: Sequence[str],
         *,
-        watch_s: float = 0.0,
+        watch_s: SecondsOrZero = 0.0,
         name: str = "McpResourceSource",
         headers: Mapping[str, str] | None = None,
-        timeout_s: float = 30.0,
-        max_bytes: int = 4 << 20,
+        timeout_s: Seconds = 30.0,
+        max_bytes: Count = 4 << 20,
     ) -> None:
         super().__init__(server, name=name, headers=headers, timeout_s=timeout_s, max_bytes=max_bytes)
         if isinstance(uris, str) or not uris or not all(isinstance(uri, str) for uri in uris):
-            raise ConfigurationError(f"McpResourceSource: uris={short(uris)} must be a list of the resources' uris")
-        if not is_number(watch_s) or not 0 <= watch_s < float("inf"):
-            raise ConfigurationError(f"McpResourceSource: watch_s={watch_s!r} must be a number of seconds")
+            raise ConfigurationError(f"uris={short(uris)} must be a list of the resources' uris")
         self._uris = tuple(uris)
         self._watch_s = watch_s
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """An `Update` for each resource that is read, and for each change.
+        """Yield an `Update` for each resource that is read, and for each change.
 
         :raises SourceError: no resource can be read, or the connection is lost before they are.
         """
@@ -272,7 +245,7 @@ class McpResourceSource(_McpSource):
                             yield event
 
     async def _next(self, changes: AsyncIterator[str], end_s: float) -> str | CutShort | None:
-        """The next resource that changes, or None when it is time to end or the server says no more."""
+        """Return the next resource that changes, or None when it is time to end or the server says no more."""
         if asyncio.get_running_loop().time() >= end_s:  # a change that is there already is no wait that could time out
             return None
         try:
@@ -281,7 +254,7 @@ class McpResourceSource(_McpSource):
         except TimeoutError:
             return None
         except RuntimeError as error:  # mcp's SubscriptionLost
-            return CutShort(f"{self.name}: the MCP server no longer says what changes: {said(error)}")
+            return CutShort(f"{self.name}: the MCP server no longer says what changes: {excerpt(error)}")
 
     async def _event(
         self,
@@ -307,20 +280,15 @@ class McpResourceSource(_McpSource):
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
                 raise
-            return Skipped(uri, said(error))
+            return Skipped(uri, excerpt(error))
         texts = [content for content in result.contents if hasattr(content, "text")]
         if not texts:
             return Skipped(uri, "it is no text")
         return tuple(Chunk(content.text, uri, passage=number) for number, content in enumerate(texts))
 
 
-def said(what: object) -> str:
-    """What a server says, for one line of a message."""
-    return one_line(str(what))[:MAX_SAID_CHARS]
-
-
 def _structured(value: Any) -> list[Any] | None:
-    """The passages of structured content, or None where its shape is another."""
+    """Return the passages of structured content, or None where its shape is another."""
     if isinstance(value, Mapping) and len(value) == 1:
         (inner,) = value.values()
         value = inner if isinstance(inner, list) else value
@@ -336,7 +304,7 @@ def _text(entry: Mapping[str, Any]) -> Any:
 
 
 def _content(content: Any, name: str) -> Any:
-    """A passage, or why it is none."""
+    """Return a passage, or the reason for which it is none."""
     match content.type:
         case "text":
             return content.text

@@ -1,0 +1,13 @@
+"""MCP servers as sources: what a tool finds, and resources, of which each change is an update.
+
+    from streamrag.adapters.mcp import McpToolSource
+
+    source = McpToolSource(["python", "server.py"], "search")
+
+The package `mcp` is imported when a source starts.
+"""
+
+from streamrag.adapters.mcp.sources import McpResourceSource as McpResourceSource
+from streamrag.adapters.mcp.sources import McpToolSource as McpToolSource
+
+__all__ = ["McpResourceSource", "McpToolSource"]

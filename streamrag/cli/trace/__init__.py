@@ -1,0 +1,3 @@
+"""`streamrag trace`: traces shown, converted and generated."""
+
+from streamrag.cli.trace.command import add_arguments as add_arguments
