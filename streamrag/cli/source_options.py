@@ -8,7 +8,7 @@ from pydantic import SecretStr
 from streamrag.core import Source
 from streamrag.errors import ConfigurationError
 from streamrag.serve.config.settings import SourceSettings
-from streamrag.serve.config.source import make_source as make_source_of_service
+from streamrag.serve.config.source_factory import make_source as make_source_of_service
 
 DSN_HELP = "postgresql://user@host/database, or env:NAME of a variable that has it, so that nobody sees a password"
 

@@ -88,17 +88,6 @@ class DiskStore:
     def _path(self, key: str) -> Path:
         return self._folder / hashlib.sha256(key.encode(errors="replace")).hexdigest()
 
-    def _write(self, path: Path, entry: bytes) -> None:
-        """Write a file whole or not at all, in place of whatever has this name: a link or a pipe is replaced itself."""
-        unfinished = path.with_name(f".writing-{secrets.token_hex(4)}-{path.name}")
-        try:
-            with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-                file.write(entry)
-            unfinished.replace(path)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
-
     def _sweep(self) -> None:
         """Remove what was used least recently, until the rest is small enough. Other files are left alone."""
         entries = sorted(self._entries())
