@@ -53,6 +53,7 @@ class StepPlanner:
         self._num_free_if_short = self.num_kept_free + largest_step + self.scheduler.max_num_active_reqs
 
     def plan_step(self) -> PlannedStep:
+        """Order the requests that may run, and plan who computes how much."""
         self.kv_memory.start_step()
         if self.host_memory is not None:
             self.host_memory.start_step(self.steps.start_s)
