@@ -8,7 +8,7 @@ from streamrag.backends.vllm.scheduler.hooks import StreamingScheduler
 
 def test_a_load_has_a_quarter_of_its_requests_in_each_state() -> None:
     ours = loaded(all_states, 8, StreamingScheduler).scheduler
-    assert (len(ours.running), len(ours.idle), len(ours.requests)) == (2, 2, 8)
+    assert (len(ours.running), len(ours.plugin.queues.idle), len(ours.requests)) == (2, 2, 8)
     assert sorted(request.is_complete for request in ours.waiting) == [False, False, True, True]
     stock = loaded(all_states, 8, Scheduler).scheduler
     assert (len(stock.running), len(stock.waiting)) == (2, 6)

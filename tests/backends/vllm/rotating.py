@@ -4,8 +4,8 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from streamrag.backends.vllm.scheduler import replacement
 from streamrag.backends.vllm.scheduler.hooks import StreamingScheduler
+from streamrag.backends.vllm.scheduler.kv import replacement
 from streamrag.core import common_prefix_len
 from streamrag.engine import make_policy
 
@@ -21,7 +21,8 @@ class RotatingScheduler(StreamingScheduler):
     def schedule(self, throttle_prefills: bool = False) -> Any:
         turn = self.current_step // STEPS_PER_POLICY
         if self.current_step % STEPS_PER_POLICY == 0:
-            self.streaming_policy = make_policy(POLICIES[turn % len(POLICIES)])
+            policy = make_policy(POLICIES[turn % len(POLICIES)])
+            self.plugin.planner.policy = self.plugin.estimates.policy = policy
         return super().schedule(throttle_prefills)
 
     def add_request(self, request: Request) -> None:

@@ -18,7 +18,7 @@ class Estimates:
         self.step_sizes = StepSizes()
         self.pace = Pace(options.num_partial_tokens, options.partial_step_s)
         self._clock = clock
-        self._policy = policy
+        self.policy = policy
 
     def on_step(self, num_tokens: int, num_pairs: float, duration_s: float) -> None:
         """Learn from a step that took so long. See `StepSizes.observe_step` for its pairs."""
@@ -26,7 +26,7 @@ class Estimates:
         if num_tokens:
             self.step_sizes.observe_step(num_tokens, num_pairs, duration_s)
         if self.pace.tokens_per_s:
-            self._policy.on_speed(self.pace.tokens_per_s)
+            self.policy.on_speed(self.pace.tokens_per_s)
 
     def on_complete(self) -> None:
         """Learn that a complete prompt has come."""

@@ -39,7 +39,7 @@ class Queues:
         stream.status = RequestStatus.WAITING
 
     def begin_anew(self, request: StreamRequest) -> None:
-        """Have the model runner be sent a request as a whole, which the step has start: it holds other blocks."""
+        """Have the model runner be sent a request as a whole, before a step computes it: it holds other blocks."""
         if request.status == RequestStatus.RUNNING:
             self._leave_running(request)
             request.status = RequestStatus.WAITING

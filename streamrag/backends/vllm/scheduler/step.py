@@ -68,6 +68,7 @@ class StepPlanner:
         self.rules = self._make_rules()
 
     def plan_step(self) -> PlannedStep:
+        """Order the requests that may run, and plan who computes how much."""
         self.kv_memory.start_step()
         if self.host_memory is not None:
             self.host_memory.start_step(self.steps.start_s)

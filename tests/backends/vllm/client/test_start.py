@@ -92,7 +92,7 @@ def test_two_sizes_of_the_cache_are_one_too_many(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "magic"}, "strategy='magic' must be one of 'streaming', 'warming'"),
+        ({"strategy": "magic"}, "strategy='magic' must be 'streaming' or 'warming'"),
         ({"policy": "no_such_policy"}, "no_such_policy"),
         ({"strategy": "warming", "policy": "lcas"}, r"^{'policy': 'lcas'} is for strategy=.streaming"),
         ({"strategy": "warming", "can_partial_evict": True}, r"^{'can_partial_evict': True} is for"),
