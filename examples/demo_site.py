@@ -1,4 +1,4 @@
-"""A site on loopback, made of the documentation by `streamrag.demo.demo_folder` and served with the latency of a real one.
+"""A site on loopback: the documentation, by `streamrag.demo.demo_folder`, with the latency of a real one.
 
 Run as a program it serves a folder, and prints its port first: `python demo_site.py FOLDER`.
 """

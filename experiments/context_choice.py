@@ -18,8 +18,8 @@ from rich.table import Table
 
 from streamrag import Chunk, PromptTemplate
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
-from streamrag.choice import Relevance
 from streamrag.modes import PromptAssembler
+from streamrag.query.relevance import Relevance
 from streamrag.testing import make_tiny_llama
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"

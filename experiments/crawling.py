@@ -29,7 +29,7 @@ from rich.progress import track
 from rich.table import Table
 
 from streamrag import Append, WebSource
-from streamrag.choice import Passage, split_markdown
+from streamrag.query.relevance import Passage, split_markdown
 from streamrag.sources.http.robots import parse
 from streamrag.sources.pages.near_duplicates import NearDuplicates
 from streamrag.sources.pages.relevant_passages import assemble, relevant_stems, select

@@ -50,7 +50,7 @@ from streamrag.sources.index.index_folder import (
     passage_line,
     with_title,
 )
-from streamrag.versions import installed_versions
+from streamrag.support.versions import installed_versions
 
 NUM_REAL, NUM_QUERIES, NUM_VECTORS, NUM_SLOW_QUERIES = 20_480, 200, 100_000, 30
 PASSAGE_WORDS, NOISE, K = 60, 0.35, 10

@@ -52,8 +52,8 @@ from streamrag.bench.summary import percentile
 from streamrag.routing import Opening, ReplicaState, make_router
 from streamrag.routing.basic_routers import RoundRobin
 from streamrag.support.files import write_whole
+from streamrag.support.versions import installed_versions
 from streamrag.testing import ScriptedBackend, make_tiny_llama
-from streamrag.versions import installed_versions
 
 MODEL: dict[str, Any] = {
     "hidden_size": 256,

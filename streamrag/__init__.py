@@ -11,12 +11,9 @@ is used: each name loads its own module.
 from typing import TYPE_CHECKING
 
 from streamrag.support.lazy_imports import attributes
-from streamrag.versions import __version__ as __version__
+from streamrag.support.versions import __version__ as __version__
 
 if TYPE_CHECKING:
-    from streamrag.answer_stream import AnswerStream as AnswerStream
-    from streamrag.answer_stream import EventStream as EventStream
-    from streamrag.asked import QueryOptions as QueryOptions
     from streamrag.backends.openai import OpenAIBackend as OpenAIBackend
     from streamrag.backends.vllm import VllmBackend as VllmBackend
     from streamrag.backends.vllm.client.token_streams import StreamedTokens as StreamedTokens
@@ -74,6 +71,9 @@ if TYPE_CHECKING:
     from streamrag.modes import PromptTemplate as PromptTemplate
     from streamrag.modes import UpdateMode as UpdateMode
     from streamrag.pipeline import Pipeline as Pipeline
+    from streamrag.query.answer_stream import AnswerStream as AnswerStream
+    from streamrag.query.answer_stream import EventStream as EventStream
+    from streamrag.query.options import QueryOptions as QueryOptions
     from streamrag.sources.crawl.search_engine import search_engine as search_engine
     from streamrag.sources.crawl.web import WebSource as WebSource
     from streamrag.sources.emission.calibrate import calibrate as calibrate
@@ -102,7 +102,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Answer": "streamrag.telemetry",
     "AnswerChunk": "streamrag.core",
-    "AnswerStream": "streamrag.answer_stream",
+    "AnswerStream": "streamrag.query.answer_stream",
     "Append": "streamrag.core",
     "AppendMode": "streamrag.modes",
     "Backend": "streamrag.core",
@@ -115,7 +115,7 @@ _HOMES = {
     "CutShort": "streamrag.core",
     "DeadlineExceededError": "streamrag.errors",
     "EngineDeadError": "streamrag.errors",
-    "EventStream": "streamrag.answer_stream",
+    "EventStream": "streamrag.query.answer_stream",
     "Hint": "streamrag.core",
     "HybridSource": "streamrag.sources.search.hybrid",
     "IndexCorruptError": "streamrag.errors",
@@ -139,7 +139,7 @@ _HOMES = {
     "Prompt": "streamrag.core",
     "PromptTemplate": "streamrag.modes",
     "PromptTooLongError": "streamrag.errors",
-    "QueryOptions": "streamrag.asked",
+    "QueryOptions": "streamrag.query.options",
     "ReplaySource": "streamrag.sources.replay",
     "RequestView": "streamrag.engine",
     "RetrieverSource": "streamrag.sources.retriever",

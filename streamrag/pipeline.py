@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import anyio
 
-from streamrag.answer_stream import AnswerStream, Emit, EventStream
-from streamrag.asked import Query, QueryOptions, check_options
-from streamrag.clock import Clock, monotonic
 from streamrag.core import Backend, Mode, Progress, Source, Turn
+from streamrag.core.lifecycle import start_all
 from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQueriesError
 from streamrag.modes import PromptTemplate, UpdateMode
-from streamrag.query import QueryRun
-from streamrag.starting import start_all
+from streamrag.query.answer_stream import AnswerStream, Emit, EventStream
+from streamrag.query.options import Query, QueryOptions, check_options
+from streamrag.query.run import QueryRun
+from streamrag.support.clock import Clock, monotonic
 from streamrag.support.messages import is_number, is_whole, kind_of, plain_text, short
 from streamrag.support.tasks import is_cancelled, wait_regardless
 from streamrag.telemetry import Answer

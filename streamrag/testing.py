@@ -28,10 +28,10 @@ from streamrag.core import (
     SamplingParams,
     SourceEvent,
 )
+from streamrag.core.lifecycle import started_once
 from streamrag.demo.smollm2 import make_demo_model
 from streamrag.demo.tiny_llama import make_tiny_llama
 from streamrag.sources.delays import StretchedSource
-from streamrag.starting import started_once
 
 __all__ = [
     "CodePointTokenizer",

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent / "sources"))
 from website import Website
 
 from streamrag import Append, Chunk, Pipeline, SamplingParams, Turn, VectorSource, VllmBackend, WebSource
-from streamrag.answer_stream import EventStream
 from streamrag.cli.conversation import Conversation
+from streamrag.query.answer_stream import EventStream
 from streamrag.sources.index.build import build_index
 from streamrag.telemetry import (
     Answer,

@@ -10,7 +10,7 @@ from streamrag.bench.grid import describe_cell
 from streamrag.bench.runner import CellEvent, CellFailed, CellFinished, CellProgressed
 from streamrag.cli.output import Output
 from streamrag.cli.progress import bar
-from streamrag.clock import Clock, monotonic
+from streamrag.support.clock import Clock, monotonic
 
 from .plan import expected_s, total_s
 

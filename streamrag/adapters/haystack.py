@@ -19,15 +19,15 @@ from typing import Any, Unpack
 
 from streamrag.adapters.portal import LoopPortal
 from streamrag.adapters.retrieved_chunks import FoundChunk
-from streamrag.asked import QueryOptions, check_options
 from streamrag.core import Chunk, Progress, Skipped, SourceEvent, Turn, Update
+from streamrag.core.lifecycle import started_once
 from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
 from streamrag.pipeline import Pipeline
+from streamrag.query.options import QueryOptions, check_options
 from streamrag.sources.fusion import reciprocal_rank_fusion
 from streamrag.sources.passage_reader import PassageReader
 from streamrag.sources.retriever import MAX_CALLS
 from streamrag.sources.threads import Threads
-from streamrag.starting import started_once
 from streamrag.support.messages import kind_of
 from streamrag.support.tasks import cancel_regardless
 from streamrag.telemetry import Answer, ContextComplete, TokensGenerated

@@ -16,10 +16,10 @@ from typing import Any, Literal, Unpack
 
 from streamrag.adapters.portal import LoopPortal, PortalOwner
 from streamrag.adapters.retrieved_chunks import FoundChunk, retrieve_all
-from streamrag.asked import QueryOptions, check_options
 from streamrag.core import Chunk, Source, SourceEvent, Startable, Update
 from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.pipeline import Pipeline
+from streamrag.query.options import QueryOptions, check_options
 from streamrag.sources.fusion import reciprocal_rank_fusion
 from streamrag.sources.passage_reader import PassageReader
 from streamrag.sources.retriever import MAX_CALLS

@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from streamrag.adapters.portal_tasks import CLOSED, END, Reading, Tenant, current_loop, end_dropped, start_loop_thread
-from streamrag.clock import monotonic
 from streamrag.core import Source
+from streamrag.core.lifecycle import start_all
 from streamrag.errors import ConfigurationError, PipelineClosedError
 from streamrag.pipeline import FORKED, Pipeline
-from streamrag.starting import start_all
+from streamrag.support.clock import monotonic
 from streamrag.support.messages import short
 from streamrag.support.tasks import run_regardless
 

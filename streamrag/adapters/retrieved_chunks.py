@@ -7,7 +7,7 @@ from typing import Any
 
 from streamrag.core import Append, Chunk, Source, SourceEvent, Update
 from streamrag.modes.context import Context, UpdateMode
-from streamrag.retrieving import Retrieval
+from streamrag.query.retrieval import Retrieval
 from streamrag.support.tasks import LET_GO_S
 
 

@@ -3,7 +3,7 @@
 import platform
 
 from streamrag.backends.vllm.version import DISTRIBUTIONS
-from streamrag.versions import installed_versions
+from streamrag.support.versions import installed_versions
 
 
 def versions() -> dict[str, str]:

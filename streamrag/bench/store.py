@@ -25,7 +25,7 @@ from streamrag.support.bounded_reading import (
     read_bytes,
 )
 from streamrag.support.files import write_whole
-from streamrag.versions import __version__, installed_versions
+from streamrag.support.versions import __version__, installed_versions
 
 FORMAT = "streamrag-cell/1"
 FINISHED = "[!.]*.json.gz"

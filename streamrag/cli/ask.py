@@ -7,7 +7,6 @@ import sys
 from dataclasses import asdict
 from typing import Any, get_args
 
-from streamrag.asked import QueryOptions
 from streamrag.backends.vllm.client.arguments import Strategy
 from streamrag.cli.answer_display import print_sources, print_timings, watch
 from streamrag.cli.conversation import Conversation, converse
@@ -17,6 +16,7 @@ from streamrag.cli.source_options import add_source_arguments, make_source
 from streamrag.core import Backend, SamplingParams, Turn
 from streamrag.errors import ConfigurationError
 from streamrag.pipeline import Pipeline
+from streamrag.query.options import QueryOptions
 from streamrag.telemetry import Answer
 
 EPILOG = """\

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeAlias, TypeVar
 
-from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.cli.output import Output, markup
 from streamrag.core import Turn
 from streamrag.errors import EngineDeadError, PipelineClosedError, PromptTooLongError, StreamRagError
+from streamrag.query.options import MAX_QUERY_CHARACTERS
 from streamrag.telemetry import Answer
 
 PROMPT = "> "

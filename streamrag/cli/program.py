@@ -9,7 +9,7 @@ from typing import Any
 
 from streamrag.cli.output import Output, markup
 from streamrag.errors import StreamRagError
-from streamrag.versions import __version__
+from streamrag.support.versions import __version__
 
 COMMANDS = {
     "ask": "answer questions from the web or from an index",

@@ -16,7 +16,7 @@ from rich.progress import (
 from rich.text import Text
 
 from streamrag.cli.output import Output
-from streamrag.clock import Clock, monotonic
+from streamrag.support.clock import Clock, monotonic
 from streamrag.support.display_text import one_line
 
 EVERY_S = 10.0

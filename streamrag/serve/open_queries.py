@@ -9,8 +9,8 @@ from typing import TypedDict, Unpack
 
 import anyio
 
+from streamrag.core.trace_context import conversation, conversation_of
 from streamrag.errors import DeadlineExceededError, EngineDeadError, StreamRagError
-from streamrag.propagation import conversation, conversation_of
 from streamrag.serve.admission import Admission, Place
 from streamrag.serve.connections.fair_share import Account, FairShare
 from streamrag.serve.failures import RefusedError, failure_of

@@ -8,18 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, Unpack
 
-from streamrag.asked import QueryOptions
 from streamrag.core import Backend, Mode, ModelInfo, Progress, SamplingParams, Source, SourceEvent, Turn
+from streamrag.core.lifecycle import start_all
 from streamrag.errors import PipelineClosedError
 from streamrag.modes import PromptTemplate
 from streamrag.pipeline import Pipeline
+from streamrag.query.options import QueryOptions
 from streamrag.serve.admission import Admission
 from streamrag.serve.connections.fair_share import FairShare
 from streamrag.serve.engine_watch import EngineWatch, Restarts
 from streamrag.serve.limits import Limits
 from streamrag.serve.observe.observer import Interface, Observer, Observers, ServedQuery
 from streamrag.serve.open_queries import Caller, Claim, OpenQueries, OpenQuery
-from streamrag.starting import start_all
 from streamrag.support.tasks import cancel_regardless, run_regardless
 from streamrag.telemetry import Event
 

@@ -17,14 +17,14 @@ from functools import partial
 from math import inf, isfinite
 from typing import Any, TypeAlias
 
-from streamrag.answer_stream import Emit
 from streamrag.core import AnswerChunk, Backend, ModelInfo, Prompt, SamplingParams, Tokenizer
+from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import BackendError, ConfigurationError
-from streamrag.retrieving import closing
+from streamrag.query.answer_stream import Emit
+from streamrag.query.retrieval import closing
 from streamrag.sessions.ingestion import Snapshot
 from streamrag.sessions.question import DECISIVE_GAP, Question
 from streamrag.telemetry import Answer, Timings, TokensGenerated
-from streamrag.tokenizing import in_thread
 
 TokenIds: TypeAlias = tuple[int, ...]
 Pass: TypeAlias = Callable[[TokenIds, Sequence[int]], Awaitable[tuple[int | None, Any]]]

@@ -10,9 +10,10 @@ from typing import Annotated
 from pydantic import Field
 
 from streamrag.core import Backend, Chunk, Source
+from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import ConfigurationError, PipelineClosedError, SessionLogError
 from streamrag.modes import PromptTemplate
-from streamrag.retrieving import checked_chunk
+from streamrag.query.retrieval import checked_chunk
 from streamrag.sessions.drops import DataDropped, Drops
 from streamrag.sessions.feed import append_all, check_followed
 from streamrag.sessions.ingestion import CLOSED, Ingestion, Snapshot
@@ -22,7 +23,6 @@ from streamrag.sessions.tasks import SessionTasks
 from streamrag.sessions.window import Buffer, Numbered, Window
 from streamrag.support.messages import plain_text, short
 from streamrag.support.validation import Count, CountOrZero, validated
-from streamrag.tokenizing import in_thread
 
 CHUNKS_PER_TURN = 64
 """Chunks that are appended before others have a turn of the event loop: half a millisecond."""

@@ -5,7 +5,7 @@ from contextlib import aclosing
 
 from streamrag.core import Append, Chunk, Source, SourceEvent, Update, part_name
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
-from streamrag.retrieving import Retrieval, checked_chunk, closing
+from streamrag.query.retrieval import Retrieval, checked_chunk, closing
 from streamrag.support.messages import kind_of, message_of
 
 MAX_SEEN = 4096

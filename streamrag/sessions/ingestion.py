@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from streamrag.core import Backend, Chunk, Prefilled, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, PipelineClosedError, StreamRagError
-from streamrag.retrieving import closing
+from streamrag.query.retrieval import closing
 from streamrag.sessions.log import SessionLog
 from streamrag.sessions.prompts import SessionPrompts
 from streamrag.sessions.window import Buffer, Numbered, Piece, Window

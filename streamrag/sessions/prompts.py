@@ -7,10 +7,10 @@ from string import Formatter
 from typing import Any
 
 from streamrag.core import Chunk, ModelInfo
+from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import PromptTooLongError
 from streamrag.modes import PromptAssembler, PromptTemplate
 from streamrag.sessions.window import Numbered, Piece, num_characters
-from streamrag.tokenizing import in_thread
 
 MAX_CHARACTERS = 50_000
 """Characters that are tokenised at once, in some ten milliseconds."""

@@ -9,10 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, TypedDict
 
-from streamrag.answer_stream import Emit, StartQuery
 from streamrag.core import Backend, SamplingParams
+from streamrag.core.trace_context import conversation
 from streamrag.errors import ConfigurationError
-from streamrag.propagation import conversation
+from streamrag.query.answer_stream import Emit, StartQuery
 from streamrag.sessions.answer import compute_answer
 from streamrag.sessions.data import SessionData
 from streamrag.sessions.ingestion import Snapshot

@@ -9,11 +9,11 @@ from typing import Annotated, Self, Unpack
 
 from pydantic import Field
 
-from streamrag.answer_stream import AnswerStream, EventStream
 from streamrag.core import Backend, Chunk, SamplingParams, Source
+from streamrag.core.trace_context import conversation
 from streamrag.errors import ConfigurationError
 from streamrag.modes import PromptTemplate
-from streamrag.propagation import conversation
+from streamrag.query.answer_stream import AnswerStream, EventStream
 from streamrag.sessions.data import SessionData, SessionState
 from streamrag.sessions.drops import DataDropped
 from streamrag.sessions.limits import SessionBooks, SessionLimits

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self, TypeAlias
 
-from streamrag.answer_stream import AnswerStream
 from streamrag.errors import (
     BackendError,
     ConfigurationError,
@@ -16,6 +15,7 @@ from streamrag.errors import (
     StreamRagError,
     TooManyQueriesError,
 )
+from streamrag.query.answer_stream import AnswerStream
 from streamrag.sessions.concurrency import ConcurrencyEstimator
 from streamrag.sessions.data import SessionData
 from streamrag.sessions.log import SessionLog

@@ -8,11 +8,11 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from streamrag.clock import Clock, monotonic
 from streamrag.core import Append, CutShort, Skipped, Source, SourceEvent, Update
 from streamrag.errors import ConfigurationError
-from streamrag.retrieving import Retrieval
+from streamrag.query.retrieval import Retrieval
 from streamrag.sources.wrapper import SourceWrapper
+from streamrag.support.clock import Clock, monotonic
 from streamrag.support.tasks import cancel_regardless
 from streamrag.support.validation import Number, SecondsOrZero, validated
 

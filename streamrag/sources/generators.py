@@ -13,7 +13,7 @@ from typing import Any
 
 from streamrag.core import Append, Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.retrieving import closing
+from streamrag.query.retrieval import closing
 from streamrag.sources.passage_reader import PassageReader
 from streamrag.sources.threads import Threads
 from streamrag.sources.user_functions import is_async, is_lazy, name_of, read_all, read_in_thread

@@ -21,11 +21,11 @@ from streamrag.core import (
     Update,
     part_name,
 )
+from streamrag.core.lifecycle import start_all, started_once
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.modes.context import Context, UpdateMode
-from streamrag.retrieving import Retrieval
+from streamrag.query.retrieval import Retrieval
 from streamrag.sources.fusion import RRF_K, reciprocal_rank_fusion, without_score
-from streamrag.starting import start_all, started_once
 from streamrag.support.messages import message_of, short
 from streamrag.support.tasks import cancel_regardless
 from streamrag.support.validation import Number, Positive, validated

@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Literal
 
-from streamrag.clock import Clock, monotonic
 from streamrag.core import Append, Chunk, CutShort, Skipped, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
+from streamrag.support.clock import Clock, monotonic
 from streamrag.support.validation import validated
 from streamrag.trace.read import read_trace
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedSkip, stretched

@@ -11,9 +11,9 @@ from typing import Any, Self, TypeAlias
 import anyio
 
 from streamrag.core import Append, Chunk, CutShort, Progress, Skipped, Source, SourceEvent, Update
+from streamrag.core.lifecycle import start_all, started_once
 from streamrag.errors import SourceError, TraceError
-from streamrag.retrieving import Retrieval
-from streamrag.starting import start_all, started_once
+from streamrag.query.retrieval import Retrieval
 from streamrag.support.messages import message_of
 from streamrag.support.tasks import cancel_regardless, run_regardless
 from streamrag.support.validation import validated

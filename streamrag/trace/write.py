@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from streamrag.errors import TraceError
 from streamrag.support.bounded_reading import parse_json, without_lone_surrogates
+from streamrag.support.versions import __version__
 from streamrag.trace.events import HintFields, LineError, finite
 from streamrag.trace.files import replace_file
 from streamrag.trace.lines import (
@@ -28,7 +29,6 @@ from streamrag.trace.lines import (
     encode,
 )
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedSkip
-from streamrag.versions import __version__
 
 KEY_BYTES = 12
 """Bytes of a hash: enough for any number of chunks that fits on a disk."""

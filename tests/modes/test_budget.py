@@ -20,13 +20,13 @@ from streamrag import (
     Update,
     UpdateMode,
 )
-from streamrag.asked import QueryOptions
 from streamrag.backends.tokenizer import CodePointTokenizer
-from streamrag.choice import Relevance
 from streamrag.core import SourceEvent
 from streamrag.errors import ConfigurationError
 from streamrag.modes import AssembledPrompt, PromptAssembler
 from streamrag.modes.budget import Budget
+from streamrag.query.options import QueryOptions
+from streamrag.query.relevance import Relevance
 from streamrag.telemetry import ChunksLeftOut, ChunksShortened
 from streamrag.testing import ScriptedBackend, ScriptedSource
 

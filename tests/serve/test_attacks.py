@@ -14,8 +14,8 @@ import pytest
 import websockets
 from prometheus_client import generate_latest
 
-from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.errors import BackendError, EngineDeadError, SourceError
+from streamrag.query.options import MAX_QUERY_CHARACTERS
 from streamrag.serve import Limits, Live, Metrics
 from streamrag.serve.admission import Admission, Place
 from streamrag.serve.config.factories import make_observers

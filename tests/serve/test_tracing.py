@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode, get_current_span
 
 from streamrag import Append, Chunk, SourceError, WebSource, search_engine
-from streamrag.propagation import trace_headers
+from streamrag.core.trace_context import trace_headers
 from streamrag.serve import Service
 from streamrag.serve.observe.observer import ServedQuery
 from streamrag.serve.observe.tracing import MAX_EVENTS, Tracing, context_of, to_otlp

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from streamrag.choice import Passage
+from streamrag.query.relevance import Passage
 from streamrag.sources.pages import near_duplicates
 from streamrag.sources.pages.near_duplicates import NearDuplicates
 from streamrag.sources.pages.relevant_passages import assemble

@@ -9,7 +9,7 @@ from typing import Any
 from streamrag.core import Append, Chunk, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.modes.context import Context, UpdateMode
-from streamrag.retrieving import closing
+from streamrag.query.retrieval import closing
 from streamrag.sources.fusion import RRF_K
 from streamrag.sources.merged import Merged
 from streamrag.sources.passage_reader import PassageReader

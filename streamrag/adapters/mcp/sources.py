@@ -11,9 +11,9 @@ from urllib.parse import quote
 import anyio.to_thread
 
 from streamrag.core import Chunk, CutShort, Progress, Skipped, SourceEvent, Update
+from streamrag.core.lifecycle import started_once
 from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
 from streamrag.sources.passage_reader import TEXTS, PassageReader
-from streamrag.starting import started_once
 from streamrag.support.display_text import excerpt
 from streamrag.support.messages import short
 from streamrag.support.validation import Count, Seconds, SecondsOrZero, validated

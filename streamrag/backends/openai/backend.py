@@ -16,10 +16,10 @@ from streamrag.backends.openai.server_tokenizer import ServerTokenizer, ask_for_
 from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenizer
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
+from streamrag.core.lifecycle import started_once
+from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import BackendError, ConfigurationError, PromptTooLongError, ServerError
-from streamrag.starting import started_once
 from streamrag.support.validation import Count, CountOrZero, Seconds, SecondsOrZero, validated
-from streamrag.tokenizing import in_thread
 
 PROBE = "The server says which tokens it was sent."
 MAX_MODEL_NAME_CHARS = 500

@@ -11,10 +11,10 @@ from ray.serve.handle import DeploymentHandle
 from streamrag.backends.ray.connection import RayReplicas
 from streamrag.backends.ray.replica_chooser import ReplicaChooser
 from streamrag.backends.ray.replica_streams import Counts, ReplicaLostError, ReplicaStreams
-from streamrag.clock import monotonic
 from streamrag.core import BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.errors import BackendError
 from streamrag.routing import Router
+from streamrag.support.clock import monotonic
 from streamrag.support.tasks import cancel_regardless
 
 

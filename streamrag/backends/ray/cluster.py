@@ -16,10 +16,10 @@ from ray._private import ray_constants, worker
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 
-from streamrag.clock import monotonic
 from streamrag.core import Progress
+from streamrag.core.lifecycle import started_once
 from streamrag.errors import BackendError, ConfigurationError
-from streamrag.starting import started_once
+from streamrag.support.clock import monotonic
 from streamrag.support.messages import message_of
 from streamrag.support.tasks import run_regardless
 

@@ -17,7 +17,7 @@ from streamrag.backends.ray.request_router import CALLS_PER_STREAM, StreamRouter
 from streamrag.backends.ray.wire import Failed
 from streamrag.core import Source, SourceEvent, Startable, part_name
 from streamrag.errors import StreamRagError
-from streamrag.retrieving import closing
+from streamrag.query.retrieval import closing
 
 ENGINES, SOURCES = "engines", "sources"
 """The deployments' names."""

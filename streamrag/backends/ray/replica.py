@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused, WireEvent
-from streamrag.clock import Clock, monotonic
 from streamrag.core import AnswerChunk, Backend, BackendEvent, Prefilled, Prompt, Startable
 from streamrag.errors import EngineDeadError, StreamRagError
 from streamrag.routing import Report
 from streamrag.routing.speed import Speed
+from streamrag.support.clock import Clock, monotonic
 from streamrag.support.tasks import cancel_regardless
 
 MakeBackend: TypeAlias = Callable[[], Backend]

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, TypeVar
 
-from streamrag.clock import Clock
 from streamrag.core import Prompt
-from streamrag.propagation import conversation
+from streamrag.core.trace_context import conversation
 from streamrag.routing import Opening, ReplicaTracker, Report, Router
 from streamrag.routing.replica_tracker import REPORTED
+from streamrag.support.clock import Clock
 
 log = logging.getLogger("streamrag.ray")
 

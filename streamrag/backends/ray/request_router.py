@@ -10,7 +10,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from streamrag.backends.ray.replica_chooser import Candidate
 from streamrag.backends.ray.wire import Open
-from streamrag.clock import monotonic
+from streamrag.support.clock import monotonic
 
 log = logging.getLogger("streamrag.ray")
 

@@ -1,7 +1,7 @@
 """The vLLM whose internals all this relies on."""
 
 from streamrag.errors import MissingDependencyError, UnsupportedVersionError
-from streamrag.versions import installed_versions
+from streamrag.support.versions import installed_versions
 
 SUPPORTED = "0.32"
 """A series; `pyproject.toml` says the same."""

@@ -11,7 +11,7 @@ from streamrag.bench.report.comparison import BASELINE, Comparison, Figure, Pool
 from streamrag.bench.report.html import Cell, Table, cell, render, require_jinja
 from streamrag.bench.summary import PERCENTILES, Digest, Slos, spread
 from streamrag.engine.eviction import FATES
-from streamrag.versions import __version__
+from streamrag.support.versions import __version__
 
 COPIED = {"num_blocks_saved": 1, "num_blocks_loaded": 1, "num_bytes_out": 1e9, "num_bytes_in": 1e9}
 """Fields of `CopyTotals`, and the unit that the report counts each in."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 from streamrag.bench.cell import CellResult, RequestResult
 from streamrag.bench.grid import describe_cell
 from streamrag.errors import ConfigurationError
-from streamrag.versions import __version__
+from streamrag.support.versions import __version__
 
 ENGINE, REQUESTS = 1, 2  # process ids
 STEPS, COPIES_OUT, COPIES_IN = 1, 2, 3  # thread ids of the engine

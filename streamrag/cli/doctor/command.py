@@ -13,8 +13,8 @@ from streamrag.cli.doctor.server import ROOM, Finding, ServerExaminer, as_json
 from streamrag.cli.option_types import positive, seconds
 from streamrag.cli.output import Output, markup
 from streamrag.cli.progress import shown_starting
-from streamrag.clock import monotonic
 from streamrag.errors import DeadlineExceededError
+from streamrag.support.clock import monotonic
 
 DESCRIPTION = """\
 Says what this machine has for `streamrag serve`, what keeps it from that, and

@@ -16,7 +16,7 @@ from streamrag.backends.vllm.facts import DTYPE_INSTRUCTIONS, cpu_capabilities, 
 from streamrag.backends.vllm.host_size import host_bytes
 from streamrag.backends.vllm.version import DISTRIBUTIONS, INSTALL, check_version
 from streamrag.errors import ConfigurationError
-from streamrag.versions import __version__, installed_versions
+from streamrag.support.versions import __version__, installed_versions
 
 GIB = 1 << 30
 

@@ -10,10 +10,10 @@ from statistics import median
 from typing import Any
 
 from streamrag.backends.openai import OpenAIBackend
-from streamrag.clock import Clock
 from streamrag.core import Prefilled, Progress, Prompt, SamplingParams
+from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import BackendError, ConfigurationError
-from streamrag.tokenizing import in_thread
+from streamrag.support.clock import Clock
 
 WORDS = "amber basin cedar delta ember fjord grove haven inlet jetty kelp lagoon marsh north ocean pebble quay river"
 QUESTION = " Which of these words comes first? Answer:"

@@ -10,9 +10,9 @@ from rich.table import Table
 from streamrag.cli.output import Output
 from streamrag.cli.progress import step_bars
 from streamrag.cli.source_options import add_search_arguments, make_source
+from streamrag.core.lifecycle import start_all
 from streamrag.errors import ConfigurationError
 from streamrag.sources.emission.calibration import Calibration, Odds
-from streamrag.starting import start_all
 
 DESCRIPTION = """\
 Searches INDEX for many queries, and counts at which stage of the search the

@@ -18,7 +18,7 @@ from streamrag.serve.config.source_factory import CRAWL, make_source
 from streamrag.serve.connections.gate import LOOPBACK
 from streamrag.serve.server import listen
 from streamrag.sources.index_folder import check_index
-from streamrag.versions import installed_versions
+from streamrag.support.versions import installed_versions
 
 SOURCES = ("urls", "index", "postgres", "trace")
 """Settings of which one names the source."""

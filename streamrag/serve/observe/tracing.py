@@ -19,13 +19,14 @@ from typing import Any
 
 import anyio.to_thread
 
+from streamrag.core.trace_context import trace_headers
 from streamrag.errors import MissingDependencyError
-from streamrag.propagation import trace_headers
 from streamrag.records import RequestRecord
 from streamrag.serve.failures import failure_of
 from streamrag.serve.observe.logs import hide
 from streamrag.serve.observe.observer import Observer, Outcome, ServedQuery
 from streamrag.serve.observe.progress import QueryProgress
+from streamrag.support.versions import __version__
 from streamrag.telemetry import (
     Answer,
     ChunkArrived,
@@ -37,7 +38,6 @@ from streamrag.telemetry import (
     RetrievalStarted,
     SourceFailed,
 )
-from streamrag.versions import __version__
 
 try:
     from opentelemetry.context import Context, attach, get_current

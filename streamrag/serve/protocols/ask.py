@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from streamrag.asked import QueryOptions
+from streamrag.query.options import QueryOptions
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import StrictModel, read_body
 from streamrag.serve.connections.sse import Write

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from streamrag.asked import QueryOptions
 from streamrag.core import MAX_INT, SamplingParams, Turn
+from streamrag.query.options import QueryOptions
 from streamrag.serve.citations import url_citations
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import read_body

@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.core import Append, Chunk, CutShort, Skipped, Source, SourceEvent, part_name
 from streamrag.errors import SourceError, StreamRagError
-from streamrag.retrieving import Retrieval
+from streamrag.query.options import MAX_QUERY_CHARACTERS
+from streamrag.query.retrieval import Retrieval
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import StrictModel, read_body
 from streamrag.serve.connections.sse import Write

@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
-from streamrag.choice import Passage
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent
 from streamrag.errors import UnreachableError, UnsafeUrlError, WorkerError
+from streamrag.query.relevance import Passage
 from streamrag.sources.crawl.frontier import MAX_COSTLY_PAGES, Frontier, Target
 from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.crawl.page_reader import PageReader

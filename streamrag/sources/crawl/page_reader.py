@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
+from streamrag.core.trace_context import trace_headers
 from streamrag.errors import UnreachableError, UnsafeUrlError
-from streamrag.propagation import trace_headers
 from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.http.fetch import Fetcher
 from streamrag.sources.http.page import ContentRules, Kind

@@ -8,8 +8,8 @@ from typing import TypeAlias, cast
 
 import httpx
 
+from streamrag.core.trace_context import trace_headers
 from streamrag.errors import SourceError
-from streamrag.propagation import trace_headers
 from streamrag.sources.http.urls import parse_start_url
 from streamrag.support.validation import Count, Seconds, validated
 

@@ -12,6 +12,7 @@ import anyio
 import httpcore
 
 from streamrag.core import Progress, SourceEvent
+from streamrag.core.lifecycle import started_once
 from streamrag.errors import ConfigurationError, MissingDependencyError, UnreachableError
 from streamrag.sources.crawl.crawl import Crawl
 from streamrag.sources.crawl.options import CrawlOptions
@@ -23,10 +24,9 @@ from streamrag.sources.http.politeness import Hosts
 from streamrag.sources.http.robots import Robots
 from streamrag.sources.threads import Threads
 from streamrag.sources.workers.pool import WorkerPool, WorkerStartError
-from streamrag.starting import started_once
 from streamrag.support.tasks import wait_regardless
 from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
-from streamrag.versions import __version__
+from streamrag.support.versions import __version__
 
 MAX_LOOKUPS = 32
 """Names that all crawls together look up at the same time. One without an answer holds a thread for 30 s."""

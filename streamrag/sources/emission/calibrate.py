@@ -8,11 +8,10 @@ from itertools import pairwise
 from statistics import quantiles
 from typing import TypeAlias
 
-from streamrag.clock import Clock, monotonic
 from streamrag.core import Append, Chunk, CutShort, Hint, Source, Update, part_name
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.modes import UpdateMode
-from streamrag.retrieving import Retrieval
+from streamrag.query.retrieval import Retrieval
 from streamrag.sources.emission.calibration import (
     MAX_LENGTH,
     MAX_NUM,
@@ -25,8 +24,9 @@ from streamrag.sources.emission.calibration import (
     Times,
     What,
 )
+from streamrag.support.clock import Clock, monotonic
 from streamrag.support.messages import is_whole, message_of
-from streamrag.versions import __version__
+from streamrag.support.versions import __version__
 
 Place: TypeAlias = "tuple[str, int, str]"
 

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Protocol
 
 from streamrag.core import SourceEvent
-from streamrag.retrieving import Retrieval
+from streamrag.query.retrieval import Retrieval
 from streamrag.sources.wrapper import SourceWrapper
 from streamrag.support.tasks import cancel_regardless
 

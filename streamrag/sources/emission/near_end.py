@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 
-from streamrag.clock import Clock, monotonic
 from streamrag.core import Skipped, Source, SourceEvent, Update
 from streamrag.sources.emission.held_updates import HoldingSource
+from streamrag.support.clock import Clock, monotonic
 from streamrag.support.validation import SecondsOrZero, validated
 
 

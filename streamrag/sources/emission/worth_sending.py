@@ -10,7 +10,6 @@ from typing import Annotated
 
 from pydantic import Field
 
-from streamrag.clock import Clock, monotonic
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, SourceEvent, Update
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import DEFAULT_BUDGET, StepProfile
@@ -20,6 +19,7 @@ from streamrag.sources.emission.best_length import EngineGuess, Held, best_lengt
 from streamrag.sources.emission.calibrate import Place, place, stages_left
 from streamrag.sources.emission.calibration import Calibration, Odds, Stage, Times
 from streamrag.sources.emission.held_updates import HoldingSource
+from streamrag.support.clock import Clock, monotonic
 from streamrag.support.messages import is_number, short
 from streamrag.support.validation import Count, Number, validated
 

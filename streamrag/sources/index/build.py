@@ -10,7 +10,6 @@ from typing import Annotated
 
 from pydantic import Field
 
-from streamrag.clock import Clock, monotonic
 from streamrag.errors import ConfigurationError, IndexExistsError
 from streamrag.sources.index.diskann import require_diskann
 from streamrag.sources.index.document_passages import OnProgress, find_documents, read_documents
@@ -19,6 +18,7 @@ from streamrag.sources.index.generation import Generation, IndexSummary
 from streamrag.sources.index.index_folder import IndexKind, StoredPassage, looks_like_index
 from streamrag.sources.index.inverted_lists import require_faiss
 from streamrag.sources.index.keywords import require_stemmer
+from streamrag.support.clock import Clock, monotonic
 from streamrag.support.validation import Count, validated
 
 PassageWords = Annotated[Count, Field(ge=10)]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from streamrag.clock import Clock, monotonic
 from streamrag.errors import ConfigurationError, VectorIndexError
 from streamrag.sources.index.build import read_passages_of, refuse_event_loop, require_library
 from streamrag.sources.index.document_passages import (
@@ -29,6 +28,7 @@ from streamrag.sources.index.index_folder import (
     passage_line,
     read_passages,
 )
+from streamrag.support.clock import Clock, monotonic
 from streamrag.support.validation import Count, validated
 
 ADDED = "added.jsonl"

@@ -16,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from streamrag.clock import Clock
 from streamrag.errors import VectorIndexError, WorkerError
 from streamrag.sources.index.document_passages import OnProgress, nothing_to_index
 from streamrag.sources.index.embedder import ModelPlace
@@ -37,9 +36,10 @@ from streamrag.sources.index.index_folder import (
 from streamrag.sources.index.keywords import write_keywords
 from streamrag.sources.index.worker_jobs import explain
 from streamrag.sources.workers.pool import WorkerJobError, WorkerPool
+from streamrag.support.clock import Clock
 from streamrag.support.files import exchange_folders, sync
 from streamrag.support.temp_dirs import held, locked_folder
-from streamrag.versions import installed_versions
+from streamrag.support.versions import installed_versions
 
 NUM_TEXTS_AT_ONCE = 128
 """Texts in one job of the embedding worker, which sorts them by length: 2-5 s on a CPU; then progress is reported."""

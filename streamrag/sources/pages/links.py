@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from streamrag.choice import Stem, relevant_terms, terms
+from streamrag.query.relevance import Stem, relevant_terms, terms
 
 MAX_LINKS = 500
 MAX_LINKS_CHARS = 50_000

@@ -22,7 +22,7 @@ from typing import Any
 import snowballstemmer  # type: ignore[import-untyped,unused-ignore]
 from rank_bm25 import BM25Okapi
 
-from streamrag.choice import split_markdown
+from streamrag.query.relevance import split_markdown
 from streamrag.sources.http.disk_store import DiskStore
 from streamrag.sources.pages.browser import Browser
 from streamrag.sources.pages.charsets import decode

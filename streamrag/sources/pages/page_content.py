@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 from pydantic import TypeAdapter
 
-from streamrag.versions import __version__
+from streamrag.support.versions import __version__
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
-from streamrag.choice import WORD, Passage, Stem, relevant_terms, terms
+from streamrag.query.relevance import WORD, Passage, Stem, relevant_terms, terms
 
 MAX_STEMS = 10_000
 """Different words of a page that begin like one of the query and are stemmed: half a second, and enough for a book."""

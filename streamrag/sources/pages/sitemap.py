@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from lxml import etree
 
-from streamrag.choice import Stem
+from streamrag.query.relevance import Stem
 from streamrag.sources.http.urls import normalize_url
 from streamrag.sources.pages.links import rank_links
 from streamrag.sources.pages.prune import NO_PAGE

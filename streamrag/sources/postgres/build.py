@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from streamrag.clock import Clock, monotonic
 from streamrag.sources.index.build import PassageWords, refuse_event_loop
 from streamrag.sources.index.document_passages import (
     OnProgress,
@@ -25,6 +24,7 @@ from streamrag.sources.index.document_passages import (
 from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
 from streamrag.sources.index.embedder_pool import EmbedderPool, num_build_threads
 from streamrag.sources.postgres.arguments import TableName, require_psycopg, storable, table_parts
+from streamrag.support.clock import Clock, monotonic
 from streamrag.support.validation import Count, validated
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from streamrag.core import Chunk, CutShort, Hint, Progress, SourceEvent, Update
+from streamrag.core.lifecycle import started_once
 from streamrag.errors import ConfigurationError, IndexMismatchError, SourceError
 from streamrag.sources.index.embedder import DEFAULT_EMBEDDER, EmbedderIdentity
 from streamrag.sources.index.embedder_pool import EmbedderPool
@@ -24,7 +25,6 @@ from streamrag.sources.postgres.arguments import (
     table_parts,
 )
 from streamrag.sources.workers.pool import Share
-from streamrag.starting import started_once
 from streamrag.support.tasks import cancel_regardless
 from streamrag.support.validation import Count, CountOrZero, GrowingCounts, Number, validated
 

@@ -13,8 +13,9 @@ from typing import Annotated, TypeAlias
 from pydantic import Field
 
 from streamrag.core import Chunk, CutShort, Hint, Progress, Skipped, Source, SourceEvent, Update
+from streamrag.core.lifecycle import start_all, started_once
 from streamrag.errors import ConfigurationError, IndexMismatchError
-from streamrag.retrieving import Retrieval
+from streamrag.query.retrieval import Retrieval
 from streamrag.sources.index.embedder import embedder_of_index
 from streamrag.sources.index.index_folder import KEYWORDS, Manifest, check_index, kind_in_manifest, with_title
 from streamrag.sources.index.keywords import require_stemmer
@@ -24,7 +25,6 @@ from streamrag.sources.search.reranker import RerankerPlace, RerankerPool, find_
 from streamrag.sources.search.sentences import BestSentences
 from streamrag.sources.search.vector import NUM_STAGES, IvfSource, VectorSource
 from streamrag.sources.workers.pool import Share, WorkerPool
-from streamrag.starting import start_all, started_once
 from streamrag.support.messages import short
 from streamrag.support.tasks import cancel_regardless
 from streamrag.support.validation import Count, Seconds, validated

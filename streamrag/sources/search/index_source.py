@@ -11,13 +11,13 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from streamrag.core import Chunk, CutShort, Hint, Progress, SourceEvent, Update
+from streamrag.core.lifecycle import started_once
 from streamrag.errors import ConfigurationError, IndexMismatchError, WorkerError
 from streamrag.sources.index.build import require_library
 from streamrag.sources.index.embedder import ModelPlace, embedder_of_index
 from streamrag.sources.index.index_folder import IndexKind, Manifest, StoredPassage, check_index, corrupt
 from streamrag.sources.index.worker_jobs import JOB_TIMEOUT_S, run_in_each, run_job
 from streamrag.sources.workers.pool import Share, WorkerPool, WorkerTimeoutError
-from streamrag.starting import started_once
 from streamrag.support.validation import Count
 
 NumPassages = Annotated[Count, Field(le=1 << 16)]

@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from streamrag import clock
 from streamrag.backends.ray.replica import EngineReplica
 from streamrag.backends.ray.replica_chooser import Candidate, ReplicaChooser
 from streamrag.backends.ray.replica_streams import ReplicaLostError, ReplicaStreams
 from streamrag.backends.ray.wire import Delta, Open, Refused, WireEvent
 from streamrag.core import AnswerChunk, Backend, BackendEvent, Prompt, SamplingParams
 from streamrag.routing import Opening, ReplicaState
+from streamrag.support import clock
 
 
 class Fewest:

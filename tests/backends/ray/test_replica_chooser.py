@@ -24,8 +24,8 @@ from streamrag.backends.ray.replica_chooser import Candidate, ReplicaChooser
 from streamrag.backends.ray.request_router import StreamRouter
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused
 from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
+from streamrag.core.trace_context import conversation
 from streamrag.errors import ConfigurationError, PromptTooLongError
-from streamrag.propagation import conversation
 from streamrag.records import RequestRecord
 from streamrag.routing import Opening, ReplicaState
 from streamrag.routing.speed import LASTS_S, QUERY_TOKENS

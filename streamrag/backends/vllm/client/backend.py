@@ -22,11 +22,11 @@ from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStreams, check_prompt_len, record_of
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams
+from streamrag.core.lifecycle import started_once
 from streamrag.engine.eviction import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError
 from streamrag.records import KvHeld, KvUse
-from streamrag.starting import started_once
 from streamrag.support.tasks import run_regardless
 from streamrag.support.validation import Count, PositiveFraction, validated
 

@@ -6,9 +6,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams, Turn, common_prefix_len, part_name
+from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import BackendError
 from streamrag.modes.conversation import Conversation, ConversationPrompt
-from streamrag.retrieving import closing
+from streamrag.query.retrieval import closing
 from streamrag.serve.open_queries import OpenQuery
 from streamrag.serve.service import Service
 from streamrag.telemetry import (
@@ -21,7 +22,6 @@ from streamrag.telemetry import (
     Timings,
     TokensGenerated,
 )
-from streamrag.tokenizing import in_thread
 
 
 class ConversationStream:

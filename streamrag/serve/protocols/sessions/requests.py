@@ -6,9 +6,9 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 
-from streamrag.asked import MAX_QUERY_CHARACTERS
 from streamrag.core import Chunk
 from streamrag.errors import PipelineClosedError, SessionLogError, StreamRagError
+from streamrag.query.options import MAX_QUERY_CHARACTERS
 from streamrag.serve.connections.json_body import StrictModel
 from streamrag.serve.failures import RequestError
 from streamrag.serve.open_queries import Caller

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrag import Append, Chunk, Pipeline, Update, choice
-from streamrag.choice import Passage, Relevance, split_markdown
+from streamrag.query.relevance import Passage, Relevance, split_markdown
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
 QUESTION = "How do I cancel a task group?"

@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
-from streamrag.asked import Query
-from streamrag.choice import Relevance
-from streamrag.clock import Clock
 from streamrag.core import (
     AnswerChunk,
     Append,
@@ -29,10 +26,14 @@ from streamrag.core import (
     Update,
     part_name,
 )
+from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError, SourceError, StreamRagError
 from streamrag.modes import AssembledPrompt, PromptAssembler
 from streamrag.modes.context import Context
-from streamrag.retrieving import Retrieval, closing
+from streamrag.query.options import Query
+from streamrag.query.relevance import Relevance
+from streamrag.query.retrieval import Retrieval, closing
+from streamrag.support.clock import Clock
 from streamrag.support.messages import kind_of, message_of
 from streamrag.support.tasks import LET_GO_S, cancel_regardless, is_cancelled
 from streamrag.telemetry import (
@@ -53,7 +54,6 @@ from streamrag.telemetry import (
     Timings,
     TokensGenerated,
 )
-from streamrag.tokenizing import in_thread
 
 if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder

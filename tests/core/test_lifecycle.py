@@ -11,9 +11,9 @@ import streamrag
 from streamrag import Append, Chunk, Merged, Pipeline, TraceRecorder
 from streamrag.adapters.portal import LoopPortal
 from streamrag.core import Progress
+from streamrag.core.lifecycle import start_all, started_once
 from streamrag.errors import AlreadyStartedError
 from streamrag.serve import Service
-from streamrag.starting import start_all, started_once
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
 A = Chunk("It rained.", "file:///a")
