@@ -154,8 +154,8 @@ async def stored_responses(port: int, key: str | None, seconds: float) -> str:
 
 
 async def tool_calls(port: int, key: str | None, seconds: float) -> str:
-    """Call the tool of `/mcp` with as many empty lists as a request may hold values."""
-    arguments = f'{{"question":"Where?","x":[{"[]," * 32_000}1]}}'
+    """Call the tool of `/mcp` with as many empty lists as a request may have."""
+    arguments = f'{{"question":"Where?","x":[{"[]," * 16_000}1]}}'
     body = f'{{"jsonrpc":"2.0","id":1,"method":"tools/call","params":{{"name":"ask","meta":{arguments}}}}}'
     headers = {"content-type": "application/json", "accept": "application/json, text/event-stream"}
     async with attacker(port, key) as http:
