@@ -29,7 +29,6 @@ from streamrag.support.files import sync
 APPLICATION_ID = 0x73726C67
 FORMAT_VERSION = 1
 OLD_FORMAT = b'{"format":"streamrag-session"'
-
 MAX_FILE_BYTES = 256 << 20
 """Bytes of a log, as it is written and as it is read. Texts take up to four times as much in memory."""
 MAX_VALUE_BYTES = 16_000_000
@@ -73,15 +72,16 @@ class LogFile:
         """Contents of the file."""
 
     def open(self) -> LogContents | None:
-        """Take the log for this process and read it; return None if it is new. Nothing in it is changed.
+        """Take the log for this process and read it; return None if it is new, and an empty file then.
 
-        :raises SessionLogError: it cannot be opened, another process has it, or it is damaged.
+        :raises SessionLogError: it cannot be opened, another process has it, or it is damaged. Nothing was changed.
         """
         try:
             with _translated(self.path):
                 self._lock.take()
                 _remove_unfinished(self.path)
                 if _is_free(self.path):
+                    os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
                     return None
                 self._statuses = {self.path: self.path.stat()}
                 self._connection = self._connect()
