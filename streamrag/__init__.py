@@ -90,7 +90,6 @@ if TYPE_CHECKING:
     from streamrag.sources.postgres.build import TableSummary as TableSummary
     from streamrag.sources.postgres.build import build_table as build_table
     from streamrag.sources.postgres.source import PgVectorSource as PgVectorSource
-    from streamrag.sources.replay import ReplaySource as ReplaySource
     from streamrag.sources.retriever import RetrieverSource as RetrieverSource
     from streamrag.sources.search.hybrid import HybridSource as HybridSource
     from streamrag.sources.search.vector import IvfSource as IvfSource
@@ -98,6 +97,7 @@ if TYPE_CHECKING:
     from streamrag.sources.search.vector import index_source as index_source
     from streamrag.telemetry import Answer as Answer
     from streamrag.trace.recorder import TraceRecorder as TraceRecorder
+    from streamrag.trace.replay import ReplaySource as ReplaySource
 
 _HOMES = {
     "Answer": "streamrag.telemetry",
@@ -140,7 +140,7 @@ _HOMES = {
     "PromptTemplate": "streamrag.modes",
     "PromptTooLongError": "streamrag.errors",
     "QueryOptions": "streamrag.query.options",
-    "ReplaySource": "streamrag.sources.replay",
+    "ReplaySource": "streamrag.trace.replay",
     "RequestView": "streamrag.engine",
     "RetrieverSource": "streamrag.sources.retriever",
     "SamplingParams": "streamrag.core",

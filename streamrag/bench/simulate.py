@@ -14,7 +14,7 @@ from typing import Any
 from streamrag.backends.simulated.client import SimulatedClient, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.vllm.host_size import MOST_TIMES_DEVICE
-from streamrag.backends.vllm.scheduler.step_parts import parts_of
+from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
 from streamrag.bench.arms import Timing, run_query
 from streamrag.bench.cell import CellProgress, CellResult, CellSettings, StepPart, StepResult
 from streamrag.bench.provenance import versions

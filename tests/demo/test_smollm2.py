@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamrag.cli import main
-from streamrag.demo.demo_folder import smollm2 as demo_model
+from streamrag.demo import smollm2 as demo_model
 from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
 from streamrag.testing import make_demo_model
 

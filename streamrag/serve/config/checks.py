@@ -17,7 +17,7 @@ from streamrag.serve.config.settings import EngineSettings, ReplicaSettings, Set
 from streamrag.serve.config.source_factory import CRAWL, make_source
 from streamrag.serve.connections.gate import LOOPBACK
 from streamrag.serve.server import listen
-from streamrag.sources.index_folder import check_index
+from streamrag.sources.index.index_folder import check_index
 from streamrag.support.versions import installed_versions
 
 SOURCES = ("urls", "index", "postgres", "trace")

@@ -24,14 +24,14 @@ def make_source(settings: SourceSettings) -> Source | None:
     if settings.index is not None:
         return _index_source(settings.index, settings)
     if settings.postgres is not None:
-        from streamrag.sources.embedder import DEFAULT_EMBEDDER
+        from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
         from streamrag.sources.postgres.source import PgVectorSource
 
         dsn = dsn_of(settings.postgres.get_secret_value())
         embedder = settings.embedder or DEFAULT_EMBEDDER
         return PgVectorSource(dsn, table=settings.table, k=settings.k, embedder=embedder)
     if settings.trace is not None:
-        from streamrag.sources.replay import ReplaySource
+        from streamrag.trace.replay import ReplaySource
 
         return ReplaySource(settings.trace)
     if not settings.urls:
@@ -47,7 +47,7 @@ def _index_source(index: Path, settings: SourceSettings) -> Source:
         from streamrag.sources.search.hybrid import HybridSource
 
         return HybridSource(index, reranker=settings.rerank, sentences=settings.sentences, **options)
-    from streamrag.sources.search.ivf import index_source
+    from streamrag.sources.search.vector import index_source
 
     return index_source(index, **options)
 

@@ -16,9 +16,9 @@ from streamrag.serve.service import Service
 from streamrag.serve.session_store.folder import SessionFolder
 from streamrag.serve.session_store.served_session import ServedSession
 from streamrag.sessions import Session, SessionLimits
-from streamrag.sessions.asking import Asked
 from streamrag.sessions.limits import SessionBooks
 from streamrag.sessions.log import SessionLog
+from streamrag.sessions.question import Question
 from streamrag.support.tasks import cancel_regardless, run_regardless
 
 SWEEP_S = 5.0
@@ -142,10 +142,10 @@ class SessionStore:
         self._books.put(served.id, served.client, served.session.state.window_tokens)
         served.begin()
 
-    def _admit(self, client: str, asked: Asked) -> Callable[[], None]:
+    def _admit(self, client: str, question: Question) -> Callable[[], None]:
         """Claim a place for a watched question, as for any other of its client, and return what frees it."""
         admission, began_s = self._service.admission, time.monotonic()
-        max_tokens, num_prompt_tokens = asked.params.max_tokens, len(asked.question)
+        max_tokens, num_prompt_tokens = question.params.max_tokens, len(question.text)
         place = admission.enter(client, max_tokens=max_tokens, num_prompt_tokens=num_prompt_tokens, is_ahead=True)
         return lambda: admission.leave(place, stayed_s=time.monotonic() - began_s)
 

@@ -6,9 +6,9 @@ from typing import TypeAlias
 
 from streamrag.core import Skipped
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError, UnsafeUrlError
-from streamrag.sources.callers import call_for_list
 from streamrag.sources.http.urls import MAX_URL_CHARS, parse_start_url
 from streamrag.sources.threads import Threads
+from streamrag.sources.user_functions import call_for_list
 from streamrag.support.messages import short
 
 StartUrls: TypeAlias = Iterable[str] | Callable[[str], Iterable[str] | Awaitable[Iterable[str]]]

@@ -16,7 +16,7 @@ from streamrag.serve.request_fields import sampling
 from streamrag.serve.service import Service
 from streamrag.serve.session_store.served_session import MAX_SHOWN, ServedSession
 from streamrag.serve.session_store.store import session_not_found
-from streamrag.sessions.choosing import DECISIVE_GAP
+from streamrag.sessions.question import DECISIVE_GAP
 from streamrag.sessions.session import MAX_WAITING
 from streamrag.telemetry import Event
 

@@ -6,9 +6,9 @@ import pytest
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent, Update, part_name
 from streamrag.errors import ConfigurationError, SourceError, TraceError
 from streamrag.pipeline import Pipeline
-from streamrag.sources.replay import ReplaySource
 from streamrag.testing import ScriptedBackend, ScriptedSource
 from streamrag.trace.recorder import TraceRecorder
+from streamrag.trace.replay import ReplaySource
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
 from streamrag.trace.write import write_trace
 
