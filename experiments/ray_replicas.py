@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 from routing.routers import ALL_ROUTERS
 
-from streamrag import AnswerChunk, BackendError, Prompt, SamplingParams, VllmBackend, clock
+from streamrag import AnswerChunk, BackendError, Prompt, SamplingParams, VllmBackend
 from streamrag.backends.ray.cluster import Cluster
 from streamrag.backends.ray.connection import RayReplicas
 from streamrag.backends.ray.deployment import ENGINES, engines
@@ -51,6 +51,7 @@ from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
 from streamrag.routing import Opening, ReplicaState, make_router
 from streamrag.routing.basic_routers import RoundRobin
+from streamrag.support import clock
 from streamrag.support.files import write_whole
 from streamrag.support.versions import installed_versions
 from streamrag.testing import ScriptedBackend, make_tiny_llama

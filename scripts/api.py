@@ -3,6 +3,7 @@
 What is public is what `__all__` of the modules in `MODULES` has. Nothing is imported: griffe reads the sources.
 """
 
+import ast
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -250,10 +251,10 @@ class Reference:
         return ", ".join(parts)
 
     def _type(self, expression: str | griffe.Expr | None) -> str:
-        """As in the source; what a private alias stands for, in its place."""
+        """As in the source, without checks of values; what a private alias stands for, in its place."""
         if expression is None or isinstance(expression, str):
             return str(expression)
-        return "".join(self._part(part) for part in expression.iterate(flat=True))
+        return without_checks("".join(self._part(part) for part in expression.iterate(flat=True)))
 
     def _part(self, part: str | griffe.Expr) -> str:
         if not isinstance(part, griffe.ExprName) or part.name in self._home:
@@ -324,6 +325,37 @@ def _fenced_block(found: re.Match[str]) -> str:
     if "└" in found[0]:
         return found[0]
     return f"```python\n{dedent(found[0]).strip()}\n```\n\n"
+
+
+CHECKED_TYPES = {
+    "int": ("Whole", "Count", "CountOrZero"),
+    "float": ("Number", "NumberOrZero", "Positive", "Seconds", "SecondsOrZero", "Fraction", "PositiveFraction"),
+    "str": ("Text", "NonEmptyText", "StopText"),
+    "bool": ("Flag",),
+    "tuple[str, ...]": ("StopTexts",),
+    "Sequence[int]": ("GrowingCounts",),
+}
+"""The plain types of those in `streamrag.support.validation`."""
+
+
+class _WithoutChecks(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        plain = next((plain for plain, checked in CHECKED_TYPES.items() if node.id in checked), node.id)
+        return ast.parse(plain, mode="eval").body
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        if isinstance(node.value, ast.Name) and node.value.id in {"Annotated", "InstanceOf", "SkipValidation"}:
+            first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
+            return self.visit(first)  # type: ignore[no-any-return]
+        return self.generic_visit(node)  # type: ignore[return-value]
+
+
+def without_checks(annotation: str) -> str:
+    """Return the type that a checked annotation has for a caller: `int` for `Annotated[int, Field(ge=1)]`."""
+    names = {name for checked in CHECKED_TYPES.values() for name in checked}
+    if not names & set(re.findall(r"\w+", annotation)) and not re.search("Annotated|InstanceOf", annotation):
+        return annotation
+    return ast.unparse(_WithoutChecks().visit(ast.parse(annotation, mode="eval"))).replace("'", '"')
 
 
 def fenced(code: str, above: str = "") -> str:
