@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrag import Append, Chunk, Pipeline, Update, choice
+from streamrag import Append, Chunk, Pipeline, Update
+from streamrag.query import relevance
 from streamrag.query.relevance import Passage, Relevance, split_markdown
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
@@ -42,16 +43,16 @@ def test_of_a_text_without_end_the_beginning_is_compared_and_the_rest_is_kept(mo
         num_split += len(text)
         return split_markdown(text)
 
-    monkeypatch.setattr(choice, "split_markdown", counting)
+    monkeypatch.setattr(relevance, "split_markdown", counting)
     relevance, text = Relevance(QUESTION), f"{PAGE}\n\n" * 4000
     for max_chars in (1000, 500, 200):
         part, rest = relevance.shorten(text, max_chars)
         assert part.count(ABOUT) + rest.count(ABOUT) == 4000
-    assert (part.count(ABOUT), num_split) == (1, pytest.approx(choice.MIN_READ_CHARS, rel=0.01))
+    assert (part.count(ABOUT), num_split) == (1, pytest.approx(relevance.MIN_READ_CHARS, rel=0.01))
     assert relevance.scores([Chunk(text, "a.md"), Chunk(PAGE, "b.md")])[0] > 0
-    assert num_split < 2.1 * choice.MIN_READ_CHARS
+    assert num_split < 2.1 * relevance.MIN_READ_CHARS
     relevance.shorten(text, 1_000_000)
-    assert num_split < 2.1 * choice.MIN_READ_CHARS + 2_000_000
+    assert num_split < 2.1 * relevance.MIN_READ_CHARS + 2_000_000
 
 
 def test_pages_are_compared_by_their_best_part() -> None:
