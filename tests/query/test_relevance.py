@@ -44,14 +44,14 @@ def test_of_a_text_without_end_the_beginning_is_compared_and_the_rest_is_kept(mo
         return split_markdown(text)
 
     monkeypatch.setattr(relevance, "split_markdown", counting)
-    relevance, text = Relevance(QUESTION), f"{PAGE}\n\n" * 4000
+    judge, text = Relevance(QUESTION), f"{PAGE}\n\n" * 4000
     for max_chars in (1000, 500, 200):
-        part, rest = relevance.shorten(text, max_chars)
+        part, rest = judge.shorten(text, max_chars)
         assert part.count(ABOUT) + rest.count(ABOUT) == 4000
     assert (part.count(ABOUT), num_split) == (1, pytest.approx(relevance.MIN_READ_CHARS, rel=0.01))
-    assert relevance.scores([Chunk(text, "a.md"), Chunk(PAGE, "b.md")])[0] > 0
+    assert judge.scores([Chunk(text, "a.md"), Chunk(PAGE, "b.md")])[0] > 0
     assert num_split < 2.1 * relevance.MIN_READ_CHARS
-    relevance.shorten(text, 1_000_000)
+    judge.shorten(text, 1_000_000)
     assert num_split < 2.1 * relevance.MIN_READ_CHARS + 2_000_000
 
 
