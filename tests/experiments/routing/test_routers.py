@@ -13,7 +13,7 @@ from streamrag.routing import ROUTERS, ReplicaState
 from tests.routing.router_cases import LONG, OPENINGS, OTHER, STATES, check_ranking, replicas
 
 
-@pytest.mark.parametrize("name", ALL_ROUTERS.keys() - ROUTERS.keys())
+@pytest.mark.parametrize("name", sorted(ALL_ROUTERS.keys() - ROUTERS.keys()))
 @settings(max_examples=40)
 @given(rounds=st.lists(st.tuples(OPENINGS, STATES), max_size=6))
 def test_whatever_it_is_told_a_router_names_each_replica_once(name, rounds):
