@@ -148,3 +148,10 @@ def test_the_tests_that_stand_beside_threats_exist() -> None:
         tests = (ROOT / "tests" / "sources" / file).read_text()
         for name in re.findall(r"`(\w+)`", named):
             assert f"def {name}(" in tests
+
+
+def test_the_index_names_every_page() -> None:
+    docs = ROOT / "docs"
+    index = (docs / "index.md").read_text()
+    pages = {str(path.relative_to(docs)) for path in docs.rglob("*.md")} - {"index.md"}
+    assert {page for page in pages if f"({page})" not in index} == set()
