@@ -4,14 +4,13 @@ import asyncio
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import anyio
 
-from streamrag.core import Backend, Mode, Progress, Source, Turn
+from streamrag.core import Backend, Mode, Progress, Source
 from streamrag.core.lifecycle import start_all
 from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQueriesError
 from streamrag.modes import PromptTemplate, UpdateMode
@@ -19,8 +18,9 @@ from streamrag.query.answer_stream import AnswerStream, Emit, EventStream
 from streamrag.query.options import Query, QueryOptions, check_options
 from streamrag.query.run import QueryRun
 from streamrag.support.clock import Clock, monotonic
-from streamrag.support.messages import is_number, is_whole, kind_of, plain_text, short
+from streamrag.support.messages import kind_of, plain_text, short
 from streamrag.support.tasks import is_cancelled, wait_regardless
+from streamrag.support.validation import Count, SecondsOrZero, validated
 from streamrag.telemetry import Answer
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class Pipeline:
     :raises ConfigurationError: values that cannot work.
     """
 
+    @validated
     def __init__(
         self,
         source: Source,
@@ -65,7 +66,7 @@ class Pipeline:
         mode: Mode | None = None,
         template: PromptTemplate | None = None,
         overlap: bool = True,
-        max_concurrent_queries: int = 64,
+        max_concurrent_queries: Count = 64,
         when_full: Literal["wait", "refuse"] = "wait",
         on_source_error: Literal["raise", "answer"] = "raise",
         on_progress: Progress | None = None,
@@ -74,27 +75,17 @@ class Pipeline:
         clock: Clock = monotonic,
     ) -> None:
         mode = UpdateMode() if mode is None else mode
-        checked: list[tuple[object, str, str]] = [(source, "source", "stream"), (backend, "backend", "generate")]
-        checked += [(mode, "mode", "fold"), *([(recorder, "recorder", "record")] if recorder is not None else [])]
-        for part, protocol, method in checked:
-            if isinstance(part, type):
-                raise ConfigurationError(f"the {protocol} is the class {part.__name__}, and must be an object of it")
-            if not callable(getattr(part, method, None)):
-                raise ConfigurationError(f"the {protocol} is {kind_of(part)}, and has no method {method!r}")
-        if not is_whole(max_concurrent_queries) or max_concurrent_queries < 1:
-            raise ConfigurationError(
-                f"max_concurrent_queries={short(max_concurrent_queries)} must be a whole number, at least 1"
-            )
-        if when_full not in ("wait", "refuse"):
-            raise ConfigurationError(f"when_full={when_full!r} must be 'wait' or 'refuse'")
-        if on_source_error not in ("raise", "answer"):
-            raise ConfigurationError(f"on_source_error={on_source_error!r} must be 'raise' or 'answer'")
+        _check_part(source, "source", "stream")
+        _check_part(backend, "backend", "generate")
+        _check_part(mode, "mode", "fold")
+        if recorder is not None:
+            _check_part(recorder, "recorder", "record")
         self.source = source
         self.backend = backend
         parts = ((source, owns_source), (backend, owns_backend), (recorder, True))
         self._owned = [part for part, is_owned in parts if is_owned]
         self.overlap = overlap
-        self.max_concurrent_queries = int(max_concurrent_queries)
+        self.max_concurrent_queries = max_concurrent_queries
         self._mode = mode
         self._template = template or PromptTemplate()
         self._refuses = when_full == "refuse"
@@ -234,14 +225,13 @@ class Pipeline:
         if self._process_id not in (None, os.getpid()):
             raise PipelineClosedError(FORKED)
 
-    async def aclose(self, *, drain_s: float = 0.0) -> None:
+    @validated
+    async def aclose(self, *, drain_s: SecondsOrZero = 0.0) -> None:
         """Refuse new queries, let running ones go on for up to `drain_s` seconds, end them and sessions, stop all.
 
         A call that is cancelled aborts them at once, and still returns only when all is stopped. So does a second call.
         Aborted queries raise PipelineClosedError.
         """
-        if not is_number(drain_s) or drain_s < 0:
-            raise ConfigurationError(f"drain_s={short(drain_s)} must be a number of seconds, 0 or more")
         self._is_closed = True
         try:
             if self._queries and drain_s > 0 and self._closing is None:
@@ -297,7 +287,7 @@ class Pipeline:
         given["template"] = template = given.get("template", self._template)
         if system is not None and isinstance(template, PromptTemplate):
             given["template"] = replace(template, system=plain_text(system))
-        return Query(text, **{"overlap": self.overlap, **given, "history": _turns(given.get("history", ()))})
+        return Query(text, **{"overlap": self.overlap, **given})
 
     def _start_query(self, query: Query, emit: Emit) -> "asyncio.Task[Answer]":
         if self._is_closed:
@@ -343,7 +333,8 @@ def _succeeded(task: "asyncio.Task[None]") -> bool:
     return not task.cancelled() and task.exception() is None
 
 
-def _turns(history: Sequence[Turn]) -> tuple[Turn, ...]:
-    if not isinstance(history, Iterable):
-        raise ConfigurationError(f"history={short(history)} must be a sequence of Turn")
-    return tuple(history)
+def _check_part(part: object, name: str, method: str) -> None:
+    if isinstance(part, type):
+        raise ConfigurationError(f"the {name} is the class {part.__name__}, and must be an object of it")
+    if not callable(getattr(part, method, None)):
+        raise ConfigurationError(f"the {name} is {kind_of(part)}, and has no method {method!r}")

@@ -24,7 +24,7 @@ ROLES = ("system", "user", "assistant")
 
 
 def _turns(value: Iterable[Turn]) -> tuple[Turn, ...]:
-    turns = tuple(value)
+    turns = tuple(value) if isinstance(value, Iterable) else (value,)
     if not all(isinstance(turn, Turn) and turn.role in ROLES and isinstance(turn.text, str) for turn in turns):
         raise ValueError('must be a sequence of Turn, each with a role of "system", "user" or "assistant" and a text')
     return tuple(Turn(turn.role, plain_text(turn.text)) for turn in turns)

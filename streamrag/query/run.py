@@ -221,22 +221,8 @@ class QueryRun:
         return answer
 
     async def _prompts(self) -> AsyncGenerator[Prompt, None]:
-        """Pulled by the backend: retrieves, and yields a prompt for each state of the context."""
-        query = self._query
-        assembler = await self._in_thread(
-            partial(
-                PromptAssembler,
-                self._backend.model.tokenizer,
-                query.template,
-                query.text,
-                max_model_len=self._backend.model.max_model_len,
-                max_tokens=query.params.max_tokens,
-                max_context_tokens=query.max_context_tokens,
-                history=query.history,
-                relevance=Relevance(query.text) if query.late_share else None,
-                late_share=query.late_share,
-            )
-        )
+        """Yield a prompt for each state of the context, while the backend pulls."""
+        assembler = await self._in_thread(self._new_assembler)
         chunks = Context()
         is_ranked = False
         async with aclosing(self._retrieve(assembler)) as events:
@@ -246,15 +232,12 @@ class QueryRun:
                 for chunk in dict.fromkeys(new):
                     if chunk not in chunks:
                         await self._emit(ChunkArrived(at_s, chunk))
-                folded = self._mode.fold(chunks, event)
-                if not isinstance(folded, tuple | list) or not all(isinstance(chunk, Chunk) for chunk in folded):
-                    raise ConfigurationError(f"{part_name(self._mode)}.fold must return a tuple of chunks")
-                chunks = chunks.become(tuple(folded))
+                chunks = chunks.become(self._fold(chunks, event))
                 is_ranked = is_ranked or isinstance(event, Update)  # an Append behind a ranking leaves that as it is
                 self._note_ranking(event)
                 if self._first_chunk_s is None and chunks:
                     self._first_chunk_s = at_s
-                if query.overlap:
+                if self._query.overlap:
                     step = await self._in_thread(
                         partial(assembler.assemble, chunks, is_complete=False, is_ranked=is_ranked)
                     )
@@ -275,8 +258,28 @@ class QueryRun:
         self._complete = step
         yield step.prompt
 
+    def _new_assembler(self) -> PromptAssembler:
+        query, model = self._query, self._backend.model
+        return PromptAssembler(
+            model.tokenizer,
+            query.template,
+            query.text,
+            max_model_len=model.max_model_len,
+            max_tokens=query.params.max_tokens,
+            max_context_tokens=query.max_context_tokens,
+            history=query.history,
+            relevance=Relevance(query.text) if query.late_share else None,
+            late_share=query.late_share,
+        )
+
+    def _fold(self, chunks: Context, event: Append | Update) -> tuple[Chunk, ...]:
+        folded = self._mode.fold(chunks, event)
+        if not isinstance(folded, tuple | list) or not all(isinstance(chunk, Chunk) for chunk in folded):
+            raise ConfigurationError(f"{part_name(self._mode)}.fold must return a tuple of chunks")
+        return tuple(folded)
+
     async def _retrieve(self, assembler: PromptAssembler) -> AsyncGenerator[Append | Update, None]:
-        """The source's chunk events; what it skipped is reported, and its failure is raised or noted."""
+        """Yield the source's chunk events. Report what it skipped, and raise or note its failure."""
         try:
             async with aclosing(self._source_events(assembler)) as events:
                 async for event in events:

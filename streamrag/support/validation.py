@@ -8,12 +8,13 @@ class CrawlLimits:
     depth: Annotated[int, Field(ge=0, le=20)] = 2
 """
 
-import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, wraps
+from inspect import get_annotations, signature
 from itertools import pairwise
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
 
@@ -69,18 +70,18 @@ def validated(checked: T) -> T:
     if isinstance(checked, type):
         checked.__init__ = validated(checked.__init__)  # type: ignore[misc]
         return checked
-    signature = inspect.signature(checked)
+    parameters = signature(checked)
     owner = f"{checked.__qualname__.split('.')[-2]}: " if checked.__name__ == "__init__" else ""
 
     @cache
     def adapters() -> dict[str, TypeAdapter[Any]]:  # when first called: annotations may name what is defined later
-        hints = get_type_hints(checked, include_extras=True)
-        return {name: _adapter(hint) for name, hint in hints.items() if _has_constraint(hint)}
+        hints = _hints(checked).items()
+        return {name: _adapter(hint) for name, hint in hints if _has_constraint(hint)}
 
     @wraps(checked)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            bound = signature.bind(*args, **kwargs)
+            bound = parameters.bind(*args, **kwargs)
         except TypeError:
             return checked(*args, **kwargs)  # says it in Python's own words
         for name in bound.arguments.keys() & adapters().keys():
@@ -110,6 +111,15 @@ def describe(name: str, error: ValidationError) -> str:
         must_be = each["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         lines.setdefault(f"{name}{where}={short(each['input'])}", []).append(must_be)
     return "; ".join(f"{what} {', or '.join(dict.fromkeys(rules))}" for what, rules in lines.items())
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return its annotations, without those of names that are imported for a type checker alone."""
+    hints = {}
+    for name, hint in get_annotations(function).items():
+        with suppress(NameError):
+            hints[name] = eval(hint, function.__globals__) if isinstance(hint, str) else hint
+    return hints
 
 
 def _adapter(hint: Any) -> TypeAdapter[Any]:

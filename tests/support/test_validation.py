@@ -64,3 +64,15 @@ def test_a_missing_or_unknown_argument_is_told_in_the_words_of_python() -> None:
         Source()  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unexpected keyword argument 'x'"):
         Source("x", x=1)  # type: ignore[call-arg]
+
+
+class Recorded:
+    @validated
+    def __init__(self, recorder: "Recorder", num: Count = 1) -> None:  # type: ignore[name-defined]  # noqa: F821
+        self.recorder, self.num = recorder, num
+
+
+def test_what_is_imported_for_a_type_checker_alone_is_not_checked_and_the_rest_is() -> None:
+    assert Recorded(object(), 2).num == 2
+    with pytest.raises(ConfigurationError, match="Recorded: num=0"):
+        Recorded(object(), 0)
