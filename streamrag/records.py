@@ -121,8 +121,8 @@ class RequestRecord:
     restores: tuple[RestoreRecord, ...] = ()
     """In order of time; only from engines with host memory."""
     holds: Mapping[str, int] = field(default_factory=dict)
-    """Steps in which it got nothing, by the rule that held it back; see `streamrag.engine.rules`. Counted where the
-    scheduler's `records` option names a file."""
+    """Steps in which it got nothing, by the scheduler's rule that held it back. Counted where the scheduler's `records`
+    option names a file."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -183,7 +183,7 @@ def test_a_mistake_is_one_line_with_its_remedy(
     ("question", "options", "message"),
     [
         (" ", [], "the query is empty"),
-        ("Why?", ["--deadline", "0"], "deadline_s=0.0 must be a positive number"),
+        ("Why?", ["--deadline", "0"], "deadline_s=0.0 must be greater than 0"),
         ("Why?", ["--max-context-tokens", "-1"], "max_context_tokens=-1"),
     ],
 )

@@ -254,7 +254,7 @@ async def test_a_reader_that_waits_can_be_cancelled() -> None:
 
 def test_options_are_checked_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ask", "--url", "http://example.org", "--model", "/tmp", "--deadline", "0"]) == 1
-    assert "deadline_s=0.0 must be a positive number" in capsys.readouterr().err
+    assert "deadline_s=0.0 must be greater than 0" in capsys.readouterr().err
 
 
 def test_a_closed_standard_input_is_no_conversation(

@@ -37,5 +37,5 @@ def test_a_users_mypy_sees_types_and_a_misspelt_option(tmp_path: Path) -> None:
 def test_the_wheel_says_that_the_package_is_typed() -> None:
     wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling, which makes the wheel, is not installed")
     files = {file.distribution_path for file in wheel.WheelBuilder(str(ROOT)).recurse_included_files()}
-    assert {"streamrag/py.typed", "streamrag/core.py"} <= files
+    assert {"streamrag/py.typed", "streamrag/core/__init__.py"} <= files
     assert not {path for path in files if not path.startswith("streamrag/")}

@@ -8,13 +8,13 @@ class CrawlLimits:
     depth: Annotated[int, Field(ge=0, le=20)] = 2
 """
 
+import builtins
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache, wraps
-from inspect import get_annotations, signature
+from inspect import signature
 from itertools import pairwise
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
 
@@ -113,13 +113,16 @@ def describe(name: str, error: ValidationError) -> str:
     return "; ".join(f"{what} {', or '.join(dict.fromkeys(rules))}" for what, rules in lines.items())
 
 
+class _Names(dict[str, Any]):
+    """Names that annotations use. One that is imported for a type checker alone is `Any`."""
+
+    def __missing__(self, name: str) -> Any:
+        return Any
+
+
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return its annotations, without those of names that are imported for a type checker alone."""
-    hints = {}
-    for name, hint in get_annotations(function).items():
-        with suppress(NameError):
-            hints[name] = eval(hint, function.__globals__) if isinstance(hint, str) else hint
-    return hints
+    names = _Names({**vars(builtins), **function.__globals__})
+    return get_type_hints(function, localns=names, include_extras=True)
 
 
 def _adapter(hint: Any) -> TypeAdapter[Any]:

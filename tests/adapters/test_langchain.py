@@ -477,7 +477,7 @@ async def test_options_are_the_models_the_calls_and_those_of_a_query(
         await model.ainvoke("Why?", temprature=1.0)
     with pytest.raises(ConfigurationError, match="temperature=-1"):
         await model.ainvoke("Why?", temperature=-1)
-    with pytest.raises(ConfigurationError, match="must be a SamplingParams"):
+    with pytest.raises(ConfigurationError, match="must be an instance of SamplingParams"):
         await model.ainvoke("Why?", params={}, max_tokens=3)
 
 

@@ -194,7 +194,7 @@ async def test_without_a_late_share_chunks_are_taken_whole_and_by_arrival() -> N
 
 @pytest.mark.parametrize("late_share", [-0.1, 1, float("nan")])
 def test_a_share_that_is_none_is_refused(late_share: float) -> None:
-    with pytest.raises(ConfigurationError, match=r"late_share=.* must be a share"):
+    with pytest.raises(ConfigurationError, match=r"late_share=.* must be"):
         Pipeline(ScriptedSource([]), ScriptedBackend()).stream("Why?", late_share=late_share)
 
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import zlib
@@ -175,20 +176,15 @@ def test_nothing_that_is_read_can_name_code() -> None:
     importers = set()
     for path in sorted((ROOT / "streamrag").rglob("*.py")):
         text = path.read_text()
-        for word in ("pickle", "marshal", "shelve", "eval(", "exec(", "allow_pickle", "yaml", "torch.load"):
-            found = (
-                text.replace("literal_eval(", "")
-                .replace("_exec(", "")
-                .replace("Retrieval(", "")
-                .replace("unpickled", "")
-            )
-            assert word not in found, f"{path}: {word}"
+        text = text.replace("literal_eval(", "").replace("_exec(", "").replace("unpickled", "")
+        for word in ("pickle", "marshal", "shelve", r"\beval\(", r"\bexec\(", "allow_pickle", "yaml", r"torch\.load"):
+            assert not re.search(word, text), f"{path}: {word}"
         if "import_module(" in text and "backends" not in path.parts:  # which import vLLM so
             importers.add(str(path.relative_to(ROOT / "streamrag")))
     assert importers == {
         "cli/program.py",  # a command of ours
         "engine/policies.py",  # a policy of the caller's
-        "lazy.py",  # a public name of ours
+        "support/lazy_imports.py",  # a public name of ours
         "sources/index/embedder.py",  # an embedder or a reranker of the caller's
         "sources/workers/worker_main.py",  # a handler of ours
     }
