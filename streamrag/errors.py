@@ -77,7 +77,7 @@ class VectorIndexError(ConfigurationError):
 
 
 class IndexMissingError(VectorIndexError):
-    """There is no index at this path."""
+    """No index exists at this path."""
 
 
 class IndexCorruptError(VectorIndexError):
@@ -97,11 +97,11 @@ class PipelineClosedError(StreamRagError):
 
 
 class TooManyQueriesError(StreamRagError):
-    """Refused: as many queries as the pipeline allows are running."""
+    """A query was refused: as many as the pipeline allows are running."""
 
 
 class TooManySessionsError(StreamRagError):
-    """Refused: as many sessions are open as may be, of one tenant or of all, or their windows hold as many tokens.
+    """A session was refused: a tenant's, or the common, limit of sessions or of tokens in their windows is reached.
 
     `limit` is "sessions" or "session_tokens", or with "client_" before it, if it is the tenant's.
     """
@@ -120,7 +120,7 @@ class PromptTooLongError(StreamRagError, ValueError):
 
 
 class SourceError(StreamRagError):
-    """Retrieval failed."""
+    """The source of a query failed, so that retrieval ended early."""
 
 
 class UnreachableError(SourceError):

@@ -69,8 +69,8 @@ class RestoreRecord:
     swap_s: float | None
     """Seconds that copying them was expected to take; None if host memory had nothing."""
     observed_s: float | None
-    """What it took: to copy them, or the share that computing them had in their steps. None if it did not come to that,
-    because the request was evicted again, changed or ended; or if nobody has measured it."""
+    """Seconds that it took: to copy them, or the share that computing them had in their steps. None if not measured, or
+    if the request was evicted again, changed or ended before."""
 
     @property
     def expected_s(self) -> float:
@@ -80,7 +80,7 @@ class RestoreRecord:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One request, streamed or plain, from its arrival to its end. Source of the event names: arXiv 2604.16395."""
+    """The record of a request, streamed or plain, from arrival to end. Source of the event names: arXiv 2604.16395."""
 
     request_id: str
     """The engine's id for it: the client's and a few random characters."""
@@ -104,14 +104,14 @@ class RequestRecord:
     num_computed: int
     """Prompt tokens computed, all in all."""
     num_recomputed: int
-    """Those of them whose KV had been there before, and which no update had invalidated: lost to a preemption, or
+    """Computed tokens whose KV had been there before, and which no update had invalidated: lost to a preemption, or
     beyond the last block that an update could keep."""
     num_invalidated: int
     """Computed tokens that updates made useless: the sum over the chunks."""
     num_from_cache: int
     """Prompt tokens served by the prefix cache."""
     chunks: tuple[ChunkRecord, ...] = ()
-    """In order of arrival; empty for a plain request."""
+    """Chunks in order of arrival; empty for a plain request."""
     preemptions: tuple[PreemptionRecord, ...] = ()
     num_loaded: int = 0
     """Prompt tokens that came back from host memory."""
@@ -119,10 +119,10 @@ class RequestRecord:
     """Prompt tokens that were copied to host memory while the request held them, in idle copy time. What was copied
     when it had lost them is in `preemptions`."""
     restores: tuple[RestoreRecord, ...] = ()
-    """In order of time; only from engines with host memory."""
+    """Restores in order of time; only from engines with host memory."""
     holds: Mapping[str, int] = field(default_factory=dict)
-    """Steps in which it got nothing, by the scheduler's rule that held it back. Counted where the scheduler's `records`
-    option names a file."""
+    """Steps in which it got nothing, by the name of the scheduling rule that held it back. Counted where the
+    scheduler's `records` option names a file."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -139,7 +139,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True)
 class KvHeld:
-    """What some of an engine's requests hold."""
+    """The KV on the device that some of an engine's requests hold."""
 
     num_requests: int
     num_tokens: int
@@ -148,7 +148,7 @@ class KvHeld:
 
 @dataclass(frozen=True, slots=True)
 class KvUse:
-    """What an engine's KV memory is used for, at the end of a step."""
+    """The use of an engine's KV memory at the end of a step."""
 
     running: KvHeld
     waiting: KvHeld
@@ -163,12 +163,12 @@ class KvUse:
 
     @property
     def by_state(self) -> dict[str, KvHeld]:
-        """By the name of the state."""
+        """KV held, by the name of the requests' state."""
         return {"running": self.running, "waiting": self.waiting, "idle": self.idle}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "KvUse":
-        """What `asdict` made."""
+        """Return the object that `asdict` made `values` from."""
         held = {name: KvHeld(**values[name]) for name in ("running", "waiting", "idle")}
         return cls(**{**values, **held})
 

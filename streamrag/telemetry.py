@@ -145,17 +145,17 @@ class Timings:
     """Durations of one query, in seconds."""
 
     queued_s: float
-    """From the query until it was admitted."""
+    """Seconds from the query until it was admitted."""
     first_chunk_s: float | None
-    """From the query to the first chunk of context; None when there was none."""
+    """Seconds from the query to the first chunk of context; None when there was none."""
     retrieval_s: float
-    """From the query to the end of retrieval."""
+    """Seconds from the query to the end of retrieval."""
     ttft_s: float
-    """From the query to the first token."""
+    """Seconds from the query to the first token."""
     ttft_after_retrieval_s: float
-    """From the end of retrieval to the first token (what the Stream2LLM paper calls TTFT)."""
+    """Seconds from the end of retrieval to the first token (what the Stream2LLM paper calls TTFT)."""
     total_s: float
-    """From the query to the last token."""
+    """Seconds from the query to the last token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,23 +194,23 @@ class Answer:
     is_exact: bool
     """Whether the model saw exactly the tokens of the prompt (not so for a server that takes only text)."""
     source_error: SourceError | None
-    """Why retrieval ended early, with `on_source_error="answer"`."""
+    """The error that ended retrieval early, with `on_source_error="answer"`."""
     cut_short: str | None
-    """Why retrieval ended before it was done, though it did not fail: a time limit, or a source kept busy by others."""
+    """Reason why retrieval was cut short, though it did not fail: a time limit, or a source kept busy by others."""
     submitted_s: float
     """When the query was submitted, on the pipeline's clock. With the default clock, which is `time.monotonic`, this is
     the clock of `record` too: `record.first_kv_s - submitted_s` compares with the timings and with every `at_s`."""
     timings: Timings
     record: RequestRecord | None = None
-    """What the engine did with the request; None if the engine keeps no records."""
+    """The engine's record of the request; None if the engine keeps no records."""
     breaks_look_alikes: bool = False
     """Whether look-alikes of special tokens were broken by a space, because a server tokenised the text. Otherwise the
     model saw them as they are, as text; in neither case as special tokens."""
 
     version: int | None = None
-    """Of a session's answer: the version of the data that it is of."""
+    """Version of the session's data that the answer belongs to; None outside sessions."""
     gap: float | None = None
-    """How much more likely the first token was than the next best, as a difference of log-probabilities; None unless a
+    """Margin of the first token over the next best, as a difference of log-probabilities; None unless a
     session's question asked for it."""
 
     @property

@@ -80,7 +80,7 @@ class StreamragGenerator:
         self._portal = LoopPortal.to_pipeline(pipeline)
 
     def warm_up(self) -> None:
-        """Start the pipeline."""
+        """Start the pipeline, unless it has been started already."""
         self._portal.start()
 
     async def warm_up_async(self) -> None:
@@ -102,7 +102,7 @@ class StreamragGenerator:
         history: list[ChatMessage] | None = None,
         streaming_callback: StreamingCallbackT | None = None,
     ) -> dict[str, Any]:
-        """Answer `query`.
+        """Answer `query` from the pipeline's sources.
 
         query: the question.
         history: earlier messages of the conversation.
@@ -229,7 +229,7 @@ class HaystackSource:
             raise
 
     async def aclose(self) -> None:
-        """Close the components."""
+        """Close the retriever and the rankers, where they have a `close`."""
         self.is_started = False
         for part in (self._retriever, *self._rankers):
             await self._call(part, "close")

@@ -220,7 +220,7 @@ class LoopPortal:
 
 
 class PortalOwner:
-    """Base of adapters: starts with the first call, or with a block, sync or async, and stops at the block's end."""
+    """A base class of adapters that start with the first call, or with a block, sync or async, and stop at its end."""
 
     portal: Any
 

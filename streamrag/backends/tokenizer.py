@@ -181,7 +181,7 @@ class CodePointTokenizer:
         return "".join(map(chr, token_ids))
 
     def render_chat(self, turns: Sequence[Turn]) -> str:
-        """The plain layout: only the server knows the model's template."""
+        """Return the turns in the plain layout: only the server knows the model's chat template."""
         return plain_chat(turns)
 
 

@@ -36,7 +36,7 @@ class CellStarted:
 
 @dataclass(frozen=True, slots=True)
 class CellProgressed:
-    """Some requests of the cell have been answered."""
+    """A report of progress: `num_done` of the cell's `num_total` requests have been answered."""
 
     settings: CellSettings
     num_done: int

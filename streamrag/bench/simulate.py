@@ -50,7 +50,7 @@ def run_cell(
     progress: CellProgress = lambda num_done, num_total: None,
     unsteady_seed: int = 0,
 ) -> CellResult:
-    """Simulate one cell. The same settings and trace give the same result, but for `wall_s`.
+    """Simulate one cell of a benchmark. The same settings and trace give the same result, but for `wall_s`.
 
     Where the profile is of a machine that is not always equally fast, `unsteady_seed` says when it is slow.
 
@@ -92,7 +92,7 @@ def _has_host_memory(settings: CellSettings) -> bool:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Collect garbage seldom: hundreds of thousands of long-lived objects make each full collection slow.
+    """Collect garbage seldom in the block: hundreds of thousands of long-lived objects make full collections slow.
 
     One collection comes at the end, when the simulated engine is garbage. It looks only at what was made inside: of a
     program that has imported vLLM, the rest takes half a second.

@@ -54,7 +54,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return []
 
     def _process_events(self, events: list[Any]) -> None:
-        """Do nothing: there are no events."""
+        """Do nothing: a loop in virtual time waits for no files or sockets."""
 
     def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Handle:
         if self._thread_id not in (None, threading.get_ident()):  # type: ignore[attr-defined]

@@ -9,11 +9,11 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
-from streamrag.support.display_text import shown
+from streamrag.support.display_text import sanitize
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program. The exit status is 0, 1 after an error that was explained, 130 after Ctrl-C.
+    """Run the program and return its exit status: 0, 1 after an error that was explained, 130 after Ctrl-C.
 
     SIGTERM and SIGHUP do as Ctrl-C does: everything is closed, and the status is 143 or 129. After these it does not
     return, it exits.
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _end(last_words: str, status: int) -> NoReturn:
     """End the program without waiting for threads that nothing can stop, as while vLLM is imported: 20 s."""
     with suppress(OSError):  # the reader of the pipe may be gone
-        print(shown(last_words), file=sys.stderr)
+        print(sanitize(last_words), file=sys.stderr)
         sys.stdout.flush()
     atexit._run_exitfuncs()
     os._exit(status)

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from streamrag.cli.output import markup
 from streamrag.cli.progress import bar
-from streamrag.support.display_text import shown
+from streamrag.support.display_text import sanitize
 from streamrag.telemetry import (
     Answer,
     Answered,
@@ -50,7 +50,7 @@ async def watch(events: AsyncIterable[Event], console: Console, *, answer_to: Co
                     if progress.live.is_started:
                         progress.stop()
                         console.print(_line(event.at_s, "[bold]answer"))
-                    output.out(shown(event.text), end="", highlight=False)
+                    output.out(sanitize(event.text), end="", highlight=False)
                 case Answered():
                     answer = event.answer
                     output.print()

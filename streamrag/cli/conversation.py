@@ -51,7 +51,7 @@ class Conversation:
         return answer
 
     def _forget(self) -> None:
-        """The older half: whatever goes first moves all that stands behind it, whose KV is then computed again."""
+        """Drop the older half of the turns at once: each time that turns go, the KV of all later ones is recomputed."""
         self.turns = self.turns[2 * ((len(self.turns) + 2) // 4) :]
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrag.errors import StreamRagError
-from streamrag.support.display_text import json_text, one_line, shown
+from streamrag.support.display_text import json_text, one_line, sanitize
 
 MIN_NAMES_WIDTH = 14
 """Characters of the first column of a table, at least."""
@@ -40,7 +40,7 @@ class Output(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render as rich does, without what a terminal would obey."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(shown(segment.text), segment.style)
+            yield segment if segment.control else Segment(sanitize(segment.text), segment.style)
 
     def print_line(self, text: str | Text, style: str = "") -> None:
         """Print a line that is not wrapped: a wrapped path cannot be copied."""
@@ -64,7 +64,7 @@ class Output(Console):
 
     def print_plain(self, text: str) -> None:
         """Print a text as it is, but for what a terminal would obey; nothing is folded."""
-        self._write(shown(text).removesuffix("\n"))
+        self._write(sanitize(text).removesuffix("\n"))
 
     def _write(self, text: str) -> None:
         try:

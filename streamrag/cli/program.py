@@ -49,7 +49,7 @@ class Parser(ArgumentParser):
 
 
 def make_parser(argv: Sequence[str]) -> ArgumentParser:
-    """The program's parser. Only the command that is named is imported: to answer a question takes no benchmark."""
+    """Return the program's parser. It imports only the command in `argv`: answering needs no benchmark code."""
     parser = Parser(
         prog="streamrag",
         description="Streams retrieved context into a language model while it is still arriving.",

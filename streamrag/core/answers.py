@@ -26,7 +26,7 @@ StopTexts = Annotated[
 @validated
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample the answer. The defaults are greedy.
+    """Options for sampling an answer. The defaults are greedy.
 
     :raises ConfigurationError: a value that no engine accepts.
     """
@@ -61,9 +61,9 @@ class AnswerChunk:
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     record: RequestRecord | None = None
-    """What the engine did with the request; on the last chunk only, and None if the engine keeps no records."""
+    """The engine's record of the request; on the last chunk only, and None if the engine keeps no records."""
     logprobs: Any = None
-    """As the engine has them, one entry per token, if `SamplingParams.extra` asks for them."""
+    """Log-probabilities in the engine's own format, one entry per token, if `SamplingParams.extra` asks for them."""
 
 
 BackendEvent: TypeAlias = Prefilled | AnswerChunk

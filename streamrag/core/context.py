@@ -23,7 +23,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What a retriever expects still to come. Schedulers may use it, correctness never depends on it."""
+    """A retriever's forecast of the chunks still to come. Schedulers may use it; correctness never depends on it."""
 
     num_chunks: int | None = None
     """Chunk events still to come after this one."""
@@ -49,7 +49,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Something that retrieval could not use: an unreachable page, a wrong type, a limit that was met."""
+    """A result that retrieval could not use: an unreachable page, a wrong type, a limit that was met."""
 
     uri: str
     reason: str

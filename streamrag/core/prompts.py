@@ -29,8 +29,8 @@ def common_prefix_len(a: Sequence[int], b: Sequence[int], start: int = 0) -> int
 
 
 RequestClass: TypeAlias = Literal["session", "pool", "stream"]
-"""Who waits for a request, the most urgent class first: a question of a session, any other query, and nobody, for a
-session's data. Source: arXiv 2605.13784, section 3.6, where watched questions are a class before all others."""
+"""Urgency classes of requests, the most urgent first: a session's question, any other query, and a session's data, for
+which no caller waits. Source: arXiv 2605.13784, section 3.6, where watched questions are a class before all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Prompt:
     """Leading tokens equal to those of the query's previous prompt: their LCP. 0 for the first."""
     is_complete: bool
     hint: Hint | None = None
-    """What the retriever expects still to come."""
+    """The retriever's forecast of the chunks still to come."""
     source_name: str = ""
     """The `part_name` of the retriever that it comes from. Retrievers of the same name are expected to behave alike."""
     request_class: RequestClass = "pool"
-    """Who waits for it. The engine's policy may use it; of a query's prompts the first one's counts."""
+    """Urgency class of the request. The engine's policy may use it; of a query's prompts the first one's counts."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_shared <= len(self.token_ids)

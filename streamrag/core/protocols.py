@@ -13,7 +13,7 @@ MAX_NAME_CHARS = 80
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message of a conversation."""
+    """A message of a conversation."""
 
     role: Literal["system", "user", "assistant"]
     text: str
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a pipeline must know about the model behind a backend."""
+    """The facts that a pipeline must know about the model behind a backend."""
 
     name: str
     tokenizer: Tokenizer
@@ -63,7 +63,7 @@ class ModelInfo:
 
 
 class Source(Protocol):
-    """A retriever. It may have a `name` for errors and schedulers; else they use the name of its class."""
+    """A retriever, as a stream of chunk events. Errors and schedulers use its `name`, or else the name of its class."""
 
     def stream(self, query: str) -> AsyncIterator[SourceEvent]:
         """Chunk events as they arrive; the context is complete when the iterator ends.
@@ -73,14 +73,14 @@ class Source(Protocol):
 
 
 class Mode(Protocol):
-    """How chunk events become a context."""
+    """A rule by which chunk events become a context."""
 
     def fold(self, chunks: tuple[Chunk, ...], event: Append | Update) -> tuple[Chunk, ...]:
         """The new context, in prompt order, given the old one and the next event. A pure function."""
 
 
 class Backend(Protocol):
-    """Where tokens come from."""
+    """A model that generates tokens: in this process, in processes of its own, or behind a server."""
 
     @property
     def model(self) -> ModelInfo:
@@ -124,4 +124,4 @@ class Startable(Protocol):
         """
 
     async def aclose(self) -> None:
-        """Free them. Does nothing when not started."""
+        """Free the resources that `start` took. Does nothing when not started."""

@@ -22,10 +22,10 @@ _places = anyio.lowlevel.RunVar[WeakKeyDictionary[object, _Places]]("streamrag t
 
 
 async def in_thread(tokenizer: Tokenizer, function: Callable[[], T], *, is_background: bool = False) -> T:
-    """What `function` returns, which uses `tokenizer` and runs in a thread: a page takes milliseconds.
+    """Run `function`, which uses `tokenizer`, in a thread, and return its result: a page takes milliseconds.
 
-    Of what nobody waits for, `is_background`, one call at a time stands in the queue for the tokenizer: however much of
-    it there is, whoever asks waits for one of them at most.
+    With `is_background`, one call at a time enters the queue for the tokenizer: however many background calls there
+    are, any other caller waits for at most one of them.
 
     A thread cannot be stopped: a caller that is cancelled waits for its own, which keeps the tokenizer's place until it
     ends. But what the thread waits for on the event loop, as a server's tokenizer does, is cancelled.
@@ -53,7 +53,7 @@ async def _run(function: Callable[[], T], places: _Places, is_background: bool, 
 
 
 def _places_of(tokenizer: Tokenizer) -> _Places:
-    """Those of this event loop."""
+    """Return the limiters of `tokenizer` on this event loop; make them on its first call."""
     try:
         places = _places.get()
     except LookupError:

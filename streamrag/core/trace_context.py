@@ -6,8 +6,8 @@ from hashlib import blake2b
 from types import MappingProxyType
 
 trace_headers: ContextVar[Mapping[str, str]] = ContextVar("streamrag_trace_headers", default=MappingProxyType({}))
-"""Of the query that this task works for, to tie what is asked of other servers to its trace: W3C's trace context.
-None if nobody traces it."""
+"""W3C trace context headers of the query that this task works for: sent with requests to other servers, they tie those
+to its trace. Empty if the query is not traced."""
 
 conversation: ContextVar[str | None] = ContextVar("streamrag_conversation", default=None)
 """Names the conversation or session that this task works for: where engines are several, its KV lies in one."""

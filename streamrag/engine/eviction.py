@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias, get_args
 from streamrag.errors import ConfigurationError
 
 Fate: TypeAlias = Literal["recompute", "swap"]
-"""What becomes of a victim's KV: forgotten, or copied to host memory."""
+"""The fate of a victim's KV: forgotten, or copied to host memory."""
 FATES: tuple[Fate, ...] = get_args(Fate)
 
 EvictionMode: TypeAlias = Literal[Fate, "cost"]
@@ -14,7 +14,10 @@ EVICTIONS: tuple[EvictionMode, ...] = get_args(EvictionMode)
 
 
 def check_eviction(given: object) -> EvictionMode:
-    """:raises ConfigurationError: there is no such eviction."""
+    """Return `given` as an eviction mode.
+
+    :raises ConfigurationError: there is no such eviction.
+    """
     for mode in EVICTIONS:
         if mode == given:
             return mode

@@ -38,7 +38,7 @@ class ChunkForecast:
             self._habits[source_name] = new
 
     def expected_s(self, request: RequestView, now_s: float) -> float:
-        """When it is expected to need its KV again: at its next chunk, or when its prompt is complete."""
+        """Return the time at which `request` should need its KV again: its next chunk, or the end of its prompt."""
         if request.expected_complete_s is not None and request.expected_complete_s > now_s:
             return request.expected_complete_s
         habits = self._habits.get(request.source_name)

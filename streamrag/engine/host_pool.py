@@ -85,12 +85,12 @@ class HostPool:
             self._remove(key)
 
     def limit(self, num_slots: int) -> None:
-        """There are fewer slots than was thought, the first so many; into the others nothing could be saved."""
+        """Reduce the pool to its first `num_slots` slots; no block was saved in any of the others."""
         self.num_slots = min(self.num_slots, num_slots)
         self._free = [slot for slot in self._free if slot < self.num_slots]
 
     def num_valid(self, keys: Iterable[Hashable]) -> int:
-        """How many of `keys`, from the first on, can be loaded."""
+        """Return how many of `keys`, from the first on, can be loaded."""
         num_valid = 0
         for key in keys:
             block = self._blocks.get(key)
@@ -129,13 +129,13 @@ class HostPool:
             del self._keys_of[owner]
 
     def drop(self, keys: Iterable[Hashable]) -> None:
-        """These blocks cannot be loaded: forget them."""
+        """Forget the blocks of `keys`, which cannot be loaded."""
         for key in keys:
             if key in self._blocks:
                 self._remove(key)
 
     def clear(self) -> None:
-        """Forget all blocks. Slots that are being copied into are free when that has ended."""
+        """Forget the blocks of all requests. A slot that is being copied into becomes free when the copy has ended."""
         self.drop(list(self._blocks))
 
     def _own(self, owner: str, key: Hashable, block: _Block) -> None:

@@ -7,7 +7,7 @@ from streamrag.engine.request import RequestView
 
 
 class Memory(Protocol):
-    """KV memory. Answers may be costly; a plan asks only where it matters."""
+    """The KV memory, as a plan sees it. Its methods may be costly; a plan calls them only where the result matters."""
 
     num_free_blocks: int
 

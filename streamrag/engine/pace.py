@@ -6,7 +6,7 @@ FEWEST_TOKENS = 64
 """Smaller steps say more about what a step costs than about what a token does. Also the least
 overhead of a step, in tokens."""
 FEWEST_REPLACED_TOKENS = 16
-"""Of a prompt that is about to be replaced: with fewer, a step is hardly shorter."""
+"""Least tokens per step of a prompt that is about to be replaced: with fewer, a step is hardly shorter."""
 WEIGHT = 0.2
 """Weight of the newest step in the running mean."""
 

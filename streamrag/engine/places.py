@@ -6,11 +6,11 @@ from typing import Any, TypeAlias
 from streamrag.engine.request import RequestView
 
 Place: TypeAlias = tuple[Any, ...]
-"""Something to sort by, whose last part is the request; what is before that differs from any other request's."""
+"""A sort key whose last part is the request. The parts before it differ from those of any other request."""
 
 
 class Places:
-    """What `place` says of each request, kept as long as it is asked for the very same view, if `lasts` says so."""
+    """A cache of each request's `place`, by the identity of its view; only of views whose place `lasts`."""
 
     def __init__(
         self, place: Callable[[RequestView, float], Place], lasts: Callable[[RequestView], bool] = lambda request: True
@@ -25,11 +25,11 @@ class Places:
         return [place if (place := known(id(r))) is not None else enter(r, now_s) for r in requests]
 
     def forget(self) -> None:
-        """All of them."""
+        """Remove every cached place."""
         self._known.clear()
 
     def forget_unless(self, num_wanted: int) -> None:
-        """All, unless hardly more are kept than the `num_wanted` that may be asked for again."""
+        """Remove every cached place, unless hardly more are kept than the `num_wanted` that may be needed again."""
         if len(self._known) > 2 * num_wanted + 100:
             self.forget()
 

@@ -46,7 +46,7 @@ class Plan:
     waiting: tuple[RequestView, ...] = ()
     """Requests that were asked, and go on when memory is free, or when they are complete."""
     holds: tuple[Hold, ...] = ()
-    """Who has something to compute and gets nothing, if that was to be told."""
+    """Requests that have tokens to compute and get none, if the caller wanted to know."""
 
 
 def plan(
@@ -84,7 +84,7 @@ def plan(
 
 
 def _grant_tokens(walk: Walk, rules: Sequence[Rule]) -> tuple[Walk, dict[str, str]]:
-    """Phase 1: ask the rules, then memory, about one request after the other; return who was held back by which.
+    """Ask the rules, then memory, about each request in turn; return the rule that held each request back. Phase 1.
 
     A request that does not fit lets those behind it continue, but nobody behind it start. A partial prompt that may not
     evict stands in nobody's way, nor does what it holds.

@@ -20,7 +20,8 @@ FIRST_GUESS = 20_000.0
 MOST_DRIFT = 1.5
 """A speed that is off by less is not worth ordering all requests anew."""
 TYPICAL_S = 5.0
-"""From the arrival of a request to its last chunk, where nobody says. It matters only where some say and others not."""
+"""Seconds from the arrival of a request to its last chunk, if its retriever does not say. It matters only where some
+retrievers say and others do not."""
 
 Key: TypeAlias = Callable[[RequestView, float], Any]
 """Given a request and the time in seconds, something to sort by; the smallest is served first."""
@@ -68,10 +69,10 @@ class KeyPolicy:
         return (not r.has_output, self.key(r, now_s), r.arrival_s, r.request_id, r)
 
     def on_admitted(self, requests: Sequence[RequestView]) -> None:
-        """Ignored: this order does not depend on who was admitted."""
+        """Do nothing: this order does not depend on the requests that were admitted."""
 
     def on_speed(self, tokens_per_s: float) -> None:
-        """Ignored: this order does not depend on speed."""
+        """Do nothing: this order does not depend on the engine's speed."""
 
 
 def arrival() -> Policy:
@@ -116,13 +117,14 @@ def mcps() -> Policy:
 
 
 class ShortestRemainingPolicy(KeyPolicy):
-    """SRPF: complete prompts first, by remaining prefill seconds less `ageing` times the wait; then partial ones.
+    """Shortest remaining prefill first (SRPF): first complete prompts, then partial ones.
 
-    The wait counts from the newest chunk. A request with T seconds left is overtaken only by requests whose newest
-    chunk came less than T / ageing seconds after its own; `ageing=0` can starve. Seconds are tokens over
-    `tokens_per_s`, or over the speed that the engine has shown if that is None. Of partial prompts the first is the one
-    that will be complete first: by what its retriever expects, or else the oldest. By what remains, long prompts would
-    always come last, and be late with all of it when they are complete.
+    Complete prompts go by their remaining prefill seconds less `ageing` times the wait, which counts from the newest
+    chunk. A request with T seconds left is overtaken only by requests whose newest chunk came less than T / ageing
+    seconds after its own; `ageing=0` can starve. Seconds are tokens over `tokens_per_s`, or over the speed that the
+    engine has shown if that is None. Of partial prompts the first is the one that will be complete first: by what its
+    retriever expects, or else the oldest. By what remains, long prompts would always come last, and be late with all of
+    it when they are complete.
     Source: shortest remaining processing time (Schrage 1968) with ageing, earliest deadline first for what is not due
     yet; our simulations of arXiv 2604.16395's loads.
     """
@@ -152,9 +154,9 @@ class ShortestRemainingPolicy(KeyPolicy):
 
 
 class LongestPrefixPolicy:
-    """k-LPM: in rounds of `k` admissions, first the oldest, then k - 1 times the longest prefix that is there already.
+    """Longest prefix match in rounds (k-LPM): of `k` admissions, first the oldest, then k - 1 times the longest prefix.
 
-    What is there: what the prefix cache would provide, or KV that a partial prompt holds. `k=1` is the order of
+    A prefix counts as far as the prefix cache would provide it, or a partial prompt holds its KV. `k=1` is the order of
     arrival, infinity is LPM. With m older requests waiting, one is admitted within k * (m + 1) admissions. What has
     been admitted goes on, in order of arrival: competing anew, two requests could evict each other for ever.
     Source: arXiv 2502.04677, "k-LPM".
@@ -194,7 +196,7 @@ class LongestPrefixPolicy:
         return order
 
     def on_speed(self, tokens_per_s: float) -> None:
-        """Ignored: this order does not depend on speed."""
+        """Do nothing: this order does not depend on the engine's speed."""
 
     def on_admitted(self, requests: Sequence[RequestView]) -> None:
         if not math.isinf(self.k):
@@ -214,7 +216,7 @@ def _num_present(r: RequestView) -> int:
 
 
 DEFAULT_POLICY = "srpf"
-"""Of these orders the one that serves our simulated loads best or nearly so: see the report of `make paper`."""
+"""The order that serves our simulated loads best, or nearly so: see the report of `make paper`."""
 POLICIES: dict[str, Callable[..., Policy]] = {
     "arrival": arrival,
     "fcfs": fcfs,

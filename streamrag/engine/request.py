@@ -36,7 +36,7 @@ class RequestView(NamedTuple):
     expected_complete_s: float | None = None
     """When the retriever expects the prompt to be complete, if it said so."""
     source_name: str = ""
-    """What kind of retriever its chunks come from, as the client calls it."""
+    """Name of the retriever that its chunks come from, as the client calls it."""
     was_evicted: bool = False
     """Whether it has lost KV to others before."""
     num_kept_tokens: int = 0
@@ -46,7 +46,7 @@ class RequestView(NamedTuple):
     is_speculative: bool = False
     """Whether the prompt is partial and its next chunk is likely to replace a good part of it."""
     request_class: RequestClass = "pool"
-    """Who waits for it."""
+    """Urgency class of the request."""
     since_s: float = 0.0
     """Since when it has had something to compute; chunks that come before the last one is computed change nothing."""
     num_answer_tokens: int = 0

@@ -12,7 +12,7 @@ WEIGHT = 0.02
 FEWEST_STEPS = 16
 """Before they are believed."""
 LEAST_SPREAD = 0.1
-"""Of the tokens of steps, as a share of their mean: those of one size do not tell an overhead from tokens."""
+"""Least spread of the tokens of steps, as a share of their mean: steps of one size do not tell overhead from tokens."""
 LEAST_APART = 0.05
 """Share of the squares of pairs that tokens do not explain: with less, it is not told what takes the time."""
 LEAST_TOKENS = 256
@@ -23,21 +23,21 @@ RATE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What makes a step too long. Its length is in tokens that have nothing before them; see `length`."""
+    """The costs that decide when a step is too long. Its length is in tokens without any before them; see `length`."""
 
     overhead: float
-    """Of a step, in tokens that would be computed in its time."""
+    """Overhead of a step, in tokens that would be computed in its time."""
     arrivals: float
     """Prompts that become complete in the time of one token."""
     pair: float = 0.0
-    """What it takes that a token attends to another one, in tokens."""
+    """Cost of a token's attention to another one, in tokens."""
 
     def length(self, num_tokens: float, num_before: float) -> float:
-        """Of tokens that have `num_before` before them: these take longer, because they attend to more."""
+        """Return the length of tokens with `num_before` before them: attending to more makes them take longer."""
         return num_tokens * (1 + self.pair * (num_before + num_tokens / 2))
 
     def num_fitting(self, length: float, num_before: int) -> float:
-        """So many tokens behind `num_before` have this length, or less."""
+        """Return the most tokens behind `num_before` others whose length is at most `length`."""
         if not self.pair or length == math.inf:
             return length
         # The positive root of pair n^2 / 2 + b n = length, in a form that subtracts nothing.

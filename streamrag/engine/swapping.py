@@ -32,7 +32,7 @@ class Comparison:
 
 
 DROPPED = Comparison("recompute", 0.0, 0.0)
-"""Where there is no choice."""
+"""The comparison where KV can only be recomputed."""
 
 
 class SwapChoice(Protocol):

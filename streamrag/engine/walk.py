@@ -10,25 +10,25 @@ from streamrag.engine.request import RequestView
 
 MEMORY = "Memory"
 BUDGET = "StepBudget"
-"""What stands beside the names of rules where it is told who held a request back."""
+"""Name for the step's budget where the rule that held a request back is reported."""
 
 
 class Wait(Enum):
-    """What it means for others that a request gets nothing in this step."""
+    """The effect on other requests of one that gets nothing in this step."""
 
     SKIP = auto()
-    """Nothing: it goes on in a later step."""
+    """No effect: the request goes on in a later step."""
     MEMORY = auto()
-    """It goes on when memory is free, and meanwhile anybody may have what it holds."""
+    """The request goes on when memory is free; meanwhile any other may take the blocks that it holds."""
     RESERVE = auto()
-    """There is memory for it, which is kept for others: it goes on as soon as a little more is free."""
+    """The memory for the request is reserved for others: it goes on as soon as a little more is free."""
     YIELD = auto()
-    """It goes on when others have ended, and meanwhile anybody may have what it holds."""
+    """The request goes on when others have ended; meanwhile any other may take the blocks that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepBudget:
-    """What one step may compute."""
+    """The most that one step may compute."""
 
     num_tokens: int
     num_seqs: int
@@ -52,7 +52,7 @@ class Candidate:
     num_reserved: int | None = None
     """Blocks that must stay free if it computes; None if memory may be used up."""
     held_by_memory = MEMORY
-    """What holds it back if memory does not suffice: the name of the rule that reserves some of it, if one does."""
+    """Name of the rule that holds it back if memory does not suffice: the one that reserves some, if any does."""
     num_blocks_claimed: int | None = None
     """See `Grant`."""
     _num_present: int | None = None
@@ -122,11 +122,11 @@ class Walk:
         self.last = -1
         """Position of the last grant."""
         self.closed_by = ""
-        """What ended the step for all, as the name of a rule; empty while others may still compute."""
+        """Name of the rule that ended the step for all; empty while others may still compute."""
         self.closed_to_partial_by = ""
-        """The same for partial prompts."""
+        """Name of the rule that ended the step for partial prompts; empty while they may still compute."""
         self.closed_to_new_by = ""
-        """The same for those that hold nothing: somebody more urgent who does not fit would never start."""
+        """Name of the rule that ended the step for requests that hold nothing: a more urgent one would never start."""
         self.waiting: list[RequestView] = []
         self._behind_reserve: list[RequestView] = []
         if self.num_tokens <= 0 or self.num_seqs <= 0:

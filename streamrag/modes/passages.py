@@ -84,7 +84,7 @@ def _folded(line: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _folded_character(character: str) -> str:
-    """Each by itself: normalising a whole text takes time that grows with the square of its accents in a row."""
+    """Return a character folded by itself: normalising a text takes time quadratic in its accents in a row."""
     compatible = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", character).casefold())
     return "".join(c for c in compatible if not _is_invisible(c))
 

@@ -193,10 +193,10 @@ class PromptAssembler:
     def encode_passage(self, number: int, chunk: Chunk) -> list[int]:
         """Token ids of a chunk as the passage of this number; they are not kept."""
 
-        def written(text: str) -> str:
+        def format_text(text: str) -> str:
             return self._format.format(number, replace(chunk, text=text))
 
-        return encode_at_most(self._tokenizer, chunk.text, self._max_model_len, written)
+        return encode_at_most(self._tokenizer, chunk.text, self._max_model_len, format_text)
 
     def _encode(self, text: str) -> list[int]:
         """Token ids of a text that is not part of the chat template; if it cannot fit, those of its beginning."""

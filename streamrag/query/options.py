@@ -67,7 +67,7 @@ class QueryOptions(TypedDict, total=False):
     history: Sequence[Turn]
     """Earlier turns of the conversation, oldest first."""
     params: SamplingParams
-    """How to sample the answer; the default is greedy, with at most 256 tokens."""
+    """Options for sampling the answer; the default is greedy, with at most 256 tokens."""
     max_context_tokens: int
     """The most tokens of context; by default, all that the model's length leaves. What does not fit is reported."""
     deadline_s: float

@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 class Retrieval:
-    """One source asked one query, in a task of its own.
+    """A source's retrieval for one query, in a task of its own.
 
-    So what the source times or cancels around its `yield`s is itself, and it ends with `aclose()` whoever pulls its
-    events. It goes on when the next event is asked for.
+    The task keeps the source's timeouts and cancel scopes around its `yield`s its own, and lets `aclose()` end it
+    whichever task pulls its events. The source continues when the next event is requested.
 
     let_go_s: the most seconds that the source may take to stop; it is left behind then. None if that is watched by
         whoever asks.
@@ -174,7 +174,7 @@ def _plain(chunk: Chunk) -> Chunk:
 
 
 def _fault(event: object) -> str:
-    """What is wrong with it, for the source's author."""
+    """Return what is wrong with `event`, in words for the source's author."""
     match event:
         case Append(chunk=chunk) if fault := _chunk_fault(chunk):
             return f"an Append with {fault}"
@@ -190,7 +190,7 @@ def _fault(event: object) -> str:
 
 
 def _chunk_fault(chunk: object) -> str:
-    """What is wrong with it, or nothing. Numbers may be NumPy's."""
+    """Return what is wrong with `chunk`, or an empty text. Numbers may be NumPy's."""
     if not isinstance(chunk, Chunk):
         return f"{kind_of(chunk)} in place of a Chunk"
     for name in ("text", "uri", "title"):
@@ -205,7 +205,7 @@ def _chunk_fault(chunk: object) -> str:
 
 
 def _hint_fault(hint: object) -> str:
-    """What is wrong with it, or nothing."""
+    """Return what is wrong with `hint`, or an empty text."""
     if hint is None:
         return ""
     if not isinstance(hint, Hint):

@@ -16,7 +16,9 @@ UNKNOWN_KV_TOKENS = 131_072
 
 
 class PrefixIndex:
-    """Prefixes by replica. A replica forgets what was used least recently, the ends of prompts before their beginnings.
+    """An index of the prefixes that each replica holds.
+
+    A replica forgets the least recently used blocks first, the ends of prompts before their beginnings.
 
     block_size: tokens of a block; what is shared is known in whole blocks.
     max_blocks: of all replicas together, of which each has an equal share at least.

@@ -52,7 +52,7 @@ class Attached:
         self._handle = handle
 
     async def start(self, progress: Progress) -> DeploymentHandle:
-        """Return the handle: the replicas are running."""
+        """Return the handle at once: the replicas are running already."""
         return self._handle
 
     async def aclose(self) -> None:

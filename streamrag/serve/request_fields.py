@@ -53,7 +53,7 @@ def text_of(content: object, param: str) -> str:
 
 
 def turn_of(role: str, content: object, param: str) -> Turn:
-    """Return one message.
+    """Return a message of a request as a turn of the conversation.
 
     :raises RequestError: a role or a content that this service does not have.
     """

@@ -168,7 +168,7 @@ class AnswerCache:
             self._num_bytes -= num_gone
 
     def clear(self) -> None:
-        """Forget all answers: another version stands."""
+        """Forget the answers to the version of the data that was replaced."""
         self._answers.clear()
         self._num_bytes = 0
 

@@ -36,7 +36,7 @@ class SessionTasks:
         return task
 
     async def aclose(self) -> None:
-        """End all work."""
+        """Cancel all tasks, and wait until they have ended."""
         self._is_closed = True
         with suppress(asyncio.CancelledError):  # work that has begun says why it ends, once it has had its first turn
             await asyncio.sleep(0)

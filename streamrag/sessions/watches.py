@@ -49,9 +49,10 @@ class WatchedAnswer:
 
 
 class Watch(AsyncIterator[WatchedAnswer]):
-    """A registered question. Iterate it for its answers, each when it differs from the one before.
+    """A question that is answered again with each version of the data.
 
-    A reader that is slow misses answers that were overtaken, and gets the newest. `aclose` ends it.
+    Iterate it for its answers, each when it differs from the one before. A reader that is slow misses answers that were
+    overtaken, and gets the newest. `aclose` ends it.
     """
 
     def __init__(self, watches: "Watches", options: WatchOptions) -> None:
@@ -108,7 +109,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
         return self.newest
 
     async def aclose(self) -> None:
-        """End the watch: the question is no longer answered ahead, nor when its session is resumed."""
+        """Stop watching, at once: the question is no longer answered ahead, nor when its session is resumed."""
         self.end()
 
     def end(self) -> None:
@@ -170,7 +171,7 @@ class Watches:
         self._is_closed = False
 
     def add(self, options: WatchOptions) -> Watch:
-        """Register a question. It takes the place of another one of its name.
+        """Register a question to watch. It replaces another one of the same name.
 
         :raises ConfigurationError: it cannot work, or cannot be kept in the log.
         :raises SessionLogError: it is too long for the log.
@@ -208,7 +209,7 @@ class Watches:
                 self._log.remove_watch(watch.name)
 
     def on_version(self) -> None:
-        """Answer all again: another version stands."""
+        """Wake the task that answers watched questions: the data has a new version."""
         self._concurrency.observe_version(_now_s())
         self._has_work.set()
 

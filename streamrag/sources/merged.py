@@ -81,7 +81,7 @@ class Merged:
         self._started = await start_all(self._sources, progress)
 
     async def aclose(self) -> None:
-        """Close the sources."""
+        """Close those of the sources that were started here."""
         self.is_started = False
         await self._started.aclose()
 

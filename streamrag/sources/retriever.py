@@ -40,7 +40,7 @@ class RetrieverSource:
         self._calls = Threads(MAX_CALLS, f"retrieve {self.name}")
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield one `Update`.
+        """Call `retrieve` with `query`, and yield its passages as one `Update`.
 
         :raises SourceError: `retrieve` raised, or returned something other than passages.
         """

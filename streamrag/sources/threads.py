@@ -34,7 +34,7 @@ class Threads:
         result_of_call: asyncio.Future[T] = loop.create_future()
         taken = await self._take_places()
 
-        def done(result: T | None, error: BaseException | None) -> None:
+        def on_done(result: T | None, error: BaseException | None) -> None:
             for places in taken:
                 places.release()
             if not result_of_call.done():
@@ -53,13 +53,13 @@ class Threads:
             except BaseException as raised:  # raised again where it is awaited
                 error = raised
             with suppress(RuntimeError):  # the loop is closed: nothing waits any more
-                loop.call_soon_threadsafe(done, result, error)
+                loop.call_soon_threadsafe(on_done, result, error)
 
         context = contextvars.copy_context()
         try:
             threading.Thread(target=work, name=self._name, daemon=True).start()
         except BaseException as error:  # there are too many threads
-            done(None, error)
+            on_done(None, error)
         return await result_of_call
 
     async def _take_places(self) -> list[asyncio.Semaphore]:

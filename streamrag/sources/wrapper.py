@@ -20,6 +20,6 @@ class SourceWrapper:
             await self._source.start(progress)
 
     async def aclose(self) -> None:
-        """Close the source."""
+        """Close the wrapped source, if it can be started and closed."""
         if isinstance(self._source, Startable):
             await self._source.aclose()

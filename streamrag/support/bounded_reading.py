@@ -160,7 +160,10 @@ def _unzstd(decoder: Any, block: bytes) -> Generator[bytes, None, bytes]:
 
 
 def import_zstandard() -> Any:
-    """:raises MissingDependencyError: it is not installed."""
+    """Return the module `zstandard`.
+
+    :raises MissingDependencyError: it is not installed.
+    """
     try:
         import zstandard
     except ImportError:

@@ -22,7 +22,7 @@ _REPLACED, _REMOVED = re.compile(f"[{_OBEYED}]"), re.compile(f"[{_INVISIBLE}]+")
 _UNSAFE = re.compile(f"[{_OBEYED}{_INVISIBLE}]")
 
 
-def shown(text: str) -> str:
+def sanitize(text: str) -> str:
     """Return `text` as a terminal prints it and does not obey it; tabs and newlines stay.
 
     What would be obeyed becomes U+FFFD; what cannot be seen is left out.
@@ -32,7 +32,7 @@ def shown(text: str) -> str:
 
 def one_line(text: str) -> str:
     """Return `text` made safe, in one line."""
-    return shown(text).replace("\n", " ").replace("\t", " ")
+    return sanitize(text).replace("\n", " ").replace("\t", " ")
 
 
 def excerpt(text: object, max_chars: int = 300) -> str:

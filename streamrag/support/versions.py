@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
-    """By package; those that are not installed are left out."""
+    """Return the versions by package, without the packages that are not installed."""
     found = {}
     for package in packages:
         try:

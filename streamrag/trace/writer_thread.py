@@ -80,7 +80,7 @@ class WriterThread:
         return writer
 
     def _lock(self, writer: LineWriter) -> None:
-        """Lock the file: two writers would destroy a compressed stream."""
+        """Lock the file against other recorders: two writers would destroy a compressed stream."""
         try:
             fcntl.flock(writer.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrag.support.display_text import for_picture, one_line, shown
+from streamrag.support.display_text import for_picture, one_line, sanitize
 from streamrag.trace.picture import draw_trace
 from streamrag.trace.statistics import describe
 from streamrag.trace.values import Trace, TracedQuery
@@ -18,17 +18,17 @@ def test_every_character_that_is_obeyed_or_cannot_be_seen_is_known() -> None:
         for code in range(sys.maxunicode + 1)
         if unicodedata.category(chr(code)) in ("Cc", "Cf", "Cs", "Zl", "Zp") and code not in signs
     } - {"\t", "\n"}
-    assert [character for character in dangerous if character in shown(f"a{character}b")] == []
+    assert [character for character in dangerous if character in sanitize(f"a{character}b")] == []
     harmless = "".join(
         chr(code)
         for code in range(sys.maxunicode + 1)
         if unicodedata.category(chr(code)) not in ("Cc", "Cf", "Cs", "Cn", "Zl", "Zp")
     )
-    assert shown(harmless) == harmless
+    assert sanitize(harmless) == harmless
 
 
 def test_what_would_be_obeyed_is_marked_and_what_cannot_be_seen_is_left_out() -> None:
-    assert shown("a\x1b[2J\u202eb\u200bc\td\n") == "a\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}bc\td\n"
+    assert sanitize("a\x1b[2J\u202eb\u200bc\td\n") == "a\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}bc\td\n"
     assert one_line("a\nb\tc\r") == "a b c\N{REPLACEMENT CHARACTER}"
     assert for_picture("x" * 500) == "x" * 120 + "…"
 

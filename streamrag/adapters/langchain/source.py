@@ -153,5 +153,8 @@ def _kind(found_by: Any) -> Callable[[_Query, Any], AsyncGenerator[SourceEvent, 
 
 
 def _has(found_by: Any, *names: str) -> bool:
-    """Itself: a retriever with fallbacks, or one that is bound to options, has all that is asked of the one inside."""
+    """Whether `found_by` itself has all of `names`.
+
+    A retriever with fallbacks, or one that is bound to options, passes any other attribute on to the one inside.
+    """
     return all(getattr_static(found_by, name, None) is not None for name in names)

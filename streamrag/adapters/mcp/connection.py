@@ -59,7 +59,7 @@ class Connection:
         self._is_closed = False
 
     async def aclose(self) -> None:
-        """Close it. A server that is a process has ended when this returns: mcp gives it seconds, then kills it."""
+        """Close the connection. A server process has ended when this returns: mcp gives it seconds, then kills it."""
         self._is_closed = True
         opening, self._held = self._opening, None
         for held in self._all_held:
@@ -69,7 +69,7 @@ class Connection:
 
     @asynccontextmanager
     async def client(self) -> AsyncGenerator[Client, None]:
-        """The client, connected.
+        """Yield the connected client; connect first if necessary.
 
         :raises SourceError: whatever fails in the block.
         """
@@ -205,7 +205,7 @@ class Connection:
         return held
 
     def _end(self, held: "_Held") -> None:
-        """Close it. Nobody waits for that but `aclose`: a process that hangs takes seconds."""
+        """Close `held` in the background: a process that hangs takes seconds, for which only `aclose` waits."""
         held.is_lost = True
         held.scope.cancel()  # not the task: mcp's clean-up is shielded from scopes only
         if held.task is not None:

@@ -130,7 +130,7 @@ class McpToolSource(_McpSource):
         self._passages = passages
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield one `Update`.
+        """Call the tool with `query`, and yield its passages as one `Update`.
 
         :raises SourceError: the tool or the server failed, or did not answer in time.
         """

@@ -4,7 +4,7 @@ import reprlib
 from collections.abc import Iterator
 from typing import Any
 
-from streamrag.backends.openai.http import shown
+from streamrag.backends.openai.http import clean
 from streamrag.core import AnswerChunk
 from streamrag.errors import ServerError
 from streamrag.support.bounded_reading import without_lone_surrogates
@@ -23,7 +23,7 @@ def objects(value: Any) -> Iterator[dict[str, Any]]:
 def length(value: Any, *, server: str, name: str) -> int:
     """A number of tokens."""
     if not _is_number(value) or value == 0:
-        raise ServerError(f"{server} says {name} is {shown(reprlib.repr(value))}, which is no number of tokens")
+        raise ServerError(f"{server} says {name} is {clean(reprlib.repr(value))}, which is no number of tokens")
     return int(value)
 
 
@@ -32,7 +32,7 @@ def token_ids(value: Any, *, server: str) -> list[int]:
     if value is None:
         return []
     if not isinstance(value, list) or not all(map(_is_number, value)):
-        raise ServerError(f"{server} sent {shown(reprlib.repr(value))} where a list of token ids belongs")
+        raise ServerError(f"{server} sent {clean(reprlib.repr(value))} where a list of token ids belongs")
     return value
 
 
@@ -41,12 +41,12 @@ def answer_chunk(choice: dict[str, Any], *, server: str) -> AnswerChunk:
     text, reason = choice.get("text"), choice.get("finish_reason")
     for name, value in (("text", text), ("finish_reason", reason)):
         if value is not None and not isinstance(value, str):
-            raise ServerError(f"{server} sent {name}={shown(reprlib.repr(value))}, which is no text")
+            raise ServerError(f"{server} sent {name}={clean(reprlib.repr(value))}, which is no text")
     if reason in GIVEN_UP:
         raise ServerError(f"{server} gave the answer up: its finish_reason is {reason!r}")
     ids = tuple(token_ids(choice.get("token_ids"), server=server))
     whole_text = without_lone_surrogates(text or "")  # JSON can hold halves of characters
-    return AnswerChunk(whole_text, ids, None if not reason else shown(reason)[:MAX_REASON_CHARS])
+    return AnswerChunk(whole_text, ids, None if not reason else clean(reason)[:MAX_REASON_CHARS])
 
 
 def _is_number(value: Any) -> bool:

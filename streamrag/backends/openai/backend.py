@@ -11,7 +11,7 @@ import anyio.to_thread
 
 from streamrag.backends.look_alikes import TextTokenizer
 from streamrag.backends.openai.answers import answer_chunk, length, objects
-from streamrag.backends.openai.http import MAX_ANSWER_BYTES, RefusedError, Server, shown
+from streamrag.backends.openai.http import MAX_ANSWER_BYTES, RefusedError, Server, clean
 from streamrag.backends.openai.server_tokenizer import ServerTokenizer, ask_for_tokenizer
 from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenizer
 from streamrag.backends.warming import warm_then_generate
@@ -158,15 +158,15 @@ class OpenAIBackend:
         models = {entry["id"]: entry for entry in objects(answer.get("data")) if isinstance(entry.get("id"), str)}
         if self._wanted_model is None:
             if len(models) != 1:
-                raise ConfigurationError(f"{self._url} serves {shown(', '.join(models)) or 'no model'}: name the model")
+                raise ConfigurationError(f"{self._url} serves {clean(', '.join(models)) or 'no model'}: name the model")
             (self._model_name,) = models
             if len(self._model_name) > MAX_MODEL_NAME_CHARS:  # it is sent with every request, and shown
                 raise ServerError(
                     f"{self._url} serves a model whose name has {len(self._model_name):,} characters, and "
-                    f"{MAX_MODEL_NAME_CHARS:,} is the most: {shown(self._model_name)}"
+                    f"{MAX_MODEL_NAME_CHARS:,} is the most: {clean(self._model_name)}"
                 )
         if self._model_name not in models:
-            served = shown(", ".join(models)) or "nothing"
+            served = clean(", ".join(models)) or "nothing"
             raise ConfigurationError(f"{self._url} does not serve {self._model_name!r}. It serves: {served}")
         if self._max_model_len is not None:
             return self._max_model_len
@@ -188,7 +188,7 @@ class OpenAIBackend:
             return
 
     async def aclose(self) -> None:
-        """Close the connections. Does nothing when not started."""
+        """Close the connections to the server. Does nothing when not started."""
         server, self._server, self.is_started = self._server, None, False
         if server is not None:
             await server.aclose()

@@ -106,7 +106,7 @@ class Server:
             try:
                 coding = response.headers.get("content-encoding", "identity")
                 if coding != "identity":
-                    raise ServerError(f"{self.url} compresses what it sends ({shown(coding)}), though it was not asked")
+                    raise ServerError(f"{self.url} compresses what it sends ({clean(coding)}), though it was not asked")
                 bound_body(response, bounds if response.status_code == 200 else Bounds(bounds.max_bytes))
                 response.encoding = "utf-8"  # whatever it says: Python has codecs that decompress, too
                 if response.status_code != 200:
@@ -144,14 +144,14 @@ class Server:
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            why = shown(str(error)) or "no answer"
+            why = clean(str(error)) or "no answer"
             raise ServerError(f"{self.url} cannot be reached: {why}. Is the server running?") from error
         except SSEError as error:
-            raise ServerError(f"{self.url} did not answer with a stream of events: {shown(str(error))}") from error
+            raise ServerError(f"{self.url} did not answer with a stream of events: {clean(str(error))}") from error
         except (httpx.TimeoutException, TimeoutError) as error:
             raise ServerError(f"{self.url} has sent nothing, or nothing whole, for {self._timeout_s:g} s") from error
         except httpx.HTTPError as error:
-            raise ServerError(f"{self.url} broke off: {shown(str(error)) or type(error).__name__}") from error
+            raise ServerError(f"{self.url} broke off: {clean(str(error)) or type(error).__name__}") from error
         except RuntimeError as error:  # of httpx, for a closed client
             if not self._client.is_closed:
                 raise
@@ -168,7 +168,7 @@ class _NotAnObjectError(Exception):
     """The text that is not the JSON object it should be, shortened."""
 
 
-def shown(text: str) -> str:
+def clean(text: str) -> str:
     """Return what a server says, short and for one line of a message, without characters that control or turn text."""
     text = "".join(character if character.isprintable() else " " for character in text[:MAX_MESSAGE_CHARS])
     return text.strip()
@@ -201,4 +201,4 @@ def _message(text: str) -> str:
         message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
     except (ValueError, AttributeError, RecursionError):
         message = None
-    return shown(message if isinstance(message, str) and message else text) or "no reason given"
+    return clean(message if isinstance(message, str) and message else text) or "no reason given"

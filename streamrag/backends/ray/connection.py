@@ -53,7 +53,7 @@ class RayReplicas:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Translate Ray's errors.
+    """Raise errors of Ray in the block as errors of streamrag.
 
     :raises ReplicaLostError: the replica has died, or is being stopped.
     :raises BackendError: Ray raised something else.

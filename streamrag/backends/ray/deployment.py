@@ -54,11 +54,11 @@ class DeployedReplica(EngineReplica):
         await self.start()
 
     async def deliver(self, replica_id: str, stream_id: str, delta: Any) -> bool:
-        """Call `update`. A stream of another replica than this is not here."""
+        """Pass a stream's next prompt to `update`. A stream of another replica is not here."""
         return self.update(stream_id, delta)
 
     async def hear(self, replica_id: str, caller_id: str) -> None:
-        """Call `touch`."""
+        """Note that the caller lives, as `touch` does."""
         self.touch(caller_id)
 
     async def record_routing_stats(self) -> dict[str, Any]:

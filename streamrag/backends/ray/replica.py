@@ -115,7 +115,7 @@ class EngineReplica:
         self._why_dead: str | None = None
 
     async def start(self) -> None:
-        """Start the engine.
+        """Start the engine of this replica.
 
         :raises StreamRagError: it cannot be started.
         """
@@ -123,7 +123,7 @@ class EngineReplica:
             await self._backend.start(lambda line: None)
 
     async def aclose(self) -> None:
-        """End the engine."""
+        """Stop the engine of this replica."""
         if isinstance(self._backend, Startable):
             await self._backend.aclose()
 

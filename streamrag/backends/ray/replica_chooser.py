@@ -142,5 +142,5 @@ class Ticket:
         return self.chooser.rank(self.stream_id, self.opening, candidates)
 
     def went_to(self, replica_id: str) -> None:
-        """Call `ReplicaChooser.went_to`."""
+        """Note the replica that took the stream, as `ReplicaChooser.went_to` does."""
         self.chooser.went_to(self.stream_id, self.opening, replica_id)

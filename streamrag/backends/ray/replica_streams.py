@@ -115,7 +115,7 @@ class NewestPrompt:
             self.pulling.result()
 
     async def aclose(self) -> None:
-        """Stop pulling."""
+        """Stop pulling prompts, and wait until the task that pulls them has ended."""
         await cancel_regardless([self.pulling])
 
 

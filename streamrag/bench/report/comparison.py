@@ -26,7 +26,7 @@ class Figure(NamedTuple):
 
 
 def _figure(value: float, alone: Sequence[float]) -> Figure:
-    """Make a figure. A seed in which nothing was answered does not count."""
+    """Return `value` with the range of `alone`, its values by seed. A seed without an answer does not count."""
     known = [one for one in alone if math.isfinite(one)]
     return Figure(value, min(known, default=math.nan), max(known, default=math.nan))
 

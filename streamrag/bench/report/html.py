@@ -54,7 +54,7 @@ def cell(value: Figure | float | None, unit: str = "") -> Cell:
 
 
 def render(**values: Any) -> str:
-    """Render the page. Every text in it is one line without control characters, whoever wrote it.
+    """Return the page as HTML. Every text in it is one line without control characters, whatever its source.
 
     :raises MissingDependencyError: Jinja is not installed.
     """

@@ -42,7 +42,7 @@ MIN_SHM_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An extra: what is there of it, and what is missing."""
+    """An extra of the package: the installed versions of its packages, and the missing ones."""
 
     extra: str
     what_for: str

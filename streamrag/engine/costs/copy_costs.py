@@ -106,7 +106,7 @@ class CopyClock:
     def step_s(
         self, start_s: float, compute_s: float, num_saves: int = 0, num_held_saves: int = 0, num_loads: int = 0
     ) -> float:
-        """How long a step takes that begins at `start_s`, not before the end of the one before it.
+        """Return the seconds of a step that begins at `start_s`, not before the end of the one before it.
 
         `num_saves` blocks are overwritten in it and saved before; `num_held_saves` stay and are saved by the way.
         """

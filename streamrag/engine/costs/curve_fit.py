@@ -12,7 +12,7 @@ from streamrag.errors import ConfigurationError, MissingDependencyError
 
 @dataclass(frozen=True, slots=True)
 class FittedCosts:
-    """What a `TableProfile` says of steps."""
+    """The costs of steps that a `TableProfile` is made from."""
 
     points: tuple[tuple[float, float], ...]
     pair_s: float

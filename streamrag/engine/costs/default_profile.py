@@ -82,7 +82,7 @@ def default_profile(
     block_size: int = 16,
     is_async: bool = True,
 ) -> AnalyticProfile:
-    """What is assumed of an engine that nobody has measured: its model's FLOPs and bytes at the speed of its device.
+    """Return the profile of an engine that was not measured: its model's FLOPs and bytes at its device's speed.
 
     `device_name` is as CUDA tells it, `num_cores` are those that each rank has on a CPU.
     """

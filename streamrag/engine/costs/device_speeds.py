@@ -47,7 +47,7 @@ CPU_COPY_BYTES_PER_S = 4e9
 
 
 def speed_of_cuda(device_name: str, dtype_bytes: float) -> DeviceSpeed:
-    """What is assumed of a GPU, given its name as CUDA tells it."""
+    """Return the assumed speed of a GPU, given its name as CUDA reports it."""
     listed = (each for each in CUDA_DEVICES if re.search(rf"\b{each.name}\b", device_name))
     found = next(listed, OTHER_CUDA_DEVICE)
     peak = found.peak_flops * (FULL_PRECISION if dtype_bytes >= 4 else 1.0)
@@ -55,5 +55,5 @@ def speed_of_cuda(device_name: str, dtype_bytes: float) -> DeviceSpeed:
 
 
 def speed_of_cpu(num_cores: int) -> DeviceSpeed:
-    """What is assumed of so many cores."""
+    """Return the assumed speed of `num_cores` CPU cores."""
     return DeviceSpeed(f"{num_cores} cores", num_cores * CORE_FLOPS, CPU_BANDWIDTH_BYTES_PER_S, CPU_COPY_BYTES_PER_S)

@@ -20,7 +20,7 @@ from streamrag.engine.costs.curve_fit import fit_copies, fit_table
 
 RECOMPUTE, SWAP_IN, SWAP_OUT, METADATA = "recomputation_latencies", "swap_in_latency", "swap_out_latency", "metadata"
 SHARED = ("model_name", "tensor_parallel_size")
-"""What must be the same in a pair of files."""
+"""Keys of the metadata whose values must be the same in both files of a pair."""
 KV_BYTES_PER_TOKEN = {"llama-3.1-8b": 131_072, "llama-3.1-70b": 327_680}
 """KV bytes per token of models with 16 bits, by what their names begin with."""
 NUM_FITTED = 3
@@ -29,7 +29,7 @@ NUM_FITTED = 3
 
 @dataclass(frozen=True, slots=True)
 class PaperCosts:
-    """What the files say, in seconds."""
+    """The costs that the files state, in seconds."""
 
     device: str
     points: tuple[tuple[float, float], ...]
@@ -47,7 +47,7 @@ def is_paper_profile(values: Mapping[str, Any]) -> bool:
 
 
 def read_paper_costs(files: Sequence[Mapping[str, Any]]) -> PaperCosts:
-    """From the file of recomputing, and that of swapping if there is one.
+    """Return the costs that are in the file of recomputing, and in that of swapping if there is one.
 
     :raises ValueError: they are not as described above, or not of the same engine.
     """
@@ -63,7 +63,7 @@ def read_paper_costs(files: Sequence[Mapping[str, Any]]) -> PaperCosts:
         if ours != theirs:
             raise ValueError(f"{name} is {ours!r} in the recompute file and {theirs!r} in that of swapping")
     latencies = _latencies(recompute[0], RECOMPUTE)
-    points, pair_s = _steps(latencies, metadata.get("max_num_batched_tokens"))
+    points, pair_s = _fit_steps(latencies, metadata.get("max_num_batched_tokens"))
     block_size, num_ranks = min(latencies), metadata.get("tensor_parallel_size", 1)
     return PaperCosts(
         device=f"unknown; {metadata.get('model_name', 'unknown model')}, profiled with Stream2LLM's artifact",
@@ -84,7 +84,10 @@ def _metadata(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _latencies(values: Mapping[str, Any], name: str) -> dict[int, list[float]]:
-    """Seconds, by tokens."""
+    """Return the measured seconds by number of tokens.
+
+    :raises ValueError: the table `name` is missing, or is not latencies in ms by numbers of tokens.
+    """
     measured = values.get(name)
     if not isinstance(measured, dict) or not measured:
         raise ValueError(f'its "{name}" is missing or empty; it must have latencies in ms by numbers of tokens')
@@ -97,10 +100,10 @@ def _latencies(values: Mapping[str, Any], name: str) -> dict[int, list[float]]:
     return latencies
 
 
-def _steps(
+def _fit_steps(
     latencies: Mapping[int, Sequence[float]], budget: int | None
 ) -> tuple[tuple[tuple[float, float], ...], float]:
-    """Points of the base line and the seconds of a pair, which together give every latency as it was measured."""
+    """Return the points of the base line and the seconds of a pair, which together give every measured latency."""
     seconds = {num: median(found) for num, found in sorted(latencies.items()) if budget is None or num <= budget}
     if len(seconds) < 2:
         raise ValueError(f'"{RECOMPUTE}" has {len(seconds)} numbers of tokens up to a step of {budget}; two are needed')

@@ -18,7 +18,7 @@ FEWEST_TOKENS = 64
 
 @dataclass(slots=True)
 class _Scale:
-    """How many times longer things take than the profile says: the median of the last few.
+    """The factor by which steps or copies take longer than the profile says: the median of the last few.
 
     Not a mean: the first copies into memory that was never written take several times as long as all later ones, and
     a machine that is shared becomes faster or slower from one moment to the next.
@@ -62,17 +62,17 @@ class Price:
     # ------------------------------------------------------------------------------------------------ what is asked
 
     def recompute_s(self, start: int, num_blocks: int) -> float:
-        """What computing blocks [start, start + num_blocks) of a request adds to steps."""
+        """Return the seconds that computing blocks [start, start + num_blocks) of a request adds to steps."""
         size = self._block_size
         end = (start + num_blocks) * size
         return self._compute_scale.value * recompute_s(self.profile, start * size, end, self._budget)
 
     def save_s(self, num_blocks: int) -> float:
-        """What copying so many blocks to host memory takes, in one go."""
+        """Return the seconds of copying `num_blocks` blocks to host memory in one go."""
         return self._out_scale.value * self._copies.out_s(num_blocks)
 
     def load_s(self, num_blocks: int) -> float:
-        """What copying so many blocks back takes."""
+        """Return the seconds of copying `num_blocks` blocks back from host memory."""
         return self._in_scale.value * self._copies.in_s(num_blocks)
 
     def wait_to_save_s(self, now_s: float) -> float:
@@ -103,7 +103,7 @@ class Price:
     def observe_step(
         self, parts: Sequence[Part], duration_s: float, copies_s: float, *, is_held_up: bool = False
     ) -> None:
-        """What a step has computed, how long it took, and its copies, for which it may have had to wait."""
+        """Learn from a step: the parts that it computed, its duration, and its copies, which may have held it up."""
         if not self.is_overlapped:
             duration_s -= copies_s
         elif is_held_up:
@@ -114,7 +114,7 @@ class Price:
             self._compute_scale.observe(duration_s / self.profile.step_s(parts))
 
     def observe_copies(self, num_out: int, out_s: float, num_in: int, in_s: float) -> None:
-        """How long copies took."""
+        """Learn from the seconds that copies of these numbers of blocks took, out and in."""
         if num_out:
             self._out_scale.observe(out_s / self._copies.out_s(num_out))
         if num_in:

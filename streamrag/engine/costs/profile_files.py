@@ -24,7 +24,7 @@ MAX_NUMBER = 10**15
 
 
 def profile_names() -> list[str]:
-    """The shipped profiles."""
+    """Return the names of the profiles that are shipped with the package, sorted."""
     folder = resources.files(__package__) / "profiles"
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
@@ -86,7 +86,10 @@ def _from_dict(values: Mapping[str, Any]) -> AnalyticProfile | TableProfile:
 
 
 def _check(profile: AnalyticProfile | TableProfile) -> None:
-    """:raises ValueError: a number that no machine has; times would be infinite, or run backwards."""
+    """Check that no time can be infinite or run backwards.
+
+    :raises ValueError: a number that no machine has.
+    """
     positive: dict[str, float | None] = {
         name: getattr(profile, name) for name in ("block_size", "tensor_parallel_size", "num_layers")
     }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 Part: TypeAlias = tuple[int, int]
-"""What one request computes in a step: its new tokens, and the tokens before them whose KV is there already."""
+"""The share of one request in a step: its new tokens, and the tokens before them whose KV is there already."""
 
 
 def context_pairs(parts: Sequence[Part]) -> float:

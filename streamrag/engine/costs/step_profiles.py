@@ -23,7 +23,7 @@ DEFAULT_BUDGET = 2_048
 
 
 class StepProfile(Protocol):
-    """What is known of an engine's hardware."""
+    """The costs of steps and copies on an engine's hardware."""
 
     @property
     def name(self) -> str: ...
@@ -51,7 +51,7 @@ class StepProfile(Protocol):
 
     @property
     def delivery_s(self) -> float:
-        """What an answer takes beside the steps: from the client to the engine and back."""
+        """Seconds that an answer takes beside its steps: from the client to the engine and back."""
 
     @property
     def provenance(self) -> Mapping[str, Any]: ...
@@ -61,7 +61,7 @@ class StepProfile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a model costs: FLOPs and bytes."""
+    """The sizes of a model that determine its FLOPs and bytes."""
 
     name: str
     num_params: float
@@ -75,7 +75,10 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class AnalyticProfile:
-    """A roofline. Matrix products take 2 FLOPs a parameter and token; attention 4 a pair, layer, head and dimension."""
+    """A profile by the roofline model.
+
+    Matrix products take 2 FLOPs a parameter and token; attention 4 a pair, layer, head and dimension.
+    """
 
     name: str
     device: str
@@ -129,7 +132,10 @@ class AnalyticProfile:
 
 @dataclass(frozen=True, slots=True)
 class TableProfile:
-    """Measured steps. Between two points the time is linear in the tokens; beyond the last it goes on as it was."""
+    """A profile made from measured steps.
+
+    Between two points the time is linear in the tokens; beyond the last it goes on as it was.
+    """
 
     name: str
     device: str
@@ -150,8 +156,8 @@ class TableProfile:
     num_layers: int = 1
     copies: CopyCosts | None = None
     unsteadiness: tuple[float, ...] = ()
-    """How much longer than its like each measured step took, as a factor, in the order in which they ran: on a machine
-    that is not always equally fast, slow steps come in rows. Empty if nothing is known."""
+    """Factors by which each measured step took longer than others like it, in the order in which they ran: on a machine
+    that is not always equally fast, slow steps come in rows. Empty if unknown."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

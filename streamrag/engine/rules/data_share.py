@@ -5,8 +5,8 @@ from streamrag.engine.rules.rule import TokenRule
 from streamrag.engine.walk import Candidate, Walk
 
 LEAST_DATA_TOKENS = 128
-"""Of a session's data in a step, however many others there are: shorter steps are hardly quicker. Source: arXiv
-2605.13784, section 3.7."""
+"""Least tokens of a session's data in a step, however many other prompts there are: shorter steps are hardly quicker.
+Source: arXiv 2605.13784, section 3.7."""
 
 
 class DataShare(TokenRule):

@@ -14,12 +14,12 @@ from streamrag.engine.walk import Candidate, Wait, Walk
 
 
 class Budget(NamedTuple):
-    """What complete prompts may claim of the KV memory, answers included."""
+    """The KV memory that complete prompts may still claim, for their answers too."""
 
     num_blocks: int
-    """That nobody has claimed; below zero if one alone has claimed more than there is."""
+    """Blocks that are not claimed; below zero if one request alone has claimed more than there are."""
     has_claims: bool
-    """Whether anybody has. Else the next is served whatever it claims."""
+    """Whether any request has a claim. If none has, the next is served whatever it claims."""
 
 
 class KvBudget(WaitRule):

@@ -45,7 +45,7 @@ class Rule:
 
 
 def _has_source(*kinds: str) -> Callable[[Settings], bool]:
-    return lambda settings: not set(kinds).isdisjoint(_kinds(settings.source))
+    return lambda settings: not set(kinds).isdisjoint(_source_kinds(settings.source))
 
 
 RULES = (
@@ -124,13 +124,13 @@ def _in_vain(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
                     yield Problem(loaded.where(rule.section, name), rule.what)
 
 
-def _kinds(source: SourceSettings) -> list[str]:
+def _source_kinds(source: SourceSettings) -> list[str]:
     return [name for name in SOURCES if getattr(source, name)]
 
 
 def _source(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
     source = settings.source
-    kinds = _kinds(source)
+    kinds = _source_kinds(source)
     if len(kinds) > 1:
         places = [loaded.where("source", name) for name in kinds]
         yield Problem(" and ".join(places), "only one of them can be", "Remove the others")

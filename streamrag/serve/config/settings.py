@@ -201,7 +201,7 @@ class LimitSettings(Limits):
 
 
 class KeySettings(Section):
-    """API keys: `file` has lines `name = "key"`. Never on the command line, where everybody can read it."""
+    """Keys of API clients: `file` has lines `name = "key"`. Never on the command line, where everybody can read it."""
 
     file: Path | None = Field(default=None, description='lines of name = "key", readable by its owner only')
     pairs: SecretStr | None = Field(default=None, description="name=key pairs between spaces, for the environment")

@@ -63,7 +63,7 @@ class Frames:
         await self._send_close(1008, "refused")
 
     def end(self, code: int, reason: str) -> None:
-        """Close the socket: the block of `open` is cancelled."""
+        """Close the socket with this code and reason, and cancel the block of `open`."""
         self._close = self._close or (code, reason)
         self._scope.cancel()
 
@@ -87,10 +87,10 @@ class Frames:
 
     async def tell(self, error: Exception, id: str | None = None) -> None:
         """Send an `error` frame. The socket can be used as before, at a slower pace if its errors are many."""
-        await self.send(self.told(error, id))
+        await self.send(self.error_frame(error, id))
         await anyio.sleep(self._account.pause_s(ERROR_S))
 
-    def told(self, error: Exception, id: str | None = None) -> dict[str, Any]:
+    def error_frame(self, error: Exception, id: str | None = None) -> dict[str, Any]:
         """Return an error as a frame."""
         failure = failure_of(error)
         told = failure.body()["error"]
@@ -100,7 +100,7 @@ class Frames:
         return {"type": "error", "status": failure.status, "error": told, **of}
 
     async def send(self, values: dict[str, Any]) -> None:
-        """Send a frame. Cancel the block of `open` if the client has gone, or does not read."""
+        """Send `values` as one JSON frame. Cancel the block of `open` if the client has gone, or does not read."""
         async with self._sending:
             try:
                 with anyio.fail_after(self._limits.send_timeout_s):

@@ -66,7 +66,7 @@ class Live(Observer):
     def query_ended(
         self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
     ) -> None:
-        self._ended.appendleft({**self._shown(query), "outcome": outcome})
+        self._ended.appendleft({**self._describe(query), "outcome": outcome})
         for name in ("ended", "answered") if outcome == "answered" else ("ended",):
             self._count(name, 1)
         progress = query.progress
@@ -102,7 +102,7 @@ class Live(Observer):
             "num_queued_tokens": service.admission.num_queued_tokens,
             "max_queued_tokens": service.limits.max_queued_tokens,
             "num_open": service.admission.num_queries,
-            "open": [self._seen(self._shown(query), client) for query in service.queries[:NUM_OPEN]],
+            "open": [self._seen(self._describe(query), client) for query in service.queries[:NUM_OPEN]],
             "ended": [self._seen(each, client) for each in self._ended],
             "minute": {name: self._minute.count(name) for name in _COUNTED},
             "total": {name: self._total[name] for name in _COUNTED},
@@ -121,7 +121,7 @@ class Live(Observer):
             return shown
         return {name: value for name, value in shown.items() if name != "text"}
 
-    def _shown(self, query: ServedQuery) -> dict[str, Any]:
+    def _describe(self, query: ServedQuery) -> dict[str, Any]:
         progress = query.progress
         return {
             "id": query.id,

@@ -17,7 +17,7 @@ from urllib.parse import quote, quote_plus
 
 from streamrag.serve.failures import failure_of
 from streamrag.serve.observe.observer import Interface, Observer, Outcome, Refusal, ServedQuery, current_query
-from streamrag.support.display_text import one_line, shown
+from streamrag.support.display_text import one_line, sanitize
 from streamrag.telemetry import Answer
 
 Form: TypeAlias = Literal["json", "text"]
@@ -171,7 +171,7 @@ class ForPeople(_Formatter):
         first = f"{values.pop('time')[11:23]} {values.pop('level'):7} {values.pop('logger').removeprefix('streamrag.')}"
         message = one_line(str(values.pop("message")))
         line = f"{first}: {message} " + " ".join(f"{name}={one_line(str(value))}" for name, value in values.items())
-        return line.rstrip() + (f"\n{indent(shown(traceback), '  ')}" if traceback else "")
+        return line.rstrip() + (f"\n{indent(sanitize(traceback), '  ')}" if traceback else "")
 
 
 def hide(text: str, question: str) -> str:

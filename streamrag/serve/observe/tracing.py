@@ -124,7 +124,7 @@ class Tracing(Observer):
             context=context_of(query),
             kind=SpanKind.SERVER,
             start_time=wall_ns + int(query.started_s * 1e9),
-            attributes=_given(
+            attributes=_without_none(
                 {
                     "gen_ai.operation.name": operation,
                     "gen_ai.provider.name": "streamrag",
@@ -170,7 +170,7 @@ class Tracing(Observer):
         now_s = time.monotonic()
         self._end_retrieval(traced, now_s - query.started_s)
         self._add_generation(traced, answer, now_s)
-        traced.span.set_attributes(_given(self._of_end(traced.query.progress, outcome, answer)))
+        traced.span.set_attributes(_without_none(self._of_end(traced.query.progress, outcome, answer)))
         if error is not None and outcome not in ("answered", "left"):
             kind = type(error).__name__
             reason = str(error) if self._with_text else hide(str(error), query.text)
@@ -232,7 +232,7 @@ class Tracing(Observer):
         self, traced: _Traced, name: str, start_ns: int, attributes: Mapping[str, Any], parent: Span | None = None
     ) -> Span:
         context = set_span_in_context(parent or traced.span)
-        return self._tracer.start_span(name, context=context, start_time=start_ns, attributes=_given(attributes))
+        return self._tracer.start_span(name, context=context, start_time=start_ns, attributes=_without_none(attributes))
 
     def _end_retrieval(self, traced: _Traced, at_s: float) -> None:
         if traced.retrieval is None:
@@ -289,5 +289,5 @@ def to_otlp(
     return provider
 
 
-def _given(attributes: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if value is not None}

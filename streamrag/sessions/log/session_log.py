@@ -111,7 +111,7 @@ class SessionLog:
         return contents
 
     def start(self, system: str, window_tokens: int, slide_share: float, contents: LogContents | None) -> None:
-        """Begin to write. Events may be told once `wait_for_attempt` has returned.
+        """Begin to write the log. Events may be added once `wait_for_attempt` has returned.
 
         :raises SessionLogError: the system text is too long for a log.
         """

@@ -86,7 +86,7 @@ class PageReader:
         self._share = Share()
 
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Close the connections that pages are fetched over."""
         await self._fetcher.aclose()
 
     async def read(self, url: str, check_redirect: Callable[[str], None]) -> dict[str, Any]:

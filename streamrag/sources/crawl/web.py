@@ -140,7 +140,7 @@ class WebSource:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Start the workers.
+        """Start the processes that crawl.
 
         :raises MissingDependencyError: crawl4ai is not installed.
         :raises ConfigurationError: `cache_folder` cannot be written to.
@@ -190,7 +190,7 @@ class WebSource:
         return WorkerPool(CLEANER, options, size=self._options.num_workers, name="crawl worker", env=env)
 
     async def aclose(self) -> None:
-        """Stop the workers. Crawls that are under way end with an error. Does nothing when not started."""
+        """Stop the processes that crawl. Crawls that are under way end with an error. Does nothing when not started."""
         workers, self._workers = self._workers, None
         scratch, self._scratch, self.is_started = self._scratch, None, False
         await wait_regardless([asyncio.create_task(_release(workers, scratch), name="web source close")])

@@ -126,7 +126,7 @@ class _Counts:
         """Times of each stage, by how many are left, and whether its result was final."""
 
     def add(self, results: Sequence[_Result], end_s: float) -> None:
-        """Add a query: stage by stage, those that changed nothing included."""
+        """Count a query's results, stage by stage, including stages that changed nothing."""
         if not results:
             return
         for left, is_final, times in _stage_times(results, end_s):

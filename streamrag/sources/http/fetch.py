@@ -108,7 +108,7 @@ class Fetcher:
         )
 
     async def aclose(self) -> None:
-        """Close all connections."""
+        """Close all connections to servers, idle or in use."""
         await self._connections.aclose()
 
     async def fetch(self, url: str, check_redirect: CheckRedirect, rules: ContentRules = PAGES) -> Page:

@@ -37,7 +37,7 @@ PAGES = ContentRules(
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A server's answer: a body, a redirect, or that what we have is still good (304)."""
+    """A server's response to one request: a body, a redirect, or 304 if the stored body is still valid."""
 
     status: int
     fields: Mapping[str, str]

@@ -68,7 +68,10 @@ def build_index(
 
 
 def refuse_event_loop(function: str) -> None:
-    """:raises ConfigurationError: the caller is a coroutine; it would block everything else."""
+    """Refuse to run in an event loop, which `function` would block.
+
+    :raises ConfigurationError: the caller is a coroutine.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -77,7 +80,10 @@ def refuse_event_loop(function: str) -> None:
 
 
 def require_library(kind: IndexKind) -> None:
-    """:raises MissingDependencyError: the library of this kind of index is not installed."""
+    """Check that the library of this kind of index is installed.
+
+    :raises MissingDependencyError: it is not.
+    """
     (require_diskann if kind == "diskann" else require_faiss)()
 
 

@@ -52,7 +52,10 @@ VECTORS_HEADER = struct.Struct("<II")
 
 
 def require_diskann() -> None:
-    """:raises MissingDependencyError: DiskANN is not installed. For the caller's process; imports nothing."""
+    """Check that DiskANN is installed. For the caller's process; imports nothing.
+
+    :raises MissingDependencyError: it is not.
+    """
     if not find_spec("diskannpy"):
         raise MissingDependencyError(
             "diskannpy",

@@ -142,7 +142,10 @@ class Embedder:
         )
 
     def require(self, made_with: EmbedderIdentity, vectors: str) -> None:
-        """:raises IndexMismatchError: `vectors`, as the message names them, were made with another embedder."""
+        """Check that vectors were made with this embedder. `vectors` names them in the message.
+
+        :raises IndexMismatchError: they were made with another one.
+        """
         if how := self.identity.difference(made_with):
             raise IndexMismatchError(
                 f"{vectors} were not made with embedder={self._name!r}: {how}. Name the embedder that they were made "

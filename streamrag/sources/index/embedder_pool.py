@@ -63,7 +63,7 @@ class EmbedderPool:
         return list((await run_job(self.workers, {"do": "passages", "texts": list(texts)}))["vectors"])
 
     async def aclose(self) -> None:
-        """Stop the workers. Does nothing when not started."""
+        """Stop the worker processes. Does nothing when not started."""
         await self.workers.aclose()
 
 
@@ -82,15 +82,15 @@ class EmbedderHandler(JobHandler):
     made_with: tuple[str, int, list[float]] | None
 
     def load(self) -> dict[str, Any]:
-        """Load the embedder."""
+        """Load the embedder, and return its identity."""
         return {"identity": astuple(self._embedder.identity)}
 
     def query(self, text: str) -> dict[str, Any]:
-        """Embed a query."""
+        """Return the vector of a query."""
         return {"vectors": _as_texts(self._embedder.query(text)[None])}
 
     def passages(self, texts: list[str]) -> dict[str, Any]:
-        """Embed passages."""
+        """Return the vectors of passages, in their order."""
         return {"vectors": _as_texts(self._embedder.passages(texts))}
 
     @cached_property

@@ -167,7 +167,10 @@ def check_index(folder: Path, *, on_file: OnFile | None = None) -> tuple[Manifes
 
 
 def check_unchanged(folder: Path, manifest_sha256: str) -> None:
-    """:raises IndexMismatchError: the index is not the one any more that had this manifest."""
+    """Check that the index is still the one that had this manifest.
+
+    :raises IndexMismatchError: it was replaced.
+    """
     manifest = folder / MANIFEST
     if not manifest.exists() or sha256(manifest) != manifest_sha256:
         raise IndexMismatchError(f"{folder} was replaced while it was in use: start the source again")

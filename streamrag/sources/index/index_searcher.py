@@ -28,11 +28,11 @@ class IndexSearcher(JobHandler, ABC):
         self.folder = Path(self.folder)
 
     def load(self) -> dict[str, Any]:
-        """Load the embedder."""
+        """Load the embedder, and return the dimension of its vectors."""
         return {"dimension": self._embedder.dimension}
 
     def open(self) -> dict[str, Any]:
-        """Open the index."""
+        """Open the index for searches, and return its number of passages."""
         return {"num_passages": len(self._opened[1])}
 
     def search(self, query: str, **options: Any) -> dict[str, Any]:

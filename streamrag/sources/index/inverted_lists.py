@@ -32,7 +32,10 @@ NUM_ROWS_AT_ONCE = 8192
 
 
 def require_faiss() -> None:
-    """:raises MissingDependencyError: faiss is not installed. For the caller's process; imports nothing."""
+    """Check that faiss is installed. For the caller's process; imports nothing.
+
+    :raises MissingDependencyError: it is not.
+    """
     if not find_spec("faiss"):
         raise MissingDependencyError("faiss-cpu", "pip install 'streamrag[faiss]'")
 

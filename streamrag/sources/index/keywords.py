@@ -54,7 +54,10 @@ MAX_QUERY_TERMS = 256
 
 
 def require_stemmer() -> None:
-    """:raises MissingDependencyError: it is not installed. For the caller's process; imports nothing."""
+    """Check that the stemmer is installed. For the caller's process; imports nothing.
+
+    :raises MissingDependencyError: it is not.
+    """
     if not find_spec("snowballstemmer"):
         raise MissingDependencyError("snowballstemmer", "pip install 'streamrag[embed]'")
 
@@ -188,7 +191,7 @@ class KeywordSearcher(JobHandler):
     num_passages: int
 
     def open(self) -> dict[str, Any]:
-        """Open the index."""
+        """Open the index for searches, and return its number of passages."""
         return {"num_passages": len(self._opened[1])}
 
     def search(self, query: str, k: int) -> dict[str, Any]:

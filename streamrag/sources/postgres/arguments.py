@@ -26,7 +26,10 @@ class EncodingError(SourceError):
 
 
 def require_psycopg() -> None:
-    """:raises MissingDependencyError: the driver or its pool is not installed."""
+    """Check that the driver, its pool and libpq are installed.
+
+    :raises MissingDependencyError: one of them is not.
+    """
     for module in ("psycopg", "psycopg_pool"):
         if not find_spec(module):
             raise MissingDependencyError(module.replace("_", "-"), INSTALL)

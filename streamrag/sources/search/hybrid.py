@@ -195,7 +195,7 @@ class HybridSource:
         opened.vectors.push_async_callback((await start_all([self._vectors], progress)).aclose)
 
     async def aclose(self) -> None:
-        """Stop the workers. Searches that are under way end with an error. Does nothing when not started."""
+        """Stop the search processes. Searches that are under way end with an error. Does nothing when not started."""
         opened, self._opened, self.is_started = self._opened, None, False
         if opened:
             await opened.aclose()

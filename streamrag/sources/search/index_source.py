@@ -125,7 +125,7 @@ class IndexSource(ABC):
             raise corrupt(self._folder, f"the process that opened it died ({error})") from error
 
     async def aclose(self) -> None:
-        """Stop the workers. Searches that are under way end with an error. Does nothing when not started."""
+        """Stop the search processes. Searches that are under way end with an error. Does nothing when not started."""
         opened, self._opened, self.is_started = self._opened, None, False
         if opened:
             await opened.workers.aclose()

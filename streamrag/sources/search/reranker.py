@@ -77,7 +77,7 @@ class RerankerPool:
         await run_in_each(self.workers, {"do": "load"})
 
     async def aclose(self) -> None:
-        """Stop the workers."""
+        """Stop the workers, also while they are loading the reranker."""
         if self.loading:
             await cancel_regardless([self.loading])
         await self.workers.aclose()

@@ -32,7 +32,7 @@ WORN = "is_worn"  # name of a field that is true in a worker's last answer
 
 
 def write_frame(pipe: BinaryIO, header: dict[str, Any]) -> None:
-    """Send a header."""
+    """Write a frame that has a header and no body."""
     encoded = json.dumps(header).encode()
     pipe.write(LENGTHS.pack(len(encoded), 0) + encoded)
     pipe.flush()

@@ -171,7 +171,7 @@ class EngineClient:
 
 
 class EngineStream:
-    """One growing prompt. Made by `EngineClient.stream`."""
+    """A prompt that grows while it is computed. Made by `EngineClient.stream`."""
 
     def __init__(self, stream: TokenStream) -> None:
         self._stream = stream

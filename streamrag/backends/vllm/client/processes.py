@@ -155,7 +155,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 class EngineProcesses:
-    """One engine of a model in a folder, or of that name on the hub, from start to stop: its processes, folder and log.
+    """The processes, the folder and the log of one engine. The model lies in a folder, or is named as on the hub.
 
         async with aclosing(EngineProcesses(model)) as processes:
             engine = await processes.start(engine_args)

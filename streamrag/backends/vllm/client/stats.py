@@ -10,7 +10,7 @@ from streamrag.records import KvUse
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step, as the engine's process timed it. Its end is when this process heard of it, a moment later."""
+    """A step, timed by the engine's process. `end_s` is when this process received its statistics, a moment later."""
 
     end_s: float
     elapsed_s: float
@@ -40,10 +40,10 @@ class EngineStats:
             self.steps.append(MeasuredStep(time.monotonic(), details.elapsed_ms / 1e3, num_tokens, num_requests))
 
     def log_engine_initialized(self) -> None:
-        """Do nothing: there is nothing to tell."""
+        """Do nothing: there is no configuration to log."""
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        """Do nothing: vLLM counts that itself."""
+        """Do nothing: vLLM keeps its own count of sleep states."""
 
     def kv_use(self) -> KvUse | None:
         """Return the use of KV memory as of the last step; None if none has told."""

@@ -76,7 +76,7 @@ class _Failed(Exception):
 
 
 class TokenStream:
-    """One prompt that is still growing, and its answer. Made by `TokenStreams.open`.
+    """A prompt that is still growing, and its answer. Made by `TokenStreams.open`.
 
     A push (`append`, `update`, `finish`) that raises leaves the stream as it was.
 

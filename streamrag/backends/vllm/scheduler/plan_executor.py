@@ -52,7 +52,7 @@ class PlanExecutor:
 
     @contextmanager
     def planned_step(self) -> Iterator[None]:
-        """Plan a step. Within the context, vLLM's queues have those requests only that may run in it."""
+        """Plan a step, and apply the plan. Within the context, vLLM's queues have only requests that may run in it."""
         step = self.planner.plan_step()
         made, requests = step.plan, self.scheduler.requests
         self._note_whether_stuck(step)

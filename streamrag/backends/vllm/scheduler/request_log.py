@@ -12,7 +12,7 @@ from streamrag.records import ChunkRecord, Outcome, PreemptionRecord, RequestRec
 
 @dataclass(slots=True)
 class HostClock:
-    """Both clocks that logs need. A simulated engine puts its own in their place."""
+    """The two clocks that request logs need. A simulated engine replaces both by its virtual clock."""
 
     monotonic: Callable[[], float] = time.monotonic
     """Seconds, of all records. `time.monotonic` is, on Linux, the same for all processes of a host."""

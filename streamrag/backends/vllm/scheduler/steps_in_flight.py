@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class StepInFlight(NamedTuple):
-    """One step."""
+    """A step that was planned and whose output is still to come."""
 
     start_s: float
     """Time at which it was planned."""

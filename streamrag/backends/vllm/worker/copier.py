@@ -171,7 +171,9 @@ def _rows(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def _host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
-    """:raises MemoryError: there is not so much.
+    """Allocate `num_bytes` of host memory, pinned for copies if `is_pinned`.
+
+    :raises MemoryError: less memory is available.
     :raises RuntimeError: torch cannot allocate or CUDA cannot pin it.
     """
     available = importlib.import_module("psutil").virtual_memory().available

@@ -52,7 +52,7 @@ async def query_events(
 
 
 class ResponseRun:
-    """A response: its events are sent as they come, and its state is kept once it is whole, with `keep`."""
+    """A run of one response: sends its events as they come, and passes its state to `keep` once it is complete."""
 
     def __init__(
         self,

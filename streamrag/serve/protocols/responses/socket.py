@@ -12,7 +12,7 @@ from streamrag.serve.service import Service
 
 
 class ResponseSocket(Frames):
-    """A socket. Its streams, and the states that are not stored, end with it."""
+    """A WebSocket of the Responses API. Its streams, and the states that are not stored, end with it."""
 
     def __init__(self, service: Service, states: StateStore, socket: WebSocket, caller: Caller) -> None:
         super().__init__(socket, service, "stream_id")

@@ -122,7 +122,7 @@ class SessionSocket(Frames):
                         elif asked.stream:
                             await self.send(frame)
         except Exception as error:  # any error is sent to the client, which may go on
-            last = self.told(error, asked.id)
+            last = self.error_frame(error, asked.id)
             if last["status"] == 500:
                 log.error("a question failed", exc_info=error)
         del self._asks[asked.id]

@@ -18,7 +18,7 @@ class Suspects(NamedTuple):
     keys: Mapping[int, Any]
     """Keys of the blocks that the step loads, by the device block that each is loaded into."""
     blocks: set[int]
-    """These device blocks, and those that are computed from them."""
+    """Device blocks that the step loads into, and the blocks that are computed from them."""
     requests: set[str]
     """Requests that read them."""
 

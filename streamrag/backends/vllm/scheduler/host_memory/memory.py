@@ -40,7 +40,7 @@ class _Released(NamedTuple):
     position: int
     """Position of the block in its request."""
     key: Any
-    """Its hash."""
+    """Hash of the block, by which the host pool finds it."""
 
 
 class HostMemory:

@@ -11,7 +11,7 @@ from streamrag.engine.rules import Budget
 
 
 class KvClaims:
-    """Counts claims. Without a `share`, of the engine's `num_blocks`, there is no budget and nothing to count."""
+    """A count of the KV blocks that requests claim, of a `share` of the engine's `num_blocks`; None for no budget."""
 
     def __init__(self, share: float | None, num_blocks: int) -> None:
         self._num_blocks = None if share is None else int(share * num_blocks)
