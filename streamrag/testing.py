@@ -12,7 +12,7 @@ another source, slowed down.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -29,9 +29,17 @@ from streamrag.core import (
     SourceEvent,
 )
 from streamrag.core.lifecycle import started_once
-from streamrag.demo.smollm2 import make_demo_model
-from streamrag.demo.tiny_llama import make_tiny_llama
 from streamrag.sources.delays import StretchedSource
+from streamrag.support.lazy_imports import attributes
+
+if TYPE_CHECKING:
+    from streamrag.demo.smollm2 import make_demo_model as make_demo_model
+    from streamrag.demo.tiny_llama import make_tiny_llama as make_tiny_llama
+else:
+    __getattr__ = attributes(
+        __name__,
+        {"make_demo_model": "streamrag.demo.smollm2", "make_tiny_llama": "streamrag.demo.tiny_llama"},
+    )
 
 __all__ = [
     "CodePointTokenizer",
