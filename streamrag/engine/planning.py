@@ -70,6 +70,7 @@ def plan(
     if shown := [r for r in order if r.has_output]:
         shown.sort(key=lambda r: not r.is_running)
         order = shown + [r for r in order if not r.has_output]
+    # Phase 1
     walk, holds = _grant_tokens(Walk(order, idle, budget, memory), rules)
     if not walk.grants and not walk.num_ahead and any(rule.only_saves_time for rule in rules):
         # Nobody has anything to do, and there is time to ask everybody.
@@ -78,13 +79,14 @@ def plan(
     told = tuple(_all_holds(walk, holds)) if tells_holds else ()
     if walk.grants and any(isinstance(rule, LateRule) and rule.is_better_late(walk) for rule in rules):
         return Plan((), (), is_put_off=True, holds=told)
+    # Phase 2
     victims = walk.victims.take(walk.num_missing, walk.last)[0] if walk.num_missing > 0 else []
     evictions = tuple(Eviction(victim, fate(victim)) for victim in victims)
     return Plan(tuple(walk.grants), evictions, waiting=tuple(walk.waiting), holds=told)
 
 
 def _grant_tokens(walk: Walk, rules: Sequence[Rule]) -> tuple[Walk, dict[str, str]]:
-    """Ask the rules, then memory, about each request in turn; return the rule that held each request back. Phase 1.
+    """Ask the rules, then memory, about each request in turn; return the rule that held each request back.
 
     A request that does not fit lets those behind it continue, but nobody behind it start. A partial prompt that may not
     evict stands in nobody's way, nor does what it holds.
