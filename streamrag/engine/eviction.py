@@ -2,8 +2,6 @@
 
 from typing import Literal, TypeAlias, get_args
 
-from streamrag.errors import ConfigurationError
-
 Fate: TypeAlias = Literal["recompute", "swap"]
 """The fate of a victim's KV: forgotten, or copied to host memory."""
 FATES: tuple[Fate, ...] = get_args(Fate)
@@ -11,14 +9,3 @@ FATES: tuple[Fate, ...] = get_args(Fate)
 EvictionMode: TypeAlias = Literal[Fate, "cost"]
 """Always the one, always the other, or each time what is expected to cost less."""
 EVICTIONS: tuple[EvictionMode, ...] = get_args(EvictionMode)
-
-
-def check_eviction(given: object) -> EvictionMode:
-    """Return `given` as an eviction mode.
-
-    :raises ConfigurationError: there is no such eviction.
-    """
-    for mode in EVICTIONS:
-        if mode == given:
-            return mode
-    raise ConfigurationError(f"eviction={given!r} must be one of {', '.join(map(repr, EVICTIONS))}")

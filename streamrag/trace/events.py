@@ -141,20 +141,24 @@ def finite(score: float | None) -> float | None:
 
 
 MAX_ERRORS = 1000
-"""Errors in a line up to which they are described: pydantic describes all of them, or none."""
+"""Errors in a line or a body up to which they are described: pydantic describes all of them, or none."""
+
+
+def first_error(error: ValidationError, num_skipped: int = 0) -> tuple[str, str]:
+    """Return where the first error is, without the first `num_skipped` parts of the way there, and what it is."""
+    if error.error_count() > MAX_ERRORS:
+        return "", f"{error.error_count():,} values are not what they must be"
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return ".".join(map(str, first["loc"][num_skipped:])), first["msg"]
 
 
 class LineError(ValueError):
     """A line that is not of the schema. `where` names the field, as in "chunk.text", or is empty."""
 
     def __init__(self, error: ValidationError, *, is_tagged: bool) -> None:
-        if error.error_count() > MAX_ERRORS:
-            self.where = ""
-            super().__init__(f"{error.error_count():,} values are not what they must be")
-            return
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        self.where = ".".join(map(str, first["loc"][is_tagged:]))[:200]
-        super().__init__(f"{self.where}: {first['msg']:.200}" if self.where else first["msg"][:200])
+        where, what = first_error(error, num_skipped=is_tagged)
+        self.where = where[:200]
+        super().__init__(f"{self.where}: {what:.200}" if where else what[:200])
 
 
 class LineCodec(Generic[L]):

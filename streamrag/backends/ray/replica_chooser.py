@@ -105,7 +105,7 @@ class ReplicaChooser:
         """Tell the router something. If it fails, no query fails with it: it may only choose worse from then on."""
         try:
             return tell(*args)
-        except Exception:
+        except Exception:  # a router may be anybody's code
             log.exception("the router failed to hear of a query or a replica")
             return None
 

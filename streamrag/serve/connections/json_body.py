@@ -18,6 +18,7 @@ from starlette.requests import Request
 from streamrag.serve.connections.fair_share import Account
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.failures import RequestError
+from streamrag.trace.events import first_error
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -27,9 +28,6 @@ SMALL_BYTES = 16_384
 
 MAX_VALUES = 32_768
 """Values that a body, a frame or a line may hold: 11 ms of parsing at most. An update of 4,096 chunks has 25,000."""
-
-MAX_ERRORS = 1000
-"""Errors in a body up to which they are described: pydantic describes all of them, or none."""
 
 MAX_WAITING = 32
 """Large bodies of one client that wait to be parsed."""
@@ -139,11 +137,3 @@ def check_num_values(body: bytes | str) -> None:
 def _num_marks(code: bytes) -> int:
     """Count what stands in front of values. There is at most one value more."""
     return code.count(b",") + code.count(b"[") + code.count(b"{")
-
-
-def first_error(error: ValidationError, num_skipped: int = 0) -> tuple[str, str]:
-    """Return where the first error is, without the first `num_skipped` parts of the way there, and what it is."""
-    if error.error_count() > MAX_ERRORS:
-        return "", f"{error.error_count():,} values are not what they must be"
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return ".".join(map(str, first["loc"][num_skipped:])), first["msg"]

@@ -6,9 +6,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
-from typing import Annotated
-
-from pydantic import Field
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, SourceEvent, Update
 from streamrag.engine.costs.profile_files import load_profile
@@ -21,9 +18,7 @@ from streamrag.sources.emission.calibration import Calibration, Odds, Stage, Tim
 from streamrag.sources.emission.held_updates import HoldingSource
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.messages import is_number, short
-from streamrag.support.validation import Count, Number, validated
-
-NumberOrZero = Annotated[Number, Field(ge=0)]
+from streamrag.support.validation import Count, NumberOrZero, validated
 
 CHARACTERS_PER_TOKEN = 4
 """Average of English, with the tokenizers of current models."""
