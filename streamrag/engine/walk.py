@@ -21,7 +21,8 @@ class Wait(Enum):
     MEMORY = auto()
     """The request goes on when memory is free; meanwhile any other may take the blocks that it holds."""
     RESERVE = auto()
-    """The memory for the request is reserved for others: it goes on as soon as a little more is free."""
+    """The memory for the request is reserved for others: it goes on as soon as a little more is free, and keeps what it
+    holds as long as any other can go on without that."""
     YIELD = auto()
     """The request goes on when others have ended; meanwhile any other may take the blocks that it holds."""
 
@@ -128,7 +129,7 @@ class Walk:
         self.closed_to_new_by = ""
         """Name of the rule that ended the step for requests that hold nothing: a more urgent one would never start."""
         self.waiting: list[RequestView] = []
-        self._behind_reserve: list[RequestView] = []
+        self._behind_reserve: list[Candidate] = []
         if self.num_tokens <= 0 or self.num_seqs <= 0:
             self.closed_by = BUDGET
 
@@ -141,9 +142,12 @@ class Walk:
             return None
         if not candidate.may_evict:
             return Wait.MEMORY  # those behind need not wait: its turn comes when its prompt is complete
-        # The most urgent request may take everything: what sharing hides from the estimate is free then.
-        is_first = not self.grants and self.num_ahead == 0
-        if is_first or self.victims.take(num_missing, candidate.position)[1] >= num_missing:
+        if self.victims.take(num_missing, candidate.position)[1] >= num_missing:
+            return None
+        if not self.grants and self.num_ahead == 0:
+            # The most urgent request may take everything: what sharing hides from the estimate is free then.
+            for held in self._behind_reserve:
+                self.victims.offer(held.request, held.position)
             return None
         self.closed_to_new_by = MEMORY
         return Wait.SKIP
@@ -154,7 +158,7 @@ class Walk:
             self.num_unfit += candidate.is_found_unfit
             self.waiting.append(candidate.request)
         elif wait is Wait.RESERVE:
-            self._behind_reserve.append(candidate.request)
+            self._behind_reserve.append(candidate)
         if wait is Wait.MEMORY or wait is Wait.YIELD:
             self.victims.offer(candidate.request, candidate.position)
 
@@ -176,4 +180,4 @@ class Walk:
     def end(self) -> None:
         """Have those wait for memory whom nobody's progress will let on."""
         if not self.grants and self.num_ahead == 0:
-            self.waiting += self._behind_reserve
+            self.waiting += [held.request for held in self._behind_reserve]

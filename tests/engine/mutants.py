@@ -239,6 +239,15 @@ MUTANTS = (
         "tests/backends/vllm/scheduler/test_write_through.py"
         "::test_what_was_computed_from_a_load_is_not_copied_before_it_is_known_to_be_good",
     ),
+    Mutant(
+        "what another computes in this very step is written through",
+        HOST_MEMORY,
+        "            if request_id in starting:\n",
+        "            if False:\n",
+        0,  # two prompts that are the same but for their ends, short of memory: once in 10,000 seeds
+        "tests/backends/vllm/scheduler/test_write_through.py"
+        "::test_what_another_computes_in_the_same_step_is_not_copied_before_it_is_there",
+    ),
     Mutant("a pause plans and evicts", HOOKS, "if self._pause_state != PauseState.UNPAUSED:", "if False:", 3_000),
     Mutant(
         "speculative prompts evict as well",
@@ -462,6 +471,14 @@ MUTANTS = (
         "return None",
         0,
         f"{OF_CLASSES}::test_data_wait_while_memory_is_nearly_full_and_questions_go_on",
+    ),
+    Mutant(
+        "a question is planned on memory that data keep",
+        "streamrag.engine.walk",
+        "                self.victims.offer(held.request, held.position)\n",
+        "                pass\n",
+        0,
+        "tests/engine/test_rules.py::test_a_question_takes_from_data_what_nothing_else_can_give_it",
     ),
     Mutant(
         "data fill their steps",

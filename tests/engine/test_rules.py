@@ -186,6 +186,15 @@ def test_data_high_water_keeps_blocks_for_questions_and_lets_data_take_none() ->
     assert (made.grants, made.evictions) == ((), ())
 
 
+def test_a_question_takes_from_data_what_nothing_else_can_give_it() -> None:
+    data, asked = holding(partial("data", 160, request_class="stream"), 5), complete("asked", 160)
+    made = planned([data, asked], DataHighWater(5), num_free=7)
+    assert (tokens(made), [e.request.request_id for e in made.evictions]) == ({"asked": 160}, ["data"])
+    last = holding(partial("last"), 5)  # which comes behind the question: no need to take from the data
+    made = planned([data, asked, last], DataHighWater(5), num_free=7)
+    assert (tokens(made), [e.request.request_id for e in made.evictions]) == ({"asked": 160}, ["last"])
+
+
 @pytest.mark.parametrize("is_early", [True, False])
 def test_late_binding_puts_off_what_nobody_waits_for_while_a_step_computes(is_early: bool) -> None:
     late = LateBinding(lambda: is_early)

@@ -165,7 +165,7 @@ class HostMemory:
         losers: Counter[StreamRequest] = Counter()
         saves = list(self._saves(step, unheard_of, losers)) if self._released else []
         loads, self._loads = self._loads, []
-        held_saves = list(self._write_through(unheard_of)) if self._unwritten else []
+        held_saves = list(self._write_through(step, unheard_of)) if self._unwritten else []
         self.pool.unpin()
         self._in_flight.on_step(step.num_scheduled_tokens, {block_id: key for _, block_id, key in loads})
         self.num_loaded += len(loads)
@@ -230,12 +230,16 @@ class HostMemory:
             return False
         return index < len(request.block_hashes) and request.block_hashes[index] == released.key
 
-    def _write_through(self, unheard_of: set[int]) -> Iterator[tuple[int, int]]:
+    def _write_through(self, step: "SchedulerOutput", unheard_of: set[int]) -> Iterator[tuple[int, int]]:
         """Saves of blocks that partial prompts still hold, as many as there is time for, the oldest first."""
         pool = self._block_pool
         num_left = self.choice.num_to_write_through(pool.get_num_free_blocks() / pool.num_gpu_blocks)
-        while num_left > 0 and self._unwritten:
-            request_id, request = next(iter(self._unwritten.items()))
+        starting = {new.req_id for new in step.scheduled_new_reqs} | step.scheduled_cached_reqs.resumed_req_ids
+        for request_id, request in list(self._unwritten.items()):
+            if num_left <= 0:
+                return
+            if request_id in starting:
+                continue  # what it has found in the prefix cache may be computed by another in this very step
             if request.is_complete or request.num_computed_tokens == 0:
                 del self._unwritten[request_id]
                 continue
