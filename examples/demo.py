@@ -17,7 +17,20 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from demo_comparison import (
+    BUSY_LOAD,
+    CONFIDENCE,
+    MEASURES,
+    MIN_PAIRS,
+    Interval,
+    Pair,
+    ask_pair,
+    ask_pairs,
+    intervals,
+    others_load,
+)
 from demo_site import MEDIAN_LATENCY_S
 from demo_timeline import QueryRow, draw_timeline
 from rich.console import Console
@@ -28,9 +41,11 @@ from streamrag import (
     NearEnd,
     Pipeline,
     PromptTemplate,
+    ReplaySource,
     SamplingParams,
     Source,
     StreamRagError,
+    TraceRecorder,
     VllmBackend,
     WebSource,
 )
@@ -71,22 +86,6 @@ LEAD_S = 0.3
 console = Console(highlight=False)
 
 
-@dataclass(frozen=True)
-class Pair:
-    """One question asked both ways."""
-
-    question: str
-    streaming: list[Event]
-    waiting: list[Event]
-
-    @property
-    def answers(self) -> tuple[Answer, Answer]:
-        ends = (self.streaming[-1], self.waiting[-1])
-        assert isinstance(ends[0], Answered)
-        assert isinstance(ends[1], Answered)
-        return ends[0].answer, ends[1].answer
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="PATH", help="another model for vLLM")
@@ -94,7 +93,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--url", metavar="URL", help="a real site to crawl")
     parser.add_argument("--index", metavar="FOLDER", help="a real index, made by `streamrag index build`")
     parser.add_argument("--ask", action="append", metavar="QUESTION", help="instead of the demo's; may be repeated")
-    parser.add_argument("--queries", type=int, default=5, metavar="N", help="pairs of queries in each mode (5)")
+    parser.add_argument(
+        "--queries",
+        type=int,
+        metavar="N",
+        help="pairs to measure per source; by default until the intervals are narrow",
+    )
+    parser.add_argument("--minutes", type=float, default=2.0, metavar="M", help="to measure per source, at most (2)")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of an answer, at most (64)")
     parser.add_argument("--out", type=Path, default=ROOT / ".demo", metavar="FOLDER", help="where to put what is made")
     return parser.parse_args()
@@ -134,33 +139,56 @@ async def serve(site: Path) -> AsyncIterator[str]:
         await server.wait()
 
 
-async def ask_both_ways(
-    source: Source, backend: VllmBackend, questions: list[str], params: SamplingParams, template: PromptTemplate
-) -> list[Pair]:
-    """Each question streaming and not, on an empty prefix cache; who goes first alternates. Shows the first one."""
-    pairs = []
-    async with Pipeline(source, backend, owns_source=False, owns_backend=False, template=template) as pipeline:
+@dataclass(frozen=True)
+class Group:
+    """What was measured of one source."""
+
+    live: Pair
+    """The first question, with the retrieval itself."""
+    pairs: list[Pair]
+    """Questions with the recorded retrieval."""
+
+
+async def compare(name: str, source: Source, backend: VllmBackend, arguments: argparse.Namespace) -> Group:
+    """Show one question live, record the retrieval of all, and ask them both ways with the recorded retrieval."""
+    questions = [*(arguments.ask or QUESTIONS)][: arguments.queries]
+    params = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=arguments.tiny)
+    template = PromptTemplate() if arguments.model else TEMPLATE
+    trace = arguments.out / f"{name}.jsonl"
+    trace.unlink(missing_ok=True)
+    options: dict[str, Any] = {"owns_source": False, "owns_backend": False, "template": template}
+    async with Pipeline(source, backend, **options) as pipeline:
+        live = await ask_pair(pipeline, backend, questions[0], params, on_event=show)
+    console.print(f"1. {live.question}\n   {seconds_of(live)}")
+    print_answer(live.answers[0])
+    async with Pipeline(source, backend, recorder=TraceRecorder(trace), **options) as pipeline:
         for number, question in enumerate(questions):
-            events: dict[bool, list[Event]] = {}
-            for overlap in (True, False) if number % 2 == 0 else (False, True):
-                await backend.reset_prefix_cache()
-                stream = pipeline.events(
-                    question, params=params, overlap=overlap, max_context_tokens=MAX_CONTEXT_TOKENS
+            with console.status(f"recording the retrieval of question {number + 1} of {len(questions)}"):
+                stream = pipeline.stream(
+                    question, params=SamplingParams(max_tokens=1), overlap=False, max_context_tokens=MAX_CONTEXT_TOKENS
                 )
-                if number == 0 and overlap:
-                    events[overlap] = [show(event) async for event in stream]
-                else:
-                    with console.status(f"{question} ({'streaming' if overlap else 'not streaming'})"):
-                        events[overlap] = [event async for event in stream]
-            pair = Pair(question, events[True], events[False])
-            pairs.append(pair)
-            streaming, waiting = (answer.timings.ttft_after_retrieval_s for answer in pair.answers)
-            console.print(
-                f"{number + 1}. {question}\n   first token after retrieval: streaming {streaming:.2f} s, "
-                f"not streaming {waiting:.2f} s",
+                async for _ in stream:
+                    pass
+    with console.status("asking both ways, with the recorded retrieval") as status:
+        async with Pipeline(ReplaySource(trace), backend, **options) as pipeline:
+            pairs = await ask_pairs(
+                pipeline,
+                backend,
+                questions,
+                params,
+                most_s=60 * arguments.minutes,
+                most_pairs=arguments.queries,
+                on_pair=lambda pair: status.update(f"{pair.question} {seconds_of(pair)}"),
             )
-            print_answer(pair.answers[0])
-    return pairs
+    for pair in pairs[1 : len(questions)]:
+        console.print(f"{questions.index(pair.question) + 1}. {pair.question}\n   {seconds_of(pair)}")
+        print_answer(pair.answers[0])
+    return Group(live, pairs)
+
+
+def seconds_of(pair: Pair) -> str:
+    streaming, waiting = (answer.timings.ttft_after_retrieval_s for answer in pair.answers)
+    return f"first token after retrieval: streaming {streaming:.2f} s, not streaming {waiting:.2f} s"
 
 
 def print_answer(answer: Answer) -> None:
@@ -207,21 +235,26 @@ def printable(line: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
 
 
-def print_table(groups: dict[str, list[Pair]]) -> None:
-    """Medians of the paired queries."""
-    table = Table(title="Medians of paired queries", title_justify="left")
-    for heading in ("", "in seconds"):
+def print_table(groups: dict[str, Group]) -> None:
+    """Print how many times as fast streaming is, with intervals, and whether the answers are the same."""
+    table = Table(
+        title="Streaming against not streaming, in pairs with the same recorded retrieval", title_justify="left"
+    )
+    for heading in ("", "seconds to"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("streaming", "not\nstreaming", "ratio"):
+    for heading in ("streaming\nmedian", "not\nstreaming", "times as\nfast", f"{CONFIDENCE:.0%}\ninterval", ""):
         table.add_column(heading, justify="right")
-    for name, pairs in groups.items():
-        for measure in ("ttft_s", "ttft_after_retrieval_s"):
-            both = [[getattr(answer.timings, measure) for answer in pair.answers] for pair in pairs]
+    for name, group in groups.items():
+        for measure, (low, middle, high) in intervals(group.pairs).items():
+            both = [[getattr(answer.timings, measure) for answer in pair.answers] for pair in group.pairs]
             streaming, waiting = (statistics.median(column) for column in zip(*both, strict=True))
-            ratio = statistics.median(waiting / streaming for streaming, waiting in both)
-            table.add_row(name, measure, f"{streaming:.2f}", f"{waiting:.2f}", f"{ratio:.2f}x")
+            cells = (f"{streaming:.2f}", f"{waiting:.2f}", f"{middle:.2f}", f"{low:.2f} to {high:.2f}")
+            table.add_row(name, MEASURES[measure], *cells, Interval(low, middle, high).verdict)
     console.print(table)
-    for name, pairs in groups.items():
+    for name, group in groups.items():
+        pairs = group.pairs
+        live = ", ".join(f"{group.live.ratio(measure):.2f} ({what})" for measure, what in MEASURES.items())
+        console.print(f"{name}: {len(pairs)} pairs. The live pair, times as fast: {live}")
         same = [pair for pair in pairs if len({answer.citations for answer in pair.answers}) == 1]
         num_equal = sum(len({answer.token_ids for answer in pair.answers}) == 1 for pair in same)
         num_updates = [sum(isinstance(event, ContextChanged) for event in pair.streaming) - 1 for pair in pairs]
@@ -229,8 +262,16 @@ def print_table(groups: dict[str, list[Pair]]) -> None:
         num_invalidated = sum(pair.answers[0].num_invalidated for pair in pairs)
         console.print(
             f"{name}: prompts of {num_tokens:.0f} tokens (median), {_from_to(num_updates)} of context, "
-            f"{num_invalidated} tokens invalidated in all; retrieval brought the same context both ways in "
-            f"{len(same)} of {len(pairs)} pairs, and the answers have the same tokens in {num_equal} of those"
+            f"{num_invalidated} tokens invalidated in all; the context was the same both ways in {len(same)} of "
+            f"{len(pairs)} pairs, and the answers have the same tokens in {num_equal} of those"
+        )
+
+
+def warn_if_busy(load: float) -> None:
+    if load > BUSY_LOAD:
+        console.print(
+            f"[yellow]Other programs keep {load:.0%} of this machine's cores busy: do not rely on these times. Run the "
+            "demo again on a quiet machine."
         )
 
 
@@ -239,18 +280,18 @@ def _from_to(counts: list[int]) -> str:
     return f"{least} to {most} changes" if least < most else f"{most} change{'s' * (most != 1)}"
 
 
-def save(out: Path, groups: dict[str, list[Pair]]) -> None:
+def save(out: Path, groups: dict[str, Group]) -> None:
     """The timeline picture, and the numbers behind it."""
     rows = [
         (
             name,
             [
                 QueryRow(f"{number + 1} {arm}", events)
-                for number, pair in enumerate(pairs)
+                for number, pair in enumerate([group.live, *group.pairs[:MIN_PAIRS]])
                 for arm, events in (("not streaming", pair.waiting), ("streaming", pair.streaming))
             ],
         )
-        for name, pairs in groups.items()
+        for name, group in groups.items()
     ]
     draw_timeline(out / "timeline.png", rows, title="From the query to the answer, with and without streaming")
     results = {
@@ -264,10 +305,10 @@ def save(out: Path, groups: dict[str, list[Pair]]) -> None:
                 "token_ids": answer.token_ids,
                 "sources": [citation.uri for citation in answer.citations],
             }
-            for pair in pairs
+            for pair in group.pairs
             for arm, answer in zip(("streaming", "not streaming"), pair.answers, strict=True)
         ]
-        for name, pairs in groups.items()
+        for name, group in groups.items()
     }
     (out / "results.json").write_text(json.dumps(results, indent=2))
     for what, name in (("timeline", "timeline.png"), ("numbers", "results.json")):
@@ -276,12 +317,10 @@ def save(out: Path, groups: dict[str, list[Pair]]) -> None:
 
 async def run(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out
-    questions = [*(arguments.ask or QUESTIONS)]
-    questions = (questions * arguments.queries)[: arguments.queries]
-    params = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=arguments.tiny)
     index = arguments.index or out / "index"
-    template = PromptTemplate() if arguments.model else TEMPLATE
-    groups: dict[str, list[Pair]] = {}
+    groups: dict[str, Group] = {}
+    load = others_load()
+    warn_if_busy(load)
     async with AsyncExitStack() as stack:
         url = arguments.url
         if url is None:
@@ -314,9 +353,10 @@ async def run(arguments: argparse.Namespace) -> None:
         ):
             console.rule(f"[bold]{name}", align="left")
             console.print(what)
-            groups[name] = await ask_both_ways(source, backend, questions, params, template)
-    console.rule("[bold]what came of it", align="left")
+            groups[name] = await compare(name, source, backend, arguments)
+    console.rule("[bold]results", align="left")
     print_table(groups)
+    warn_if_busy(load)
     save(out, groups)
     if arguments.model:
         console.print(

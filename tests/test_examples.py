@@ -280,7 +280,7 @@ def test_the_demo_explains_itself() -> None:
 def test_the_demo_draws_its_timeline_and_saves_its_numbers(tmp_path: Path) -> None:
     """Its picture is from "demo_timeline.py"."""
     printed = run("demo.py", "--tiny", "--queries", "1", "--max-tokens", "4", "--out", str(tmp_path / "demo"))
-    assert "Medians of paired queries" in printed
+    assert "Streaming against not streaming" in printed
     results = json.loads((tmp_path / "demo" / "results.json").read_text())
     assert [len(rows) for rows in results.values()] == [2, 2]
     assert all(row["ttft_s"] >= row["ttft_after_retrieval_s"] > 0 for rows in results.values() for row in rows)
