@@ -146,7 +146,7 @@ UNITS = {
 """For each suffix of a name: words that already tell the unit, and the sentence that otherwise does."""
 
 RAISES = re.compile(r":raises (\w+): (.*)")
-OPTION = re.compile(r"(\w+): (.*)")
+OPTION = re.compile(r"(\w+(?:, \w+)*): (.*)")
 
 
 class Documented(NamedTuple):
@@ -416,7 +416,7 @@ def documented(text: str, names: set[str]) -> Documented:
     while lines:
         line = lines.pop(0)
         raised, option = RAISES.match(line), OPTION.match(line)
-        if not raised and not (option and option[1] in names):
+        if not raised and not (option and names.issuperset(option[1].split(", "))):
             prose.append(line)
             continue
         while lines and lines[0].startswith("    "):
@@ -425,8 +425,8 @@ def documented(text: str, names: set[str]) -> Documented:
             name, when = RAISES.match(line).groups()  # type: ignore[union-attr]
             raises.append((name, when))
         else:
-            name, meaning = OPTION.match(line).groups()  # type: ignore[union-attr]
-            options[name] = meaning
+            listed, meaning = OPTION.match(line).groups()  # type: ignore[union-attr]
+            options |= dict.fromkeys(listed.split(", "), meaning)
     return Documented(fence_code("\n".join(prose).strip()), options, raises)
 
 

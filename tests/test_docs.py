@@ -166,6 +166,18 @@ def test_the_versions_are_those_of_the_package_metadata() -> None:
     assert [row for row in rows if f"{row[1]}{row[2]}" not in extras[row[0]]] == []
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 100
+
+
+def test_the_glossary_has_at_most_80_terms_in_order() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    groups = [re.findall(r"^- \*\*(.+?)\*\*: ", group, re.MULTILINE) for group in text.split("\n## ")[1:]]
+    assert all(group == sorted(group, key=str.lower) for group in groups)
+    terms = [term for group in groups for term in group]
+    assert len({term.lower() for term in terms}) == len(terms) <= 80
+
+
 def test_the_index_names_every_page() -> None:
     docs = ROOT / "docs"
     index = (docs / "index.md").read_text()
