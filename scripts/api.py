@@ -103,8 +103,8 @@ GIVEN = {"AnswerStream", "EventStream", "Session", "TokenStream", "TokenStreams"
 
 INTERNAL = {
     "PromptTemplate.passage_format",
-    "StreamragChatModel.home",
-    "StreamragRetriever.home",
+    "StreamragChatModel.portal",
+    "StreamragRetriever.portal",
     "TokenStream.fail",
     "Watch.put",
     "Watch.spec",
@@ -114,7 +114,7 @@ INTERNAL = {
 }
 """Members of public classes that only other parts of the package use."""
 
-OF_FIELDS = ("BaseChatModel", "BaseRetriever", "NamedTuple", "TypedDict")
+OF_FIELDS = ("BaseChatModel", "BaseRetriever", "Checked", "NamedTuple", "TypedDict")
 """Base classes whose constructor options are their fields."""
 
 SHOWN_DECORATORS = ("classmethod", "staticmethod")
@@ -150,7 +150,7 @@ OPTION = re.compile(r"(\w+(?:, \w+)*): (.*)")
 
 
 class Documented(NamedTuple):
-    """A docstring in parts."""
+    """A docstring, split into prose, options and errors."""
 
     prose: str
     options: dict[str, str]
@@ -158,7 +158,7 @@ class Documented(NamedTuple):
 
 
 class Row(NamedTuple):
-    """An option or a field."""
+    """A row of a table of options or fields."""
 
     name: str
     annotation: str
@@ -177,6 +177,9 @@ class Reference:
         self._current = ""
         unlisted = {name for name, page in self._page_of.items() if page not in {*PAGES, *PURPOSES, "errors"}}
         assert not unlisted, f"add these names to PAGES: {unlisted}"
+        classes = {name: resolved(self._modules[path][name]) for name, path in self._home.items()}
+        stale = {member for member in INTERNAL if member.split(".")[1] not in classes[member.split(".")[0]].all_members}
+        assert not stale, f"remove these names from INTERNAL: {stale}"
 
     def pages(self) -> dict[str, str]:
         """Return the text of each page by its name."""
@@ -316,19 +319,24 @@ class Reference:
         return Row(name, self._type(parameter.annotation), default, with_unit(name, meaning))
 
     def _field(self, member: griffe.Attribute) -> Row:
-        meaning = " ".join(self._text(member.docstring, ())[0].split())
+        meaning = " ".join(self._text(member.docstring, ())[0].split()) or sentence(
+            field_option(member.value, "description")
+        )
         name, default = member.name, self._default(member.value)
         return Row(name, self._type(member.annotation), default, with_unit(name, meaning))
 
     def _default(self, value: str | griffe.Expr | None) -> str | None:
-        """As in the source, but a constant's name becomes its value, and a dataclass's `field` the default it gives."""
+        """Return the default as code: a constant by its value, a `field(...)` by the default that it gives."""
         if isinstance(value, griffe.ExprName) and value.canonical_path.startswith("streamrag."):
             found = resolved(self._package.modules_collection[value.canonical_path])
             value = found.value if isinstance(found, griffe.Attribute) else value
         if value is None:
             return None
-        made = re.fullmatch(r"field\((?:default=(.+?)|default_factory=(\w+))(?:, kw_only=True)?\)", str(value))
-        return re.sub(r"^'([^'\"]*)'$", r'"\1"', str(value)) if not made else made[1] or f"{made[2]}()"
+        text = str(value)
+        if re.match(r"[Ff]ield\(", text):
+            factory = field_option(value, "default_factory")
+            text = field_option(value, "default") or (f"{factory}()" if factory else "")
+        return re.sub(r"^'([^'\"]*)'$", r'"\1"', text)
 
     def _raises(self, document: Documented) -> str:
         return "\n".join(f"- Raises {self._link(name)}: {when}" for name, when in document.raises)
@@ -386,7 +394,7 @@ class Reference:
         )
 
     def _linked(self, text: str) -> str:
-        """Public names in backticks lead to their entries, but not in code."""
+        """Link public names in backticks to their entries, outside of code blocks."""
         lines = []
         is_code = False
         for line in text.splitlines():
@@ -408,7 +416,7 @@ def example(page: str) -> str:
 
 
 def documented(text: str, names: set[str]) -> Documented:
-    """Splits `name: meaning` lines of known names, and `:raises Name: when` lines, off a docstring."""
+    """Split a docstring into prose, `name: meaning` lines of known names, and `:raises Name: when` lines."""
     prose: list[str] = []
     options: dict[str, str] = {}
     raises: list[tuple[str, str]] = []
@@ -431,7 +439,7 @@ def documented(text: str, names: set[str]) -> Documented:
 
 
 def fence_code(text: str) -> str:
-    """Doctests, up to the next empty line, and indented blocks that are no drawings, as code."""
+    """Fence doctests, and indented blocks that are not drawings, as code blocks."""
     text = re.sub(r"^>>> .*(?:\n.+)*", lambda found: f"```pycon\n{found[0]}\n```", text, flags=re.MULTILINE)
     return re.sub(r"(?<=\n\n)    .*(?:\n(?:    .*)?)*", _fenced_block, text)
 
@@ -465,6 +473,21 @@ def without_checks(annotation: str) -> str:
     return ast.unparse(_WithoutChecks().visit(ast.parse(annotation, mode="eval"))).replace("'", '"')
 
 
+def field_option(value: str | griffe.Expr | None, name: str) -> str:
+    """Return an option of a dataclass's or pydantic's `field(...)`, a text without its quotes; "" if it has none."""
+    if not re.match(r"[Ff]ield\(", str(value)):
+        return ""
+    (call,) = (node for node in [ast.parse(str(value), mode="eval").body] if isinstance(node, ast.Call))
+    option = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+    if option is None:
+        return ""
+    return str(option.value) if name == "description" and isinstance(option, ast.Constant) else ast.unparse(option)
+
+
+def sentence(text: str) -> str:
+    return f"{text}." if text and not text.endswith(".") else text
+
+
 def with_unit(name: str, meaning: str) -> str:
     """Return the meaning of an option, with the unit that its name ends in unless the meaning tells it."""
     for suffix, (words, sentence) in UNITS.items():
@@ -474,7 +497,7 @@ def with_unit(name: str, meaning: str) -> str:
 
 
 def fenced(code: str, above: str = "") -> str:
-    """A signature, on lines of their own if it is long."""
+    """Return a signature as a code block, with one parameter per line if it is long."""
     if len(code) > 100 and "(" in code:
         head, _, rest = code.partition("(")
         inside, _, tail = rest.rpartition(")")
@@ -486,7 +509,7 @@ def fenced(code: str, above: str = "") -> str:
 
 
 def split_commas(text: str) -> list[str]:
-    """At the commas that are in no bracket."""
+    """Split `text` at the commas outside of brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -498,7 +521,7 @@ def split_commas(text: str) -> list[str]:
 
 
 def table(rows: list[Row], what: str) -> str:
-    """Options or fields; nothing if there are none."""
+    """Return a table of options or fields, or "" without rows."""
     if not rows:
         return ""
     columns = [[what, *(code(row.name) for row in rows)], ["Type", *(code(row.annotation) for row in rows)]]
@@ -511,7 +534,7 @@ def table(rows: list[Row], what: str) -> str:
 
 
 def code(text: str) -> str:
-    """Code in a cell of a table, where a bar must be escaped."""
+    """Return `text` as code in a table cell, with bars escaped."""
     return f"`{text}`".replace("|", "\\|")
 
 
@@ -531,7 +554,7 @@ def module_at(package: griffe.Module, path: str) -> griffe.Module:
 
 
 def public_names(module: griffe.Module) -> list[str]:
-    """The names in `__all__`, or those that load their modules when they are used."""
+    """Return the names in `__all__`, or of the module's lazy imports."""
     if "_HOMES" in module.members:
         return sorted(str(key).strip("'\"") for key in module["_HOMES"].value.keys)
     return [str(name) for name in module.exports or ()]
