@@ -29,6 +29,6 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Turn links to files outside docs/ into links within the site, and unescape bars in code, which only GitHub needs."""
+    """Turn links to files outside docs/ into links within the site, and unescape bars in code."""
     markdown = CODE.sub(lambda code: code[0].replace(r"\|", "|"), markdown)
     return LINK.sub(lambda link: f"]({BESIDE.get(link[1].removeprefix('../'), link[1])}", markdown)
