@@ -30,7 +30,7 @@ check: .venv/installed ## types and style
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-api: .venv/installed ## docs/api.md, from signatures and docstrings
+api: .venv/installed ## docs/api/, from signatures and docstrings
 	$(RUN) scripts/api.py
 
 docs: .venv/installed api ## the documentation as a site, build/site/index.html, which opens from disk

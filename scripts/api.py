@@ -1,6 +1,6 @@
-"""Writes docs/api.md, the reference, from signatures and docstrings; with `--check` only says whether it would differ.
+"""Write the API reference, docs/api/*.md, from signatures and docstrings; `--check` only reports pages that differ.
 
-What is public is what `__all__` of the modules in `MODULES` has. Nothing is imported: griffe reads the sources.
+Public names are those in the `__all__` of the modules in `MODULES`. Nothing is imported: griffe parses the sources.
 """
 
 import ast
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import griffe
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "api.md"
+FOLDER = ROOT / "docs" / "api"
 
 MODULES = [
     "streamrag",
@@ -29,27 +29,82 @@ MODULES = [
     "streamrag.adapters.mcp",
 ]
 
-SECTIONS = {
-    "Asking": "Pipeline QueryOptions SamplingParams PromptTemplate Turn AnswerStream EventStream AnswerChunk Answer",
-    "Sources": "WebSource VectorSource build_index IndexSummary RetrieverSource from_passages "
-    "from_rankings Merged ReplaySource WorthSending NearEnd calibrate Calibration "
-    "search_engine PgVectorSource build_table TableSummary HybridSource IvfSource index_source "
-    "add_documents remove_documents",
-    "Modes": "UpdateMode AppendMode",
-    "Backends": "VllmBackend OpenAIBackend TokenStreams TokenStream StreamedTokens RequestView",
-    "Recording": "TraceRecorder",
-    "Parts of your own": "Source Mode Backend Startable Progress SourceEvent Append Update Skipped CutShort Chunk Hint "
-    "BackendEvent Prefilled Prompt ModelInfo Tokenizer plain_chat",
+PAGES = {
+    "pipeline": (
+        "Pipelines and answers",
+        "Ask a question, follow what happens, and read the result.",
+        "Pipeline QueryOptions SamplingParams PromptTemplate Turn AnswerStream EventStream AnswerChunk Answer "
+        "TraceRecorder",
+    ),
+    "sources": (
+        "Sources",
+        "Retrieve from the web or from your own function, combine sources, and send fewer updates.",
+        "WebSource RetrieverSource from_passages from_rankings search_engine Merged ReplaySource WorthSending NearEnd "
+        "calibrate Calibration",
+    ),
+    "search": (
+        "Searching your documents",
+        "Index documents, and search an index or a PostgreSQL table.",
+        "VectorSource IvfSource HybridSource PgVectorSource index_source build_index IndexSummary add_documents "
+        "remove_documents build_table TableSummary",
+    ),
+    "backends": (
+        "Modes and backends",
+        "Fold chunk events into a prompt, and run the model.",
+        "UpdateMode AppendMode VllmBackend OpenAIBackend TokenStreams TokenStream StreamedTokens RequestView",
+    ),
+    "protocols": (
+        "Protocols and events",
+        "Write a source, mode or backend of your own.",
+        "Source Mode Backend Startable Progress SourceEvent Append Update Skipped CutShort Chunk Hint "
+        "BackendEvent Prefilled Prompt ModelInfo Tokenizer plain_chat",
+    ),
 }
-"""Groups of the names of `streamrag`, in the order of the page. Errors come after them."""
+"""Pages of the names in `streamrag`: file, title, purpose and names in order. Its errors have a page of their own."""
 
-GIVEN = {"AnswerStream", "EventStream", "TokenStream", "TokenStreams", "Watch"}
-"""Classes whose objects a caller is given: how they are made is no promise."""
+EXAMPLES = {
+    "pipeline": """
+        async with Pipeline(source, backend) as pipeline:
+            async for chunk in pipeline.stream("Why does the printer jam?"):
+                print(chunk.text, end="")""",
+    "sources": 'source = WebSource(["https://anyio.readthedocs.io/en/stable/"], max_depth=1)',
+    "search": """
+        async with Pipeline(HybridSource("./handbook-index", k=5), VllmBackend("./model")) as pipeline:
+            ...""",
+    "backends": 'backend = OpenAIBackend("http://127.0.0.1:8000/v1", "my-model")',
+    "protocols": """
+        class TicketSource:
+            async def stream(self, query: str):
+                yield Append(Chunk("The printer jams on thick paper.", "T-101"))""",
+    "errors": """
+        try:
+            async with Pipeline(source, backend) as pipeline:
+                print([chunk.text async for chunk in pipeline.stream("Why does the printer jam?")])
+        except StreamRagError as error:
+            print(error)  # names the value that was wrong, and the remedy""",
+}
+"""The shortest code that uses the names of a page."""
+
+PURPOSES = {
+    "serve": "Configure and run the HTTP service from Python.",
+    "sessions": "Stream data into a context that stays open, and ask about it.",
+    "telemetry": "Observe what pipelines and engines do: events, timings and request records.",
+    "trace": "Read, write and describe traces of retrieval.",
+    "testing": "Test your own program without a model.",
+    "haystack": "Use streamrag in Haystack, and Haystack's retrievers in streamrag.",
+    "langchain": "Use streamrag in LangChain, and LangChain's retrievers in streamrag.",
+    "llamaindex": "Use streamrag in LlamaIndex, and LlamaIndex's retrievers in streamrag.",
+    "mcp": "Use the tools and resources of MCP servers as sources.",
+}
+"""What the page of each other module is for."""
+
+GIVEN = {"AnswerStream", "EventStream", "Session", "TokenStream", "TokenStreams", "Watch"}
+"""Classes that callers receive and do not construct: their constructors are not part of the API."""
 
 INTERNAL = {
     "PromptTemplate.passage_format",
-    "StreamragChatModel.home",
-    "StreamragRetriever.home",
+    "StreamragChatModel.portal",
+    "StreamragRetriever.portal",
     "TokenStream.fail",
     "Watch.put",
     "Watch.spec",
@@ -57,29 +112,45 @@ INTERNAL = {
     "Watch.work",
     "WorthSending.num_others",
 }
-"""Members of public classes that are there for other parts of the package."""
+"""Members of public classes that only other parts of the package use."""
 
-OF_FIELDS = ("BaseChatModel", "BaseRetriever", "NamedTuple", "TypedDict")
-"""Bases of classes whose options are their fields."""
+OF_FIELDS = ("BaseChatModel", "BaseRetriever", "Checked", "NamedTuple", "TypedDict")
+"""Base classes whose constructor options are their fields."""
+
+SHOWN_DECORATORS = ("classmethod", "staticmethod")
 
 STARS = {griffe.ParameterKind.var_positional: "*", griffe.ParameterKind.var_keyword: "**"}
 
-HEAD = """\
-# API
+GENERATED = "<!-- Made by scripts/api.py from signatures and docstrings: change those, and run `make api`. -->"
 
-<!-- Made by scripts/api.py from signatures and docstrings: change those, and run `make api`. -->
+INDEX = """\
+Look up every public class, function, option and default. Import a name from the module that its page names.
 
-What this page lists is public: it is imported from the module under which it stands, and changes are told in the
-changelog. All else is private and may change at any time, whatever its name: every other module of the package, and
-what is not in the `__all__` of these.
+```python
+from streamrag import Pipeline, VllmBackend, WebSource
+from streamrag.testing import ScriptedBackend
+```
+
+The names on these pages are public, and the changelog lists changes to them. All other modules, and names outside the
+`__all__` of these modules, are private and may change at any time.
 """
 
+PLAIN_TYPES = {"PositiveInt": "int", "NonNegativeInt": "int", "PositiveFloat": "float", "NonNegativeFloat": "float"}
+"""Plain types of pydantic's constrained types."""
+
+UNITS = {
+    "_s": ("seconds?|_s\\b", "In seconds."),
+    "_bytes": ("bytes?|[KMG]i?B", "In bytes."),
+    "_tokens": ("tokens?", "In tokens."),
+}
+"""For each suffix of a name: words that already tell the unit, and the sentence that otherwise does."""
+
 RAISES = re.compile(r":raises (\w+): (.*)")
-OPTION = re.compile(r"(\w+): (.*)")
+OPTION = re.compile(r"(\w+(?:, \w+)*): (.*)")
 
 
 class Documented(NamedTuple):
-    """A docstring in parts."""
+    """A docstring, split into prose, options and errors."""
 
     prose: str
     options: dict[str, str]
@@ -87,7 +158,7 @@ class Documented(NamedTuple):
 
 
 class Row(NamedTuple):
-    """An option or a field."""
+    """A row of a table of options or fields."""
 
     name: str
     annotation: str
@@ -96,44 +167,85 @@ class Row(NamedTuple):
 
 
 class Reference:
-    """The page."""
+    """The pages, with links between them."""
 
     def __init__(self, package: griffe.Module) -> None:
         self._package = package
         self._modules = {path: module_at(package, path) for path in MODULES}
         self._home = {name: path for path in reversed(MODULES) for name in public_names(self._modules[path])}
+        self._page_of = {name: self._page_name(name, path) for name, path in self._home.items()}
+        self._current = ""
+        unlisted = {name for name, page in self._page_of.items() if page not in {*PAGES, *PURPOSES, "errors"}}
+        assert not unlisted, f"add these names to PAGES: {unlisted}"
+        classes = {name: resolved(self._modules[path][name]) for name, path in self._home.items()}
+        stale = {member for member in INTERNAL if member.split(".")[1] not in classes[member.split(".")[0]].all_members}
+        assert not stale, f"remove these names from INTERNAL: {stale}"
 
-    def page(self) -> str:
-        return "\n\n".join(block.strip("\n") for block in self._blocks()) + "\n"
+    def pages(self) -> dict[str, str]:
+        """Return the text of each page by its name."""
+        pages = {}
+        for page in ("index", *PAGES, "errors", *PURPOSES):
+            self._current = page
+            text = "\n\n".join(block.strip("\n") for block in self._blocks(page)) + "\n"
+            pages[page] = re.sub(r"\n{3,}", "\n\n", text)
+        return pages
 
-    def _blocks(self) -> Iterator[str]:
-        yield HEAD
-        for path, module in self._modules.items():
-            names = [name for name in public_names(module) if self._home[name] == path]
-            yield f"## {path}"
-            yield self._text(module.docstring, ())[0]
-            if path == "streamrag":
-                yield from self._sections(names)
+    def _page_name(self, name: str, module: str) -> str:
+        if module != "streamrag":
+            return module.rpartition(".")[2]
+        if self._is_error(name):
+            return "errors"
+        return next((page for page, (_, _, names) in PAGES.items() if name in names.split()), "")
+
+    def _blocks(self, page: str) -> Iterator[str]:
+        if page == "index":
+            yield from ["# API", GENERATED, INDEX, *self._overview()]
+        elif page == "errors":
+            yield from ["# Errors", GENERATED, "Catch what goes wrong. Import each error from `streamrag`."]
+            yield example(page)
+            yield self._text(self._package["errors"].docstring, ())[0]
+            yield from self._entries("errors")
+        elif page in PAGES:
+            title, purpose, _ = PAGES[page]
+            yield from [f"# {title}", GENERATED, f"{purpose} Import each name from `streamrag`."]
+            yield example(page)
+            yield self._names(page)
+            yield from self._entries(page)
+        else:
+            path = self._module_of(page)
+            yield from [f"# {path}", GENERATED, f"{PURPOSES[page]} Import each name from `{path}`."]
+            yield self._text(self._modules[path].docstring, ())[0]
+            yield self._names(page)
+            yield from self._entries(page)
+
+    def _overview(self) -> Iterator[str]:
+        for title, pages in (("`streamrag`", (*PAGES, "errors")), ("Other modules", tuple(PURPOSES))):
+            yield f"## {title}"
+            for page in pages:
+                module = f"`{self._module_of(page)}`" if page in PURPOSES else ""
+                heading = module or (PAGES[page][0] if page in PAGES else "Errors")
+                yield f"- [{heading}]({page}.md): {self._names(page)}"
+
+    def _module_of(self, page: str) -> str:
+        return next(path for path in MODULES if path.rpartition(".")[2] == page)
+
+    def _listed(self, page: str) -> list[str]:
+        if page in PAGES:
+            return PAGES[page][2].split()
+        module = self._modules["streamrag" if page == "errors" else self._module_of(page)]
+        return [name for name in public_names(module) if self._page_of[name] == page]
+
+    def _names(self, page: str) -> str:
+        return ", ".join(map(self._link, self._listed(page)))
+
+    def _entries(self, page: str) -> Iterator[str]:
+        module = self._modules["streamrag" if page in PAGES or page == "errors" else self._module_of(page)]
+        for name in self._listed(page):
+            found = resolved(module[name])
+            if page == "errors" and isinstance(found, griffe.Class):
+                yield from [f"## {name}", fenced(self._signature(found)), self._text(found.docstring, ())[0]]
             else:
-                yield ", ".join(self._link(name) for name in names)
-                for name in names:
-                    yield from self._entry(resolved(module[name]), name)
-
-    def _sections(self, names: list[str]) -> Iterator[str]:
-        errors = [name for name in names if self._is_error(name)]
-        sections = {title: listed.split() for title, listed in SECTIONS.items()}
-        listed = sorted(name for group in sections.values() for name in group)
-        assert listed == sorted({*names} - {*errors}), {*listed} ^ ({*names} - {*errors})
-        lines = [f"- {title}: {', '.join(map(self._link, group))}" for title, group in sections.items()]
-        yield "\n".join([*lines, "- [Errors](#errors)"])
-        for title, group in sections.items():
-            yield f"### {title}"
-            for name in group:
-                yield from self._entry(resolved(self._package[name]), name)
-        yield "### Errors"
-        yield self._text(self._package["errors"].docstring, ())[0]
-        found = [error for name in errors if isinstance(error := resolved(self._package[name]), griffe.Class)]
-        yield "\n".join(f"- `{self._signature(error)}`: {self._text(error.docstring, ())[0]}" for error in found)
+                yield from self._entry(found, name)
 
     def _is_error(self, name: str) -> bool:
         return (
@@ -142,10 +254,8 @@ class Reference:
             else False
         )
 
-    # --------------------------------------------------------------------------------------------------- one name
-
     def _entry(self, found: griffe.Object, name: str) -> Iterator[str]:
-        yield f"#### {name}"
+        yield f"## {name}"
         match found:
             case griffe.Class():
                 yield from self._class(found)
@@ -168,10 +278,7 @@ class Reference:
         else:
             parameters = [] if found.name in GIVEN else list(found.parameters)[1:]
             document = self._text(found.docstring, [parameter.name for parameter in parameters])
-            rows = [
-                Row(p.name, self._type(p.annotation), self._default(p.default), document.options.get(p.name, ""))
-                for p in parameters
-            ]
+            rows = [self._row(parameter, document.options.get(parameter.name, "")) for parameter in parameters]
         yield fenced(self._signature(found))
         yield document.prose
         yield table(rows, "Field" if "dataclass" in found.labels or "NamedTuple" in str(found.bases) else "Option")
@@ -186,10 +293,10 @@ class Reference:
             ):
                 continue
             if isinstance(member, griffe.Function):
-                yield from self._function(member, f"{found.name}.{name}", level="#####")
+                yield from self._function(member, f"{found.name}.{name}", level="###")
             elif isinstance(member, griffe.Attribute):
                 document = self._text(member.docstring, ())
-                yield f"##### {found.name}.{name}"
+                yield f"### {found.name}.{name}"
                 yield fenced(f"{name}: {self._type(member.annotation)}" if member.annotation else name)
                 yield document.prose
                 yield self._raises(document)
@@ -198,32 +305,41 @@ class Reference:
         document = self._text(found.docstring, [parameter.name for parameter in found.parameters])
         if level:
             yield f"{level} {name}"
-        decorators = "".join(f"@{decorator.value}\n" for decorator in found.decorators)
+        decorators = "".join(f"@{d.value}\n" for d in found.decorators if str(d.value) in SHOWN_DECORATORS)
         is_async = "async " if "async" in found.labels else ""
         signature = f"{is_async}def {found.name}({self._parameters(found.parameters)}) -> {self._type(found.returns)}"
         yield fenced(signature, decorators)
         yield document.prose
-        yield "\n".join(f"- `{option}`: {meaning}" for option, meaning in document.options.items())
+        by_name = {parameter.name: parameter for parameter in found.parameters}
+        yield table([self._row(by_name[option], meaning) for option, meaning in document.options.items()], "Option")
         yield self._raises(document)
 
+    def _row(self, parameter: griffe.Parameter, meaning: str) -> Row:
+        name, default = parameter.name, self._default(parameter.default)
+        return Row(name, self._type(parameter.annotation), default, with_unit(name, meaning))
+
     def _field(self, member: griffe.Attribute) -> Row:
-        meaning = " ".join(self._text(member.docstring, ())[0].split())
-        return Row(member.name, self._type(member.annotation), self._default(member.value), meaning)
+        meaning = " ".join(self._text(member.docstring, ())[0].split()) or sentence(
+            field_option(member.value, "description")
+        )
+        name, default = member.name, self._default(member.value)
+        return Row(name, self._type(member.annotation), default, with_unit(name, meaning))
 
     def _default(self, value: str | griffe.Expr | None) -> str | None:
-        """As in the source, but a constant's name becomes its value, and a dataclass's `field` the default it gives."""
+        """Return the default as code: a constant by its value, a `field(...)` by the default that it gives."""
         if isinstance(value, griffe.ExprName) and value.canonical_path.startswith("streamrag."):
             found = resolved(self._package.modules_collection[value.canonical_path])
             value = found.value if isinstance(found, griffe.Attribute) else value
         if value is None:
             return None
-        made = re.fullmatch(r"field\((?:default=(.+?)|default_factory=(\w+))(?:, kw_only=True)?\)", str(value))
-        return str(value) if not made else made[1] or f"{made[2]}()"
+        text = str(value)
+        if re.match(r"[Ff]ield\(", text):
+            factory = field_option(value, "default_factory")
+            text = field_option(value, "default") or (f"{factory}()" if factory else "")
+        return re.sub(r"^'([^'\"]*)'$", r'"\1"', text)
 
     def _raises(self, document: Documented) -> str:
         return "\n".join(f"- Raises {self._link(name)}: {when}" for name, when in document.raises)
-
-    # -------------------------------------------------------------------------------------------------- its parts
 
     def _signature(self, found: griffe.Class) -> str:
         kept = [base for base in found.bases if isinstance(base, griffe.Expr) and self._may_be_shown(base)]
@@ -251,7 +367,7 @@ class Reference:
         return ", ".join(parts)
 
     def _type(self, expression: str | griffe.Expr | None) -> str:
-        """As in the source, without checks of values; what a private alias stands for, in its place."""
+        """Return the annotation as a caller sees it: private aliases are expanded, value checks removed."""
         if expression is None or isinstance(expression, str):
             return str(expression)
         return without_checks("".join(self._part(part) for part in expression.iterate(flat=True)))
@@ -263,8 +379,10 @@ class Reference:
             target = resolved(self._package.modules_collection[part.canonical_path])
         except KeyError:
             return part.name
-        is_alias = isinstance(target, griffe.Attribute) and "TypeAlias" in str(target.annotation)
-        return self._type(target.value) if isinstance(target, griffe.Attribute) and is_alias else part.name
+        if not isinstance(target, griffe.Attribute):
+            return part.name
+        is_alias = "TypeAlias" in str(target.annotation) or str(target.value).startswith(("Annotated[", "Literal["))
+        return self._type(target.value) if is_alias else part.name
 
     def _text(self, docstring: griffe.Docstring | None, names: Iterable[str]) -> Documented:
         document = documented(docstring.value if docstring else "", set(names))
@@ -276,7 +394,7 @@ class Reference:
         )
 
     def _linked(self, text: str) -> str:
-        """Public names in backticks lead to their entries, but not in code."""
+        """Link public names in backticks to their entries, outside of code blocks."""
         lines = []
         is_code = False
         for line in text.splitlines():
@@ -289,11 +407,16 @@ class Reference:
     def _link(self, name: str) -> str:
         if name not in self._home:
             return f"`{name}`"
-        return f"[`{name}`](#{'errors' if name.endswith('Error') else name.lower()})"
+        page = self._page_of[name]
+        return f"[`{name}`]({'' if page == self._current else f'{page}.md'}#{name.lower()})"
+
+
+def example(page: str) -> str:
+    return f"```python\n{dedent(EXAMPLES[page]).strip()}\n```"
 
 
 def documented(text: str, names: set[str]) -> Documented:
-    """Splits `name: meaning` lines of known names, and `:raises Name: when` lines, off a docstring."""
+    """Split a docstring into prose, `name: meaning` lines of known names, and `:raises Name: when` lines."""
     prose: list[str] = []
     options: dict[str, str] = {}
     raises: list[tuple[str, str]] = []
@@ -301,7 +424,7 @@ def documented(text: str, names: set[str]) -> Documented:
     while lines:
         line = lines.pop(0)
         raised, option = RAISES.match(line), OPTION.match(line)
-        if not raised and not (option and option[1] in names):
+        if not raised and not (option and names.issuperset(option[1].split(", "))):
             prose.append(line)
             continue
         while lines and lines[0].startswith("    "):
@@ -310,13 +433,13 @@ def documented(text: str, names: set[str]) -> Documented:
             name, when = RAISES.match(line).groups()  # type: ignore[union-attr]
             raises.append((name, when))
         else:
-            name, meaning = OPTION.match(line).groups()  # type: ignore[union-attr]
-            options[name] = meaning
+            listed, meaning = OPTION.match(line).groups()  # type: ignore[union-attr]
+            options |= dict.fromkeys(listed.split(", "), meaning)
     return Documented(fence_code("\n".join(prose).strip()), options, raises)
 
 
 def fence_code(text: str) -> str:
-    """Doctests, up to the next empty line, and indented blocks that are no drawings, as code."""
+    """Fence doctests, and indented blocks that are not drawings, as code blocks."""
     text = re.sub(r"^>>> .*(?:\n.+)*", lambda found: f"```pycon\n{found[0]}\n```", text, flags=re.MULTILINE)
     return re.sub(r"(?<=\n\n)    .*(?:\n(?:    .*)?)*", _fenced_block, text)
 
@@ -327,39 +450,54 @@ def _fenced_block(found: re.Match[str]) -> str:
     return f"```python\n{dedent(found[0]).strip()}\n```\n\n"
 
 
-CHECKED_TYPES = {
-    "int": ("Whole", "Count", "CountOrZero"),
-    "float": ("Number", "NumberOrZero", "Positive", "Seconds", "SecondsOrZero", "Fraction", "PositiveFraction"),
-    "str": ("Text", "NonEmptyText", "StopText"),
-    "bool": ("Flag",),
-    "tuple[str, ...]": ("StopTexts",),
-    "Sequence[int]": ("GrowingCounts",),
-}
-"""The plain types of those in `streamrag.support.validation`."""
-
-
 class _WithoutChecks(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        plain = next((plain for plain, checked in CHECKED_TYPES.items() if node.id in checked), node.id)
-        return ast.parse(plain, mode="eval").body
+        return ast.Name(PLAIN_TYPES.get(node.id, node.id))
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
-        if isinstance(node.value, ast.Name) and node.value.id in {"Annotated", "InstanceOf", "SkipValidation"}:
-            first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
-            return self.visit(first)  # type: ignore[no-any-return]
+        name = ast.unparse(node.value)
+        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if name in ("Annotated", "InstanceOf", "SkipValidation"):
+            return self.visit(parts[0])  # type: ignore[no-any-return]
+        if name == "Literal":  # a Literal in a Literal is flat
+            nested = [part.slice if isinstance(part, ast.Subscript) else part for part in parts]
+            flat = [value for part in nested for value in (part.elts if isinstance(part, ast.Tuple) else [part])]
+            return ast.Subscript(node.value, ast.Tuple(flat) if len(flat) > 1 else flat[0])
         return self.generic_visit(node)  # type: ignore[return-value]
 
 
 def without_checks(annotation: str) -> str:
-    """Return the type that a checked annotation has for a caller: `int` for `Annotated[int, Field(ge=1)]`."""
-    names = {name for checked in CHECKED_TYPES.values() for name in checked}
-    if not names & set(re.findall(r"\w+", annotation)) and not re.search("Annotated|InstanceOf", annotation):
+    """Return the plain type of a checked annotation: `int` for `Annotated[int, Field(ge=1)]`."""
+    if not re.search(r"\b(Annotated|InstanceOf|SkipValidation|Literal|" + "|".join(PLAIN_TYPES) + r")\b", annotation):
         return annotation
     return ast.unparse(_WithoutChecks().visit(ast.parse(annotation, mode="eval"))).replace("'", '"')
 
 
+def field_option(value: str | griffe.Expr | None, name: str) -> str:
+    """Return an option of a dataclass's or pydantic's `field(...)`, a text without its quotes; "" if it has none."""
+    if not re.match(r"[Ff]ield\(", str(value)):
+        return ""
+    (call,) = (node for node in [ast.parse(str(value), mode="eval").body] if isinstance(node, ast.Call))
+    option = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+    if option is None:
+        return ""
+    return str(option.value) if name == "description" and isinstance(option, ast.Constant) else ast.unparse(option)
+
+
+def sentence(text: str) -> str:
+    return f"{text}." if text and not text.endswith(".") else text
+
+
+def with_unit(name: str, meaning: str) -> str:
+    """Return the meaning of an option, with the unit that its name ends in unless the meaning tells it."""
+    for suffix, (words, sentence) in UNITS.items():
+        if name.endswith(suffix) and not re.search(words, meaning):
+            return f"{meaning.rstrip()} {sentence}".strip()
+    return meaning
+
+
 def fenced(code: str, above: str = "") -> str:
-    """A signature, on lines of their own if it is long."""
+    """Return a signature as a code block, with one parameter per line if it is long."""
     if len(code) > 100 and "(" in code:
         head, _, rest = code.partition("(")
         inside, _, tail = rest.rpartition(")")
@@ -371,7 +509,7 @@ def fenced(code: str, above: str = "") -> str:
 
 
 def split_commas(text: str) -> list[str]:
-    """At the commas that are in no bracket."""
+    """Split `text` at the commas outside of brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -383,20 +521,20 @@ def split_commas(text: str) -> list[str]:
 
 
 def table(rows: list[Row], what: str) -> str:
-    """Options or fields; nothing if there are none."""
+    """Return a table of options or fields, or "" without rows."""
     if not rows:
         return ""
     columns = [[what, *(code(row.name) for row in rows)], ["Type", *(code(row.annotation) for row in rows)]]
     if any(row.default is not None for row in rows):
         columns.append(["Default", *("" if row.default is None else code(row.default) for row in rows)])
     if any(row.meaning for row in rows):
-        columns.append([" ", *(row.meaning[:1].upper() + row.meaning[1:].replace("|", "\\|") for row in rows)])
+        columns.append(["Meaning", *(row.meaning[:1].upper() + row.meaning[1:].replace("|", "\\|") for row in rows)])
     first, *others = zip(*columns, strict=True)
     return "\n".join(f"| {' | '.join(line)} |" for line in [first, ["---"] * len(columns), *others])
 
 
 def code(text: str) -> str:
-    """Code in a cell of a table, where a bar must be escaped."""
+    """Return `text` as code in a table cell, with bars escaped."""
     return f"`{text}`".replace("|", "\\|")
 
 
@@ -416,7 +554,7 @@ def module_at(package: griffe.Module, path: str) -> griffe.Module:
 
 
 def public_names(module: griffe.Module) -> list[str]:
-    """The names in `__all__`, or those that load their modules when they are used."""
+    """Return the names in `__all__`, or of the module's lazy imports."""
     if "_HOMES" in module.members:
         return sorted(str(key).strip("'\"") for key in module["_HOMES"].value.keys)
     return [str(name) for name in module.exports or ()]
@@ -429,13 +567,18 @@ def resolved(found: griffe.Object | griffe.Alias) -> griffe.Object:
 def main() -> int:
     package = griffe.load("streamrag", search_paths=[ROOT])
     assert isinstance(package, griffe.Module)
-    page = re.sub(r"\n{3,}", "\n\n", Reference(package).page())
+    pages = {FOLDER / f"{name}.md": text for name, text in Reference(package).pages().items()}
     if sys.argv[1:] == ["--check"]:
-        if not PAGE.exists() or PAGE.read_text() != page:
-            print(f"{PAGE.relative_to(ROOT)} is not what the docstrings say now: run `make api`")
-            return 1
-        return 0
-    PAGE.write_text(page)
+        there = {path: path.read_text() for path in FOLDER.glob("*.md")}
+        different = sorted(path.name for path in {*pages, *there} if pages.get(path) != there.get(path))
+        if different:
+            print(f"docs/api differs from signatures and docstrings in {', '.join(different)}: run `make api`")
+        return 1 if different else 0
+    FOLDER.mkdir(exist_ok=True)
+    for path in {*FOLDER.glob("*.md")} - {*pages}:
+        path.unlink()
+    for path, text in pages.items():
+        path.write_text(text)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""For mkdocs: the pages beside docs/ that the documentation and the README link to, under names of the site."""
+"""A mkdocs hook that adds pages from outside docs/, such as the README and the changelog, to the site."""
 
 import re
 from pathlib import Path
@@ -11,13 +11,13 @@ RESULTS = ROOT / "experiments" / "results"
 BESIDE = {f"{name.upper()}.md": f"{name}.md" for name in ("readme", "changelog", "contributing", "decisions")} | {
     "experiments/results/paper.md": "paper.md"
 }
-"""From a file's name in the repository to its name in the site."""
+"""Names of the site's pages by file name in the repository."""
 LINK = re.compile(r"\]\(([^)#]+)")
 CODE = re.compile(r"`[^`\n]+`")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages; their links to docs/ are links within the site."""
+    """Add the pages, and turn their links to docs/ into links within the site."""
     for name, page in BESIDE.items():
         text = (ROOT / name).read_text()
         linked = LINK.sub(lambda link: f"]({BESIDE.get(link[1], link[1].removeprefix('docs/'))}", text)
@@ -29,6 +29,6 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links from docs/ to a page beside it; bars in code, which only GitHub wants escaped in a table."""
+    """Turn links to files outside docs/ into links within the site, and unescape bars in code."""
     markdown = CODE.sub(lambda code: code[0].replace(r"\|", "|"), markdown)
     return LINK.sub(lambda link: f"]({BESIDE.get(link[1].removeprefix('../'), link[1])}", markdown)

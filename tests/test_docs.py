@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,6 +149,33 @@ def test_the_tests_that_stand_beside_threats_exist() -> None:
         tests = (ROOT / "tests" / "sources" / file).read_text()
         for name in re.findall(r"`(\w+)`", named):
             assert f"def {name}(" in tests
+
+
+def test_the_picture_of_the_readme_shows_the_recorded_query() -> None:
+    command = [sys.executable, "scripts/timeline.py", "--check"]
+    checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_the_versions_are_those_of_the_package_metadata() -> None:
+    """Each row of an extra has the package and range that pyproject.toml has."""
+    text = (ROOT / "docs" / "versions.md").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \| (\S+) \|", text, re.MULTILINE)
+    assert len(rows) == 10
+    assert [row for row in rows if f"{row[1]}{row[2]}" not in extras[row[0]]] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 100
+
+
+def test_the_glossary_has_at_most_80_terms_in_order() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    groups = [re.findall(r"^- \*\*(.+?)\*\*: ", group, re.MULTILINE) for group in text.split("\n## ")[1:]]
+    assert all(group == sorted(group, key=str.lower) for group in groups)
+    terms = [term for group in groups for term in group]
+    assert len({term.lower() for term in terms}) == len(terms) <= 80
 
 
 def test_the_index_names_every_page() -> None:

@@ -18,7 +18,7 @@ from streamrag import testing
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "streamrag"
-FOR_USERS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOR_USERS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "api").glob("*.md"))]
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb"))
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
