@@ -17,8 +17,7 @@ from website import Website
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources.http import ssrf_guard
 from streamrag.sources.http.fetch import Fetcher
-from streamrag.sources.http.page import Page
-from streamrag.sources.http.page_errors import CostlyPageError, NoConnectionError, UnusablePageError
+from streamrag.sources.http.page import CostlyPageError, NoConnectionError, Page, UnusablePageError
 from streamrag.sources.threads import Threads
 
 CONTEXT = ssl.create_default_context()

@@ -17,9 +17,8 @@ from website import Website
 from streamrag.errors import ConfigurationError, UnsafeUrlError
 from streamrag.sources.crawl.page_reader import SITEMAPS
 from streamrag.sources.http.disk_store import DiskStore
-from streamrag.sources.http.page import PAGES, ContentRules, Page
+from streamrag.sources.http.page import PAGES, ContentRules, Page, UnusablePageError
 from streamrag.sources.http.page_cache import PageCache
-from streamrag.sources.http.page_errors import UnusablePageError
 from streamrag.sources.pages.page_content import JSON, PageContent
 
 pytest.importorskip("hishel")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from streamrag.sources.http import politeness
-from streamrag.sources.http.page_errors import HttpStatusError, PutOffError, UnusablePageError
+from streamrag.sources.http.page import HttpStatusError, PutOffError, UnusablePageError
 from streamrag.sources.http.politeness import CrawlTurns, Hosts
 
 pytest.importorskip("tenacity")

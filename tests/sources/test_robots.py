@@ -15,7 +15,7 @@ from website import Website
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources.http import robots, ssrf_guard
 from streamrag.sources.http.fetch import Fetcher
-from streamrag.sources.http.page_errors import CostlyPageError, DisallowedError, OwnLimitError, PutOffError
+from streamrag.sources.http.page import CostlyPageError, DisallowedError, OwnLimitError, PutOffError
 from streamrag.sources.http.politeness import CrawlTurns, Hosts
 from streamrag.sources.http.robots import Robots, Rules, parse
 from streamrag.sources.threads import Threads
@@ -79,7 +79,7 @@ def rules(text: str, agent: str = AGENT) -> Rules:
 
 def can_fetch(found: Rules, path: str) -> bool:
     assert found.parser
-    return found.parser.can_fetch(f"http://docs.example{path}", found.agent)
+    return found.parser.can_fetch(f"http://docs.example{path}", AGENT)
 
 
 async def test_what_it_forbids_is_not_fetched_and_it_is_asked_for_once(site: Website) -> None:

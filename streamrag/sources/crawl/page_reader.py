@@ -11,9 +11,8 @@ from streamrag.core.trace_context import trace_headers
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.http.fetch import Fetcher
-from streamrag.sources.http.page import ContentRules, Kind
+from streamrag.sources.http.page import ContentRules, CostlyPageError, DisallowedError, Kind, UnusablePageError
 from streamrag.sources.http.page_cache import PageCache
-from streamrag.sources.http.page_errors import CostlyPageError, DisallowedError, UnusablePageError
 from streamrag.sources.http.politeness import CrawlTurns, Hosts
 from streamrag.sources.http.robots import Robots
 from streamrag.sources.http.ssrf_guard import resolve

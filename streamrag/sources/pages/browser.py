@@ -11,7 +11,7 @@ from crawl4ai import BrowserConfig, CacheMode, CrawlerRunConfig
 from crawl4ai.async_crawler_strategy import AsyncPlaywrightCrawlerStrategy
 
 from streamrag.errors import UnreachableError
-from streamrag.sources.http.page_errors import UnusablePageError
+from streamrag.sources.http.page import UnusablePageError
 
 SETTLED = """js:() => {
     const now = performance.now(), size = document.body ? document.body.innerText.length : 0

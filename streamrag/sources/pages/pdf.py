@@ -11,7 +11,7 @@ import re
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from streamrag.sources.http.page_errors import UnusablePageError
+from streamrag.sources.http.page import UnusablePageError
 
 if TYPE_CHECKING:
     import pypdf
