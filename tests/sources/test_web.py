@@ -493,8 +493,8 @@ async def test_a_worker_that_dies_is_an_error_for_its_query_alone(site: Website,
     before = set(workers.process_ids)
     crawling = asyncio.create_task(crawl(source))
     [first, second] = [slot.result() for slot in workers._slots]
-    await until(lambda: first.is_in_step != second.is_in_step)
-    busy = second if first.is_in_step else first
+    await until(lambda: first.is_idle != second.is_idle)
+    busy = second if first.is_idle else first
     os.kill(busy.process.pid, signal.SIGKILL)
     assert paths(await crawl(other)) == ["/other"]
     with pytest.raises(WorkerError, match=r"crawl worker \(process \d+\) died with exit code -9"):
