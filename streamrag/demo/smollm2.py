@@ -193,7 +193,6 @@ def _write_weights(path: Path, gguf: Any, added: dict[str, tuple[Any, Any]], pro
 
 
 def _name(tensor: Any) -> str:
-    """Return the name of a weight in transformers."""
     *block, kind, what = tensor.name.split(".")
     return ".".join(["model.layers", block[1], NAMES[kind], what] if block else [NAMES[kind], what])
 

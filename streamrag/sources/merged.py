@@ -24,8 +24,7 @@ log = logging.getLogger("streamrag.sources")
 _Queue: TypeAlias = "asyncio.Queue[tuple[int, SourceEvent | BaseException | None, asyncio.Event]]"
 """The number of a source; its event, its error, or None at its end; and an event to set when that was processed."""
 
-FUSION_INTERVAL = 4
-"""Time between fusions, in durations of the last one: thousands of chunks take time to sort."""
+FUSION_INTERVAL = 4  # time between fusions, in durations of the last one: thousands of chunks take time to sort
 
 
 class Merged:
@@ -122,8 +121,7 @@ class _MergedContext:
         """The passages of the last `Update`; None while all sources only append."""
         self._next_fusion_s = 0.0
         self._now = asyncio.get_running_loop().time
-        self.is_changed = False
-        """Whether events have arrived since the last fusion."""
+        self.is_changed = False  # whether events have arrived since the last fusion
         self.running: dict[int, tuple[float, Hint | None]] = dict.fromkeys(range(num_sources), (0.0, None))
         """The time and the hint of the last event of each running source."""
 

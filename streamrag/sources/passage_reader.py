@@ -10,8 +10,7 @@ from streamrag.support.messages import is_number, is_whole, short
 
 WANTED = "passages: str, Chunk, (text, uri), a mapping with text, or an object with page_content and metadata"
 TEXTS = ("text", "page_content", "content")
-URIS = ("uri", "url", "source")
-"""Keys of the text and the uri in mappings and metadata; the first that exists is used."""
+URIS = ("uri", "url", "source")  # keys of the text and the uri in mappings and metadata; the first that exists is used
 
 
 class PassageReader:

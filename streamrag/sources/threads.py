@@ -9,6 +9,7 @@ import contextvars
 import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -34,32 +35,27 @@ class Threads:
         future: asyncio.Future[T] = loop.create_future()
         held = await self._acquire()
 
-        def on_done(result: T | None, error: BaseException | None) -> None:
+        def finish(set_outcome: Callable[[], None]) -> None:
             for places in held:
                 places.release()
             if not future.done():
-                if error is None:
-                    future.set_result(result)  # type: ignore[arg-type]
-                else:
-                    future.set_exception(error)
+                set_outcome()
 
         def work() -> None:
-            result: T | None = None
-            error: BaseException | None = None
             try:
-                result = context.run(call)
-            except (StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt) as raised:  # a future rejects these
-                error = RuntimeError(repr(raised))
-            except BaseException as raised:  # raised again by `run`
-                error = raised
+                set_outcome = partial(future.set_result, context.run(call))
+            except (StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt) as error:  # a future rejects these
+                set_outcome = partial(future.set_exception, RuntimeError(repr(error)))
+            except BaseException as error:  # raised again by `run`
+                set_outcome = partial(future.set_exception, error)
             with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(on_done, result, error)
+                loop.call_soon_threadsafe(finish, set_outcome)
 
         context = contextvars.copy_context()
         try:
             threading.Thread(target=work, name=self._name, daemon=True).start()
         except BaseException as error:  # the system has too many threads
-            on_done(None, error)
+            finish(partial(future.set_exception, error))
         return await future
 
     async def _acquire(self) -> list[asyncio.Semaphore]:

@@ -23,8 +23,7 @@ class CountedStream(httpcore.AsyncNetworkStream):
     def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
         self._stream = stream
         self._max_bytes: int | None = None  # None before the head is complete
-        self.num_bytes = 0
-        """Bytes read from the socket since the request was sent."""
+        self.num_bytes = 0  # bytes read from the socket since the request was sent
         self._num_lines = 0
 
     def begin_body(self, max_bytes: int) -> None:

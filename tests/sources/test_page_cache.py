@@ -45,7 +45,7 @@ async def fetch(store: DiskStore, url: str, rules: ContentRules = PAGES, **limit
     allow_private = limits.setdefault("allow_private", True)
     cache = PageCache(store, allow_private=allow_private, user_agent=AGENT)
     async with fetching(**limits) as fetcher:
-        fetcher._cache = cache
+        fetcher.cache = cache
         return await fetcher.fetch(url, lambda url: None, rules)
 
 

@@ -227,7 +227,7 @@ async def test_that_a_crawl_has_had_its_bytes_is_not_held_against_a_host(site: W
     site.add("/robots.txt", "User-agent: *\nAllow: /\n" + "# x\n" * 50)
     known = new()
     async with fetching(max_crawl_bytes=10) as used_up, fetching() as fresh:
-        with pytest.raises(OwnLimitError, match="the crawl has had max_crawl_bytes=10"):
+        with pytest.raises(OwnLimitError, match="the crawl has reached max_crawl_bytes=10"):
             await known.check(site.url("/a"), used_up)
         await known.check(site.url("/a"), fresh)
 

@@ -67,8 +67,7 @@ class Crawl:
                 self._launch(Target(url, 0))
         if self._options.sitemaps and self._options.max_depth:
             for origin in list(dict.fromkeys(map(origin_of, self._start_errors)))[:MAX_SITEMAP_HOSTS]:
-                self._frontier.num_sitemaps += 1
-                self._begin_visit(Target(origin, 0, is_sitemaps=True))
+                self._launch(Target(origin, 0, is_sitemaps=True))
 
     async def next_finished(self) -> _Visit | None:
         """Wait for the next visit to finish; return None if none is left, or at the deadline."""
@@ -111,7 +110,9 @@ class Crawl:
 
     def _absorb_page(self, visit: _Visit, target: Target) -> SourceEvent:
         if visit.cancelled():
-            return Skipped(target.url, f"its host is given up: {MAX_COSTLY_PAGES} of its pages took too much")
+            return Skipped(
+                target.url, f"its host is abandoned: {MAX_COSTLY_PAGES} of its pages exceeded their time or memory"
+            )
         try:
             page = visit.result()
         except WorkerError:
@@ -151,7 +152,7 @@ class Crawl:
         :raises UnreachableError: no start URL could be reached.
         """
         for target in self._visits.values():
-            yield Skipped(target.url, f"not finished when crawl_timeout_s={self._options.crawl_timeout_s:g} were over")
+            yield Skipped(target.url, f"not finished within crawl_timeout_s={self._options.crawl_timeout_s:g}")
         errors = [error for error in self._start_errors.values() if error]
         if errors and len(errors) == len(self._start_errors):
             if len(errors) == 1:
@@ -167,11 +168,11 @@ class Crawl:
         num_unread = sum(number for url, number in self._unread_sitemaps.items() if is_wanted(url))
         num_costly = self._frontier.num_costly.total()
         num_given_up = sum(number >= MAX_COSTLY_PAGES for number in self._frontier.num_costly.values())
-        time_over = f"crawl_timeout_s={self._options.crawl_timeout_s:g} were over before all pages were finished"
+        time_over = f"crawl_timeout_s={self._options.crawl_timeout_s:g} ended before all pages were finished"
         causes = [
             (self._visits or self._is_late, time_over),
-            (num_costly, f"{_count(num_costly, 'page')} took more time or memory than a page may"),
-            (num_given_up, f"{_count(num_given_up, 'host')} given up because of that"),
+            (num_costly, f"{_count(num_costly, 'page')} exceeded the time or memory of a page"),
+            (num_given_up, f"{_count(num_given_up, 'host')} abandoned because of that"),
             (self._num_put_off, f"{_count(self._num_put_off, 'page')} not fetched, because servers asked to wait"),
             (self._num_truncated, f"{_count(self._num_truncated, 'page')} too large to be read to the end"),
             (num_unread, f"{_count(num_unread, 'sitemap')} not read, or not to the end"),
@@ -198,28 +199,22 @@ class Crawl:
 
     def _launch(self, target: Target) -> None:
         self._frontier.launch(target)
-        self._begin_visit(target)
-
-    def _begin_visit(self, target: Target) -> None:
         visit = asyncio.create_task(self._visit(target), name=f"crawl {target.url}")
         self._visits[visit] = target
         visit.add_done_callback(self._finished.put_nowait)
 
     async def _visit(self, target: Target) -> Any:
         try:
-            if target.is_sitemaps:
-                return await self._read_sitemaps(target.url)
-            return await self._reader.read(target.url, partial(self._frontier.check_redirect, target))
+            if not target.is_sitemaps:
+                return await self._reader.read(target.url, partial(self._frontier.check_redirect, target))
+            crawl_timeout_s = self._options.crawl_timeout_s
+            sitemaps = HostSitemaps(target.url, self._reader)
+            until = self._deadline - (1 - SITEMAPS_SHARE_OF_TIME) * crawl_timeout_s
+            await sitemaps.read(until, f"a third of crawl_timeout_s={crawl_timeout_s:g} is over")
+            return sitemaps
         except COSTLY_ERRORS:
             self._count_costly(target.host)
             raise
-
-    async def _read_sitemaps(self, origin: str) -> HostSitemaps:
-        crawl_timeout_s = self._options.crawl_timeout_s
-        sitemaps = HostSitemaps(origin, self._reader)
-        until = self._deadline - (1 - SITEMAPS_SHARE_OF_TIME) * crawl_timeout_s
-        await sitemaps.read(until, f"a third of crawl_timeout_s={crawl_timeout_s:g} is over")
-        return sitemaps
 
     def _count_costly(self, host: str) -> None:
         """Count a costly page of `host`, and abandon the host's other pages after the second one."""

@@ -18,14 +18,11 @@ class Target(NamedTuple):
     """A URL to visit."""
 
     url: str
-    depth: int
-    """Number of links from a start URL, which has 0."""
-    is_sitemaps: bool = False
-    """Whether the target is not a page, but the sitemaps of the host with the origin `url`."""
+    depth: int  # number of links from a start URL, which has 0
+    is_sitemaps: bool = False  # whether the target is not a page, but the sitemaps of the host with the origin `url`
 
     @property
     def host(self) -> str:
-        """The host, with its port unless that is the default."""
         return urlsplit(self.url).netloc
 
 
@@ -39,8 +36,7 @@ class Frontier:
         self._start_hosts: set[str] = set()
         self._num_launched: Counter[str] = Counter()  # pages, by host
         self._num_disallowed = 0
-        self.num_costly: Counter[str] = Counter()
-        """Number of costly pages, by host."""
+        self.num_costly: Counter[str] = Counter()  # number of costly pages, by host
         self.num_sitemaps = 0
         """Number of hosts whose sitemaps are being read. Meanwhile, half of the places are reserved for their pages."""
 
@@ -58,13 +54,16 @@ class Frontier:
         """Return why a start URL gets no place, or an empty text if it gets one."""
         limits = self._options
         if not self.num_places:
-            return f"max_pages={limits.max_pages} is less than there are start URLs"
+            return f"max_pages={limits.max_pages} is less than the number of start URLs"
         if self._has_enough(url):
-            return f"max_pages_per_host={limits.max_pages_per_host} is less than there are start URLs of its host"
+            return f"max_pages_per_host={limits.max_pages_per_host} is less than the number of start URLs of its host"
         return ""
 
     def launch(self, target: Target) -> None:
-        """Give a place to a page."""
+        """Give a place to a page, or count a host whose sitemaps are being read."""
+        if target.is_sitemaps:
+            self.num_sitemaps += 1
+            return
         self._visited.add(target.url)
         self._num_launched[target.host] += 1
         if target.depth == 0:

@@ -85,7 +85,6 @@ class PageReader:
         self._share = Share()
 
     async def aclose(self) -> None:
-        """Close all connections."""
         await self._fetcher.aclose()
 
     async def read(self, url: str, check_redirect: Callable[[str], None]) -> dict[str, Any]:
@@ -146,7 +145,7 @@ class PageReader:
         answer = await self._turns.ask(start, partial(self._clean, start, "browser", "", b""))
         url = normalize_url(answer["url"])
         if url is None:
-            raise UnusablePageError(f"the browser was led to {answer['url'][:100]!r}")
+            raise UnusablePageError(f"the browser was redirected to {answer['url'][:100]!r}")
         if url != start:
             check_redirect(url)
             try:

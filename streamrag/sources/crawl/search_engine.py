@@ -44,7 +44,7 @@ def search_engine(url: str, *, num_results: Count = 5, timeout_s: Seconds = 10.0
         except TimeoutError:
             raise SourceError(f"the search engine at {base} did not answer within {timeout_s:g} s") from None
         except httpx.HTTPError as error:
-            raise SourceError(f"the search engine at {base} cannot be asked: {message_of(error)}") from error
+            raise SourceError(f"the search engine at {base} cannot be reached: {message_of(error)}") from error
         return _addresses(answer, base)[:num_results]
 
     return find

@@ -28,12 +28,9 @@ class HostSitemaps:
         self._are_named = False
         self._num_begun = 0
         self._num_costly = 0
-        self.pages: dict[str, None] = {}
-        """URLs that contain words of the query, in their order."""
-        self.problems: dict[str, str] = {}
-        """Reasons why sitemaps were not read, by URL."""
-        self.num_unread = 0
-        """Number of sitemaps not fully read because of time or limits other than the user's."""
+        self.pages: dict[str, None] = {}  # URLs that contain words of the query, in their order
+        self.problems: dict[str, str] = {}  # reasons why sitemaps were not read, by URL
+        self.num_unread = 0  # number of sitemaps not fully read because of time or limits other than the user's
 
     async def read(self, until: float, late: str) -> None:
         """Read the sitemaps until a time of the event loop's clock. The text `late` explains that time in reasons.
@@ -73,7 +70,7 @@ class HostSitemaps:
     def _stop_reason(self) -> str:
         """Return the limit that forbids reading another sitemap, or an empty text."""
         if self._num_costly >= MAX_COSTLY_SITEMAPS:
-            return f"{MAX_COSTLY_SITEMAPS} sitemaps of its host took too much"
+            return f"{MAX_COSTLY_SITEMAPS} sitemaps of its host exceeded their time or memory"
         return f"{MAX_SITEMAPS} sitemaps of a host are" if self._num_begun >= MAX_SITEMAPS else ""
 
     def _absorb(self, task: "asyncio.Task[SitemapAnswer]", url: str) -> None:
@@ -96,7 +93,7 @@ class HostSitemaps:
             if max_body_bytes:
                 self.problems[url] = f"it is larger than max_body_bytes={max_body_bytes}: only its beginning is read"
             elif answer["is_cut"]:
-                self._add_unread(url, "it is damaged, or larger than what is looked at: only a part of it is read")
+                self._add_unread(url, "it is damaged or too large: only a part of it is read")
 
     def _add_unread(self, url: str, reason: str, num_sitemaps: int = 1) -> None:
         self.problems[url] = reason

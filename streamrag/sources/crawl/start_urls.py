@@ -28,12 +28,8 @@ class StartUrlList:
         self._urls = urls if callable(urls) else list(dict.fromkeys(map(parse_start_url, _check(urls))))
         if not self._urls:
             raise ConfigurationError("WebSource: there is no start URL")
+        self.may_be_unsafe = callable(urls)  # the URLs do not come from the user
         self._threads = Threads(MAX_CALLS, "start URLs")
-
-    @property
-    def may_be_unsafe(self) -> bool:
-        """Whether the URLs come from a function, not from the user."""
-        return callable(self._urls)
 
     async def find(self, query: str, timeout_s: float) -> tuple[list[str], list[Skipped]]:
         """Return the start URLs for `query`, and an event for each unusable URL of the function.

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import ssl
 from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
 from dataclasses import fields
 from pathlib import Path
 
@@ -122,7 +123,7 @@ class WebSource:
         self._options = CrawlOptions(**{each.name: given[each.name] for each in fields(CrawlOptions)})
         self._workers: WorkerPool | None = None
         self._ssl_context: ssl.SSLContext | None = None
-        self._scratch: ScratchFolder | None = None
+        self._resources = AsyncExitStack()
         self._shared = self._new_state()
 
     def _new_state(self) -> SharedState:
@@ -152,8 +153,17 @@ class WebSource:
         progress(f"starting {self._options.num_workers} crawl workers")
         try:
             self._ssl_context = await asyncio.to_thread(self._prepare)
-            self._scratch = ScratchFolder(SCRATCH)
-            self._workers = self._new_pool(str(self._scratch.path))
+            scratch = ScratchFolder(SCRATCH)
+            self._resources.push_async_callback(asyncio.to_thread, scratch.remove)
+            env = {
+                "CRAWL4_AI_BASE_DIRECTORY": str(scratch.path),  # instead of ~/.crawl4ai
+                "CRAWL4AI_NO_CLOUD_NOTICE": "1",
+                "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # instead of downloading a price list
+            }
+            options = {name: getattr(self._options, name) for name in CLEANER_OPTIONS}
+            size = self._options.num_workers
+            self._workers = WorkerPool(CLEANER, options, size=size, name="crawl worker", env=env)
+            self._resources.push_async_callback(self._workers.aclose)
             await self._workers.start()
         except BaseException as error:
             await self.aclose()
@@ -178,20 +188,11 @@ class WebSource:
         remove_left_behind(SCRATCH)
         return httpcore.default_ssl_context()
 
-    def _new_pool(self, scratch: str) -> WorkerPool:
-        env = {
-            "CRAWL4_AI_BASE_DIRECTORY": scratch,  # instead of ~/.crawl4ai
-            "CRAWL4AI_NO_CLOUD_NOTICE": "1",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # instead of downloading a price list
-        }
-        options = {name: getattr(self._options, name) for name in CLEANER_OPTIONS}
-        return WorkerPool(CLEANER, options, size=self._options.num_workers, name="crawl worker", env=env)
-
     async def aclose(self) -> None:
         """Stop the worker processes. Running crawls end with an error. Does nothing if not started."""
-        workers, self._workers = self._workers, None
-        scratch, self._scratch, self.is_started = self._scratch, None, False
-        await run_regardless(_release(workers, scratch), "web source close")
+        resources, self._resources = self._resources, AsyncExitStack()
+        self._workers, self.is_started = None, False
+        await run_regardless(resources.aclose(), "web source close")
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Crawl for `query`, and yield the pages as they arrive. `Hint.num_chunks` counts the pages to come.
@@ -222,10 +223,3 @@ class WebSource:
                 yield cut_short
         finally:
             await crawl.aclose()
-
-
-async def _release(workers: WorkerPool | None, scratch: ScratchFolder | None) -> None:
-    if workers:
-        await workers.aclose()
-    if scratch:
-        await asyncio.to_thread(scratch.remove)

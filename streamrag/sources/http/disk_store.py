@@ -81,7 +81,6 @@ class DiskStore:
             self._sweep()
 
     def remove(self, key: str) -> None:
-        """Remove the entry of `key`, if it exists."""
         with suppress(OSError):
             self._path(key).unlink()
 

@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -70,6 +71,7 @@ class _TimeBudget:
             self._left_s -= time.monotonic() - start_s
 
 
+@dataclass(kw_only=True, eq=False)
 class Fetcher:
     """A connection pool for one crawl. No socket is left open after `aclose`.
 
@@ -80,38 +82,29 @@ class Fetcher:
     ssl_context: a shared context, because creating one takes milliseconds.
     """
 
-    def __init__(
-        self,
-        *,
-        page_timeout_s: float,
-        connect_timeout_s: float,
-        max_body_bytes: int,
-        max_crawl_bytes: int | None = None,
-        allow_private: bool,
-        user_agent: str,
-        ssl_context: ssl.SSLContext,
-        resolve: Resolve,
-        turns: CrawlTurns | None = None,
-        cache: PageCache | None = None,
-        more_headers: Mapping[str, str] | None = None,
-    ) -> None:
-        self._page_timeout_s = page_timeout_s
-        self._connect_timeout_s = connect_timeout_s
-        self._max_body_bytes = max_body_bytes
-        self._max_crawl_bytes = max_crawl_bytes
-        self._turns = turns
-        self._cache = cache
-        self._headers = {"User-Agent": user_agent, "Accept-Encoding": "gzip", **(more_headers or {})}
+    page_timeout_s: float
+    connect_timeout_s: float
+    max_body_bytes: int
+    max_crawl_bytes: int | None = None
+    allow_private: bool
+    user_agent: str
+    ssl_context: ssl.SSLContext
+    resolve: Resolve
+    turns: CrawlTurns | None = None
+    cache: PageCache | None = None
+    more_headers: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        self._headers = {"User-Agent": self.user_agent, "Accept-Encoding": "gzip", **(self.more_headers or {})}
         self._num_bytes = 0
         self._backend = GuardedBackend(
-            connect_timeout_s=connect_timeout_s, allow_private=allow_private, resolve=resolve
+            connect_timeout_s=self.connect_timeout_s, allow_private=self.allow_private, resolve=self.resolve
         )
         self._connections = httpcore.AsyncConnectionPool(
-            ssl_context=ssl_context, network_backend=self._backend, max_connections=None
+            ssl_context=self.ssl_context, network_backend=self._backend, max_connections=None
         )
 
     async def aclose(self) -> None:
-        """Close all connections, idle or in use."""
         await self._connections.aclose()
 
     async def fetch(self, url: str, check_redirect: CheckRedirect, rules: ContentRules = PAGES) -> Page:
@@ -126,7 +119,7 @@ class Fetcher:
         try:
             return await self._follow(url, check_redirect, rules)
         except TimeoutError:
-            raise CostlyPageError(f"it did not end within {self._page_timeout_s:g} s") from None
+            raise CostlyPageError(f"it did not end within {self.page_timeout_s:g} s") from None
         except ResponseTooLargeError as error:
             raise UnusablePageError(str(error)) from None
         except NETWORK_ERRORS as error:
@@ -141,7 +134,7 @@ class Fetcher:
         """
         parts = urlsplit(url)
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(self.connect_timeout_s):
                 await self._backend.check(parts.hostname or "", parts.port or 80)
         except httpcore.ConnectError as error:
             raise UnreachableError(f"{url} cannot be reached: {error}") from error
@@ -149,7 +142,7 @@ class Fetcher:
             raise NoConnectionError(f"{url} cannot be reached: resolving its name takes too long") from None
 
     async def _follow(self, start: str, check_redirect: CheckRedirect, rules: ContentRules) -> Page:
-        budget = _TimeBudget(self._page_timeout_s)
+        budget = _TimeBudget(self.page_timeout_s)
         url = start
         for _ in range(MAX_REDIRECTS + 1):
             try:
@@ -163,7 +156,7 @@ class Fetcher:
             location = response.fields["location"]
             target = normalize_url(location, base=url)
             if target is None:
-                raise UnusablePageError(f"it redirects to {location[:100]!r}, which is no http or https address")
+                raise UnusablePageError(f"it redirects to {location[:100]!r}, which is not an http or https URL")
             if check := check_redirect(target):
                 await check
             url = target
@@ -177,9 +170,9 @@ class Fetcher:
                 async with budget.spend():
                     return await self._request(url, rules, validators)
 
-            return await (self._turns.ask(url, request) if self._turns else request())
+            return await (self.turns.ask(url, request) if self.turns else request())
 
-        return await (self._cache.answer(url, rules.accept, send) if self._cache and rules.may_be_cached else send({}))
+        return await (self.cache.answer(url, rules.accept, send) if self.cache and rules.may_be_cached else send({}))
 
     async def _request(self, url: str, rules: ContentRules, validators: Mapping[str, str]) -> Response:
         self._check_crawl_bytes()
@@ -189,7 +182,7 @@ class Fetcher:
         async with self._connections.stream("GET", _to_httpcore(url), headers=encoded) as response:
             stream = response.extensions["network_stream"]
             assert isinstance(stream, CountedStream)
-            stream.begin_body(2 * self._max_body_bytes + MAX_OVERHEAD_BYTES)
+            stream.begin_body(2 * self.max_body_bytes + MAX_OVERHEAD_BYTES)
             if len(response.headers) > MAX_HEADER_FIELDS:
                 raise UnusablePageError(f"the server sends {len(response.headers)} header fields")
             fields = {name.lower().decode("latin-1"): value.decode("latin-1") for name, value in response.headers}
@@ -207,7 +200,7 @@ class Fetcher:
         """Return the body, and whether it was truncated."""
         encoding = fields.get("content-encoding", "").strip().lower() or "identity"
         if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
-            raise UnusablePageError(f"it is compressed as {encoding[:50]!r}, which was not asked for")
+            raise UnusablePageError(f"it is compressed as {encoding[:50]!r}, which was not requested")
         decompressor = None if encoding == "identity" else zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
         body = bytearray()
         num_raw_bytes = 0
@@ -249,16 +242,16 @@ class Fetcher:
         return Page(url, kind, charset[1] if charset else "", body, is_cut)
 
     def _max_bytes(self, rules: ContentRules) -> int:
-        return min(self._max_body_bytes, rules.max_bytes or self._max_body_bytes)
+        return min(self.max_body_bytes, rules.max_bytes or self.max_body_bytes)
 
     def _cut(self, body: bytes, rules: ContentRules) -> tuple[bytes, bool]:
         if not rules.is_lenient:
-            raise UnusablePageError(f"it is larger than max_body_bytes={self._max_body_bytes}")
+            raise UnusablePageError(f"it is larger than max_body_bytes={self.max_body_bytes}")
         return body[: self._max_bytes(rules)], True
 
     def _check_crawl_bytes(self) -> None:
-        if self._max_crawl_bytes is not None and self._num_bytes > self._max_crawl_bytes:
-            raise OwnLimitError(f"the crawl has had max_crawl_bytes={self._max_crawl_bytes}")
+        if self.max_crawl_bytes is not None and self._num_bytes > self.max_crawl_bytes:
+            raise OwnLimitError(f"the crawl has reached max_crawl_bytes={self.max_crawl_bytes}")
 
 
 def _to_httpcore(url: str) -> httpcore.URL:

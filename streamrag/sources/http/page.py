@@ -16,14 +16,11 @@ Kind: TypeAlias = Literal["html", "text", "pdf", "xml", "browser"]
 class ContentRules:
     """The content that a response may have."""
 
-    kinds: Mapping[str, Kind] | None
-    """Kinds by media type; None accepts every media type as text."""
+    kinds: Mapping[str, Kind] | None  # kinds by media type; None accepts every media type as text
     accept: str
     what: str = "a web page"
-    max_bytes: int | None = None
-    """A limit below `max_body_bytes`."""
-    is_lenient: bool = False
-    """Whether a body may be empty, and is truncated if it is too large."""
+    max_bytes: int | None = None  # a limit below `max_body_bytes`
+    is_lenient: bool = False  # whether a body may be empty, and is truncated if it is too large
     may_be_cached: bool = True
 
 
@@ -45,25 +42,20 @@ class Response:
     """A response to one request: a body, a redirect, or 304 if the stored body is still valid."""
 
     status: int
-    fields: Mapping[str, str]
-    """Header fields by lower-case name; the last of repeated ones."""
+    fields: Mapping[str, str]  # header fields by lower-case name; the last of repeated ones
     body: bytes = b""
-    is_cut: bool = False
-    """Whether the body was truncated."""
+    is_cut: bool = False  # whether the body was truncated
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
     """A fetched page."""
 
-    url: str
-    """URL after redirects."""
+    url: str  # URL after redirects
     kind: Kind
-    charset: str
-    """Charset that the server declares, or empty."""
+    charset: str  # charset that the server declares, or empty
     body: bytes
-    is_cut: bool = False
-    """Whether the body was truncated."""
+    is_cut: bool = False  # whether the body was truncated
 
 
 class UnusablePageError(SourceError):
@@ -85,8 +77,7 @@ class HttpStatusError(UnusablePageError):
         wait = "" if retry_after_s is None else f", and asks to wait for {retry_after_s:g} s"
         super().__init__(f"the server answers HTTP {status}{wait}")
         self.status = status
-        self.retry_after_s = retry_after_s
-        """Seconds to wait before the next request, from `Retry-After`."""
+        self.retry_after_s = retry_after_s  # seconds to wait before the next request, from `Retry-After`
 
 
 class TooManyRedirectsError(UnusablePageError):

@@ -38,8 +38,7 @@ class Host:
         self.delays_s: dict[str, float] = {}
         """Seconds between two requests, from the robots.txt of each scheme; the longest applies."""
         self.num_users = 0
-        self.free_at = 0.0
-        """The time of the next permitted request, by the event loop's clock."""
+        self.free_at = 0.0  # the time of the next permitted request, by the event loop's clock
         self._next = asyncio.Lock()
         self._places = asyncio.Semaphore(num_places)
 
@@ -56,7 +55,9 @@ class Host:
         async with self._next:
             while (wait_s := self.free_at - loop.time()) > 0:
                 if loop.time() + wait_s >= deadline:
-                    raise PutOffError(f"its host wants to be left alone for {wait_s:.1f} s, and the crawl ends before")
+                    raise PutOffError(
+                        f"its host permits the next request in {wait_s:.1f} s, after the end of the crawl"
+                    )
                 await asyncio.sleep(wait_s)
 
     @asynccontextmanager

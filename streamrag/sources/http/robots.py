@@ -63,8 +63,7 @@ OTHER_ROBOT = "user-agent: -"
 class Rules:
     """The rules of one host."""
 
-    parser: "Protego | None" = None
-    """None allows all pages."""
+    parser: "Protego | None" = None  # None allows all pages
     num_bytes: int = 0
     delay_s: float = 0.0
     sitemaps: tuple[str, ...] = ()
@@ -77,8 +76,7 @@ class _Entry:
     result: Rules | UnusablePageError | UnreachableError | None = None
     valid_until: float = 0.0
     """Expiry by the event loop's clock. A page that arrived earlier uses the result, however long it waited."""
-    num_silent: int = 0
-    """Consecutive requests without a response."""
+    num_silent: int = 0  # consecutive requests without a response
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def set(self, result: Rules | UnusablePageError | UnreachableError) -> None:

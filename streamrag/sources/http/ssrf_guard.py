@@ -100,7 +100,7 @@ class GuardedBackend(httpcore.AsyncNetworkBackend):
         for address in addresses:
             if not self._allow_private and not is_public(ipaddress.ip_address(address)):
                 raise UnsafeUrlError(
-                    f"{host} is at {address}, which is not a public address and is not fetched from. "
+                    f"{host} is at {address}, which is not a public address. "
                     "If you trust what this crawl can reach, pass allow_private=True (--allow-private)"
                 )
         if not addresses:

@@ -33,7 +33,12 @@ class Browser:
     """
 
     def __init__(self, cdp_url: str, *, user_agent: str, page_timeout_s: float) -> None:
-        _check_listens(cdp_url)
+        parts = urlsplit(cdp_url)
+        port = parts.port or (443 if parts.scheme in ("https", "wss") else 80)
+        try:  # crawl4ai would take seconds to notice that nothing listens
+            socket.create_connection((parts.hostname, port), timeout=5).close()
+        except OSError as error:
+            raise UnreachableError(f"nothing listens at {cdp_url}: {error}") from None
         config = BrowserConfig(
             user_agent=user_agent,
             verbose=False,
@@ -73,13 +78,3 @@ class Browser:
             return UnreachableError(network[0])
         cause = CAUSE.search(message)
         return ValueError(cause[0][:200] if cause else message[:200])
-
-
-def _check_listens(cdp_url: str) -> None:
-    """Raise UnreachableError if nothing listens; crawl4ai would take seconds to notice."""
-    parts = urlsplit(cdp_url)
-    port = parts.port or (443 if parts.scheme in ("https", "wss") else 80)
-    try:
-        socket.create_connection((parts.hostname, port), timeout=5).close()
-    except OSError as error:
-        raise UnreachableError(f"nothing listens at {cdp_url}: {error}") from None

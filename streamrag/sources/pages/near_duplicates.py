@@ -42,12 +42,10 @@ def words_of(paragraph: str) -> list[str]:
 
 
 def triples_of(words: list[str]) -> set[str]:
-    """Return the set of word triples."""
     return {" ".join(words[i : i + 3]) for i in range(len(words) - 2)}
 
 
 def is_near_duplicate(one: list[str], other: list[str]) -> bool:
-    """Whether two paragraphs, given as words, are near-duplicates."""
     most = min(MAX_DIFFERENT * (len(one) + len(other)), MAX_DIFFERENT_WORDS)
     if abs(len(one) - len(other)) > most:
         return False

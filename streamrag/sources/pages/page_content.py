@@ -13,15 +13,11 @@ from streamrag.support.versions import __version__
 class PageContent:
     """A page without navigation and the like."""
 
-    url: str
-    """URL after redirects."""
+    url: str  # URL after redirects
     title: str
-    text: str
-    """Markdown, or plain text."""
-    links: dict[str, str]
-    """Link texts by URL."""
-    is_cut: bool
-    """Whether the page was truncated."""
+    text: str  # Markdown, or plain text
+    links: dict[str, str]  # link texts by URL
+    is_cut: bool  # whether the page was truncated
 
 
 JSON = TypeAdapter(PageContent)

@@ -26,10 +26,8 @@ class PdfText(NamedTuple):
     """Title and text of a PDF."""
 
     title: str
-    text: str
-    """Paragraphs, separated by empty lines."""
-    is_cut: bool
-    """Whether the text is incomplete."""
+    text: str  # paragraphs, separated by empty lines
+    is_cut: bool  # whether the text is incomplete
 
 
 def read_pdf(body: bytes, *, max_chars: int, max_cpu_s: float) -> PdfText:

@@ -36,10 +36,8 @@ class PrunedPage(NamedTuple):
     """The content of a page."""
 
     html: str
-    links: dict[str, str]
-    """Link texts by URL, for the whole page; links in the content come first."""
-    is_cut: bool
-    """Whether the page was truncated."""
+    links: dict[str, str]  # link texts by URL, for the whole page; links in the content come first
+    is_cut: bool  # whether the page was truncated
 
 
 def prune(url: str, html: str) -> PrunedPage:
@@ -128,7 +126,6 @@ def _links(anchors: dict[Any, tuple[str, str]], content: set[Any], base: str) ->
 
 
 def _link_text(anchor: Any) -> str:
-    """Return the beginning of a link's text."""
     inside = itertools.islice(anchor.iter(), MAX_LINK_ELEMENTS)
     texts = ((part.text or "") + ("" if part is anchor else part.tail or "") for part in inside)
     return " ".join(" ".join(texts).split())[:200]

@@ -36,8 +36,7 @@ class WorkerLimitError(WorkerError):
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(f"{name}: a job took more {what} than it may, and its worker was replaced")
-        self.what = what
-        """"computing time" or "memory"."""
+        self.what = what  # "computing time" or "memory"
 
 
 def _started(slot: _Slot) -> WorkerProcess | None:
@@ -67,8 +66,7 @@ class WorkerPool:
         self._env = dict(env or {})
         self._slots: set[_Slot] = set()
         self._free: FairQueue[_Slot] = FairQueue(size)
-        self.num_busy = 0
-        """Number of jobs that hold a worker, or wait for it to start."""
+        self.num_busy = 0  # number of jobs that hold a worker, or wait for it to start
         self._tasks: set[asyncio.Task[Any]] = set()  # running jobs and ending workers
         self._is_open = False
         self._closing: asyncio.Task[None] | None = None
@@ -109,7 +107,7 @@ class WorkerPool:
         share: Share | None = None,
         part: str = "",
     ) -> dict[str, Any]:
-        """Have a worker do a job, and return its answer. If cancelled, give a running job a moment to end, then kill it.
+        """Have a worker do a job, and return its answer. If cancelled, let a running job end within a moment.
 
         timeout_s: seconds for the job, without the time until a worker is free.
         share: the share of the job's query.

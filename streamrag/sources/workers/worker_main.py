@@ -27,7 +27,6 @@ whether the worker should be replaced."""
 
 
 def write_frame(pipe: BinaryIO, header: dict[str, Any]) -> None:
-    """Write a frame without a body."""
     encoded = json.dumps(header).encode()
     pipe.write(LENGTHS.pack(len(encoded), 0) + encoded)
     pipe.flush()

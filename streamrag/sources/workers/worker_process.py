@@ -28,8 +28,7 @@ class WorkerJobError(WorkerError):
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
-        self.kind = kind
-        """Name of the exception's class in the worker."""
+        self.kind = kind  # name of the exception's class in the worker
         self.message = message
 
 
