@@ -240,7 +240,7 @@ async def test_that_a_crawl_ends_before_a_hosts_turn_is_not_held_against_the_hos
         host.hold(60)
         ending = CrawlTurns(hosts, num_fetches=6, deadline=now_s + 1)
         async with fetching(turns=ending) as fetcher:
-            with pytest.raises(PutOffError, match="the crawl ends before"):
+            with pytest.raises(PutOffError, match="when the crawl is over"):
                 await known.check(site.url("/a"), fetcher)
         host.free_at = 0.0
         async with fetching() as fetcher:

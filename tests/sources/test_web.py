@@ -349,7 +349,7 @@ async def test_a_host_of_which_two_pages_take_too_long_is_given_up(site: Website
     assert reasons(events) == {
         "/1": slow,
         "/2": slow,
-        "/3": "its host is abandoned: 2 of its pages exceeded their time or memory",
+        "/3": "its host is abandoned: 2 of its pages exceeded their limits",
     }
     assert site.paths == ["/", "/1", "/2", "/other", "/fine"]
     assert cut_short(events) == ["2 pages exceeded the time or memory of a page; 1 host abandoned because of that"]

@@ -127,7 +127,7 @@ async def test_a_crawl_delay_longer_than_the_crawl_leaves_a_gap_at_once(site: We
     site.add("/", text("Emperor", "/a", "/b"))
     events = await crawl(new())
     assert paths(events) == ["/"]
-    assert all("and the crawl ends before" in reason for reason in reasons(events).values())
+    assert all("when the crawl is over" in reason for reason in reasons(events).values())
     assert cut_short(events) == ["2 pages not fetched, because servers asked to wait"]
     assert site.paths == ["/"]
 
@@ -356,7 +356,7 @@ async def test_after_two_sitemaps_that_take_too_much_none_is_begun_and_pages_are
     assert [found["/0.xml"], found["/1.xml"]] == ["it did not end within 1 s"] * 2
     assert any(
         reason.startswith("it is not read, nor are ")
-        and reason.endswith(": 2 sitemaps of its host exceeded their time or memory")
+        and reason.endswith(": 2 sitemaps of its host exceeded their limits")
         for reason in found.values()
     )
     assert len(set(named).intersection(site.paths)) <= 3

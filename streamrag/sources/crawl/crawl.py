@@ -110,9 +110,7 @@ class Crawl:
 
     def _absorb_page(self, visit: _Visit, target: Target) -> SourceEvent:
         if visit.cancelled():
-            return Skipped(
-                target.url, f"its host is abandoned: {MAX_COSTLY_PAGES} of its pages exceeded their time or memory"
-            )
+            return Skipped(target.url, f"its host is abandoned: {MAX_COSTLY_PAGES} of its pages exceeded their limits")
         try:
             page = visit.result()
         except WorkerError:

@@ -52,23 +52,21 @@ class SharedState:
     cache: PageCache | None
 
 
+@dataclass(eq=False)
 class PageReader:
     """A reader with the connections of one crawl, and its share of the workers."""
 
-    def __init__(
-        self,
-        query: str,
-        options: CrawlOptions,
-        workers: WorkerPool,
-        ssl_context: ssl.SSLContext,
-        shared: SharedState,
-        deadline: float,
-    ) -> None:
-        self._query = query
-        self._options = options
-        self._workers = workers
+    query: str
+    options: CrawlOptions
+    workers: WorkerPool
+    ssl_context: ssl.SSLContext
+    shared: SharedState
+    deadline: float
+
+    def __post_init__(self) -> None:
+        options, shared = self.options, self.shared
         self._robots = shared.robots if options.obey_robots else None
-        self._turns = CrawlTurns(shared.hosts, num_fetches=options.num_fetches, deadline=deadline)
+        self._turns = CrawlTurns(shared.hosts, num_fetches=options.num_fetches, deadline=self.deadline)
         self._fetcher = Fetcher(
             page_timeout_s=options.page_timeout_s,
             connect_timeout_s=options.page_timeout_s / 2,
@@ -76,7 +74,7 @@ class PageReader:
             max_crawl_bytes=options.max_crawl_bytes,
             allow_private=options.allow_private,
             user_agent=options.user_agent,
-            ssl_context=ssl_context,
+            ssl_context=self.ssl_context,
             resolve=partial(resolve, threads=Threads(MAX_LOOKUPS, "look up a name", within=shared.lookups)),
             turns=self._turns,
             cache=shared.cache,
@@ -95,7 +93,7 @@ class PageReader:
         :raises UnusablePageError: the page may not be fetched, or cannot be used.
         :raises WorkerError: the worker died.
         """
-        if self._options.cdp_url:
+        if self.options.cdp_url:
             return await self._browse(url, check_redirect)
 
         async def check(redirected_to: str) -> None:
@@ -124,7 +122,7 @@ class PageReader:
         await self._check_robots(url)
         page = await self._fetcher.fetch(url, check, SITEMAPS)
         answer = await self._clean(page.url, "xml", page.charset, page.body, is_cut=page.is_cut)
-        return answer, self._options.max_body_bytes if page.is_cut else None
+        return answer, self.options.max_body_bytes if page.is_cut else None
 
     async def _check_robots(self, url: str) -> None:
         if self._robots:
@@ -156,14 +154,14 @@ class PageReader:
         return {**answer, "url": url}
 
     async def _clean(self, url: str, kind: Kind, charset: str, body: bytes, *, is_cut: bool = False) -> dict[str, Any]:
-        options = self._options
+        options = self.options
         job = {"url": url, "kind": kind, "charset": charset, "is_cut": is_cut}
-        job |= {"query": self._query, "max_chars": options.max_page_chars}
+        job |= {"query": self.query, "max_chars": options.max_page_chars}
         # A browser may take page_timeout_s to fetch the page, before the worker reads it.
         timeout_s = options.page_timeout_s * (2 if kind == "browser" else 1)
         try:
             part = urlsplit(url).netloc
-            return await self._workers.run(job, body, timeout_s=timeout_s, share=self._share, part=part)
+            return await self.workers.run(job, body, timeout_s=timeout_s, share=self._share, part=part)
         except WorkerTimeoutError:
             raise CostlyPageError(f"reading it takes longer than {timeout_s:g} s") from None
         except WorkerLimitError as error:

@@ -70,7 +70,7 @@ class HostSitemaps:
     def _stop_reason(self) -> str:
         """Return the limit that forbids reading another sitemap, or an empty text."""
         if self._num_costly >= MAX_COSTLY_SITEMAPS:
-            return f"{MAX_COSTLY_SITEMAPS} sitemaps of its host exceeded their time or memory"
+            return f"{MAX_COSTLY_SITEMAPS} sitemaps of its host exceeded their limits"
         return f"{MAX_SITEMAPS} sitemaps of a host are" if self._num_begun >= MAX_SITEMAPS else ""
 
     def _absorb(self, task: "asyncio.Task[SitemapAnswer]", url: str) -> None:

@@ -55,9 +55,7 @@ class Host:
         async with self._next:
             while (wait_s := self.free_at - loop.time()) > 0:
                 if loop.time() + wait_s >= deadline:
-                    raise PutOffError(
-                        f"its host permits the next request in {wait_s:.1f} s, after the end of the crawl"
-                    )
+                    raise PutOffError(f"its host permits the next request in {wait_s:.1f} s, when the crawl is over")
                 await asyncio.sleep(wait_s)
 
     @asynccontextmanager

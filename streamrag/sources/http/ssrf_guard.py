@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
@@ -48,6 +49,7 @@ async def resolve(host: str, port: int, *, threads: Threads) -> Sequence[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in results))
 
 
+@dataclass(kw_only=True, eq=False)
 class GuardedBackend(httpcore.AsyncNetworkBackend):
     """A network backend that connects only to the addresses that it has checked.
 
@@ -55,11 +57,10 @@ class GuardedBackend(httpcore.AsyncNetworkBackend):
     Source: https://www.encode.io/httpcore/network-backends/
     """
 
-    def __init__(self, *, connect_timeout_s: float, allow_private: bool, resolve: Resolve) -> None:
-        self._connect_timeout_s = connect_timeout_s
-        self._allow_private = allow_private
-        self._resolve = resolve
-        self._sockets = httpcore.AnyIOBackend()
+    connect_timeout_s: float
+    allow_private: bool
+    resolve: Resolve
+    sockets: httpcore.AsyncNetworkBackend = field(default_factory=httpcore.AnyIOBackend)
 
     async def connect_tcp(
         self,
@@ -69,7 +70,7 @@ class GuardedBackend(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        timeout_s = self._connect_timeout_s
+        timeout_s = self.connect_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 addresses = await self.check(host, port)
@@ -85,7 +86,7 @@ class GuardedBackend(httpcore.AsyncNetworkBackend):
             raise httpcore.ConnectTimeout(f"no connection within {timeout_s:g} s") from None
 
     async def _connect(self, address: str, port: int, timeout_s: float | None = None) -> CountedStream:
-        return CountedStream(await self._sockets.connect_tcp(address, port, timeout=timeout_s))
+        return CountedStream(await self.sockets.connect_tcp(address, port, timeout=timeout_s))
 
     async def check(self, host: str, port: int) -> Sequence[str]:
         """Resolve `host`, and return its addresses if all of them are allowed.
@@ -94,13 +95,13 @@ class GuardedBackend(httpcore.AsyncNetworkBackend):
         :raises httpcore.ConnectError: there is no address.
         """
         try:
-            addresses = await self._resolve(host, port)
+            addresses = await self.resolve(host, port)
         except (OSError, UnicodeError) as error:
             raise httpcore.ConnectError(f"the name {host} cannot be resolved: {error}") from None
         for address in addresses:
-            if not self._allow_private and not is_public(ipaddress.ip_address(address)):
+            if not self.allow_private and not is_public(ipaddress.ip_address(address)):
                 raise UnsafeUrlError(
-                    f"{host} is at {address}, which is not a public address. "
+                    f"{host} is at {address}, which is not a public address and is not fetched from. "
                     "If you trust what this crawl can reach, pass allow_private=True (--allow-private)"
                 )
         if not addresses:
