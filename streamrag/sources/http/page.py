@@ -49,7 +49,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A fetched page."""
+    """A page after fetching, before cleaning."""
 
     url: str  # URL after redirects
     kind: Kind

@@ -55,7 +55,7 @@ def origin_of(url: str) -> str:
 
 
 def parse_start_url(url: object) -> str:
-    """Return `url` normalized.
+    """Check and normalize the start URL `url`.
 
     :raises UnsafeUrlError: its scheme is neither http nor https.
     :raises ConfigurationError: it is not the URL of a web page.

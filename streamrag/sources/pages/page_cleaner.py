@@ -55,7 +55,7 @@ GENERATOR = DefaultMarkdownGenerator(
     }
 )
 GENERATOR_ERRORS = ("Error converting HTML to markdown:", "Error in markdown generation:")
-"""How crawl4ai's output begins when it fails."""
+"""Beginnings of crawl4ai's output when it fails."""
 
 
 class _Bm25(BM25Okapi):  # type: ignore[misc]
