@@ -1,1 +1,1 @@
-"""What the demo is made of: documentation to ask about, a small model, a tiny random one."""
+"""The demo: documentation to ask about, a small model, and a tiny random one."""

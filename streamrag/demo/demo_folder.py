@@ -1,7 +1,7 @@
-"""The demo's folder: streamrag's own documentation as a site and an index, and a small model.
+"""The demo's folder: streamrag's documentation as a site and an index, and a small model.
 
 folder/site         the documentation as HTML
-folder/index        a vector index of it
+folder/index        a vector index of the documentation
 folder/model        SmolLM2, see `make_demo_model`, or a tiny Llama with random weights
 """
 
@@ -20,17 +20,15 @@ from streamrag.modes import PromptTemplate
 from streamrag.sources.index.build import build_index
 
 DOCS = (Path(__file__).parents[2] / "docs", Path(__file__).parents[1] / "docs")
-"""Places of the documentation in a checkout and in a wheel."""
+"""The documentation in a checkout and in a wheel."""
 
 PASSAGE_WORDS, NUM_PASSAGES, NUM_SENTENCES = 60, 2, 2
-"""Options of the search: a few single sentences are what the small model answers best from; see docs/demo-model.md."""
+"""Search options. The small model answers best from a few single sentences; see docs/demo-model.md."""
 
 TEMPLATE = PromptTemplate(system="Quote the sentence that answers the question, with its number in brackets, like [1].")
-"""The template that the small model was taught with."""
+"""The prompt template that the small model was trained with."""
 
-MAX_CONTEXT_TOKENS = 900
-"""Tokens that a small model can attend to."""
-
+MAX_CONTEXT_TOKENS = 900  # tokens that a small model can attend to
 MAX_MODEL_LEN = 8192
 TINY: dict[str, Any] = {
     "hidden_size": 768,
@@ -48,7 +46,7 @@ NEEDED = {
     PACKAGE: INSTALL,
     "vllm": INSTALL_VLLM,
 }
-"""Modules that making it takes, and what installs each."""
+"""Modules that the demo needs, and how to install each."""
 
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>
@@ -58,21 +56,21 @@ PAGE = """<!DOCTYPE html>
 LINK = re.compile(r'<a href="([^"#]*)([^"]*)">(.*?)</a>', re.DOTALL)
 
 OnStep: TypeAlias = Callable[[str, int, int], None]
-"""Called with the step, what is done, and what there is in all."""
+"""A callback with the step's description, the number of items done, and their total."""
 
 
 def docs_folder() -> Path:
-    """Return the folder of the documentation, as Markdown."""
+    """Return the folder with the documentation in Markdown."""
     return next(folder for folder in DOCS if (folder / "index.md").exists())
 
 
 def written_pages(docs: Path) -> list[Path]:
-    """The Markdown files in `docs`, without the reference that is made from docstrings."""
+    """Return the Markdown files in `docs`, without the generated reference."""
     return [page for page in sorted(docs.glob("*.md")) if page.name != "api.md"]
 
 
 def build_site(docs: Path, site: Path) -> int:
-    """Write an HTML page for each Markdown file in `docs` that a person wrote; returns how many.
+    """Write an HTML page for each of `written_pages`, and return their number.
 
     :raises MissingDependencyError: markdown-it-py is not installed.
     """
@@ -94,22 +92,25 @@ def build_site(docs: Path, site: Path) -> int:
 
 
 def _rewrite_link(link: re.Match[str], docs: Path) -> str:
-    """Return a link to a page of the site or elsewhere on the web; of one to a file beside the site, only the words."""
-    file, place, words = link.groups()
+    """Return a link to a page of the site or of the web; for a file outside the site, return only its text."""
+    file, fragment, text = link.groups()
     if "://" in file or not file:
         return link[0]
-    return f'<a href="{file.removesuffix(".md")}.html{place}">{words}</a>' if (docs / file).parent == docs else words
+    return f'<a href="{file.removesuffix(".md")}.html{fragment}">{text}</a>' if (docs / file).parent == docs else text
 
 
 def missing_for_demo(*, with_model: bool) -> list[tuple[str, str]]:
-    """Return the packages that are not there, each with what installs it."""
-    wanted = NEEDED if with_model else {name: how for name, how in NEEDED.items() if how not in (INSTALL, INSTALL_VLLM)}
-    return [(name.replace("_", "-"), how) for name, how in wanted.items() if importlib.util.find_spec(name) is None]
+    """Return each package that is not installed, and how to install it."""
+    return [
+        (name.replace("_", "-"), how)
+        for name, how in NEEDED.items()
+        if (with_model or how not in (INSTALL, INSTALL_VLLM)) and importlib.util.find_spec(name) is None
+    ]
 
 
 def demo_settings(folder: Path, *, with_model: bool) -> dict[str, Any]:
-    """Return the settings of a service that serves what is in `folder`."""
-    of_source = {
+    """Return the settings of a service for the index, and optionally the model, in `folder`."""
+    source_settings = {
         "source.index": folder / "index",
         "source.rerank": "late-interaction",
         "source.k": NUM_PASSAGES,
@@ -117,31 +118,31 @@ def demo_settings(folder: Path, *, with_model: bool) -> dict[str, Any]:
         "prompt.system": TEMPLATE.system,
         "prompt.max_context_tokens": MAX_CONTEXT_TOKENS,
     }
-    of_model = {
+    model_settings = {
         "model.name": str(folder / "model"),
         "model.max_model_len": 4096,
         "model.served_name": "smollm2",
         "engine.kv_cache_bytes": 1 << 30,
         "answers.max_tokens": 128,
     }
-    return of_source | of_model if with_model else of_source
+    return source_settings | model_settings if with_model else source_settings
 
 
 def prepare_demo(
     folder: Path, *, model: Literal["smollm2", "tiny"] | None = "smollm2", on_step: OnStep = lambda *step: None
 ) -> bool:
-    """Make site, index and model in `folder`, unless an earlier run made the same; returns whether they were made.
+    """Create site, index and model in `folder` unless they are up to date; return whether they were created.
 
-    Whatever else is in `folder` is removed then. Blocks for minutes.
+    Removes everything else in `folder`. Blocks for minutes.
 
     :raises MissingDependencyError: a package is not installed.
-    :raises StreamRagError: something cannot be made.
+    :raises StreamRagError: a step failed.
     """
     docs = docs_folder()
     texts = [path.read_text() for path in written_pages(docs)]
-    made_from = hashlib.sha256("\0".join([*texts, json.dumps([TINY, model, PASSAGE_WORDS])]).encode()).hexdigest()
+    fingerprint = hashlib.sha256("\0".join([*texts, json.dumps([TINY, model, PASSAGE_WORDS])]).encode()).hexdigest()
     stamp = folder / "made-from"
-    if stamp.exists() and stamp.read_text() == made_from:
+    if stamp.exists() and stamp.read_text() == fingerprint:
         return False
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -151,9 +152,7 @@ def prepare_demo(
         folder / "site",
         folder / "index",
         passage_words=PASSAGE_WORDS,
-        on_progress=lambda num_done, num_total, step: on_step(
-            f"index of the documentation: {step}", num_done, num_total
-        ),
+        on_progress=lambda num_done, total, step: on_step(f"index of the documentation: {step}", num_done, total),
     )
     if model == "tiny":
         from streamrag.demo.tiny_llama import make_tiny_llama
@@ -162,8 +161,7 @@ def prepare_demo(
         on_step("made a tiny Llama with random weights: it writes noise", 1, 1)
     elif model == "smollm2":
         make_demo_model(
-            folder / "model",
-            on_progress=lambda num_done, num_total, step: on_step(f"SmolLM2: {step}", num_done, num_total),
+            folder / "model", on_progress=lambda num_done, total, step: on_step(f"SmolLM2: {step}", num_done, total)
         )
-    stamp.write_text(made_from)
+    stamp.write_text(fingerprint)
     return True

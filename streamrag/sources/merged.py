@@ -1,4 +1,4 @@
-"""Several sources at once, as one."""
+"""Concurrent sources, merged into one."""
 
 import asyncio
 import logging
@@ -9,18 +9,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from streamrag.core import (
-    Append,
-    Chunk,
-    CutShort,
-    Hint,
-    Progress,
-    Skipped,
-    Source,
-    SourceEvent,
-    Update,
-    part_name,
-)
+from streamrag.core import Append, Chunk, CutShort, Hint, Progress, Skipped, Source, SourceEvent, Update, part_name
 from streamrag.core.lifecycle import start_all, started_once
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.modes.context import Context, UpdateMode
@@ -33,23 +22,24 @@ from streamrag.support.validation import Number, Positive, validated
 log = logging.getLogger("streamrag.sources")
 
 _Queue: TypeAlias = "asyncio.Queue[tuple[int, SourceEvent | BaseException | None, asyncio.Event]]"
-"""The number of a source, its event, error, or None at its end, and what is set when that has been used."""
+"""The number of a source; its event, its error, or None at its end; and an event to set when that was processed."""
 
-FUSION_INTERVAL = 4
-"""Events are collected for this many times the duration of a fusion: thousands of chunks take time to sort."""
+FUSION_INTERVAL = 4  # time between fusions, in durations of the last one: thousands of chunks take time to sort
 
 
 class Merged:
-    """Asks all `sources` at once.
+    """A source that queries all `sources` concurrently.
 
-    While they only append, so does this, in order of arrival. Once one of them has sent an `Update`, every event is an
-    `Update` with the passages of all, fused by reciprocal rank; `weights`, one for each source, say whose ranks count
-    for more, and the larger `k` is, the less the first ranks differ from the others. Hints are of all together: what
-    each source that still runs expected last, the chunks added, and the latest end; unknown where one has not said. A
-    source that fails is named in a `Skipped`, and the log says why; when all fail, so does this. The sources are
-    started and closed with it.
+    While the sources only append, their appends are passed on as they arrive. After the first `Update` of a source,
+    every event is an `Update` with the passages of all sources, ranked by reciprocal rank fusion. A hint adds up the
+    chunks that the running sources expect and takes their latest end; it is unknown while one of them has given no
+    hint. A source that fails is reported as `Skipped`, with the reason in the log; if all fail, the merged source
+    fails. Starting and closing it starts and closes `sources`.
 
-    :raises ConfigurationError: there is no source, or `weights` are not as many positive numbers, or `k` is below 0.
+    weights: a factor for the ranks of each source.
+    k: the rank fusion's constant; the larger it is, the less the first ranks stand out.
+
+    :raises ConfigurationError: there is no source, or `weights` or `k` is invalid.
     """
 
     @validated
@@ -64,9 +54,7 @@ class Merged:
             raise ConfigurationError("Merged needs at least one source")
         for source in sources:
             if isinstance(source, type) or not callable(getattr(source, "stream", None)):
-                raise ConfigurationError(
-                    f"Merged: {short(source)} is no source: it is no object with a method 'stream'"
-                )
+                raise ConfigurationError(f"Merged: {short(source)} is not a source: it has no method 'stream'")
         if weights is not None and len(weights) != len(sources):
             raise ConfigurationError(f"weights={short(weights)} must be a positive number for each source")
         self._sources = sources
@@ -77,18 +65,18 @@ class Merged:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Start the sources that must be, at once. If one cannot be, the others are closed."""
+        """Start the sources concurrently. If one fails to start, the others are closed."""
         self._started = await start_all(self._sources, progress)
 
     async def aclose(self) -> None:
-        """Close those of the sources that were started here."""
+        """Close the sources that `start` started."""
         self.is_started = False
         await self._started.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the events of all sources.
+        """Yield the merged events of all sources.
 
-        :raises SourceError: all of them failed.
+        :raises SourceError: all sources failed.
         """
         queue: _Queue = asyncio.Queue()
         pulls = [asyncio.create_task(_pull(i, each, query, queue)) for i, each in enumerate(self._sources)]
@@ -101,7 +89,7 @@ class Merged:
                         yield update
                     continue
                 try:
-                    number, event, is_used = await asyncio.wait_for(queue.get(), wait_s)
+                    number, event, is_processed = await asyncio.wait_for(queue.get(), wait_s)
                 except TimeoutError:
                     continue
                 if isinstance(event, Append | Update):
@@ -114,7 +102,7 @@ class Merged:
                     if event is not None:
                         errors.append(event)
                         yield _failed(self._sources[number], event)
-                is_used.set()
+                is_processed.set()
         finally:
             await cancel_regardless(pulls)
         if len(errors) == len(pulls):
@@ -122,34 +110,33 @@ class Merged:
 
 
 class _MergedContext:
-    """The passages of all sources for one query, and what the sources expect."""
+    """The passages and hints of all sources for one query."""
 
     def __init__(self, num_sources: int, weights: Sequence[float] | None, k: float) -> None:
         self._weights, self._k = weights, k
         self._rankings = [Context() for _ in range(num_sources)]
-        self._known: dict[tuple[str, str], Chunk] = {}
+        self._chunks: dict[tuple[str, str], Chunk] = {}
         self._appended: set[Chunk] = set()
         self._fused: tuple[Chunk, ...] | None = None
-        """The passages that were sent last; None while all sources only append."""
+        """The passages of the last `Update`; None while all sources only append."""
         self._next_fusion_s = 0.0
         self._now = asyncio.get_running_loop().time
-        self.is_changed = False
-        """Whether there are events that the last fusion does not have."""
+        self.is_changed = False  # whether events have arrived since the last fusion
         self.running: dict[int, tuple[float, Hint | None]] = dict.fromkeys(range(num_sources), (0.0, None))
-        """When each source that runs sent its last event, and the hint of that."""
+        """The time and the hint of the last event of each running source."""
 
     def wait_s(self) -> float | None:
-        """Return the seconds until the next fusion; None if there is nothing to fuse."""
+        """Return the seconds until the next fusion, or None if there is nothing to fuse."""
         if not self.is_changed:
             return None
         return self._next_fusion_s - self._now() if self.running else 0.0
 
     def add(self, number: int, event: Append | Update) -> Append | None:
-        """Take an event of a source, and return what to pass on at once: an append while all only append."""
+        """Add an event of a source, and return the append to pass on, if all sources only append."""
         if isinstance(event, Append):
-            event = replace(event, chunk=self._same(event.chunk))
+            event = replace(event, chunk=self._unify(event.chunk))
         else:
-            event = replace(event, chunks=tuple(map(self._same, event.chunks)))
+            event = replace(event, chunks=tuple(map(self._unify, event.chunks)))
         self.running[number] = self._now(), event.hint
         ranking = self._rankings[number]
         self._rankings[number] = ranking.become(UpdateMode().fold(ranking, event))
@@ -161,19 +148,19 @@ class _MergedContext:
         self._appended.add(event.chunk)
         return replace(event, hint=self._hint())
 
-    def _same(self, chunk: Chunk) -> Chunk:
-        """Return the chunk that is known already for the same text of the same document, whoever found it."""
-        return self._known.setdefault((chunk.uri, chunk.text), without_score(chunk))
+    def _unify(self, chunk: Chunk) -> Chunk:
+        """Return the first chunk with the same text and uri, from whichever source."""
+        return self._chunks.setdefault((chunk.uri, chunk.text), without_score(chunk))
 
     def fuse(self) -> Update | None:
-        """Fuse the rankings of all sources; None if that changes nothing."""
+        """Fuse the rankings of all sources, and return the `Update`, or None if nothing changed."""
         began_s, self.is_changed = self._now(), False
         before, self._fused = self._fused, reciprocal_rank_fusion(self._rankings, self._weights, k=self._k)
-        self._next_fusion_s = self._now() + FUSION_INTERVAL * (self._now() - began_s)  # readers may take long
+        self._next_fusion_s = self._now() + FUSION_INTERVAL * (self._now() - began_s)
         return Update(self._fused, self._hint()) if self._fused != before else None
 
     def _hint(self) -> Hint | None:
-        """Return what the sources that run expect together; those that have ended expect nothing."""
+        """Combine the hints of the running sources."""
         hints = [(at_s, hint or Hint()) for at_s, hint in self.running.values()]
         chunks = [hint.num_chunks for _, hint in hints if hint.num_chunks is not None]
         ends = [max(hint.end_s - (self._now() - at_s), 0.0) for at_s, hint in hints if hint.end_s is not None]
@@ -183,22 +170,22 @@ class _MergedContext:
 
 
 def _failed(source: Source, error: BaseException) -> Skipped:
-    """Return the event for a source that failed. What its error says may name hosts and files, and is for the log."""
+    """Return the event for a failed source. The error may name hosts and files, so it only goes to the log."""
     if isinstance(error, StreamRagError) and not isinstance(error, SourceError):
-        raise error  # the program's mistake, not a failed retrieval
+        raise error  # a mistake of the program, not a failed retrieval
     log.warning("%s failed: %s: %s", part_name(source), type(error).__name__, message_of(error))
     return Skipped(part_name(source), "the source failed")
 
 
 async def _pull(number: int, source: Source, query: str, queue: _Queue) -> None:
-    """Put each event into the queue, once the one before has been used; then the error, or None for the end."""
+    """Put each event into the queue after the previous one was processed; at last the error, or None."""
     end: BaseException | None = None
     retrieval = Retrieval(source, query)
     try:
         async for event in retrieval.events():
-            is_used = asyncio.Event()
-            queue.put_nowait((number, event, is_used))
-            await is_used.wait()
+            is_processed = asyncio.Event()
+            queue.put_nowait((number, event, is_processed))
+            await is_processed.wait()
     except Exception as error:
         end = error
     finally:

@@ -1,8 +1,8 @@
-"""Chunks of the passages that users' functions return."""
+"""Conversion of the passages that users' functions return to chunks."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from streamrag.core import Chunk
 from streamrag.errors import SourceError
@@ -10,14 +10,13 @@ from streamrag.support.messages import is_number, is_whole, short
 
 WANTED = "passages: str, Chunk, (text, uri), a mapping with text, or an object with page_content and metadata"
 TEXTS = ("text", "page_content", "content")
-URIS = ("uri", "url", "source")
-"""Names of a text and a document's address in mappings and metadata; the first that is there counts."""
+URIS = ("uri", "url", "source")  # keys of the text and the uri in mappings and metadata; the first that exists is used
 
 
 class PassageReader:
-    """Makes chunks for one query of the function `name`.
+    """A converter for the passages that the function `name` returns for one query.
 
-    Passages without a number are counted within their document; the same text of a document is the same passage.
+    Passages without a number are numbered within their document; equal texts of a document get the same number.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,24 +24,24 @@ class PassageReader:
         self._numbers: dict[str, dict[str, int]] = {}
 
     def chunk(self, passage: Any) -> Chunk:
-        """Return the passage as a chunk.
+        """Convert one passage.
 
-        :raises SourceError: it is none.
+        :raises SourceError: it is not a passage.
         """
         match passage:
             case Chunk():
                 return passage
             case str():
-                return self._numbered(Chunk(passage, self.name))
+                return self._number(Chunk(passage, self.name))
             case (str(text), str(uri)):
-                return self._numbered(Chunk(text, uri))
+                return self._number(Chunk(text, uri))
             case Mapping():
-                return self._of_fields(passage, next((passage[key] for key in TEXTS if key in passage), None))
+                return self._from_fields(passage, next((passage[key] for key in TEXTS if key in passage), None))
             case object(page_content=str(text)):
-                return self._of_fields(getattr(passage, "metadata", None) or {}, text)
+                return self._from_fields(getattr(passage, "metadata", None) or {}, text)
         raise self._error(passage)
 
-    def _of_fields(self, fields: Mapping[str, Any], text: Any) -> Chunk:
+    def _from_fields(self, fields: Mapping[str, Any], text: Any) -> Chunk:
         if not isinstance(text, str):
             raise self._error(fields)
         uri = str(next((fields[key] for key in URIS if fields.get(key)), self.name))
@@ -52,16 +51,21 @@ class PassageReader:
             chunk = replace(chunk, score=float(score))  # type: ignore[arg-type]
         if is_whole(passage):
             return replace(chunk, passage=int(passage))  # type: ignore[arg-type]
-        return self._numbered(chunk)
+        return self._number(chunk)
 
-    def _numbered(self, chunk: Chunk) -> Chunk:
+    def _number(self, chunk: Chunk) -> Chunk:
         numbers = self._numbers.setdefault(chunk.uri, {})
         return replace(chunk, passage=numbers.setdefault(chunk.text, len(numbers)))
 
-    def _error(self, found: Any) -> SourceError:
-        return SourceError(f"{self.name} returned {describe_result(found)} among its {WANTED}")
+    def _error(self, value: Any) -> SourceError:
+        return SourceError(f"{self.name} returned {describe_result(value)} among its {WANTED}")
+
+
+def is_collection(value: object) -> TypeGuard[Iterable[Any]]:
+    """Whether `value` may hold several passages; an iterable that is a text or a passage itself does not."""
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | Chunk)
 
 
 def describe_result(value: object) -> str:
-    """Return a description of what a function returned, for its author."""
+    """Return the type and the beginning of a function's result, for a message to the function's author."""
     return "None" if value is None else f"{type(value).__name__} {short(value)[:80]}"

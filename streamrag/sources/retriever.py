@@ -1,35 +1,34 @@
-"""A function that finds passages, as a source."""
+"""A retrieval function as a source."""
 
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable
 from typing import Any
 
-from streamrag.core import Chunk, SourceEvent, Update
+from streamrag.core import SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
-from streamrag.sources.passage_reader import WANTED, PassageReader, describe_result
+from streamrag.sources.passage_reader import WANTED, PassageReader, describe_result, is_collection
 from streamrag.sources.threads import Threads
 from streamrag.sources.user_functions import call_for_list, name_of
 from streamrag.support.messages import message_of
 
-MAX_CALLS = 32
-"""Concurrent calls. Further queries wait: a retriever that hangs takes no threads but these."""
+MAX_CALLS = 32  # concurrent calls; more queries wait, so that a hanging function cannot exhaust threads
 
 
 class RetrieverSource:
-    """Asks `retrieve(query)` once, and yields what it returns as one `Update`, in its order.
+    """A source that calls `retrieve(query)` once and yields the returned passages as one `Update`, in their order.
 
-    `retrieve` may be async; otherwise it runs in a thread, where cancelling the query cannot stop it, and its result is
-    dropped. It returns passages, each of them a `str`, a `Chunk`, a pair (text, uri), a mapping with `text` and perhaps
-    `uri`, `title`, `passage` and `score`, or an object with `page_content` and such a mapping as `metadata`, as
-    LangChain's documents are; `source` and `url` are taken for `uri` too. A LangChain retriever becomes a source as
+    `retrieve` may be async. Otherwise it runs in a thread, where cancelling the query cannot stop it; its result is
+    then discarded. Each passage is a `str`, a `Chunk`, a pair (text, uri), a mapping with `text` and optionally `uri`,
+    `title`, `passage` and `score`, or an object with `page_content` and such a mapping as `metadata`, like LangChain's
+    documents; `source` and `url` are accepted for `uri`. A LangChain retriever becomes a source with
     `RetrieverSource(retriever.ainvoke)`.
 
-    Of a generator, or what else makes them one by one, at most 100,000 passages are read, and none once the query is
-    stopped.
+    If `retrieve` returns a generator or another lazy iterable, at most 100,000 passages are read, and none after the
+    query is stopped.
 
-    The source's `name` is the function's. Passages without a uri get it too; those without a number are counted within
-    their document.
+    The source's `name` is the function's name, which is also the uri of passages without one. Passages without a
+    number are numbered within their document.
 
-    :raises ConfigurationError: `retrieve` cannot be called.
+    :raises ConfigurationError: `retrieve` is not callable.
     """
 
     def __init__(self, retrieve: Callable[[str], Any]) -> None:
@@ -45,19 +44,18 @@ class RetrieverSource:
         :raises SourceError: `retrieve` raised, or returned something other than passages.
         """
         try:
-            found = await call_for_list(self._retrieve, query, self._checked, self._calls)
+            passages = await call_for_list(self._retrieve, query, self._check, self._calls)
         except StreamRagError:
             raise
-        except Exception as error:  # anybody's code: whatever it raises is a failed retrieval
+        except Exception as error:  # foreign code: any exception means a failed retrieval
             raise SourceError(f"{self.name} failed: {type(error).__name__}: {message_of(error)}") from error
-        passages = PassageReader(self.name)
-        yield Update(tuple(map(passages.chunk, found)))
+        yield Update(tuple(map(PassageReader(self.name).chunk, passages)))
 
-    def _checked(self, found: Any) -> Iterable[Any]:
-        if isinstance(found, AsyncIterable):
+    def _check(self, result: Any) -> Iterable[Any]:
+        if isinstance(result, AsyncIterable):
             raise SourceError(
                 f"{self.name} returned an async iterator: streamrag.from_passages makes a source of such a function"
             )
-        if isinstance(found, str | bytes | Mapping | Chunk) or not isinstance(found, Iterable):
-            raise SourceError(f"{self.name} returned {describe_result(found)}, not a list of {WANTED}")
-        return found
+        if not is_collection(result):
+            raise SourceError(f"{self.name} returned {describe_result(result)}, not a list of {WANTED}")
+        return result

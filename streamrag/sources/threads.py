@@ -1,7 +1,7 @@
-"""Threads for calls that may never return, such as looking up a name.
+"""Threads for calls that may never return, such as resolving a name.
 
-Calls that do not end would take all threads of the event loop's own executor, for which a program that ends waits.
-These are a bounded number of daemon threads, for which nothing waits.
+Such calls would exhaust the event loop's executor, and the program waits for that at exit. These threads are daemons,
+and their number is bounded.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import contextvars
 import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -16,10 +17,10 @@ T = TypeVar("T")
 
 
 class Threads:
-    """Runs at most `size` calls of an event loop concurrently, each in a daemon thread; further ones wait.
+    """A limiter that runs at most `size` concurrent calls of an event loop, each in its own daemon thread.
 
-    With `within`, each call takes a place there too: many crawls share a number of threads, and none takes all. A call
-    that was cancelled goes on, and keeps its places until it returns.
+    With `within`, a call also needs a place there: crawls share those threads, and no crawl can take them all. A
+    cancelled call continues, and keeps its places until it returns.
     """
 
     def __init__(self, size: int, name: str, *, within: "Threads | None" = None) -> None:
@@ -29,49 +30,44 @@ class Threads:
         self._within = within
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Return or raise what `call` does."""
+        """Run `call` in a thread, with the caller's context variables, and return its result."""
         loop = asyncio.get_running_loop()
-        result_of_call: asyncio.Future[T] = loop.create_future()
-        taken = await self._take_places()
+        future: asyncio.Future[T] = loop.create_future()
+        held = await self._acquire()
 
-        def on_done(result: T | None, error: BaseException | None) -> None:
-            for places in taken:
+        def finish(set_outcome: Callable[[], None]) -> None:
+            for places in held:
                 places.release()
-            if not result_of_call.done():
-                if error is None:
-                    result_of_call.set_result(result)  # type: ignore[arg-type]
-                else:
-                    result_of_call.set_exception(error)
+            if not future.done():
+                set_outcome()
 
         def work() -> None:
-            result: T | None = None
-            error: BaseException | None = None
             try:
-                result = context.run(call)
-            except (StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt) as raised:  # end more than the call
-                error = RuntimeError(repr(raised))
-            except BaseException as raised:  # raised again where it is awaited
-                error = raised
-            with suppress(RuntimeError):  # the loop is closed: nothing waits any more
-                loop.call_soon_threadsafe(on_done, result, error)
+                set_outcome = partial(future.set_result, context.run(call))
+            except (StopIteration, GeneratorExit, SystemExit, KeyboardInterrupt) as error:  # a future rejects these
+                set_outcome = partial(future.set_exception, RuntimeError(repr(error)))
+            except BaseException as error:  # raised again by `run`
+                set_outcome = partial(future.set_exception, error)
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(finish, set_outcome)
 
         context = contextvars.copy_context()
         try:
             threading.Thread(target=work, name=self._name, daemon=True).start()
-        except BaseException as error:  # there are too many threads
-            on_done(None, error)
-        return await result_of_call
+        except BaseException as error:  # the system has too many threads
+            finish(partial(future.set_exception, error))
+        return await future
 
-    async def _take_places(self) -> list[asyncio.Semaphore]:
-        """Take places of this event loop: those of one that ended with calls under way are gone with it."""
+    async def _acquire(self) -> list[asyncio.Semaphore]:
+        """Acquire a place of each limiter. Semaphores are per event loop: those of a closed loop go with it."""
         loop = asyncio.get_running_loop()
-        taken: list[asyncio.Semaphore] = []
+        held: list[asyncio.Semaphore] = []
         async with AsyncExitStack() as undo:
-            each: Threads | None = self
-            while each:
-                places = each._places.setdefault(loop, asyncio.Semaphore(each._size))
+            limiter: Threads | None = self
+            while limiter:
+                places = limiter._places.setdefault(loop, asyncio.Semaphore(limiter._size))
                 await undo.enter_async_context(places)
-                taken.append(places)
-                each = each._within
+                held.append(places)
+                limiter = limiter._within
             undo.pop_all()
-        return taken
+        return held

@@ -1,4 +1,4 @@
-"""Functions of the library's users, async or not, called without blocking the event loop."""
+"""Calls of users' functions, async or not, without blocking the event loop."""
 
 import inspect
 import threading
@@ -9,21 +9,20 @@ from typing import Any
 from streamrag.errors import SourceError
 from streamrag.sources.threads import Threads
 
-MAX_LAZY = 100_000
-"""Items that are read of an iterable that makes them one by one: it need not have an end."""
+MAX_LAZY = 100_000  # items that are read from a lazy iterable, which may be infinite
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the function's name, or that of an object's class."""
+    """Return the qualified name of a function, or of an object's class."""
     if isinstance(function, partial):
         return name_of(function.func)
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether it is an async function or async generator function, or an object or a partial of one.
+    """Whether `function` is an async function or async generator function, or an object or a partial of one.
 
-    Another one may still return something to await: that is seen only when it has been called.
+    Other functions may still return an awaitable, which is only known after the call.
     """
     while isinstance(function, partial):
         function = function.func
@@ -35,11 +34,11 @@ def is_async(function: Callable[..., Any]) -> bool:
 async def call_for_list(
     function: Callable[[str], Any], query: str, checked: Callable[[Any], Iterable[Any]], threads: Threads
 ) -> list[Any]:
-    """Return the list that `function(query)` returns, awaited if need be and `checked`.
+    """Call `function(query)`, await the result if needed, and return `checked(result)` as a list.
 
-    One of the `threads` does what may block: the call, unless it is async, and reading what is lazy.
+    A function that is not async is called, and a lazy iterable is read, in one of `threads`.
 
-    :raises SourceError: it has no end. What the function raises, and `checked`, is raised.
+    :raises SourceError: the result has more than `MAX_LAZY` items. Errors of `function` and `checked` propagate.
     """
     is_stopped = threading.Event()
 
@@ -57,14 +56,14 @@ async def call_for_list(
 
 
 def is_lazy(value: object) -> bool:
-    """Whether its items may be made only when they are read: that may block, and never end."""
+    """Whether `value` is an iterable without a length: computing its items may block or never end."""
     return isinstance(value, Iterable) and not isinstance(value, Sized)
 
 
 async def read_in_thread(iterable: Iterable[Any], threads: Threads) -> list[Any]:
-    """Return the items, read by one of the `threads`, which stops when this is cancelled.
+    """Read all items in one of `threads`, which stops when the caller is cancelled.
 
-    :raises SourceError: there are more than `MAX_LAZY`.
+    :raises SourceError: a lazy iterable has more than `MAX_LAZY` items.
     """
     is_stopped = threading.Event()
     try:
@@ -74,22 +73,21 @@ async def read_in_thread(iterable: Iterable[Any], threads: Threads) -> list[Any]
 
 
 def read_all(iterable: Iterable[Any], is_stopped: threading.Event) -> list[Any]:
-    """Return the items, but no further ones once `is_stopped`.
+    """Return the items of `iterable`, or the first of them if `is_stopped` is set meanwhile.
 
-    :raises SourceError: it is lazy, and has more than `MAX_LAZY`.
+    :raises SourceError: a lazy iterable has more than `MAX_LAZY` items.
     """
     if not is_lazy(iterable):
         return list(iterable)
     items: list[Any] = []
     iterator = iter(iterable)
     for item in iterator:
-        if is_stopped.is_set() or len(items) == MAX_LAZY:
-            if close := getattr(iterator, "close", None):
-                close()
-            break
-        items.append(item)
-    else:
-        return items
-    if is_stopped.is_set():
-        return items
-    raise SourceError(f"an iterator has more than {MAX_LAZY:,} items, and was not read on: does it end?")
+        if not is_stopped.is_set() and len(items) < MAX_LAZY:
+            items.append(item)
+            continue
+        if close := getattr(iterator, "close", None):
+            close()
+        if is_stopped.is_set():
+            return items
+        raise SourceError(f"an iterator has more than {MAX_LAZY:,} items, and was not read on: does it end?")
+    return items

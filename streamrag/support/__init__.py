@@ -1,1 +1,1 @@
-"""What all parts share and none is about: validation, files, processes."""
+"""Utilities without domain knowledge: validation, files, processes, tasks."""

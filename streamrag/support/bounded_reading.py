@@ -1,6 +1,6 @@
-"""Read files that somebody else may have made: within limits, and as plain values.
+"""Read untrusted files within limits and as plain values.
 
-No file makes us import, call or download anything, and memory is bounded, whatever a file unpacks to.
+Reading never imports, calls or downloads anything, and memory stays bounded whatever a file decompresses to.
 """
 
 import errno
@@ -21,46 +21,36 @@ from streamrag.errors import MissingDependencyError
 
 T = TypeVar("T")
 
-MAX_FILE_BYTES = 1 << 30
-"""Bytes of a trace or a result, unpacked."""
-MAX_SMALL_FILE_BYTES = 16 << 20
-"""Bytes of what a person writes, or of what only says how something was made."""
+MAX_FILE_BYTES = 1 << 30  # decompressed bytes of a trace or a result
+MAX_SMALL_FILE_BYTES = 16 << 20  # bytes of a file that a person wrote, or of metadata
 MAX_LINE_BYTES = 16 << 20
-MAX_JSON_BYTES = 512 << 20
-"""Bytes of one JSON text, and of the memory that its characters take."""
-MAX_VALUES = 5_000_000
-"""Values in one JSON text; one with a name of its own takes 200 bytes of memory."""
+MAX_JSON_BYTES = 512 << 20  # bytes of one JSON text, and of the memory that its characters take
+MAX_VALUES = 5_000_000  # values in one JSON text; a value with a unique name takes 200 bytes of memory
 MAX_DEPTH = 32
-MAX_DIGITS = 18
-"""Digits of a whole number: it is less than 2 ** 63, and a float holds its size."""
+MAX_DIGITS = 18  # digits of an integer, which is then below 2 ** 63 and convertible to a float
 
 COMPRESSED_OTHERWISE = {".7z", ".br", ".bz2", ".lz4", ".lzma", ".rar", ".xz", ".zip"}
-"""Suffixes of files in formats that are neither read nor written here."""
+"""Suffixes of compressed formats that we neither read nor write."""
 
 READ_BYTES = 1 << 16
 UNPACKED_BYTES = 1 << 20
-ZSTD_READ_BYTES = 256
-"""A block of 128 KiB can take 4 bytes, so this unpacks to 8 MiB at most."""
+ZSTD_READ_BYTES = 256  # a 128 KiB block can be compressed to 4 bytes, so this decompresses to 8 MiB at most
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_FOUR_BYTES = re.compile(rb"[\xf0-\xff]|\\u[dD][89a-fA-F]")
-"""The beginning of a character that takes four in memory, in UTF-8 or JSON."""
-
-
-_OF_THE_CALLER = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")
-"""Paths that a shell makes of `<(command)`: a pipe that no file of others can be called."""
+_FOUR_BYTES = re.compile(rb"[\xf0-\xff]|\\u[dD][89a-fA-F]")  # in UTF-8 or JSON, a character of 4 bytes in memory
+_CALLERS_PIPE = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")  # a shell's `<(command)`: nobody else can name it
 
 
 def open_regular(path: str | os.PathLike[str], *, follow_links: bool = True) -> io.BufferedReader:
-    """Open a file for reading: what hangs or never ends, as pipes and devices do, is refused.
+    """Open a regular file for reading; refuse pipes and devices, whose reading may block or never end.
 
-    Only what the caller's own shell has opened may be a pipe. Without `follow_links`, the file's own name is no link.
+    Pipes that the caller's own shell opened are allowed. Without `follow_links`, `path` itself must not be a link.
 
-    :raises OSError: it cannot be opened, or is something else.
+    :raises OSError: the file cannot be opened, or is not a regular file.
     """
-    if _OF_THE_CALLER.fullmatch(os.fspath(path)):
+    if _CALLERS_PIPE.fullmatch(os.fspath(path)):
         return open(path, "rb")
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # which does not wait for a pipe's other end
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # opening a pipe must not wait for its writer
     try:
         file = os.open(path, flags if follow_links else flags | os.O_NOFOLLOW)
     except OSError as error:
@@ -72,23 +62,23 @@ def open_regular(path: str | os.PathLike[str], *, follow_links: bool = True) -> 
         os.close(file)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
     return os.fdopen(file, "rb")
 
 
 class DamagedError(ValueError):
-    """Compressed data that is wrong, as opposed to cut off."""
+    """Compressed data is corrupt, not merely truncated."""
 
 
 class Unpacked:
-    """The content of a file, gzip or zstd by its suffix, block by block.
+    """The decompressed content of a file, block by block; the suffix selects gzip, zstd or no compression.
 
-    Once it has been read, `is_torn` says whether a compressed stream ended too early.
+    After iteration, `is_torn` says whether a compressed stream was truncated. Iteration raises:
 
-    :raises OSError: when read: the file cannot be read, as `open_regular` says.
-    :raises DamagedError: when read: its compressed data is wrong.
-    :raises ValueError: when read: it has more than `max_bytes`, or is compressed in another way.
-    :raises MissingDependencyError: when read: zstandard is not installed.
+    :raises OSError: the file cannot be read (see `open_regular`).
+    :raises DamagedError: its compressed data is corrupt.
+    :raises ValueError: it has more than `max_bytes`, or an unsupported compression.
+    :raises MissingDependencyError: zstandard is not installed.
     """
 
     def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES, *, follow_links: bool = True) -> None:
@@ -103,19 +93,19 @@ class Unpacked:
             for block in self._blocks(file):
                 num_bytes += len(block)
                 if num_bytes > self._max_bytes:
-                    raise ValueError(f"it has more than {_size(self._max_bytes)}, which is the most that is read of it")
+                    raise ValueError(f"it has more than {_size(self._max_bytes)}, the limit for such a file")
                 yield block
 
     def _blocks(self, file: IO[bytes]) -> Iterator[bytes]:
         match self.path.suffix.lower():
-            case ".gz":  # by hand: the gzip module keeps back what it has of a member that is cut off
+            case ".gz":  # not with the gzip module, which withholds the last data of a truncated member
                 return self._decode(file, lambda: zlib.decompressobj(wbits=31), _inflate, zlib.error)
             case ".zst":
                 zstandard = import_zstandard()
                 new = zstandard.ZstdDecompressor
                 return self._decode(file, lambda: new().decompressobj(), _unzstd, zstandard.ZstdError)
             case suffix if suffix in COMPRESSED_OTHERWISE:
-                raise ValueError(f"{suffix} is not read: unpack it, or pack it with gzip (.gz) or zstd (.zst)")
+                raise ValueError(f"{suffix} is not supported: decompress it, or use gzip (.gz) or zstd (.zst)")
             case _:
                 return iter(lambda: file.read(READ_BYTES), b"")
 
@@ -126,7 +116,7 @@ class Unpacked:
         unpack: Callable[[Any, bytes], Generator[bytes, None, bytes]],
         damaged: type[Exception],
     ) -> Iterator[bytes]:
-        """Members or frames, one after the other."""
+        """Decompress the file's gzip members or zstd frames, one after the other."""
         decoder = None
         while block := file.read(READ_BYTES):
             while block:
@@ -140,7 +130,7 @@ class Unpacked:
 
 
 def _inflate(decoder: Any, block: bytes) -> Generator[bytes, None, bytes]:
-    """Yields what `block` unpacks to, in bounded pieces; returns what comes after the end of the member."""
+    """Yield `block` decompressed, in bounded pieces, and return the bytes after the end of the member."""
     while True:
         piece = decoder.decompress(block, UNPACKED_BYTES)
         yield piece
@@ -150,7 +140,7 @@ def _inflate(decoder: Any, block: bytes) -> Generator[bytes, None, bytes]:
 
 
 def _unzstd(decoder: Any, block: bytes) -> Generator[bytes, None, bytes]:
-    """Unpack as `_inflate` does. The decoder cannot be told how much to give, only be given little."""
+    """Decompress as `_inflate` does. zstandard has no output limit, so its input is fed in small pieces."""
     for start in range(0, len(block), ZSTD_READ_BYTES):
         piece = block[start : start + ZSTD_READ_BYTES]
         yield decoder.decompress(piece)
@@ -172,31 +162,31 @@ def import_zstandard() -> Any:
 
 
 def lines_of(blocks: Iterator[bytes], max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Yield the lines in these blocks, with their newlines, which the last may not have.
+    """Yield the lines of `blocks` with their newlines, which the last line may lack.
 
-    :raises ValueError: a line has more than `max_line_bytes`, or the texts of all of them more than `MAX_FILE_BYTES`.
+    :raises ValueError: a line exceeds `max_line_bytes`, or all lines together exceed `MAX_FILE_BYTES` in memory.
     """
-    begun: list[bytes] = []
-    num_bytes = all_bytes = 0
+    parts: list[bytes] = []
+    num_bytes = total_bytes = 0
     for block in blocks:
-        for line in io.BytesIO(block):
-            begun.append(line)
-            num_bytes += len(line)
-            if line.endswith(b"\n"):
-                whole = b"".join(begun)
-                all_bytes += memory_bytes(whole)
-                if all_bytes > MAX_FILE_BYTES:
-                    raise ValueError(f"its texts take more than {_size(MAX_FILE_BYTES)} of memory")
-                yield whole
-                begun, num_bytes = [], 0
+        for part in io.BytesIO(block):
+            parts.append(part)
+            num_bytes += len(part)
+            if part.endswith(b"\n"):
+                line = b"".join(parts)
+                total_bytes += memory_bytes(line)
+                if total_bytes > MAX_FILE_BYTES:
+                    raise ValueError(f"its text takes more than {_size(MAX_FILE_BYTES)} of memory")
+                yield line
+                parts, num_bytes = [], 0
         if num_bytes > max_line_bytes:
-            raise ValueError(f"it has a line of more than {_size(max_line_bytes)}, the most that is read")
+            raise ValueError(f"it has a line of more than {_size(max_line_bytes)}, the limit for a line")
     if num_bytes:
-        yield b"".join(begun)
+        yield b"".join(parts)
 
 
 def memory_bytes(text: bytes | str) -> int:
-    """Return the most bytes that these characters take in memory: a rare one makes all of its string as wide."""
+    """Return an upper bound of the memory that `text` takes as a str: its widest character sets the width of all."""
     text = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     if _FOUR_BYTES.search(text):
         return 4 * len(text)
@@ -206,10 +196,10 @@ def memory_bytes(text: bytes | str) -> int:
 def read_bytes(
     path: str | os.PathLike[str], max_bytes: int = MAX_SMALL_FILE_BYTES, *, follow_links: bool = True
 ) -> bytes:
-    """Return the whole content of a file, unpacked if its name ends in .gz or .zst.
+    """Return the whole content of a file, decompressed if its name ends in .gz or .zst.
 
     :raises OSError: the file cannot be read.
-    :raises ValueError: it is larger than that, or its compressed data is damaged or cut off.
+    :raises ValueError: it exceeds `max_bytes`, or its compressed data is corrupt or truncated.
     """
     unpacked = Unpacked(Path(path), max_bytes, follow_links=follow_links)
     content = b"".join(unpacked)
@@ -219,29 +209,29 @@ def read_bytes(
 
 
 def parse_json(text: bytes | str, max_values: int = MAX_VALUES) -> Any:
-    """Return the value of a JSON text: finite numbers of 18 digits at most, no deep nests, U+FFFD for lone surrogates.
+    """Parse JSON, allowing finite numbers of 18 digits and `MAX_DEPTH` levels; lone surrogates become U+FFFD.
 
-    :raises ValueError: it is something else.
+    :raises ValueError: `text` is not JSON, or exceeds a limit.
     """
     if memory_bytes(text) > MAX_JSON_BYTES:
-        raise ValueError(f"its texts take more than {_size(MAX_JSON_BYTES)} of memory")
+        raise ValueError(f"its text takes more than {_size(MAX_JSON_BYTES)} of memory")
     if isinstance(text, bytes):
         text = text.decode("utf-8")
     if sum(map(text.count, ",[{")) > max_values:
         raise ValueError(f"it holds more than {max_values:,} values")
     try:
-        value = json.loads(text, parse_int=_whole, parse_float=_finite, parse_constant=_refuse)
+        value = json.loads(text, parse_int=_parse_int, parse_float=_parse_float, parse_constant=_reject_constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
         raise ValueError("it is nested too deeply")
-    return _mended(value) if _SURROGATE.search(text) else value
+    return _replace_surrogates(value) if _SURROGATE.search(text) else value
 
 
 def as_dataclass(kind: type[T], values: Any) -> T:
-    """Return a `kind` of these plain values, each of the type that its field says; what it does not know is an error.
+    """Return a `kind` with the fields `values`, checked against the annotations; unknown fields are an error.
 
-    :raises ValueError: they are something else; the message names the field.
+    :raises ValueError: a value does not match; the message names the field.
     """
     from pydantic import ValidationError
 
@@ -249,11 +239,11 @@ def as_dataclass(kind: type[T], values: Any) -> T:
     if unknown:
         raise ValueError(f"it has {sorted(unknown)[0][:40]!r}, which is not known")
     try:
-        made: T = _adapter(kind).validate_python(values)  # type: ignore[arg-type]
-        return made
+        instance: T = _adapter(kind).validate_python(values)  # type: ignore[arg-type]
+        return instance
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        cause = first.get("ctx", {}).get("error")  # of a check of our own
+        cause = first.get("ctx", {}).get("error")  # raised by a validator of ours
         where = ".".join(map(str, first["loc"]))
         raise ValueError(str(cause) if cause else f"{where}: {first['msg'].lower()}") from error
 
@@ -265,51 +255,48 @@ def _adapter(kind: Any) -> Any:
     return TypeAdapter(kind)
 
 
-def _whole(digits: str) -> int:
+def _parse_int(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"a number has {len(digits)} digits")
     return int(digits)
 
 
-def _finite(digits: str) -> float:
+def _parse_float(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
         raise ValueError(f"the number {digits[:40]} is too large")
     return value
 
 
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
 
 
-def _depth(value: Any) -> int:
-    """At most `MAX_DEPTH` + 1: no deeper is looked."""
+def _is_too_deep(value: Any) -> bool:
     level = [value]
-    for depth in range(MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH + 1):
         level = [
             inner
             for outer in level
             if isinstance(outer, dict | list)
             for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
-        if not level:
-            return depth
-    return MAX_DEPTH + 1
+    return bool(level)
 
 
-def _mended(value: Any) -> Any:
+def _replace_surrogates(value: Any) -> Any:
     match value:
         case str():
             return without_lone_surrogates(value)
         case list():
-            return [_mended(each) for each in value]
+            return [_replace_surrogates(each) for each in value]
         case dict():
-            return {without_lone_surrogates(name): _mended(each) for name, each in value.items()}
+            return {without_lone_surrogates(name): _replace_surrogates(each) for name, each in value.items()}
     return value
 
 
 def without_lone_surrogates(text: str) -> str:
-    """The same text, with U+FFFD for halves of surrogate pairs, which have no UTF-8. Tokenizers do the same."""
+    """Return `text` with U+FFFD for lone surrogates, which cannot be encoded as UTF-8. Tokenizers do the same."""
     try:
         text.encode()
     except UnicodeEncodeError:

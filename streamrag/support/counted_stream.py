@@ -1,4 +1,4 @@
-"""A connection that counts what a server sends: httpcore reads heads, sizes of chunks and trailers as they come."""
+"""A connection that bounds what httpcore buffers before it returns: response heads, chunk sizes and trailers."""
 
 import ssl
 from typing import Any
@@ -6,35 +6,34 @@ from typing import Any
 import httpcore
 
 MAX_HEAD_BYTES = 1 << 15
-"""Bytes from the request to the end of the response's head, any number of interim responses (1xx) included. Common
-servers send less than 8 KiB."""
+"""Bytes from the request to the end of the response head, interim responses (1xx) included. Common servers send less
+than 8 KiB."""
 
 MAX_HEAD_LINES = 400
-HEAD_PIECE_BYTES = 1 << 12  # read at a time while a head is awaited: parsing it blocks the event loop
+HEAD_PIECE_BYTES = 1 << 12  # bytes per read before the head is complete: parsing them blocks the event loop
 
 
 class ResponseTooLargeError(Exception):
-    """A server sends more than it should. Never leaves the package."""
+    """A server sends more than the limits allow. Never leaves the package."""
 
 
 class CountedStream(httpcore.AsyncNetworkStream):
-    """A stream that counts anew with each request. Call `begin_body` when a response's head has been read."""
+    """A stream that counts the bytes of each response. Call `begin_body` after reading the response head."""
 
     def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
         self._stream = stream
-        self._max_bytes: int | None = None  # None: the head is awaited
-        self.num_bytes = 0
-        """Bytes read from the socket since the request was sent."""
+        self._max_bytes: int | None = None  # None before the head is complete
+        self.num_bytes = 0  # bytes read from the socket since the request was sent
         self._num_lines = 0
 
     def begin_body(self, max_bytes: int) -> None:
-        """Allow `max_bytes` for the whole response, of which the head has been read."""
+        """Set the limit for the whole response, its head included."""
         self._max_bytes = max_bytes
 
     def check_overhead(self, num_body_bytes: int, max_bytes: int) -> None:
-        """Compare what was sent with what was of use.
+        """Check that the response is mostly body.
 
-        :raises ResponseTooLargeError: beside so much of the body, more than that and `max_bytes` was sent.
+        :raises ResponseTooLargeError: beside the body, more than `num_body_bytes` + `max_bytes` bytes were sent.
         """
         if self.num_bytes > 2 * num_body_bytes + max_bytes + MAX_HEAD_BYTES:
             raise ResponseTooLargeError(f"the server has sent {self.num_bytes} bytes for {num_body_bytes} of content")

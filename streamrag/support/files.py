@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all, such as on a disk that is full."""
+"""Replace files and folders atomically: completely or not at all, even on a full disk."""
 
 import ctypes
 import errno
@@ -14,11 +14,14 @@ from pathlib import Path
 
 from streamrag.errors import ConfigurationError
 
+AT_FDCWD = -100
+RENAME_EXCHANGE = RENAME_SWAP = 2  # flags of Linux and of macOS
+
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, text in UTF-8. At any time `path` is what it was before, or the whole new file.
+    """Write a file atomically, text as UTF-8.
 
-    :raises ConfigurationError: it cannot be written; `path` is what it was before.
+    :raises ConfigurationError: it cannot be written; `path` is unchanged.
     """
     try:
         with replacing(path) as unfinished:
@@ -29,13 +32,13 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replacing(path: Path, *, is_private: bool = False) -> Iterator[Path]:
-    """Give the name of a file to write, which replaces `path` when the block ends well, and is removed otherwise.
+    """Give an empty file to write. It replaces `path` when the block succeeds, and is removed otherwise.
 
-    The file is there, and empty. Only this user can read it until it replaces a file, whose mode it then has, and owner
-    where that is allowed. Where `path` is a link, what it names is replaced. What is no file, such as `/dev/stdout`, is
-    to be written itself.
+    Only this user can read the file until it replaces an existing one, whose mode it then takes, and whose owner where
+    permitted. If `path` is a link, its target is replaced. If `path` is not a regular file, such as `/dev/stdout`, it
+    is given itself.
 
-    is_private: whether only this user may ever read it, and whatever has the name is replaced itself, a link too.
+    is_private: never let other users read the file, and replace `path` itself even if it is a link.
 
     :raises OSError: the folder cannot be written to.
     """
@@ -50,23 +53,20 @@ def replacing(path: Path, *, is_private: bool = False) -> Iterator[Path]:
     try:
         yield unfinished
         if old:
-            with suppress(PermissionError):  # only root gives files away
+            with suppress(PermissionError):  # only root may change the owner
                 os.chown(unfinished, old.st_uid, old.st_gid)
-            unfinished.chmod(stat.S_IMODE(old.st_mode))  # last, for chown takes bits away
+            unfinished.chmod(stat.S_IMODE(old.st_mode))  # after chown, which clears mode bits
         unfinished.replace(real)
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-# ------------------------------------------------------------------------------------------------------ whole folders
-
-
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Give a folder to fill, which is called `path` when the block ends well, and is removed when it does not.
+    """Give a folder to fill. It is renamed to `path` when the block succeeds, and removed otherwise.
 
     :raises ConfigurationError: `path` exists and is not empty.
-    :raises OSError: it cannot be made.
+    :raises OSError: the folder cannot be created.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigurationError(f"{path} exists. Remove it, use what is in it, or name another folder")
@@ -81,18 +81,13 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-AT_FDCWD = -100
-RENAME_EXCHANGE = RENAME_SWAP = 2
-"""Flags of Linux and of macOS."""
-
-
 def exchange_folders(one: Path, other: Path) -> None:
-    """Swap the names of two folders at one moment: at any time, both names exist.
+    """Swap the names of two folders atomically, so that both names always exist.
 
-    Where the system or the file system cannot do that (NFS, for one), three renames do it; if those are interrupted,
-    what was `other` is left beside it as `.NAME.old-` and eight digits.
+    On systems and file systems without an atomic exchange (such as NFS), use three renames. If these are interrupted,
+    the folder `other` remains beside it as `.NAME.old-` and eight digits.
 
-    :raises OSError: it failed; both are as they were.
+    :raises OSError: the exchange failed; both folders are unchanged.
     """
     if _exchange_at_once(one, other):
         return
@@ -107,10 +102,11 @@ def exchange_folders(one: Path, other: Path) -> None:
 
 
 def _exchange_at_once(one: Path, other: Path) -> bool:
-    rename = _renaming()
-    if rename is None:
+    """Exchange two folders atomically, or return False where this is not supported."""
+    exchange = _load_exchange()
+    if exchange is None:
         return False
-    if rename(os.fsencode(one), os.fsencode(other)) == 0:
+    if exchange(os.fsencode(one), os.fsencode(other)) == 0:
         return True
     number = ctypes.get_errno()
     if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
@@ -118,7 +114,7 @@ def _exchange_at_once(one: Path, other: Path) -> bool:
     raise OSError(number, os.strerror(number), str(other))
 
 
-def _renaming() -> Callable[[bytes, bytes], int] | None:
+def _load_exchange() -> Callable[[bytes, bytes], int] | None:
     library = ctypes.CDLL(None, use_errno=True)
     if sys.platform == "darwin":
         swap = getattr(library, "renamex_np", None)
@@ -128,7 +124,7 @@ def _renaming() -> Callable[[bytes, bytes], int] | None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's names, are on the disk."""
+    """Wait until a file's content, or a folder's entries, are on the disk."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)

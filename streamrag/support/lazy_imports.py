@@ -1,4 +1,4 @@
-"""Public names that load their modules when they are used."""
+"""Public names whose modules are imported on first use."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose names are defined in the modules that `homes` tells."""
+    """Return a module-level `__getattr__` for `package` that imports each name from its module in `homes`."""
 
     def get(name: str) -> Any:
         if name not in homes:

@@ -1,4 +1,4 @@
-"""Checks of values that foreign code gave, and their words in messages."""
+"""Checks of values from foreign code, and their text in messages."""
 
 import math
 from contextlib import suppress
@@ -6,12 +6,12 @@ from numbers import Integral, Real
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number of any type; True and False are not."""
+    """Whether `value` is an integer of any numeric type; bools are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number of any type that a float can hold; NaN is not."""
+    """Whether `value` is a real number of any type that fits a float; bools and NaN are not."""
     if isinstance(value, Real) and not isinstance(value, bool):
         with suppress(OverflowError):
             return not math.isnan(float(value))
@@ -19,15 +19,15 @@ def is_number(value: object) -> bool:
 
 
 def short(value: object) -> str:
-    """Return the beginning of the `repr` of `value`, or its kind if it has none, as a number of 5,000 digits."""
+    """Return the first 200 characters of `repr(value)`, or its type if `repr` fails, as for an int of 5,000 digits."""
     try:
         return f"{value!r:.200}"
-    except Exception:  # the value is anybody's, and this is for the message of another error
+    except Exception:  # foreign code; and this is for the message of another error
         return kind_of(value)
 
 
 def message_of(error: BaseException) -> str:
-    """Return what `error` says, or its kind if it says nothing or fails to: an exception may be anybody's class too."""
+    """Return the message of `error`, or the name of its type if the message is empty or `str` fails."""
     with suppress(Exception):
         if text := str(error):
             return text
@@ -35,12 +35,12 @@ def message_of(error: BaseException) -> str:
 
 
 def plain_text(text: str) -> str:
-    """The same text as a `str`: a subclass, as an Enum, may be written otherwise than it reads, or have no hash."""
+    """Convert a subclass of `str` to `str`: a subclass such as an Enum may format differently, or be unhashable."""
     return str.__str__(text)
 
 
 def kind_of(value: object) -> str:
-    """Return the kind of `value` for a message, as in "a str": the value itself may be long."""
+    """Return the type of `value` for a message, as in "a str"."""
     if value is None:
         return "None"
     name = type(value).__name__

@@ -1,22 +1,21 @@
-"""Processes that end with the one that started them, whatever ends that one."""
+"""Processes that end when their parent ends, for whatever reason."""
 
 import ctypes
 import os
 import signal
 import sys
 
-PR_SET_PDEATHSIG = 1
-"""Source: prctl(2)."""
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def end_with_parent(parent: int | None, signal_number: int = signal.SIGKILL) -> None:
-    """Have the kernel kill this process as soon as its parent is gone; at once, if `parent` is gone already.
+    """Have the Linux kernel send this process a signal when its parent ends; exit now if `parent` has ended already.
 
-    Another `signal_number` is for a process that then ends others, and itself.
+    Elsewhere, only the check of `parent` is done. The setting survives `exec` and works while C code holds the GIL, but
+    child processes do not inherit it. To the kernel, the parent is the *thread* that started this process.
 
-    `parent` is the process that started this one, None where that is not known. It holds across `exec`, and while C
-    code holds the interpreter; children of this process have to do the same. To the kernel the parent is the *thread*
-    that started this process. Does nothing but look at `parent` where the kernel is not Linux.
+    parent: the id of the parent process, or None if unknown.
+    signal_number: another signal lets the process first end its own children.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Ending tasks and waiting for their end, for code that cleans up."""
+"""Cancel tasks and wait for their end, for code that cleans up."""
 
 import asyncio
 import warnings
@@ -8,22 +8,22 @@ from typing import Any, TypeVar
 import anyio
 
 CANCEL_AGAIN_S = 2.0
-"""Foreign code may swallow a cancellation, and is cancelled again after this; a clean-up within it is left in peace."""
+"""Seconds after which a task is cancelled again: foreign code may swallow a cancellation, but may clean up first."""
 
 LET_GO_S = 10.0
-"""Most seconds that a query may take to stop. What it stops is quick, so it is foreign code that does not let go."""
+"""Seconds that stopping a query may take. Our own code stops quickly, so only foreign code takes longer."""
 
 T = TypeVar("T")
 
 
 class Broadcast:
-    """Wakes all tasks that wait for it at a moment."""
+    """A notification that wakes all tasks waiting for it."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def wake(self) -> None:
-        """Wake all that wait now."""
+        """Wake all tasks that are waiting now."""
         self._event.set()
         self._event = asyncio.Event()
 
@@ -33,27 +33,27 @@ class Broadcast:
 
 
 def is_cancelled() -> bool:
-    """Whether the current task was told to stop. A CancelledError in one that was not is somebody's mistake."""
+    """Whether the current task was cancelled. Otherwise, a CancelledError in it comes from faulty code."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def run_regardless(work: Coroutine[Any, Any, T], name: str) -> T:
-    """Return or raise what `work` does; it runs to its end in a task, however often this one is cancelled meanwhile."""
+    """Run `work` to its end in a task, even if the caller is cancelled meanwhile, and return its result."""
     task = asyncio.create_task(work, name=name)
     await wait_regardless([task])
     return task.result()
 
 
 async def wait_regardless(tasks: Collection["asyncio.Future[Any]"], *, at_most_s: float | None = None) -> None:
-    """Wait until `tasks` are done, whoever is cancelled meanwhile, and only then let that cancellation go on.
+    """Wait until all `tasks` are done, deferring the caller's cancellation until then.
 
-    Without `at_most_s` the tasks must be sure to end soon. Their errors count as retrieved.
+    Without `at_most_s`, the tasks must be certain to end soon. Their exceptions are marked as retrieved.
     """
     was_cancelled = False
     now = asyncio.get_running_loop().time
     end_s = None if at_most_s is None else now() + at_most_s
-    with anyio.CancelScope(shield=True):  # a cancelled anyio scope would cancel us again at every step
+    with anyio.CancelScope(shield=True):  # a cancelled anyio scope would cancel this task again at every step
         while (pending := [task for task in tasks if not task.done()]) and (end_s is None or now() < end_s):
             try:
                 await asyncio.wait(pending, timeout=None if end_s is None else end_s - now())
@@ -67,35 +67,35 @@ async def wait_regardless(tasks: Collection["asyncio.Future[Any]"], *, at_most_s
 
 
 async def cancel_regardless(tasks: Collection["asyncio.Future[Any]"], *, at_most_s: float | None = None) -> None:
-    """Cancel `tasks`, again and again since they run foreign code, and wait for them as `wait_regardless` does."""
+    """Cancel `tasks`, repeatedly because they run foreign code, and wait for them as `wait_regardless` does."""
     loop = asyncio.get_running_loop()
-    again: asyncio.TimerHandle
+    timer: asyncio.TimerHandle
 
     def cancel() -> None:
-        nonlocal again
+        nonlocal timer
         for task in tasks:
             task.cancel()
-        again = loop.call_later(CANCEL_AGAIN_S, cancel)
+        timer = loop.call_later(CANCEL_AGAIN_S, cancel)
 
     cancel()
     try:
         await wait_regardless(tasks, at_most_s=at_most_s)
     finally:
-        again.cancel()
+        timer.cancel()
 
 
 async def end_or_leave(task: "asyncio.Future[Any]", what: str, *, at_most_s: float | None = None) -> None:
-    """Cancel a task that runs foreign code; one that does not end in time is left behind with a warning.
+    """Cancel a task that runs foreign code, and abandon it with a ResourceWarning if it does not end in time.
 
-    what: names the task, for the warning.
-    at_most_s: seconds to wait, `LET_GO_S` if None.
+    what: the task's description for the warning.
+    at_most_s: seconds to wait; `LET_GO_S` by default.
     """
     at_most_s = LET_GO_S if at_most_s is None else at_most_s
     try:
         await cancel_regardless([task], at_most_s=at_most_s)
     finally:
         if not task.done():
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else asks for it
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # marks it as retrieved
             warnings.warn(
                 f"{what} has not ended within {at_most_s:g} s and is left behind: something swallows CancelledError, "
                 "or waits where it cannot be cancelled",

@@ -1,4 +1,4 @@
-"""Folders that the next program removes if their owner was killed, in the temporary folder and elsewhere."""
+"""Temporary folders that are removed even if their owner was killed: the next program removes them."""
 
 import errno
 import fcntl
@@ -14,30 +14,26 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-OWNER = ".owner"
-"""A file in each folder that its owner keeps locked. The kernel unlocks it when the owner ends, however that ends."""
-
-
+OWNER = ".owner"  # a file in each folder that its owner keeps locked; the kernel unlocks it when the owner ends
 HELD_FOR_S, HELD_TICK_S = 60, 0.05
 
 
 class ScratchFolder:
-    """A folder of one's own in the temporary folder, named `streamrag-KIND-` and eight characters.
+    """A private folder in the system's temporary folder, named `streamrag-KIND-` and eight characters.
 
-    :raises OSError: it cannot be made.
+    :raises OSError: it cannot be created.
     """
 
     def __init__(self, kind: str) -> None:
-        while True:
-            self.path = Path(tempfile.mkdtemp(prefix=_prefix(kind)))
+        owner = None
+        while owner is None:
+            self.path = Path(tempfile.mkdtemp(prefix=f"streamrag-{kind}-"))
             owner = _create_and_lock(self.path / OWNER)
-            if owner is not None:
-                break
         self._owner = owner
         self._remove = weakref.finalize(self, _remove, self.path, owner, os.getpid())
 
     def remove(self) -> None:
-        """Remove the folder and what is in it; what cannot be removed stays. At the latest it is done at exit."""
+        """Remove the folder with its content, ignoring errors. Happens at exit otherwise."""
         self._remove()
 
 
@@ -48,25 +44,21 @@ def _remove(path: Path, owner: int, process_id: int) -> None:
 
 
 def remove_left_behind(kind: str) -> None:
-    """Remove the folders of this kind and user whose owners are dead. May block for a moment."""
-    name = re.compile(re.escape(_prefix(kind)) + r"[a-z0-9_]{8}")  # as mkdtemp makes them
-    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:  # it cannot be listed: nothing is removed
+    """Remove this user's folders of this kind whose owners have ended. May block for a moment."""
+    name = re.compile(re.escape(f"streamrag-{kind}-") + r"[a-z0-9_]{8}")  # as mkdtemp names them
+    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
             if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 _remove_if_left_behind(Path(entry.path).absolute())
 
 
-def _prefix(kind: str) -> str:
-    return f"streamrag-{kind}-"
-
-
 def _create_and_lock(path: Path) -> int | None:
-    """The open file; None if another program found the folder before it was locked, and removes it."""
+    """Return the open file, or None if another program noticed the folder before it was locked, and removes it."""
     with suppress(FileNotFoundError):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             is_locked = _lock(file, path)
-        except OSError:  # there are no locks here: nobody can get this one and take the folder for left behind
+        except OSError:  # locks are not supported here, so no program removes the folder
             is_locked = True
         if is_locked:
             return file
@@ -75,57 +67,59 @@ def _create_and_lock(path: Path) -> int | None:
 
 
 def _lock(file: int, path: Path) -> bool:
-    """Whether it is ours now, and is still what stands at `path`.
+    """Lock an open file or folder, and return whether that succeeded and `path` still names it.
 
-    :raises OSError: files cannot be locked here.
+    :raises OSError: locks are not supported here.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
+        return os.path.samestat(os.fstat(file), path.lstat())
     except (BlockingIOError, FileNotFoundError):
         return False
 
 
+def _is_same(file: int, path: Path) -> bool:
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(file), path.lstat())
+    return False
+
+
 def _remove_if_left_behind(folder: Path) -> None:
-    """Remove it if the folder and the lock in it are this user's, and no process holds the lock."""
+    """Remove `folder` if it and its lock file belong to this user, and no process holds the lock."""
     try:
-        if os.stat(folder, follow_symlinks=False).st_uid != os.geteuid():
+        if folder.lstat().st_uid != os.geteuid():
             return
         file = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # not one of ours, or gone by now
+    except OSError:  # not such a folder, or removed meanwhile
         return
     try:
-        with suppress(OSError):  # there are no locks here: nothing is sure
+        with suppress(OSError):  # locks are not supported here: whether the owner lives is unknown
             if _lock(file, folder / OWNER):
                 shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(file)
 
 
-# ---------------------------------------------------------------------------------------------- in a folder of the user
-
-
 @contextmanager
 def locked_folder(beside: Path, prefix: str, *, kept: Collection[str] = ()) -> Iterator[Path]:
-    """A folder of this prefix and eight characters in `beside`, gone at the end unless it was renamed.
+    """Give a locked folder in `beside`, named `prefix` and eight digits; it is removed at the end unless renamed.
 
-    It is locked itself, for it holds nothing but what it is made for. Those of this prefix and user that nobody has
-    locked were left behind, and are removed first.
+    Folders of this prefix and user that no process has locked are removed first.
 
-    With `kept`, files of these names stay when the block raises, if all are there and none is empty, in a folder that
-    the next one is given, with them.
+    kept: names of files that stay if the block raises, provided that all exist and none is empty. The next call reuses
+        their folder.
 
-    :raises OSError: it cannot be made.
+    :raises OSError: the folder cannot be created.
     """
-    path, owner = _take_over_or_remove(beside, prefix, kept) or _make_locked(beside, prefix)
+    path, owner = _reuse_or_remove(beside, prefix, kept) or _make_locked(beside, prefix)
     try:
         yield path
     except BaseException:
-        if _is_still(owner, path) and not _empty(path, kept):
+        if _is_same(owner, path) and not _clear(path, kept):
             path.rmdir()
         raise
     else:
-        if _is_still(owner, path):
+        if _is_same(owner, path):
             shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(owner)
@@ -136,71 +130,67 @@ def _make_locked(beside: Path, prefix: str) -> tuple[Path, int]:
         path = beside / f"{prefix}{secrets.token_hex(4)}"
         path.mkdir()
         owner = _open_folder(path)
+        if owner is None:  # another program removed it before it was locked
+            continue
         try:
-            if owner is not None and _lock(owner, path):
+            if _lock(owner, path):
                 return path, owner
-        except OSError:  # there are no locks here, so nobody takes it for left behind
-            assert owner is not None
+        except OSError:  # locks are not supported here, so no program removes the folder
             return path, owner
-        if owner is not None:  # another program found it before it was locked
-            os.close(owner)
+        os.close(owner)
 
 
-def _take_over_or_remove(beside: Path, prefix: str, kept: Collection[str]) -> tuple[Path, int] | None:
-    """The first folder that was left behind with what is kept, now locked; the others are removed."""
+def _reuse_or_remove(beside: Path, prefix: str, kept: Collection[str]) -> tuple[Path, int] | None:
+    """Lock and return the first abandoned folder that has the `kept` files, and remove the other abandoned ones."""
     name = re.compile(re.escape(prefix) + r"[0-9a-f]{8}")
     with os.scandir(beside) as entries:
-        left = [Path(entry.path) for entry in entries if name.fullmatch(entry.name)]
-    taken = None
-    for path in left:
+        candidates = [Path(entry.path) for entry in entries if name.fullmatch(entry.name)]
+    reused = None
+    for path in candidates:
         owner = _open_folder(path)
         if owner is None:
             continue
-        with suppress(OSError):  # there are no locks here: nothing is sure
+        with suppress(OSError):  # locks are not supported here: whether the owner lives is unknown
             if os.fstat(owner).st_uid == os.geteuid() and _lock(owner, path):
-                if taken is None and _empty(path, kept):
-                    taken = path, owner
+                if reused is None and _clear(path, kept):
+                    reused = path, owner
                     continue
                 shutil.rmtree(path, ignore_errors=True)
         os.close(owner)
-    return taken
+    return reused
 
 
-def _empty(folder: Path, kept: Collection[str]) -> bool:
-    """Remove what is in it, except files of the names `kept` if all are worth it; whether they are."""
-    found = [status for name in kept if (status := _status(folder / name)) and stat.S_ISREG(status.st_mode)]
-    is_worth = len(found) == len(kept) > 0 and all(status.st_size for status in found)
+def _clear(folder: Path, kept: Collection[str]) -> bool:
+    """Remove the content of `folder`, except for `kept` if all of these are regular files and none is empty.
+
+    Returns whether they were kept.
+    """
+    is_kept = bool(kept) and all(_has_content(folder / name) for name in kept)
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
-        elif not (is_worth and path.name in kept):
+        elif not (is_kept and path.name in kept):
             path.unlink()
-    return is_worth
+    return is_kept
 
 
-def _status(path: Path) -> os.stat_result | None:
+def _has_content(path: Path) -> bool:
     with suppress(OSError):
-        return path.lstat()
-    return None
-
-
-def _is_still(owner: int, path: Path) -> bool:
-    """Whether the folder that is locked is what stands at `path`."""
-    with suppress(OSError):
-        return os.path.samestat(os.fstat(owner), os.stat(path, follow_symlinks=False))
+        status = path.lstat()
+        return stat.S_ISREG(status.st_mode) and status.st_size > 0
     return False
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """No other program holds this folder during the block, or takes it for left behind, whatever it is called by then.
+    """Lock `folder` during the block, even if it is renamed: no other program locks it or removes it as abandoned.
 
     :raises OSError: another program has held it for a minute.
     """
     for _ in range(int(HELD_FOR_S / HELD_TICK_S)):
         owner = _open_folder(folder)
         try:
-            with suppress(OSError):  # there are no locks here, so nobody holds it
+            with suppress(OSError):  # locks are not supported here
                 if owner is not None and not _lock(owner, folder):
                     time.sleep(HELD_TICK_S)
                     continue
@@ -213,6 +203,6 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def _open_folder(path: Path) -> int | None:
-    with suppress(OSError):  # gone by now, a link, or no folder
+    with suppress(OSError):  # removed meanwhile, a link, or not a folder
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     return None

@@ -1,4 +1,4 @@
-"""Checks of arguments by their annotations, with pydantic; its errors become ConfigurationError here and nowhere else.
+"""Validation of arguments against their annotations, with pydantic; only this module raises its ConfigurationErrors.
 
 @validated
 @dataclass(frozen=True)
@@ -23,12 +23,11 @@ from streamrag.support.messages import plain_text, short
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-"""A text is no number, and True is none."""
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)  # neither a str nor a bool is a number
 
 
 def _plain(value: object) -> object:
-    """Return numpy's and others' numbers as Python's own."""
+    """Convert numbers of numpy and other libraries to int or float."""
     if isinstance(value, bool | int | float):
         return value
     if isinstance(value, Integral):
@@ -45,27 +44,26 @@ Positive = Annotated[Number, Field(gt=0)]
 Seconds = Positive
 NumberOrZero = Annotated[Number, Field(ge=0)]
 SecondsOrZero = NumberOrZero
-Fraction = Annotated[Number, Field(ge=0, le=1)]
 PositiveFraction = Annotated[Number, Field(gt=0, le=1)]
 Flag = Annotated[bool, Field()]
 NonEmptyText = Annotated[Text, Field(min_length=1)]
 
 
-def _growing(values: Sequence[int]) -> Sequence[int]:
+def _check_growing(values: Sequence[int]) -> Sequence[int]:
     if any(a >= b for a, b in pairwise(values)):
         raise ValueError("must be growing")
     return values
 
 
-GrowingCounts = Annotated[Sequence[Count], AfterValidator(_growing)]
+GrowingCounts = Annotated[Sequence[Count], AfterValidator(_check_growing)]
 
 
 def validated(checked: T) -> T:
-    """Check the arguments of a constructor, a function, or a class's constructor, and pass on the values.
+    """Decorate a function or a class so that its arguments are checked and converted to the annotated types.
 
-    Only arguments whose annotation has an `Annotated` or a `Literal` in it are checked.
+    Only arguments whose annotation contains an `Annotated` or a `Literal` are checked.
 
-    :raises ConfigurationError: an argument is not as annotated; the message says which, its value and what it must be.
+    :raises ConfigurationError: an argument is invalid; the message has its name, its value and what it must be.
     """
     if isinstance(checked, type):
         checked.__init__ = validated(checked.__init__)  # type: ignore[misc]
@@ -74,16 +72,17 @@ def validated(checked: T) -> T:
     owner = f"{checked.__qualname__.split('.')[-2]}: " if checked.__name__ == "__init__" else ""
 
     @cache
-    def adapters() -> dict[str, TypeAdapter[Any]]:  # when first called: annotations may name what is defined later
-        hints = _hints(checked).items()
-        return {name: _adapter(hint) for name, hint in hints if _has_constraint(hint)}
+    def adapters() -> dict[str, TypeAdapter[Any]]:  # on the first call: annotations may be forward references
+        names = _Names({**vars(builtins), **checked.__globals__})
+        hints = get_type_hints(checked, localns=names, include_extras=True)
+        return {name: _adapter(hint) for name, hint in hints.items() if _has_constraint(hint)}
 
     @wraps(checked)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             bound = parameters.bind(*args, **kwargs)
         except TypeError:
-            return checked(*args, **kwargs)  # says it in Python's own words
+            return checked(*args, **kwargs)  # raises Python's own message
         for name in bound.arguments.keys() & adapters().keys():
             bound.arguments[name] = check(f"{owner}{name}", bound.arguments[name], adapters()[name])
         return checked(*bound.args, **bound.kwargs)
@@ -92,9 +91,9 @@ def validated(checked: T) -> T:
 
 
 def check(name: str, value: Any, adapter: TypeAdapter[Any]) -> Any:
-    """Return `value` as `adapter` has it.
+    """Return `value` validated by `adapter`.
 
-    :raises ConfigurationError: it is not valid; the message begins with `name`.
+    :raises ConfigurationError: it is invalid; the message begins with `name`.
     """
     try:
         return adapter.validate_python(value)
@@ -103,10 +102,10 @@ def check(name: str, value: Any, adapter: TypeAdapter[Any]) -> Any:
 
 
 def describe(name: str, error: ValidationError) -> str:
-    """Return what is wrong, in one line: each part that is wrong, its value, and what it must be."""
+    """Return one line with each invalid part, its value, and what it must be."""
     lines: dict[str, list[str]] = {}
     for each in error.errors(include_url=False, include_context=False):
-        # Of alternatives, as in `int | None`, pydantic names each one that does not match.
+        # For a union such as `int | None`, pydantic reports each member that does not match.
         where = "".join(f"[{part!r}]" for part in each["loc"] if isinstance(part, int))
         must_be = each["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
         lines.setdefault(f"{name}{where}={short(each['input'])}", []).append(must_be)
@@ -114,21 +113,16 @@ def describe(name: str, error: ValidationError) -> str:
 
 
 class _Names(dict[str, Any]):
-    """Names that annotations use. One that is imported for a type checker alone is `Any`."""
+    """A namespace for annotations, in which names imported only for type checkers are `Any`."""
 
     def __missing__(self, name: str) -> Any:
         return Any
 
 
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    names = _Names({**vars(builtins), **function.__globals__})
-    return get_type_hints(function, localns=names, include_extras=True)
-
-
 def _adapter(hint: Any) -> TypeAdapter[Any]:
     try:
         return TypeAdapter(hint, config=STRICT)
-    except PydanticUserError:  # a dataclass or a model has a configuration of its own
+    except PydanticUserError:  # a dataclass or a model has its own configuration
         return TypeAdapter(hint)
 
 

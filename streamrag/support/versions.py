@@ -1,16 +1,15 @@
-"""Which version this is, and which ones of other packages are installed."""
+"""Versions of this package and of installed ones."""
 
+from contextlib import suppress
 from importlib import metadata
 
 __version__ = "0.1.0"
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
-    """Return the versions by package, without the packages that are not installed."""
-    found = {}
+    """Return the version of each of `packages` that is installed."""
+    versions = {}
     for package in packages:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions

@@ -17,8 +17,7 @@ from website import Website
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources.http import ssrf_guard
 from streamrag.sources.http.fetch import Fetcher
-from streamrag.sources.http.page import Page
-from streamrag.sources.http.page_errors import CostlyPageError, NoConnectionError, UnusablePageError
+from streamrag.sources.http.page import CostlyPageError, NoConnectionError, Page, UnusablePageError
 from streamrag.sources.threads import Threads
 
 CONTEXT = ssl.create_default_context()
@@ -135,7 +134,7 @@ async def test_only_so_many_redirects_are_followed(site: Website, num_redirects:
 
 @pytest.mark.parametrize("location", ["file:///etc/passwd", "ftp://example.com/", "http://user:pw@example.com/"])
 async def test_redirects_lead_to_web_addresses_only(site: Website, location: str) -> None:
-    with pytest.raises(UnusablePageError, match="which is no http or https address"):
+    with pytest.raises(UnusablePageError, match="which is not an http or https URL"):
         await fetch(site.add_redirect("/a", location))
 
 
@@ -397,7 +396,7 @@ async def test_damaged_and_foreign_compression_is_no_page(site: Website) -> None
     cut = gzip.compress(b"<p>text")[:-4]
     with pytest.raises(UnusablePageError, match="compression is damaged: it ends too early"):
         await fetch(site.add("/cut", cut, headers={"Content-Encoding": "gzip"}))
-    with pytest.raises(UnusablePageError, match="compressed as 'br', which was not asked for"):
+    with pytest.raises(UnusablePageError, match="compressed as 'br', which was not requested"):
         await fetch(site.add("/b", b"brotli?", headers={"Content-Encoding": "br"}))
 
 

@@ -194,7 +194,7 @@ def test_what_cannot_be_merged_is_named(weights: Any) -> None:
         Merged(*sources, weights=weights)
     with pytest.raises(ConfigurationError, match="at least one source"):
         Merged()
-    with pytest.raises(ConfigurationError, match="5 is no source"):
+    with pytest.raises(ConfigurationError, match="5 is not a source"):
         Merged(ScriptedSource([]), 5)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="k=-1 must be greater than or equal to 0"):
         Merged(ScriptedSource([]), k=-1)

@@ -85,7 +85,7 @@ def test_what_is_remembered_and_compared_is_bounded(monkeypatch: pytest.MonkeyPa
         known.has(" ".join(choose.choice("abcdefgh") * 5 for _ in range(30)))
         known.end_page()
     assert len(known._words) == 10
-    assert known._of_page == []
+    assert known._page_paragraphs == []
 
 
 def test_paragraphs_that_differ_in_many_words_are_not_compared_word_by_word(monkeypatch: pytest.MonkeyPatch) -> None:

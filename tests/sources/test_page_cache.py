@@ -17,9 +17,8 @@ from website import Website
 from streamrag.errors import ConfigurationError, UnsafeUrlError
 from streamrag.sources.crawl.page_reader import SITEMAPS
 from streamrag.sources.http.disk_store import DiskStore
-from streamrag.sources.http.page import PAGES, ContentRules, Page
+from streamrag.sources.http.page import PAGES, ContentRules, Page, UnusablePageError
 from streamrag.sources.http.page_cache import PageCache
-from streamrag.sources.http.page_errors import UnusablePageError
 from streamrag.sources.pages.page_content import JSON, PageContent
 
 pytest.importorskip("hishel")
@@ -46,7 +45,7 @@ async def fetch(store: DiskStore, url: str, rules: ContentRules = PAGES, **limit
     allow_private = limits.setdefault("allow_private", True)
     cache = PageCache(store, allow_private=allow_private, user_agent=AGENT)
     async with fetching(**limits) as fetcher:
-        fetcher._cache = cache
+        fetcher.cache = cache
         return await fetcher.fetch(url, lambda url: None, rules)
 
 

@@ -9,7 +9,7 @@ import pypdf
 import pytest
 from pypdf.generic import DecodedStreamObject, NameObject, NumberObject
 
-from streamrag.sources.http.page_errors import UnusablePageError
+from streamrag.sources.http.page import UnusablePageError
 from streamrag.sources.pages import pdf as pdf_module
 from streamrag.sources.pages.pdf import PdfText, read_pdf
 

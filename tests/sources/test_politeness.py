@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from streamrag.sources.http import politeness
-from streamrag.sources.http.page_errors import HttpStatusError, PutOffError, UnusablePageError
+from streamrag.sources.http.page import HttpStatusError, PutOffError, UnusablePageError
 from streamrag.sources.http.politeness import CrawlTurns, Hosts
 
 pytest.importorskip("tenacity")
@@ -172,7 +172,7 @@ async def test_what_would_come_after_the_crawl_is_put_off_at_once() -> None:
     crawl, server = turns(Hosts(4), deadline_s=30), Server()
     crawl.set_delay("http://a.example/", 3600)
     await crawl.ask("http://a.example/", server.send)
-    with pytest.raises(PutOffError, match=r"wants to be left alone for 3599\.0 s, and the crawl ends before"):
+    with pytest.raises(PutOffError, match=r"permits the next request in 3599\.0 s, when the crawl is over"):
         await crawl.ask("http://a.example/", server.send)
     assert now() == 1
 

@@ -15,7 +15,7 @@ from website import Website
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources.http import robots, ssrf_guard
 from streamrag.sources.http.fetch import Fetcher
-from streamrag.sources.http.page_errors import CostlyPageError, DisallowedError, OwnLimitError, PutOffError
+from streamrag.sources.http.page import CostlyPageError, DisallowedError, OwnLimitError, PutOffError
 from streamrag.sources.http.politeness import CrawlTurns, Hosts
 from streamrag.sources.http.robots import Robots, Rules, parse
 from streamrag.sources.threads import Threads
@@ -79,7 +79,7 @@ def rules(text: str, agent: str = AGENT) -> Rules:
 
 def can_fetch(found: Rules, path: str) -> bool:
     assert found.parser
-    return found.parser.can_fetch(f"http://docs.example{path}", found.agent)
+    return found.parser.can_fetch(f"http://docs.example{path}", AGENT)
 
 
 async def test_what_it_forbids_is_not_fetched_and_it_is_asked_for_once(site: Website) -> None:
@@ -227,7 +227,7 @@ async def test_that_a_crawl_has_had_its_bytes_is_not_held_against_a_host(site: W
     site.add("/robots.txt", "User-agent: *\nAllow: /\n" + "# x\n" * 50)
     known = new()
     async with fetching(max_crawl_bytes=10) as used_up, fetching() as fresh:
-        with pytest.raises(OwnLimitError, match="the crawl has had max_crawl_bytes=10"):
+        with pytest.raises(OwnLimitError, match="the crawl has reached max_crawl_bytes=10"):
             await known.check(site.url("/a"), used_up)
         await known.check(site.url("/a"), fresh)
 
@@ -240,7 +240,7 @@ async def test_that_a_crawl_ends_before_a_hosts_turn_is_not_held_against_the_hos
         host.hold(60)
         ending = CrawlTurns(hosts, num_fetches=6, deadline=now_s + 1)
         async with fetching(turns=ending) as fetcher:
-            with pytest.raises(PutOffError, match="the crawl ends before"):
+            with pytest.raises(PutOffError, match="when the crawl is over"):
                 await known.check(site.url("/a"), fetcher)
         host.free_at = 0.0
         async with fetching() as fetcher:

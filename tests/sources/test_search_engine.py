@@ -61,7 +61,7 @@ async def test_the_first_results_are_the_addresses(engine: Engine) -> None:
         (b"<html>", {}, "does not answer as SearXNG does"),
         (b"[" * 100_000, {}, "does not answer as SearXNG does"),
         (b" " * (1 << 20), {}, "answers more than 524288 bytes"),
-        ({"results": []}, {"fault": "breaks off"}, "cannot be asked: "),
+        ({"results": []}, {"fault": "breaks off"}, "cannot be reached: "),
         ({}, {"fault": "silent"}, r"did not answer within 0\.5 s"),
     ],
 )
@@ -72,7 +72,7 @@ async def test_another_answer_is_an_error_that_names_it(engine: Engine, body: An
 
 
 async def test_an_engine_that_is_not_there_is_named() -> None:
-    with pytest.raises(SourceError, match=r"the search engine at http://127\.0\.0\.9:9/ cannot be asked: "):
+    with pytest.raises(SourceError, match=r"the search engine at http://127\.0\.0\.9:9/ cannot be reached: "):
         await search_engine("http://127.0.0.9:9")("Why?")
 
 

@@ -123,7 +123,7 @@ async def test_start_urls_over_the_limit_are_reported(site: Website, new: NewSou
     urls = [site.add(f"/{i}", text(f"{i}th")) for i in range(3)]
     events = await crawl(new(urls, max_pages=2))
     assert sorted(paths(events)) == ["/0", "/1"]
-    assert reasons(events) == {"/2": "max_pages=2 is less than there are start URLs"}
+    assert reasons(events) == {"/2": "max_pages=2 is less than the number of start URLs"}
 
 
 @pytest.mark.parametrize(("same_host", "expected"), [(True, ["/"]), (False, ["/", "/other"])])
@@ -297,8 +297,8 @@ async def test_at_the_crawls_deadline_what_has_arrived_is_used(site: Website, ne
     site.add_gate("/slow")
     events = await crawl(new(crawl_timeout_s=1.5))
     assert paths(events) == ["/", "/a"]
-    assert reasons(events) == {"/slow": "not finished when crawl_timeout_s=1.5 were over"}
-    assert cut_short(events) == ["crawl_timeout_s=1.5 were over before all pages were finished"]
+    assert reasons(events) == {"/slow": "not finished within crawl_timeout_s=1.5"}
+    assert cut_short(events) == ["crawl_timeout_s=1.5 ended before all pages were finished"]
     assert isinstance(events[-1], CutShort)
 
 
@@ -314,7 +314,7 @@ async def test_pages_that_are_finished_at_the_deadline_are_used_however_late_the
         events += [event async for event in stream]
     assert paths(events) == ["/", "/a"]
     assert reasons(events) == {}
-    assert cut_short(events) == ["crawl_timeout_s=1 were over before all pages were finished"]
+    assert cut_short(events) == ["crawl_timeout_s=1 ended before all pages were finished"]
 
 
 async def test_a_page_that_takes_too_long_to_read_is_skipped(site: Website, new: NewSource) -> None:
@@ -323,7 +323,7 @@ async def test_a_page_that_takes_too_long_to_read_is_skipped(site: Website, new:
     events = await crawl(new(page_timeout_s=0.7))
     assert paths(events) == ["/"]
     assert reasons(events) == {"/many": "reading it takes longer than 0.7 s"}
-    assert cut_short(events) == ["1 page took more time or memory than a page may"]
+    assert cut_short(events) == ["1 page exceeded the time or memory of a page"]
 
 
 async def test_what_is_not_there_or_over_the_users_own_bounds_is_no_gap(site: Website, new: NewSource) -> None:
@@ -346,9 +346,13 @@ async def test_a_host_of_which_two_pages_take_too_long_is_given_up(site: Website
     events = await crawl(new(num_fetches=1, page_timeout_s=0.5, same_host=False))
     assert paths(events) == ["/", "/other", "/fine"]
     slow = "it did not end within 0.5 s"
-    assert reasons(events) == {"/1": slow, "/2": slow, "/3": "its host is given up: 2 of its pages took too much"}
+    assert reasons(events) == {
+        "/1": slow,
+        "/2": slow,
+        "/3": "its host is abandoned: 2 of its pages exceeded their limits",
+    }
     assert site.paths == ["/", "/1", "/2", "/other", "/fine"]
-    assert cut_short(events) == ["2 pages took more time or memory than a page may; 1 host given up because of that"]
+    assert cut_short(events) == ["2 pages exceeded the time or memory of a page; 1 host abandoned because of that"]
 
 
 async def test_a_page_over_a_limit_of_reading_is_skipped_and_leaves_a_gap(site: Website) -> None:
@@ -360,7 +364,7 @@ async def test_a_page_over_a_limit_of_reading_is_skipped_and_leaves_a_gap(site: 
     await source.aclose()
     assert paths(events) == ["/"]
     assert reasons(events) == {"/slow": "reading it takes more computing time than max_page_cpu_s=0.5"}
-    assert cut_short(events) == ["1 page took more time or memory than a page may"]
+    assert cut_short(events) == ["1 page exceeded the time or memory of a page"]
 
 
 async def test_a_page_of_which_only_the_beginning_is_read_leaves_a_gap(site: Website, new: NewSource) -> None:
@@ -386,7 +390,7 @@ async def test_a_hostile_crawl_does_not_keep_another_from_its_pages(site: Websit
     assert len(paths(events)) == 9
     assert cut_short(events) == []
     events = await hostile
-    assert "1 host given up because of that" in cut_short(events)[0]
+    assert "1 host abandoned because of that" in cut_short(events)[0]
 
 
 async def test_a_page_that_is_slow_to_read_holds_up_no_other_page_or_query(site: Website, new: NewSource) -> None:
@@ -493,8 +497,8 @@ async def test_a_worker_that_dies_is_an_error_for_its_query_alone(site: Website,
     before = set(workers.process_ids)
     crawling = asyncio.create_task(crawl(source))
     [first, second] = [slot.result() for slot in workers._slots]
-    await until(lambda: first.is_in_step != second.is_in_step)
-    busy = second if first.is_in_step else first
+    await until(lambda: first.is_idle != second.is_idle)
+    busy = second if first.is_idle else first
     os.kill(busy.process.pid, signal.SIGKILL)
     assert paths(await crawl(other)) == ["/other"]
     with pytest.raises(WorkerError, match=r"crawl worker \(process \d+\) died with exit code -9"):

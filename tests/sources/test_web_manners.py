@@ -127,7 +127,7 @@ async def test_a_crawl_delay_longer_than_the_crawl_leaves_a_gap_at_once(site: We
     site.add("/", text("Emperor", "/a", "/b"))
     events = await crawl(new())
     assert paths(events) == ["/"]
-    assert all("and the crawl ends before" in reason for reason in reasons(events).values())
+    assert all("when the crawl is over" in reason for reason in reasons(events).values())
     assert cut_short(events) == ["2 pages not fetched, because servers asked to wait"]
     assert site.paths == ["/"]
 
@@ -173,7 +173,7 @@ async def test_pages_of_one_host_are_counted(site: Website, new: NewSource) -> N
     hosts = [event.chunk.uri.split("/")[2].split(":")[0] for event in events if isinstance(event, Append)]
     assert sorted(hosts) == ["127.0.0.1"] * 3 + ["localhost"] * 3
     events = await crawl(new([site.url("/a"), site.url("/b")], max_pages_per_host=1))
-    assert reasons(events) == {"/b": "max_pages_per_host=1 is less than there are start URLs of its host"}
+    assert reasons(events) == {"/b": "max_pages_per_host=1 is less than the number of start URLs of its host"}
 
 
 async def test_bytes_of_one_crawl_are_counted(site: Website, new: NewSource) -> None:
@@ -183,7 +183,7 @@ async def test_bytes_of_one_crawl_are_counted(site: Website, new: NewSource) -> 
         site.add(f"/{i}", text(f"Number {i}") + "<!--" + "x" * 50_000 + "-->")
     events = await crawl(new(max_crawl_bytes=120_000, num_fetches=1))
     assert len(paths(events)) == 2
-    assert set(reasons(events).values()) == {"the crawl has had max_crawl_bytes=120000"}
+    assert set(reasons(events).values()) == {"the crawl has reached max_crawl_bytes=120000"}
     assert cut_short(events) == []  # it is the user's own bound
 
 
@@ -355,7 +355,8 @@ async def test_after_two_sitemaps_that_take_too_much_none_is_begun_and_pages_are
     found = reasons(events)
     assert [found["/0.xml"], found["/1.xml"]] == ["it did not end within 1 s"] * 2
     assert any(
-        reason.startswith("it is not read, nor are ") and reason.endswith(": 2 sitemaps of its host took too much")
+        reason.startswith("it is not read, nor are ")
+        and reason.endswith(": 2 sitemaps of its host exceeded their limits")
         for reason in found.values()
     )
     assert len(set(named).intersection(site.paths)) <= 3
@@ -386,7 +387,7 @@ async def test_a_damaged_sitemap_leaves_a_gap_where_there_is_place_for_more(
     site.add("/penguins", text("King"))
     events = await crawl(new(sitemaps=True, max_pages=max_pages))
     assert sorted(paths(events)) == ["/", "/penguins"]
-    why = "it is damaged, or larger than what is looked at: only a part of it is read"
+    why = "it is damaged or too large: only a part of it is read"
     assert reasons(events) == {"/sitemap.xml": why}
     assert cut_short(events) == ["1 sitemap not read, or not to the end"] * (max_pages == 20)
 

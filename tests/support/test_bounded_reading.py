@@ -119,8 +119,8 @@ def test_what_is_packed_in_many_members_is_read_whole(suffix: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("NaN", "no number of JSON"),
-        ("[-Infinity]", "no number of JSON"),
+        ("NaN", "not a JSON number"),
+        ("[-Infinity]", "not a JSON number"),
         ("1e999", "the number 1e999 is too large"),
         ("1" * 19, "a number has 19 digits"),
         ("1" * 5000, "a number has 5000 digits"),
@@ -151,7 +151,7 @@ def test_json_of_every_other_kind_is_read_and_halves_of_characters_are_mended() 
         ({"kind": "chunk", "key": "a", "num_tokens": 2**31}, "num_tokens: Input should be less than 2147483648"),
         ({"kind": "chunk", "key": "a", "num_tokens": 1, "title": None}, "title: Input should be a valid string"),
         ('{"kind": "chunk", "key": "a", "num_tokens": ' + "9" * 400 + "}", "a number has 400 digits"),
-        ('{"kind": "end", "query": "1", "end_s": Infinity, "outcome": "complete"}', "Infinity is no number"),
+        ('{"kind": "end", "query": "1", "end_s": Infinity, "outcome": "complete"}', "Infinity is not a JSON number"),
     ],
 )
 def test_numbers_that_no_trace_has_are_named(lines: Any, message: str, tmp_path: Path) -> None:
@@ -284,13 +284,13 @@ def read_results(path: Path) -> object:
 )
 def test_a_pipe_is_refused_and_not_waited_for(read: Callable[[Path], object], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.csv")
-    with pytest.raises(StreamRagError, match="no regular file"):
+    with pytest.raises(StreamRagError, match="not a regular file"):
         read(tmp_path / "x.csv")
 
 
 def test_a_device_and_a_folder_are_no_files_and_a_pipe_of_the_caller_s_shell_is_read(tmp_path: Path) -> None:
     (tmp_path / "zero").symlink_to("/dev/zero")
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         read_bytes(tmp_path / "zero")
     with pytest.raises(IsADirectoryError):
         read_bytes(tmp_path)

@@ -1,1 +1,1 @@
-"""A crawl that reads the pages a query needs."""
+"""A crawl of the pages relevant to a query."""

@@ -1,12 +1,12 @@
-"""A crawl for one query: the pages that are fetched, cleaned and followed, and what becomes of each.
+"""A crawl for one query: fetches, cleans and follows pages, and turns each into an event.
 
     launched ──fetch, here──▶ fetched ──clean, in a worker──▶ finished ──absorb──▶ Append or Skipped; its links launched
 
-Breadth first without a barrier: a page's links are launched when it is finished, whatever the others do. Every page is
-a task from the start, at most `max_pages` of them, so nothing needs a queue with a limit.
+Breadth first without a barrier: the links of a page are launched as soon as it is finished. Every page is a task from
+the start; as there are at most `max_pages`, no bounded queue is needed.
 
-What is left out because time, or what a page may take, ran out is a gap in what was looked at: `cut_short` says so.
-What ends at a bound of the user's own (`max_depth`, `max_pages`, `max_body_bytes`), or is not there, is none.
+`cut_short` reports pages that were omitted because time or a page's resource limits ran out. Reaching one of the user's
+own bounds (`max_depth`, `max_pages`, `max_body_bytes`), or a missing page, does not count.
 """
 
 import asyncio
@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent
 from streamrag.errors import UnreachableError, UnsafeUrlError, WorkerError
@@ -23,43 +22,42 @@ from streamrag.sources.crawl.frontier import MAX_COSTLY_PAGES, Frontier, Target
 from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.crawl.page_reader import PageReader
 from streamrag.sources.crawl.sitemaps import HostSitemaps
-from streamrag.sources.http.page_errors import COSTLY_ERRORS, DisallowedError, UnusablePageError
+from streamrag.sources.http.page import COSTLY_ERRORS, DisallowedError, UnusablePageError
 from streamrag.sources.http.politeness import is_put_off
+from streamrag.sources.http.urls import origin_of
 from streamrag.sources.pages.near_duplicates import NearDuplicates
 from streamrag.sources.pages.relevant_passages import assemble
-from streamrag.support.tasks import wait_regardless
+from streamrag.support.tasks import run_regardless
 
 MAX_SITEMAP_HOSTS = 5  # hosts whose sitemaps one crawl reads
-MAX_REASON_CHARS = 500  # of an unexpected error
-
-SITEMAPS_SHARE_OF_TIME = 1 / 3
-"""Share of the crawl's time for sitemaps: then links have the places that were kept for what sitemaps say."""
+SITEMAPS_SHARE_OF_TIME = 1 / 3  # after which links may use the places reserved for pages from sitemaps
+MAX_REASON_CHARS = 500  # characters of an unexpected error
 
 _Visit: TypeAlias = asyncio.Task[Any]
-"""A task that gives a worker's answer, or a `HostSitemaps`."""
+"""A task that returns a worker's answer, or a `HostSitemaps`."""
 
 
 class Crawl:
-    """A crawl for one query. Once `absorb` has raised, only `aclose` may be called."""
+    """A crawl for one query. After `absorb` has raised, only `aclose` may be called."""
 
     def __init__(self, options: CrawlOptions, reader: PageReader, deadline: float) -> None:
         self._options = options
         self._reader = reader
         self._deadline = deadline
         self._frontier = Frontier(options)
-        self._visits: dict[_Visit, Target] = {}  # those that are not absorbed
+        self._visits: dict[_Visit, Target] = {}  # not yet absorbed
         self._finished: asyncio.Queue[_Visit] = asyncio.Queue()
         self._may_be_unsafe = False
         self._start_errors: dict[str, UnreachableError | UnsafeUrlError | None] = {}  # by start URL, in their order
         self._num_put_off = 0
-        self._num_read_in_part = 0
-        self._unread_sitemaps: Counter[str] = Counter()  # by their host's address
+        self._num_truncated = 0
+        self._unread_sitemaps: Counter[str] = Counter()  # by the origin of their host
         self._is_late = False
-        self._blocks: set[bytes] = set()  # what earlier pages had
+        self._fingerprints: set[bytes] = set()  # of blocks of earlier pages
         self._near_duplicates = NearDuplicates()
 
     def begin(self, urls: Iterable[str], *, may_be_unsafe: bool = False) -> Iterator[Skipped]:
-        """Launch the start URLs. If they `may_be_unsafe`, a function gave them, and unsafe ones are skipped."""
+        """Launch the start URLs. If they `may_be_unsafe`, unsafe ones are skipped instead of raising an error."""
         self._may_be_unsafe = may_be_unsafe
         for url in urls:
             if refusal := self._frontier.refusal(url):
@@ -68,13 +66,11 @@ class Crawl:
                 self._start_errors[url] = None
                 self._launch(Target(url, 0))
         if self._options.sitemaps and self._options.max_depth:
-            origins = dict.fromkeys("{0.scheme}://{0.netloc}".format(urlsplit(url)) for url in self._start_errors)
-            for origin in list(origins)[:MAX_SITEMAP_HOSTS]:
-                self._frontier.num_sitemaps += 1
-                self._begin_visit(Target(origin, 0, is_sitemaps=True))
+            for origin in list(dict.fromkeys(map(origin_of, self._start_errors)))[:MAX_SITEMAP_HOSTS]:
+                self._launch(Target(origin, 0, is_sitemaps=True))
 
     async def next_finished(self) -> _Visit | None:
-        """Wait for the next visit in the order in which they end; None when there is none, or the time is over."""
+        """Wait for the next visit to finish; return None if none is left, or at the deadline."""
         if not self._visits:
             return None
         try:
@@ -84,9 +80,9 @@ class Crawl:
             return None
 
     def absorb(self, visit: _Visit) -> Iterator[SourceEvent]:
-        """Yield what became of a page, and launch its links.
+        """Yield the events of a finished visit, and launch its links.
 
-        :raises UnsafeUrlError: it is a start URL that is not allowed.
+        :raises UnsafeUrlError: a start URL is not allowed.
         :raises WorkerError: a worker died.
         """
         target = self._visits.pop(visit)
@@ -106,7 +102,7 @@ class Crawl:
                 self._follow(self._frontier.choose_first(sitemaps.pages, 1))
         except WorkerError:
             raise
-        except Exception as error:  # a start page says what is wrong with its host
+        except Exception as error:  # the start page reports what is wrong with its host
             problems = {target.url: f"its sitemaps cannot be read: {error}"[:MAX_REASON_CHARS]}
         self._follow(self._frontier.choose_waiting())
         for url, problem in problems.items():
@@ -114,7 +110,7 @@ class Crawl:
 
     def _absorb_page(self, visit: _Visit, target: Target) -> SourceEvent:
         if visit.cancelled():
-            return Skipped(target.url, f"its host is given up: {MAX_COSTLY_PAGES} of its pages took too much")
+            return Skipped(target.url, f"its host is abandoned: {MAX_COSTLY_PAGES} of its pages exceeded their limits")
         try:
             page = visit.result()
         except WorkerError:
@@ -131,17 +127,17 @@ class Crawl:
                 self._frontier.free_place(target)
                 self._follow(self._frontier.choose_waiting())
             return Skipped(target.url, str(error))
-        except Exception as error:  # whatever one page, which may be hostile, brings about, the others are still good
+        except Exception as error:  # one page, which may be hostile, must not end the crawl
             return Skipped(target.url, f"it cannot be fetched: {type(error).__name__}: {error}"[:MAX_REASON_CHARS])
-        self._num_read_in_part += bool(page["is_cut"])
+        self._num_truncated += bool(page["is_cut"])
         self._follow(self._frontier.choose(page["links"], target.depth + 1))
-        return self._event(page)
+        return self._to_event(page)
 
-    def _event(self, page: dict[str, Any]) -> SourceEvent:
+    def _to_event(self, page: dict[str, Any]) -> SourceEvent:
         if not page["passages"]:
             return Skipped(page["url"], "nothing on it matches the query" if page["num_passages"] else "it has no text")
         passages = (Passage(tuple(headings), tuple(blocks)) for headings, blocks in page["passages"])
-        text = assemble(passages, self._blocks, self._near_duplicates.has)
+        text = assemble(passages, self._fingerprints, self._near_duplicates.has)
         self._near_duplicates.end_page()
         if not text:
             return Skipped(page["url"], "what matches the query on it was on earlier pages")
@@ -149,12 +145,12 @@ class Crawl:
         return Append(Chunk(text, page["url"], page["title"]), Hint(num_chunks=num_to_come))
 
     def end(self) -> Iterator[Skipped]:
-        """Yield what is given up because the time is over.
+        """Yield the pages that are unfinished at the deadline.
 
         :raises UnreachableError: no start URL could be reached.
         """
         for target in self._visits.values():
-            yield Skipped(target.url, f"not finished when crawl_timeout_s={self._options.crawl_timeout_s:g} were over")
+            yield Skipped(target.url, f"not finished within crawl_timeout_s={self._options.crawl_timeout_s:g}")
         errors = [error for error in self._start_errors.values() if error]
         if errors and len(errors) == len(self._start_errors):
             if len(errors) == 1:
@@ -164,29 +160,29 @@ class Crawl:
             raise kind(f"none of the {len(errors)} start URLs can be reached; {errors[0]}") from errors[0]
 
     def cut_short(self) -> CutShort | None:
-        """Return why something that was not found may exist all the same. The words are ours: a model may be told."""
-        # Where all places are taken, more addresses would not have brought more pages.
+        """Return why existing information may not have been found. A model may see the reason: it is our text only."""
+        # Without a free place, more URLs would not have brought more pages.
         is_wanted = self._frontier.is_wanted if self._frontier.num_places else lambda url: False
         num_unread = sum(number for url, number in self._unread_sitemaps.items() if is_wanted(url))
         num_costly = self._frontier.num_costly.total()
         num_given_up = sum(number >= MAX_COSTLY_PAGES for number in self._frontier.num_costly.values())
-        time_over = f"crawl_timeout_s={self._options.crawl_timeout_s:g} were over before all pages were finished"
+        time_over = f"crawl_timeout_s={self._options.crawl_timeout_s:g} ended before all pages were finished"
         causes = [
             (self._visits or self._is_late, time_over),
-            (num_costly, f"{_count(num_costly, 'page')} took more time or memory than a page may"),
-            (num_given_up, f"{_count(num_given_up, 'host')} given up because of that"),
+            (num_costly, f"{_count(num_costly, 'page')} exceeded the time or memory of a page"),
+            (num_given_up, f"{_count(num_given_up, 'host')} abandoned because of that"),
             (self._num_put_off, f"{_count(self._num_put_off, 'page')} not fetched, because servers asked to wait"),
-            (self._num_read_in_part, f"{_count(self._num_read_in_part, 'page')} too large to be read to the end"),
+            (self._num_truncated, f"{_count(self._num_truncated, 'page')} too large to be read to the end"),
             (num_unread, f"{_count(num_unread, 'sitemap')} not read, or not to the end"),
         ]
-        reasons = [cause for holds, cause in causes if holds]
+        reasons = [reason for applies, reason in causes if applies]
         return CutShort("; ".join(reasons)) if reasons else None
 
     async def aclose(self) -> None:
-        """Stop all that is under way, and close all connections."""
+        """Cancel all visits, and close all connections."""
         for visit in self._visits:
             visit.cancel()
-        await wait_regardless([asyncio.create_task(self._close(), name="crawl close")])
+        await run_regardless(self._close(), "crawl close")
 
     async def _close(self) -> None:
         await asyncio.gather(*self._visits, return_exceptions=True)
@@ -201,31 +197,25 @@ class Crawl:
 
     def _launch(self, target: Target) -> None:
         self._frontier.launch(target)
-        self._begin_visit(target)
-
-    def _begin_visit(self, target: Target) -> None:
         visit = asyncio.create_task(self._visit(target), name=f"crawl {target.url}")
         self._visits[visit] = target
         visit.add_done_callback(self._finished.put_nowait)
 
     async def _visit(self, target: Target) -> Any:
         try:
-            if target.is_sitemaps:
-                return await self._read_sitemaps(target.url)
-            return await self._reader.read(target.url, partial(self._frontier.check_redirect, target))
+            if not target.is_sitemaps:
+                return await self._reader.read(target.url, partial(self._frontier.check_redirect, target))
+            crawl_timeout_s = self._options.crawl_timeout_s
+            sitemaps = HostSitemaps(target.url, self._reader)
+            until = self._deadline - (1 - SITEMAPS_SHARE_OF_TIME) * crawl_timeout_s
+            await sitemaps.read(until, f"a third of crawl_timeout_s={crawl_timeout_s:g} is over")
+            return sitemaps
         except COSTLY_ERRORS:
-            self._blame(target.host)
+            self._count_costly(target.host)
             raise
 
-    async def _read_sitemaps(self, origin: str) -> HostSitemaps:
-        crawl_timeout_s = self._options.crawl_timeout_s
-        sitemaps = HostSitemaps(origin, self._reader)
-        until = self._deadline - (1 - SITEMAPS_SHARE_OF_TIME) * crawl_timeout_s
-        await sitemaps.read(until, f"a third of crawl_timeout_s={crawl_timeout_s:g} is over")
-        return sitemaps
-
-    def _blame(self, host: str) -> None:
-        """Note that a page of `host` took too much. After the second, nothing of it is worth waiting for."""
+    def _count_costly(self, host: str) -> None:
+        """Count a costly page of `host`, and abandon the host's other pages after the second one."""
         self._frontier.num_costly[host] += 1
         if self._frontier.num_costly[host] == MAX_COSTLY_PAGES:
             for visit, target in self._visits.items():

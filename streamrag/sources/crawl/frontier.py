@@ -1,4 +1,4 @@
-"""The frontier of a crawl: the pages that it visits, and those that wait for a place."""
+"""The frontier of a crawl: the pages to visit, and the links that wait for a place."""
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -6,31 +6,28 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from streamrag.sources.crawl.options import CrawlOptions
-from streamrag.sources.http.page_errors import UnusablePageError
+from streamrag.sources.http.page import UnusablePageError
 from streamrag.sources.http.urls import normalize_url
 
-MAX_COSTLY_PAGES = 2  # pages of one host that may take too much before it is given up for the rest of the crawl
-MAX_WAITING = 1000  # links that wait for a place, should a page turn out not to be asked for
-MAX_DISALLOWED = 100  # pages that robots.txt forbids and that do not count towards `max_pages`
+MAX_COSTLY_PAGES = 2  # costly pages of one host before the crawl abandons the host
+MAX_WAITING = 1000  # links that wait for a place, which a disallowed page may free
+MAX_DISALLOWED = 100  # pages disallowed by robots.txt that do not count towards `max_pages`
 
 
 class Target(NamedTuple):
-    """An address to visit."""
+    """A URL to visit."""
 
     url: str
-    depth: int
-    """Links from a start URL; 0 for those themselves."""
-    is_sitemaps: bool = False
-    """Whether it is no page, but all sitemaps of the host (`url` is its address without a path)."""
+    depth: int  # number of links from a start URL, which has 0
+    is_sitemaps: bool = False  # whether the target is not a page, but the sitemaps of the host with the origin `url`
 
     @property
     def host(self) -> str:
-        """The host, and its port if that is unusual."""
         return urlsplit(self.url).netloc
 
 
 class Frontier:
-    """The pages of one crawl, within `max_pages` places, its depth and its hosts."""
+    """The pages of one crawl, within its `max_pages` places, its depth and its hosts."""
 
     def __init__(self, options: CrawlOptions) -> None:
         self._options = options
@@ -39,10 +36,9 @@ class Frontier:
         self._start_hosts: set[str] = set()
         self._num_launched: Counter[str] = Counter()  # pages, by host
         self._num_disallowed = 0
-        self.num_costly: Counter[str] = Counter()
-        """Pages that took too much, by host."""
+        self.num_costly: Counter[str] = Counter()  # number of costly pages, by host
         self.num_sitemaps = 0
-        """Hosts whose sitemaps are being read: meanwhile half of the places are kept for what they say."""
+        """Number of hosts whose sitemaps are being read. Meanwhile, half of the places are reserved for their pages."""
 
     @property
     def num_places(self) -> int:
@@ -51,31 +47,34 @@ class Frontier:
 
     @property
     def num_waiting(self) -> int:
-        """Number of links that wait, and that there are places for."""
+        """Number of waiting links for which there will be a place."""
         return min(len(self._waiting), self.num_places)
 
     def refusal(self, url: str) -> str:
-        """Return why a start URL has no place; empty if it has one."""
+        """Return why a start URL gets no place, or an empty text if it gets one."""
         limits = self._options
         if not self.num_places:
-            return f"max_pages={limits.max_pages} is less than there are start URLs"
+            return f"max_pages={limits.max_pages} is less than the number of start URLs"
         if self._has_enough(url):
-            return f"max_pages_per_host={limits.max_pages_per_host} is less than there are start URLs of its host"
+            return f"max_pages_per_host={limits.max_pages_per_host} is less than the number of start URLs of its host"
         return ""
 
     def launch(self, target: Target) -> None:
-        """Give a place to a page."""
+        """Give a place to a page, or count a host whose sitemaps are being read."""
+        if target.is_sitemaps:
+            self.num_sitemaps += 1
+            return
         self._visited.add(target.url)
         self._num_launched[target.host] += 1
         if target.depth == 0:
             self._start_hosts.add(target.host)
 
     def choose(self, links: Iterable[str], depth: int) -> Iterator[Target]:
-        """Yield the links for which there is a place; launch each before the next. The others wait for one."""
+        """Yield the links that have a place, to be launched one by one, and let the others wait for a place."""
         for url in links:
             if depth > self._options.max_depth or len(self._waiting) == MAX_WAITING:
                 return
-            # A worker reads hostile pages: what it answers is checked like what a page says.
+            # Workers read hostile pages, so their answers are checked like the pages themselves.
             if self.is_wanted(url) and url not in self._visited and normalize_url(url) == url:
                 if self._has_place():
                     yield Target(url, depth)
@@ -84,7 +83,7 @@ class Frontier:
                     self._waiting.append(Target(url, depth))
 
     def choose_first(self, links: Iterable[str], depth: int) -> Iterator[Target]:
-        """Yield as `choose` does, and have these links wait before those that wait already."""
+        """Like `choose`, but let these links wait before those that are already waiting."""
         waiting, self._waiting = self._waiting, deque()
         try:
             yield from self.choose(links, depth)
@@ -92,34 +91,34 @@ class Frontier:
             self._waiting.extend(waiting)
 
     def choose_waiting(self) -> Iterator[Target]:
-        """Yield the links that wait and for which there is a place now; launch each before the next."""
+        """Yield the waiting links that have a place now, to be launched one by one."""
         while self._waiting and self._has_place():
             waiting = self._waiting.popleft()
             if self.is_wanted(waiting.url):
                 yield waiting
 
     def free_place(self, target: Target) -> None:
-        """Take back the place of a page that was not asked for after all."""
+        """Free the place of a disallowed page, for the first `MAX_DISALLOWED` of them."""
         if self._num_disallowed < MAX_DISALLOWED:
             self._num_disallowed += 1
             self._num_launched[target.host] -= 1
 
     def check_redirect(self, target: Target, url: str) -> None:
-        """Accept where `target` redirects to.
+        """Check that the redirect from `target` to `url` may be followed, and mark `url` as visited.
 
-        :raises UnusablePageError: it is visited already, or outside of the crawl.
+        :raises UnusablePageError: `url` is visited already, or outside of the crawl.
         """
         host = urlsplit(url).netloc
         if url in self._visited:
             raise UnusablePageError(f"it redirects to {url}, which is visited already")
-        if target.depth == 0:  # to www.example.com, say: that is then the site
+        if target.depth == 0:  # such as from example.com to www.example.com, which is then the site to crawl
             self._start_hosts.add(host)
         elif self._options.same_host and host not in self._start_hosts:
             raise UnusablePageError(f"it redirects to another host: {url}")
         self._visited.add(url)
 
     def is_wanted(self, url: str) -> bool:
-        """Whether pages of its host are visited."""
+        """Whether further pages of the host of `url` may be visited."""
         host = urlsplit(url).netloc
         is_inside = host in self._start_hosts or not self._options.same_host
         return is_inside and self.num_costly[host] < MAX_COSTLY_PAGES and not self._has_enough(url)

@@ -1,4 +1,4 @@
-"""The options of a crawl, checked."""
+"""Validated options of a crawl."""
 
 import re
 from dataclasses import dataclass
@@ -26,10 +26,7 @@ def _check_cdp_url(value: str) -> str:
 @validated
 @dataclass(frozen=True, slots=True)
 class CrawlOptions:
-    """The options of `WebSource`, which explains them.
-
-    :raises ConfigurationError: a value that cannot work.
-    """
+    """The options of `WebSource`, where they are documented."""
 
     max_depth: CountOrZero
     same_host: bool

@@ -1,4 +1,4 @@
-"""Reading one address for a crawl: ask whether it may be fetched, fetch it, and have a worker clean it."""
+"""The fetching of one URL for a crawl: check permission, fetch, and have a worker clean the page."""
 
 import ssl
 from collections.abc import Callable, Sequence
@@ -11,9 +11,8 @@ from streamrag.core.trace_context import trace_headers
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.http.fetch import Fetcher
-from streamrag.sources.http.page import ContentRules, Kind
+from streamrag.sources.http.page import ContentRules, CostlyPageError, DisallowedError, Kind, UnusablePageError
 from streamrag.sources.http.page_cache import PageCache
-from streamrag.sources.http.page_errors import CostlyPageError, DisallowedError, UnusablePageError
 from streamrag.sources.http.politeness import CrawlTurns, Hosts
 from streamrag.sources.http.robots import Robots
 from streamrag.sources.http.ssrf_guard import resolve
@@ -37,15 +36,15 @@ SITEMAPS = ContentRules(
     is_lenient=True,
 )
 
-MAX_LOOKUPS = 4  # names that one crawl looks up at the same time
+MAX_LOOKUPS = 4  # names that one crawl resolves concurrently
 
 SitemapAnswer: TypeAlias = tuple[dict[str, Any], int | None]
-"""A worker's answer, and the `max_body_bytes` after which the sitemap was cut, if it was."""
+"""A worker's answer, and `max_body_bytes` if the sitemap was truncated there."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """The state that the crawls of one source share."""
+    """State shared by the crawls of one source."""
 
     lookups: Threads
     hosts: Hosts
@@ -53,23 +52,21 @@ class SharedState:
     cache: PageCache | None
 
 
+@dataclass(eq=False)
 class PageReader:
-    """The connections of one crawl, and its share of the workers."""
+    """A reader with the connections of one crawl, and its share of the workers."""
 
-    def __init__(
-        self,
-        query: str,
-        options: CrawlOptions,
-        workers: WorkerPool,
-        ssl_context: ssl.SSLContext,
-        shared: SharedState,
-        deadline: float,
-    ) -> None:
-        self._query = query
-        self._options = options
-        self._workers = workers
+    query: str
+    options: CrawlOptions
+    workers: WorkerPool
+    ssl_context: ssl.SSLContext
+    shared: SharedState
+    deadline: float
+
+    def __post_init__(self) -> None:
+        options, shared = self.options, self.shared
         self._robots = shared.robots if options.obey_robots else None
-        self._turns = CrawlTurns(shared.hosts, num_fetches=options.num_fetches, deadline=deadline)
+        self._turns = CrawlTurns(shared.hosts, num_fetches=options.num_fetches, deadline=self.deadline)
         self._fetcher = Fetcher(
             page_timeout_s=options.page_timeout_s,
             connect_timeout_s=options.page_timeout_s / 2,
@@ -77,7 +74,7 @@ class PageReader:
             max_crawl_bytes=options.max_crawl_bytes,
             allow_private=options.allow_private,
             user_agent=options.user_agent,
-            ssl_context=ssl_context,
+            ssl_context=self.ssl_context,
             resolve=partial(resolve, threads=Threads(MAX_LOOKUPS, "look up a name", within=shared.lookups)),
             turns=self._turns,
             cache=shared.cache,
@@ -86,32 +83,29 @@ class PageReader:
         self._share = Share()
 
     async def aclose(self) -> None:
-        """Close the connections that pages are fetched over."""
         await self._fetcher.aclose()
 
     async def read(self, url: str, check_redirect: Callable[[str], None]) -> dict[str, Any]:
-        """Return the worker's answer for the page.
+        """Read the page at `url`, and return the worker's answer.
 
-        :raises UnreachableError: it cannot be reached.
-        :raises UnsafeUrlError: it is at an address that is not allowed.
-        :raises UnusablePageError: it may not be fetched, or cannot be used.
+        :raises UnreachableError: the page cannot be reached.
+        :raises UnsafeUrlError: the page is at an address that is not allowed.
+        :raises UnusablePageError: the page may not be fetched, or cannot be used.
         :raises WorkerError: the worker died.
         """
-        if self._options.cdp_url:
-            await self._fetcher.check_address(url)
-            await self._check_robots(url)
+        if self.options.cdp_url:
             return await self._browse(url, check_redirect)
 
         async def check(redirected_to: str) -> None:
             check_redirect(redirected_to)
-            await self._check_target(redirected_to)
+            await self._check_robots_of_target(redirected_to)
 
         await self._check_robots(url)
         page = await self._fetcher.fetch(url, check)
         return await self._clean(page.url, page.kind, page.charset, page.body)
 
     async def named_sitemaps(self, origin: str) -> Sequence[str]:
-        """Return the addresses of sitemaps in a host's robots.txt."""
+        """Return the URLs of sitemaps that a host's robots.txt lists."""
         if not self._robots:
             return ()
         rules = await self._robots.rules(origin + "/", self._fetcher)
@@ -119,53 +113,55 @@ class PageReader:
         return rules.sitemaps
 
     async def read_sitemap(self, url: str) -> SitemapAnswer:
-        """Return the worker's answer for the sitemap; raises what `read` raises."""
+        """Read the sitemap at `url`, and return the worker's answer. Raises as `read` does."""
 
-        def stay(redirected_to: str) -> None:
+        def check(redirected_to: str) -> None:
             if urlsplit(redirected_to).netloc != urlsplit(url).netloc:
                 raise UnusablePageError(f"it redirects to another host: {redirected_to}")
 
         await self._check_robots(url)
-        page = await self._fetcher.fetch(url, stay, SITEMAPS)
+        page = await self._fetcher.fetch(url, check, SITEMAPS)
         answer = await self._clean(page.url, "xml", page.charset, page.body, is_cut=page.is_cut)
-        return answer, self._options.max_body_bytes if page.is_cut else None
+        return answer, self.options.max_body_bytes if page.is_cut else None
 
     async def _check_robots(self, url: str) -> None:
         if self._robots:
             rules = await self._robots.check(url, self._fetcher)
             self._turns.set_delay(url, rules.delay_s)
 
-    async def _check_target(self, url: str) -> None:
-        """Check a redirect's target: unlike a page that is not asked for, it counts, whatever becomes of it."""
+    async def _check_robots_of_target(self, url: str) -> None:
+        """Check a redirect target. If disallowed, the page still counts: its host has had a request."""
         try:
             await self._check_robots(url)
         except DisallowedError as error:
             raise UnusablePageError(str(error)) from None
 
     async def _browse(self, start: str, check_redirect: Callable[[str], None]) -> dict[str, Any]:
-        """Let the browser fetch the page. Where it goes from there is only known afterwards."""
+        """Read the page with the browser, whose redirects are only known, and checked, afterwards."""
+        await self._fetcher.check_address(start)
+        await self._check_robots(start)
         answer = await self._turns.ask(start, partial(self._clean, start, "browser", "", b""))
         url = normalize_url(answer["url"])
         if url is None:
-            raise UnusablePageError(f"the browser was led to {answer['url'][:100]!r}")
+            raise UnusablePageError(f"the browser was redirected to {answer['url'][:100]!r}")
         if url != start:
             check_redirect(url)
             try:
                 await self._fetcher.check_address(url)
-                await self._check_target(url)
+                await self._check_robots_of_target(url)
             except UnsafeUrlError as error:
                 raise UnusablePageError(f"it redirects to {url}: {error}") from None
         return {**answer, "url": url}
 
     async def _clean(self, url: str, kind: Kind, charset: str, body: bytes, *, is_cut: bool = False) -> dict[str, Any]:
-        options = self._options
+        options = self.options
         job = {"url": url, "kind": kind, "charset": charset, "is_cut": is_cut}
-        job |= {"query": self._query, "max_chars": options.max_page_chars}
-        # A browser's own deadline is page_timeout_s, and it has to be read after that.
+        job |= {"query": self.query, "max_chars": options.max_page_chars}
+        # A browser may take page_timeout_s to fetch the page, before the worker reads it.
         timeout_s = options.page_timeout_s * (2 if kind == "browser" else 1)
         try:
             part = urlsplit(url).netloc
-            return await self._workers.run(job, body, timeout_s=timeout_s, share=self._share, part=part)
+            return await self.workers.run(job, body, timeout_s=timeout_s, share=self._share, part=part)
         except WorkerTimeoutError:
             raise CostlyPageError(f"reading it takes longer than {timeout_s:g} s") from None
         except WorkerLimitError as error:

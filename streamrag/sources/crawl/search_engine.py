@@ -1,4 +1,4 @@
-"""Search engines as start addresses: a function from the query to addresses, as `WebSource` takes it."""
+"""Start URLs from a search engine, for `WebSource`."""
 
 import asyncio
 import json
@@ -11,29 +11,29 @@ import httpx
 from streamrag.core.trace_context import trace_headers
 from streamrag.errors import SourceError
 from streamrag.sources.http.urls import parse_start_url
+from streamrag.support.messages import message_of
 from streamrag.support.validation import Count, Seconds, validated
 
 FindUrls: TypeAlias = Callable[[str], Awaitable[list[str]]]
 
-MAX_ANSWER_BYTES = 512 << 10  # it is read on the event loop. A page of results is some tens of kilobytes
-MAX_QUERY_CHARS = 500  # search engines take no longer questions
+MAX_ANSWER_BYTES = 512 << 10  # parsed on the event loop; a page of results has some tens of kilobytes
+MAX_QUERY_CHARS = 500  # search engines accept no longer queries
 
 
 @validated
 def search_engine(url: str, *, num_results: Count = 5, timeout_s: Seconds = 10.0) -> FindUrls:
-    """Return a function from a query to the addresses that a search engine finds, for `WebSource(search_engine(...))`.
+    """Return a function from a query to the URLs that a search engine finds, for `WebSource(search_engine(...))`.
 
-    It speaks the JSON interface of SearXNG (`GET /search?q=...&format=json`, to be switched on in its settings). Run
-    one of your own: the engine is asked at `url` whatever address that is, and is sent the query, and its trace's
-    context if it is traced. What it finds is checked like all that others give: an address that is not allowed is
-    skipped.
+    The engine must have the JSON interface of SearXNG (`GET /search?q=...&format=json`, to be enabled in its settings).
+    Run your own: requests go to `url` even if its address is private, with the query, and with the trace context of a
+    traced query. Found URLs are checked like those of any function: one that is not allowed is skipped.
 
-    url: the engine's address, as `http://127.0.0.1:8888`.
-    num_results: the most addresses that it gives.
-    timeout_s: seconds for its answer.
+    url: the engine's URL, such as `http://127.0.0.1:8888`.
+    num_results: maximum number of URLs.
+    timeout_s: seconds for the engine's response.
 
-    :raises ConfigurationError: a value that cannot work.
-    :raises SourceError: when it is called and the engine does not answer, or not as it should.
+    :raises ConfigurationError: an invalid value.
+    :raises SourceError: from the returned function, if the engine does not respond as expected.
     """
     base = parse_start_url(url)
 
@@ -44,9 +44,7 @@ def search_engine(url: str, *, num_results: Count = 5, timeout_s: Seconds = 10.0
         except TimeoutError:
             raise SourceError(f"the search engine at {base} did not answer within {timeout_s:g} s") from None
         except httpx.HTTPError as error:
-            raise SourceError(
-                f"the search engine at {base} cannot be asked: {error or type(error).__name__}"
-            ) from error
+            raise SourceError(f"the search engine at {base} cannot be reached: {message_of(error)}") from error
         return _addresses(answer, base)[:num_results]
 
     return find

@@ -1,4 +1,4 @@
-"""The start URLs of a crawl: a list, or what a function gives for a query."""
+"""The start URLs of a crawl: a list, or a function from the query to them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -12,33 +12,29 @@ from streamrag.sources.user_functions import call_for_list
 from streamrag.support.messages import short
 
 StartUrls: TypeAlias = Iterable[str] | Callable[[str], Iterable[str] | Awaitable[Iterable[str]]]
-"""Addresses, or a function from the query to them, such as a web search. It runs in a thread unless it is async."""
+"""URLs, or a function from the query to URLs, such as a web search. It runs in a thread unless it is async."""
 
-MAX_CALLS = 32  # calls of the function that gives start URLs, at the same time
+MAX_CALLS = 32  # concurrent calls of the function
 
 
 class StartUrlList:
     """The start URLs of a source.
 
-    :raises ConfigurationError: it is an empty list, or something else.
-    :raises UnsafeUrlError: an address in a list is neither http nor https.
+    :raises ConfigurationError: `urls` is an empty list, or neither a list nor a function.
+    :raises UnsafeUrlError: a URL in a list is neither http nor https.
     """
 
     def __init__(self, urls: StartUrls) -> None:
         self._urls = urls if callable(urls) else list(dict.fromkeys(map(parse_start_url, _check(urls))))
         if not self._urls:
             raise ConfigurationError("WebSource: there is no start URL")
+        self.may_be_unsafe = callable(urls)  # the URLs do not come from the user
         self._threads = Threads(MAX_CALLS, "start URLs")
 
-    @property
-    def may_be_unsafe(self) -> bool:
-        """Whether they come from a function, and not from the user."""
-        return callable(self._urls)
-
     async def find(self, query: str, timeout_s: float) -> tuple[list[str], list[Skipped]]:
-        """Return addresses to start from, and what the function gave beside them.
+        """Return the start URLs for `query`, and an event for each unusable URL of the function.
 
-        :raises SourceError: the function failed, or gave nothing of use.
+        :raises SourceError: the function failed, or returned no usable URL.
         """
         if not callable(self._urls):
             return self._urls, []
@@ -59,9 +55,9 @@ def _check(urls: object) -> Iterable[object]:
 
 
 def _usable(urls: list[object]) -> tuple[list[str], list[Skipped]]:
-    """Return the addresses at which a page may be, and why the others are left out.
+    """Return the usable URLs, and an event for each unusable one.
 
-    :raises SourceError: none is left; an UnsafeUrlError if that is what they are.
+    :raises SourceError: no URL is usable; an UnsafeUrlError if all are unsafe.
     """
     usable: dict[str, None] = {}
     unusable: list[Skipped] = []

@@ -1,10 +1,11 @@
-"""Web pages as a source: crawled, cleaned and cut to what a query needs, in the order in which they arrive."""
+"""Web pages as a source: crawled, cleaned and reduced to their passages relevant to the query."""
 
 import asyncio
 import importlib.util
 import os
 import ssl
 from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
 from dataclasses import fields
 from pathlib import Path
 
@@ -24,14 +25,12 @@ from streamrag.sources.http.politeness import Hosts
 from streamrag.sources.http.robots import Robots
 from streamrag.sources.threads import Threads
 from streamrag.sources.workers.pool import WorkerPool, WorkerStartError
-from streamrag.support.tasks import wait_regardless
+from streamrag.support.tasks import run_regardless
 from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 from streamrag.support.versions import __version__
 
-MAX_LOOKUPS = 32
-"""Names that all crawls together look up at the same time. One without an answer holds a thread for 30 s."""
-
-MAX_ROBOTS = 4  # files robots.txt that are parsed at the same time
+MAX_LOOKUPS = 32  # names that all crawls together resolve concurrently; an unanswered one holds a thread for 30 s
+MAX_ROBOTS = 4  # robots.txt files that are parsed concurrently
 PACKAGES = ("crawl4ai", "rank_bm25", "hishel", "protego", "pypdf", "rensa", "tenacity")
 INSTALL = "pip install 'streamrag[crawl]'"
 SCRATCH = "crawl"
@@ -44,51 +43,51 @@ CLEANER_OPTIONS += ["cache_folder", "max_cache_bytes"]
 class WebSource:
     """A source that crawls from start URLs, breadth first, and yields the relevant part of each page as it arrives.
 
-    Pages are fetched in this process and cleaned by crawl4ai in worker processes, which queries share fairly. Every
-    page ends as an `Append` or as a `Skipped` with the reason. A host is given up when two of its pages take too much.
-    A crawl that left something out because time or a page's limits ran out ends with a `CutShort`.
+    Pages are fetched in this process and cleaned by crawl4ai in worker processes, which queries share fairly. Each page
+    becomes an `Append`, or a `Skipped` with the reason. A host is abandoned after two pages that exceed their time or
+    memory. A crawl that omitted pages because time or a page's resource limits ran out ends with a `CutShort`.
 
-    A start URL in a list that is not allowed is an error. If a function gave it, it is skipped, and an error only if
-    none is left.
+    A disallowed start URL in a list is an error. If a function returned it, it is skipped, and an error is raised only
+    if no start URL remains.
 
-    urls: addresses to start from, or a function from the query to them.
-    max_depth: links to follow from a start URL; 0 for only the start URLs.
-    same_host: follow only links within the hosts (and ports) of the start URLs, and of where those redirect to.
-    max_pages: pages to ask for in one crawl, usable or not.
-    max_pages_per_host: the most of them from one host (and port).
-    num_fetches: pages of one crawl that are fetched at the same time.
-    num_fetches_per_host: requests to one host at the same time, for all queries.
+    urls: start URLs, or a function from the query to them.
+    max_depth: links to follow from a start URL; 0 for the start URLs only.
+    same_host: follow only links to the hosts (and ports) of the start URLs and of their redirect targets.
+    max_pages: pages to request in one crawl, usable or not.
+    max_pages_per_host: pages to request from one host (and port).
+    num_fetches: concurrent fetches of one crawl.
+    num_fetches_per_host: concurrent requests to one host, for all queries.
     num_workers: processes that clean pages, for all queries.
-    page_timeout_s: seconds for fetching a page, and then for cleaning it.
-    crawl_timeout_s: seconds after which a crawl ends with what it has.
-    max_body_bytes: pages that are larger, before or after decompression, are skipped.
-    max_crawl_bytes: bytes of all bodies of one crawl together, as they come over the network.
-    max_page_chars: the most characters of the relevant part of a page.
-    max_page_cpu_s: seconds of computing for cleaning a page. A large page takes about one, and a page that is made to
-        be slow is cut before it takes more than two or three. Over the limit, its worker is replaced.
-    max_page_memory_bytes: memory for cleaning a page, beyond the 0.2 GB that a worker has (on Linux).
-    allow_private: fetch from loopback, private and other special addresses too.
-    obey_robots: fetch only what a host's robots.txt allows `user_agent`, and wait between pages as long as it asks
-        for. If a server fails to give it, nothing of that host is fetched. False asks for no robots.txt: its rules
-        are then not known, and you need leave to fetch these pages at this rate.
-    sitemaps: look for pages in the sitemaps of the start URLs' hosts too. Those whose address has words of the query
-        are fetched before links for which there is no place yet; half of `max_pages` is kept free until then.
-    send_traceparent: tell the sites that are crawled which trace the query belongs to, where it is traced: for sites of
-        your own, which trace too. A browser does not send it.
-    user_agent: the name in requests, for which robots.txt is read too; by default "streamrag/VERSION".
-    cdp_url: a running browser's address (`http://127.0.0.1:9222`), which then fetches the pages and runs their scripts.
-        The addresses of links and start URLs are checked before it is asked. Its redirects are checked afterwards, and
-        what it loads for a page is not: use a browser that cannot reach what it must not.
-    cache_folder: a folder for pages, kept as HTTP's rules allow, and for their cleaned content, for later queries and
-        programs. By default nothing is kept. Pages that a browser fetched are not kept.
-    max_cache_bytes: size of that folder; what was used least recently goes first.
+    page_timeout_s: seconds for fetching a page, and again for cleaning it.
+    crawl_timeout_s: seconds after which a crawl ends with the pages it has.
+    max_body_bytes: larger pages, before or after decompression, are skipped.
+    max_crawl_bytes: bytes of all bodies of one crawl, before decompression.
+    max_page_chars: characters of the relevant part of a page.
+    max_page_cpu_s: CPU seconds for cleaning a page. A large page takes about one, and a page that is made to be slow is
+        truncated before it takes more than two or three. Over the limit, its worker is replaced.
+    max_page_memory_bytes: memory for cleaning a page, beyond the 0.2 GB of a worker (on Linux).
+    allow_private: also fetch from loopback, private and other special addresses.
+    obey_robots: fetch only pages that a host's robots.txt allows for `user_agent`, and respect its crawl delay. If the
+        server fails to send it, no page of the host is fetched. With False, robots.txt is not requested, and you need
+        the site's permission to fetch its pages at this rate.
+    sitemaps: also look for pages in the sitemaps of the start URLs' hosts. Pages whose URL has words of the query are
+        fetched before waiting links; half of `max_pages` is reserved until the sitemaps are read.
+    send_traceparent: send the trace context of a traced query to the crawled sites, if they are your own and traced
+        too. A browser does not send it.
+    user_agent: the name in requests and for robots.txt; by default "streamrag/VERSION".
+    cdp_url: address of a running browser (`http://127.0.0.1:9222`), which then fetches pages and runs their scripts.
+        The addresses of links and start URLs are checked beforehand, and the browser's redirects afterwards, but not
+        the resources that a page loads: use a browser that cannot reach internal machines.
+    cache_folder: a folder that caches pages, as HTTP's rules allow, and their cleaned content, for later queries and
+        programs. Pages fetched by a browser are not cached. By default there is no cache.
+    max_cache_bytes: size of that folder; the least recently used entries are evicted.
 
-    :raises ConfigurationError: a value that cannot work.
+    :raises ConfigurationError: an invalid value.
     :raises UnsafeUrlError: a start URL that is neither http nor https.
     """
 
     name = "WebSource"
-    """The name for errors and schedulers; give two sources that behave differently two names."""
+    """The name in errors and for schedulers; give sources that behave differently different names."""
 
     def __init__(
         self,
@@ -124,11 +123,11 @@ class WebSource:
         self._options = CrawlOptions(**{each.name: given[each.name] for each in fields(CrawlOptions)})
         self._workers: WorkerPool | None = None
         self._ssl_context: ssl.SSLContext | None = None
-        self._scratch: ScratchFolder | None = None
+        self._resources = AsyncExitStack()
         self._shared = self._new_state()
 
     def _new_state(self) -> SharedState:
-        """Return what belongs to one event loop, and is forgotten when the source is started again."""
+        """Return state for one event loop, made anew at each start."""
         options = self._options
         cache = None
         if options.cache_folder:
@@ -140,11 +139,11 @@ class WebSource:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Start the processes that crawl.
+        """Start the worker processes.
 
         :raises MissingDependencyError: crawl4ai is not installed.
         :raises ConfigurationError: `cache_folder` cannot be written to.
-        :raises UnreachableError: no browser answers at `cdp_url`.
+        :raises UnreachableError: no browser responds at `cdp_url`.
         :raises WorkerError: a worker cannot start.
         """
         for package in PACKAGES:
@@ -154,8 +153,17 @@ class WebSource:
         progress(f"starting {self._options.num_workers} crawl workers")
         try:
             self._ssl_context = await asyncio.to_thread(self._prepare)
-            self._scratch = ScratchFolder(SCRATCH)
-            self._workers = self._new_pool(str(self._scratch.path))
+            scratch = ScratchFolder(SCRATCH)
+            self._resources.push_async_callback(asyncio.to_thread, scratch.remove)
+            env = {
+                "CRAWL4_AI_BASE_DIRECTORY": str(scratch.path),  # instead of ~/.crawl4ai
+                "CRAWL4AI_NO_CLOUD_NOTICE": "1",
+                "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # instead of downloading a price list
+            }
+            options = {name: getattr(self._options, name) for name in CLEANER_OPTIONS}
+            size = self._options.num_workers
+            self._workers = WorkerPool(CLEANER, options, size=size, name="crawl worker", env=env)
+            self._resources.push_async_callback(self._workers.aclose)
             await self._workers.start()
         except BaseException as error:
             await self.aclose()
@@ -168,43 +176,34 @@ class WebSource:
         progress("crawl workers are ready")
 
     def _prepare(self) -> ssl.SSLContext:
-        """Import the packages that this process uses, and do what else would stall the event loop."""
+        """Import packages, create the SSL context, and do other setup that would block the event loop."""
         import hishel  # noqa: F401
         import protego  # noqa: F401
         import rensa  # noqa: F401
         import tenacity  # noqa: F401
 
-        anyio.run(anyio.sleep, 0)  # imports its backend
+        anyio.run(anyio.sleep, 0)  # imports anyio's backend
         if self._options.cache_folder:
             DiskStore(self._options.cache_folder, self._options.max_cache_bytes).open()
         remove_left_behind(SCRATCH)
         return httpcore.default_ssl_context()
 
-    def _new_pool(self, scratch: str) -> WorkerPool:
-        env = {
-            "CRAWL4_AI_BASE_DIRECTORY": scratch,  # else it writes to ~/.crawl4ai
-            "CRAWL4AI_NO_CLOUD_NOTICE": "1",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it downloads a price list
-        }
-        options = {name: getattr(self._options, name) for name in CLEANER_OPTIONS}
-        return WorkerPool(CLEANER, options, size=self._options.num_workers, name="crawl worker", env=env)
-
     async def aclose(self) -> None:
-        """Stop the processes that crawl. Crawls that are under way end with an error. Does nothing when not started."""
-        workers, self._workers = self._workers, None
-        scratch, self._scratch, self.is_started = self._scratch, None, False
-        await wait_regardless([asyncio.create_task(_release(workers, scratch), name="web source close")])
+        """Stop the worker processes. Running crawls end with an error. Does nothing if not started."""
+        resources, self._resources = self._resources, AsyncExitStack()
+        self._workers, self.is_started = None, False
+        await run_regardless(resources.aclose(), "web source close")
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the pages of a crawl for `query`, as they arrive. `Hint.num_chunks` counts the pages to come.
+        """Crawl for `query`, and yield the pages as they arrive. `Hint.num_chunks` counts the pages to come.
 
-        Close it (`contextlib.aclosing`) if it is not read to its end: that stops what is under way.
+        Close the generator (`contextlib.aclosing`) to stop the crawl early.
 
         :raises ConfigurationError: the source is not started.
         :raises UnreachableError: no start URL can be reached.
         :raises UnsafeUrlError: a start URL is at an address that is not allowed; see `allow_private`.
         :raises WorkerError: a worker died.
-        :raises SourceError: the function that gives the start URLs failed.
+        :raises SourceError: the function for the start URLs failed.
         """
         if not self._workers or not self._ssl_context:
             raise ConfigurationError("WebSource is not started: use it in a Pipeline, or await its start() first")
@@ -224,10 +223,3 @@ class WebSource:
                 yield cut_short
         finally:
             await crawl.aclose()
-
-
-async def _release(workers: WorkerPool | None, scratch: ScratchFolder | None) -> None:
-    if workers:
-        await workers.aclose()
-    if scratch:
-        await asyncio.to_thread(scratch.remove)

@@ -1,1 +1,1 @@
-"""Pages from servers: asked for as robots.txt allows, and kept."""
+"""HTTP requests within limits, as robots.txt allows, with a cache."""

@@ -1,9 +1,8 @@
-"""Fetching web pages from addresses that may be fetched, within limits, without ever blocking the event loop.
+"""Fetch web pages from allowed addresses, within limits, without blocking the event loop.
 
-httpcore, the layer below httpx, is used directly: it lets us choose the address that a connection goes to, sends no
-cookies from one page to the next, reads no environment, and hands over bodies undecoded, so that a small page that
-decompresses to gigabytes is stopped in time. What it reads itself (heads, chunk sizes, trailers) is bounded by
-`CountedStream`.
+httpcore, the layer below httpx, lets us choose the address of a connection, keeps no cookies, reads no environment
+variables, and returns undecoded bodies, so that a decompression bomb is stopped in time. `CountedStream` bounds what
+httpcore itself buffers (heads, chunk sizes, trailers).
 """
 
 import asyncio
@@ -13,6 +12,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TypeAlias
 from urllib.parse import urlsplit
@@ -20,125 +20,121 @@ from urllib.parse import urlsplit
 import httpcore
 
 from streamrag.errors import UnreachableError, UnsafeUrlError
-from streamrag.sources.http.page import PAGES, ContentRules, Kind, Page, Response
-from streamrag.sources.http.page_cache import NOT_MODIFIED, PageCache
-from streamrag.sources.http.page_errors import (
+from streamrag.sources.http.page import (
+    PAGES,
+    ContentRules,
     CostlyPageError,
     HttpStatusError,
+    Kind,
     NoConnectionError,
     OwnLimitError,
+    Page,
+    Response,
     TooManyRedirectsError,
     UnusablePageError,
 )
+from streamrag.sources.http.page_cache import NOT_MODIFIED, PageCache
 from streamrag.sources.http.politeness import CrawlTurns
 from streamrag.sources.http.ssrf_guard import GuardedBackend, Resolve
 from streamrag.sources.http.urls import normalize_url
 from streamrag.support.counted_stream import CountedStream, ResponseTooLargeError
+from streamrag.support.messages import message_of
 
-PIECE_BYTES = 1 << 16  # bytes that are decompressed at a time
+PIECE_BYTES = 1 << 16  # bytes to decompress at a time
 MAX_HEADER_FIELDS = 200
 MAX_REDIRECTS = 5
 
 MAX_OVERHEAD_BYTES = 1 << 16
-"""Bytes that a response may have beside its body: heads, trailers and the sizes of chunks. Beside a longer body, as
-much as that."""
+"""Bytes of a response beside its body (heads, trailers, chunk sizes); a longer body may have its own length of them."""
 
 REDIRECTS = {301, 302, 303, 307, 308}
 NETWORK_ERRORS = (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError)
 
 CheckRedirect: TypeAlias = Callable[[str], Awaitable[None] | None]
-"""A function that raises for an address that is not to be followed."""
+"""A function that raises for a redirect target that must not be followed."""
 
 
-class _PageTime:
-    """The time that a page has for its requests."""
+class _TimeBudget:
+    """The seconds that remain for the requests of a page."""
 
     def __init__(self, limit_s: float) -> None:
         self._left_s = limit_s
 
     @asynccontextmanager
     async def spend(self) -> AsyncIterator[None]:
-        """Count the time of the block, and end it with a TimeoutError when none is left."""
-        begun_s = time.monotonic()
+        """Subtract the duration of the block, which ends with a TimeoutError when the budget is used up."""
+        start_s = time.monotonic()
         try:
             async with asyncio.timeout(self._left_s):
                 yield
         finally:
-            self._left_s -= time.monotonic() - begun_s
+            self._left_s -= time.monotonic() - start_s
 
 
+@dataclass(kw_only=True, eq=False)
 class Fetcher:
-    """The connections of one crawl. No socket is left open after `aclose`.
+    """A connection pool for one crawl. No socket is left open after `aclose`.
 
-    page_timeout_s: seconds for all requests of a page, redirects included. Waiting for its turn does not count.
-    connect_timeout_s: seconds for resolving a name and connecting, at each redirect.
+    page_timeout_s: seconds for all requests of a page, redirects included. Waiting for a turn does not count.
+    connect_timeout_s: seconds for resolving a name and connecting, for each redirect.
     max_body_bytes: bytes of a body, before and after decompression.
     max_crawl_bytes: bytes of all bodies together, before decompression.
-    ssl_context: takes milliseconds to make: share it.
+    ssl_context: a shared context, because creating one takes milliseconds.
     """
 
-    def __init__(
-        self,
-        *,
-        page_timeout_s: float,
-        connect_timeout_s: float,
-        max_body_bytes: int,
-        max_crawl_bytes: int | None = None,
-        allow_private: bool,
-        user_agent: str,
-        ssl_context: ssl.SSLContext,
-        resolve: Resolve,
-        turns: CrawlTurns | None = None,
-        cache: PageCache | None = None,
-        more_headers: Mapping[str, str] | None = None,
-    ) -> None:
-        self._page_timeout_s = page_timeout_s
-        self._connect_timeout_s = connect_timeout_s
-        self._max_body_bytes = max_body_bytes
-        self._max_crawl_bytes = max_crawl_bytes
-        self._turns = turns
-        self._cache = cache
-        self._headers: dict[str, str] = {"User-Agent": user_agent, "Accept-Encoding": "gzip", **(more_headers or {})}
+    page_timeout_s: float
+    connect_timeout_s: float
+    max_body_bytes: int
+    max_crawl_bytes: int | None = None
+    allow_private: bool
+    user_agent: str
+    ssl_context: ssl.SSLContext
+    resolve: Resolve
+    turns: CrawlTurns | None = None
+    cache: PageCache | None = None
+    more_headers: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        self._headers = {"User-Agent": self.user_agent, "Accept-Encoding": "gzip", **(self.more_headers or {})}
         self._num_bytes = 0
         self._backend = GuardedBackend(
-            connect_timeout_s=connect_timeout_s, allow_private=allow_private, resolve=resolve
+            connect_timeout_s=self.connect_timeout_s, allow_private=self.allow_private, resolve=self.resolve
         )
         self._connections = httpcore.AsyncConnectionPool(
-            ssl_context=ssl_context, network_backend=self._backend, max_connections=None
+            ssl_context=self.ssl_context, network_backend=self._backend, max_connections=None
         )
 
     async def aclose(self) -> None:
-        """Close all connections to servers, idle or in use."""
         await self._connections.aclose()
 
     async def fetch(self, url: str, check_redirect: CheckRedirect, rules: ContentRules = PAGES) -> Page:
-        """Return the page at `url`, or where it redirects to if `check_redirect` does not raise for it.
+        """Fetch the page at `url`, following redirects for which `check_redirect` does not raise.
 
-        :raises UnreachableError: there was no answer because of the network.
+        :raises UnreachableError: there was no response because of the network.
         :raises UnsafeUrlError: `url` itself is at an address that is not allowed.
-        :raises CostlyPageError: the answer comes too slowly.
-        :raises HttpStatusError: the answer is an error.
-        :raises UnusablePageError: the answer is of no use.
+        :raises CostlyPageError: the response is too slow.
+        :raises HttpStatusError: the response has an error status.
+        :raises UnusablePageError: the response cannot be used.
         """
         try:
             return await self._follow(url, check_redirect, rules)
         except TimeoutError:
-            raise CostlyPageError(f"it did not end within {self._page_timeout_s:g} s") from None
+            raise CostlyPageError(f"it did not end within {self.page_timeout_s:g} s") from None
         except ResponseTooLargeError as error:
             raise UnusablePageError(str(error)) from None
         except NETWORK_ERRORS as error:
             kind = NoConnectionError if isinstance(error, httpcore.ConnectTimeout) else UnreachableError
-            raise kind(f"{url} cannot be reached: {_describe(error)}") from error
+            raise kind(f"{url} cannot be reached: {message_of(error)}") from error
 
     async def check_address(self, url: str) -> None:
-        """Resolve the host of `url`, for a browser that will fetch it.
+        """Check the addresses of the host of `url` before a browser fetches it.
 
-        :raises UnreachableError: it has no address.
-        :raises UnsafeUrlError: it is at an address that is not allowed.
+        :raises UnreachableError: the host has no address.
+        :raises UnsafeUrlError: the host is at an address that is not allowed.
         """
         parts = urlsplit(url)
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with asyncio.timeout(self.connect_timeout_s):
                 await self._backend.check(parts.hostname or "", parts.port or 80)
         except httpcore.ConnectError as error:
             raise UnreachableError(f"{url} cannot be reached: {error}") from error
@@ -146,11 +142,11 @@ class Fetcher:
             raise NoConnectionError(f"{url} cannot be reached: resolving its name takes too long") from None
 
     async def _follow(self, start: str, check_redirect: CheckRedirect, rules: ContentRules) -> Page:
-        page_time = _PageTime(self._page_timeout_s)
+        budget = _TimeBudget(self.page_timeout_s)
         url = start
         for _ in range(MAX_REDIRECTS + 1):
             try:
-                response = await self._get(url, rules, page_time)
+                response = await self._get(url, rules, budget)
             except UnsafeUrlError as error:
                 if url == start:
                     raise
@@ -160,50 +156,51 @@ class Fetcher:
             location = response.fields["location"]
             target = normalize_url(location, base=url)
             if target is None:
-                raise UnusablePageError(f"it redirects to {location[:100]!r}, which is no http or https address")
-            if checking := check_redirect(target):
-                await checking
+                raise UnusablePageError(f"it redirects to {location[:100]!r}, which is not an http or https URL")
+            if check := check_redirect(target):
+                await check
             url = target
         raise TooManyRedirectsError(f"it redirects more than {MAX_REDIRECTS} times")
 
-    async def _get(self, url: str, rules: ContentRules, page_time: _PageTime) -> Response:
-        """Return what the cache has of `url`, or the server's answer when it is the turn of `url`."""
+    async def _get(self, url: str, rules: ContentRules, budget: _TimeBudget) -> Response:
+        """Return the cached response, or the server's as soon as it is the turn of `url`."""
 
-        async def send(more: Mapping[str, str]) -> Response:
+        async def send(validators: Mapping[str, str]) -> Response:
             async def request() -> Response:
-                async with page_time.spend():
-                    return await self._request(url, rules, more)
+                async with budget.spend():
+                    return await self._request(url, rules, validators)
 
-            return await (self._turns.ask(url, request) if self._turns else request())
+            return await (self.turns.ask(url, request) if self.turns else request())
 
-        return await (self._cache.answer(url, rules.accept, send) if self._cache and rules.may_be_cached else send({}))
+        return await (self.cache.answer(url, rules.accept, send) if self.cache and rules.may_be_cached else send({}))
 
-    async def _request(self, url: str, rules: ContentRules, more: Mapping[str, str]) -> Response:
+    async def _request(self, url: str, rules: ContentRules, validators: Mapping[str, str]) -> Response:
         self._check_crawl_bytes()
-        headers = {"Host": urlsplit(url).netloc, **self._headers, "Accept": rules.accept, **more}
-        # As Latin-1, in which they came: what is sent back of a server's own fields may be anything else than ASCII.
+        headers = {"Host": urlsplit(url).netloc, **self._headers, "Accept": rules.accept, **validators}
+        # Latin-1 as when received: validators are the server's own fields, which need not be ASCII.
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        async with self._connections.stream("GET", _unchanged(url), headers=encoded) as response:
+        async with self._connections.stream("GET", _to_httpcore(url), headers=encoded) as response:
             stream = response.extensions["network_stream"]
             assert isinstance(stream, CountedStream)
-            stream.begin_body(2 * self._max_body_bytes + MAX_OVERHEAD_BYTES)
+            stream.begin_body(2 * self.max_body_bytes + MAX_OVERHEAD_BYTES)
             if len(response.headers) > MAX_HEADER_FIELDS:
                 raise UnusablePageError(f"the server sends {len(response.headers)} header fields")
             fields = {name.lower().decode("latin-1"): value.decode("latin-1") for name, value in response.headers}
-            if (response.status in REDIRECTS and "location" in fields) or (more and response.status == NOT_MODIFIED):
+            is_not_modified = validators and response.status == NOT_MODIFIED
+            if is_not_modified or (response.status in REDIRECTS and "location" in fields):
                 return Response(response.status, fields)
             if not 200 <= response.status < 300:
-                raise HttpStatusError(response.status, _seconds(fields.get("retry-after", "")))
+                raise HttpStatusError(response.status, _parse_retry_after(fields.get("retry-after", "")))
             _kind(fields, rules)
             return Response(response.status, fields, *await self._read(response, fields, rules))
 
     async def _read(
         self, response: httpcore.Response, fields: Mapping[str, str], rules: ContentRules
     ) -> tuple[bytes, bool]:
-        """Return the body, and whether there is more of it."""
+        """Return the body, and whether it was truncated."""
         encoding = fields.get("content-encoding", "").strip().lower() or "identity"
         if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
-            raise UnusablePageError(f"it is compressed as {encoding[:50]!r}, which was not asked for")
+            raise UnusablePageError(f"it is compressed as {encoding[:50]!r}, which was not requested")
         decompressor = None if encoding == "identity" else zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)
         body = bytearray()
         num_raw_bytes = 0
@@ -212,7 +209,7 @@ class Fetcher:
         try:
             async for raw in response.aiter_stream():
                 if decompressor and decompressor.eof:
-                    break  # as browsers do, whatever it is that follows
+                    break  # ignore trailing data, as browsers do
                 num_raw_bytes += len(raw)
                 self._num_bytes += len(raw)
                 self._check_crawl_bytes()
@@ -221,11 +218,11 @@ class Fetcher:
                     body += piece
                     if len(body) > max_bytes:
                         break
-                    await asyncio.sleep(0)  # 64 KiB may hold 64 MiB
+                    await asyncio.sleep(0)  # 64 KiB may decompress to 64 MiB
                 if max(num_raw_bytes, len(body)) > max_bytes:
                     return self._cut(bytes(body), rules)
         except NETWORK_ERRORS as error:
-            raise UnusablePageError(f"its connection broke off: {_describe(error)}") from error
+            raise UnusablePageError(f"its connection broke off: {message_of(error)}") from error
         except zlib.error as error:
             raise UnusablePageError(f"its compression is damaged: {error}") from error
         if decompressor and num_raw_bytes and not decompressor.eof:
@@ -233,7 +230,7 @@ class Fetcher:
         return bytes(body), False
 
     def _page(self, url: str, response: Response, rules: ContentRules) -> Page:
-        """Check the response anew: it may have been cached by a program with other limits."""
+        """Check a response, which a program with other limits may have cached, and make a page of it."""
         kind = _kind(response.fields, rules)
         body, is_cut = response.body, response.is_cut
         if len(body) > self._max_bytes(rules):
@@ -245,34 +242,30 @@ class Fetcher:
         return Page(url, kind, charset[1] if charset else "", body, is_cut)
 
     def _max_bytes(self, rules: ContentRules) -> int:
-        return min(self._max_body_bytes, rules.max_bytes or self._max_body_bytes)
+        return min(self.max_body_bytes, rules.max_bytes or self.max_body_bytes)
 
     def _cut(self, body: bytes, rules: ContentRules) -> tuple[bytes, bool]:
         if not rules.is_lenient:
-            raise UnusablePageError(f"it is larger than max_body_bytes={self._max_body_bytes}")
+            raise UnusablePageError(f"it is larger than max_body_bytes={self.max_body_bytes}")
         return body[: self._max_bytes(rules)], True
 
     def _check_crawl_bytes(self) -> None:
-        if self._max_crawl_bytes is not None and self._num_bytes > self._max_crawl_bytes:
-            raise OwnLimitError(f"the crawl has had max_crawl_bytes={self._max_crawl_bytes}")
+        if self.max_crawl_bytes is not None and self._num_bytes > self.max_crawl_bytes:
+            raise OwnLimitError(f"the crawl has reached max_crawl_bytes={self.max_crawl_bytes}")
 
 
-def _unchanged(url: str) -> httpcore.URL:
-    """Return the whole address: httpcore itself drops what is behind a semicolon in the last part of a path."""
+def _to_httpcore(url: str) -> httpcore.URL:
+    """Convert `url` part by part: httpcore's parser drops what follows a semicolon in the last path segment."""
     parts = urlsplit(url)
     target = parts.path + ("?" + parts.query if parts.query else "")
     return httpcore.URL(scheme=parts.scheme, host=parts.hostname or "", port=parts.port, target=target)
 
 
 def _decompress(decompressor: "zlib._Decompress", raw: bytes) -> Iterable[bytes]:
-    """Yield pieces up to the end of the compressed stream: zlib would keep all that is fed to it after that."""
+    """Yield `raw` decompressed, up to the end of the stream: zlib would buffer all input after that."""
     while not decompressor.eof and (piece := decompressor.decompress(raw, PIECE_BYTES)):
         yield piece
         raw = decompressor.unconsumed_tail
-
-
-def _describe(error: Exception) -> str:
-    return str(error) or type(error).__name__
 
 
 def _kind(fields: Mapping[str, str], rules: ContentRules) -> Kind:
@@ -284,8 +277,8 @@ def _kind(fields: Mapping[str, str], rules: ContentRules) -> Kind:
     return rules.kinds[media_type]
 
 
-def _seconds(retry_after: str) -> float | None:
-    """Return the wait that `Retry-After` asks for, as a number of seconds or a date."""
+def _parse_retry_after(retry_after: str) -> float | None:
+    """Return the seconds to wait, for a number of seconds or a date."""
     if re.fullmatch(r"\d{1,9}", retry_after.strip()):
         return float(retry_after)
     try:

@@ -1,11 +1,11 @@
-"""A cache of what servers answered, on disk, as HTTP's rules allow: RFC 9111, by hishel.
+"""A disk cache of HTTP responses after RFC 9111, whose rules hishel applies.
 
-    stored, and fresh       used without a request
-    stored, and stale       asked for with its validators (ETag, Last-Modified); a 304 makes it fresh again
-    not stored, or damaged  asked for
+    stored and fresh        used without a request
+    stored and stale        requested with its validators (ETag, Last-Modified); a 304 makes it fresh
+    missing or damaged      requested
 
-What was fetched with `allow_private` is kept apart from what was fetched without: a source that may not fetch from
-private addresses is never given what another one has fetched there.
+Responses fetched with and without `allow_private` are separate: a source that may not fetch from private addresses
+never gets a response that another source fetched there.
 """
 
 import itertools
@@ -31,17 +31,17 @@ NOT_MODIFIED = 304
 STORED_STATUS = {200, 301, 308}
 
 NOT_STORED = {"connection", "content-encoding", "content-length", "keep-alive", "set-cookie", "transfer-encoding"}
-"""Fields of one connection, or of a body before it was decompressed."""
+"""Header fields of a connection, or of the compressed body."""
 
 MAX_THREADS = 4
 VERSION = 1
 
 Send: TypeAlias = Callable[[Mapping[str, str]], Awaitable[Response]]
-"""A function that sends a request with these header fields beside the usual ones."""
+"""A function that sends the request with additional header fields."""
 
 
 class PageCache:
-    """A cache of answers in a store, for sources of one kind (`allow_private`, `user_agent`)."""
+    """A response cache in a store, for sources with the same `allow_private` and `user_agent`."""
 
     def __init__(self, store: DiskStore, *, allow_private: bool, user_agent: str) -> None:
         self._store = store
@@ -49,12 +49,15 @@ class PageCache:
         self._threads = Threads(MAX_THREADS, "page cache")
 
     async def answer(self, url: str, accept: str, send: Send) -> Response:
-        """Return the stored answer of `url`, or what `send` returns."""
-        import hishel  # no part of a plain installation
+        """Return the stored response for `url`, or the response that `send` returns."""
+        import hishel  # an optional dependency
 
         key = f"page {VERSION} {self._kind} {accept} {url}"
         stored = _decode(await self._threads.run(lambda: self._store.get(key) or b""))
-        state = _first_state(url, stored)
+        request = hishel.Request("GET", url)
+        entries = [hishel.Entry(uuid.uuid4(), request, _to_hishel(stored))] if stored else []
+        options = hishel.CacheOptions(shared=False, supported_methods=["GET"], allow_stale=False)
+        state: Any = hishel.IdleClient(options=options).next(request, entries)
         if stored and isinstance(state, hishel.FromCache):
             return stored
         response = await send({name.title(): value for name, value in state.request.headers.items()})
@@ -64,23 +67,14 @@ class PageCache:
             return to_store
         if stored:
             await self._threads.run(partial(self._store.remove, key))
-        return await send({}) if response.status == NOT_MODIFIED else response  # of something that we do not have
-
-
-def _first_state(url: str, stored: Response | None) -> Any:
-    import hishel
-
-    request = hishel.Request("GET", url)
-    entries = [hishel.Entry(uuid.uuid4(), request, _to_hishel(stored))] if stored else []
-    options = hishel.CacheOptions(shared=False, supported_methods=["GET"], allow_stale=False)
-    return hishel.IdleClient(options=options).next(request, entries)
+        return await send({}) if response.status == NOT_MODIFIED else response
 
 
 def _to_store(state: Any, response: Response, stored: Response | None) -> Response | None:
-    """Return what is to be stored and used: the answer, or what was stored with the new fields of a 304."""
+    """Return the response to store and use, if any: `response`, or `stored` with the header fields of a 304."""
     import hishel
 
-    for _ in range(4):  # it has fewer states
+    for _ in range(4):  # hishel has fewer states
         if isinstance(state, hishel.NeedRevalidation | hishel.CacheMiss):
             state = state.next(_to_hishel(response))
         elif isinstance(state, hishel.NeedToBeUpdated) and stored:
@@ -89,13 +83,13 @@ def _to_store(state: Any, response: Response, stored: Response | None) -> Respon
             return replace(response, fields=dict(state.response.headers.items()))
         elif isinstance(state, hishel.StoreAndUse | hishel.CouldNotBeStored):
             return None
-        else:  # entries are outdated: they will be replaced
+        else:  # the stored entries will be replaced
             state = state.next()
     return None
 
 
 def _is_worth_storing(response: Response) -> bool:
-    """Whether it is whole, and could ever be used again."""
+    """Whether the body is complete and a later request could use it."""
     names = {"etag", "last-modified", "expires"}
     return (response.status in STORED_STATUS and not response.is_cut) and (
         not names.isdisjoint(response.fields) or "max-age" in response.fields.get("cache-control", "").lower()
@@ -103,7 +97,7 @@ def _is_worth_storing(response: Response) -> bool:
 
 
 def _dated(response: Response, otherwise_s: float) -> Response:
-    """Return the response with a date that is past: its own if it has one. hishel takes any other for an age of 0."""
+    """Return the response with a past date: its own, or `otherwise_s`. hishel assumes an age of 0 for other dates."""
     with suppress(KeyError, ValueError, OverflowError):
         if parsedate_to_datetime(response.fields["date"]).timestamp() <= time.time():
             return response
@@ -122,7 +116,7 @@ def _encode(response: Response) -> bytes:
 
 
 def _decode(content: bytes) -> Response | None:
-    """Return the response, or None if this is not what `_encode` writes: other programs may write to the folder."""
+    """Return the response, or None if `_encode` did not write it: other programs may write to the folder."""
     head, _, body = content.partition(b"\n")
     try:
         status, fields = json.loads(head)
@@ -135,4 +129,4 @@ def _decode(content: bytes) -> Response | None:
     if not is_good or (status != 200 and "location" not in fields):
         return None
     latin = {name: value.encode("latin-1", errors="replace").decode("latin-1") for name, value in fields.items()}
-    return _dated(Response(status, latin, body), 0.0)  # the clock was set back since: its age is not known
+    return _dated(Response(status, latin, body), 0.0)  # if the clock was set back, the age is unknown

@@ -1,13 +1,13 @@
-"""Politeness to hosts: few requests at a time, as seldom as a host wants, and not again at once.
+"""Rate limits per host: few concurrent requests, crawl delays, and backoff when a host is busy.
 
-    a page ─▶ its host's places in this crawl ─▶ when its host may be asked ─▶ the crawl's fetches
+    a page ─▶ its host's places in this crawl ─▶ the host's next permitted time ─▶ the crawl's fetches
                                                    (crawl delay, Retry-After)        │
                                a request ◀── its host's places, among all crawls ◀───┘
 
-While a page waits for a time, it takes nothing that pages of other hosts could use. If another crawl has asked when a
-page has its places, that page waits for the next time.
+While a page waits for a permitted time, it holds nothing that pages of other hosts could use. If another crawl has used
+that time when the page gets its places, the page waits for the next one.
 
-A `Hosts` is for a source's life, so that queries together ask no more of a host than one may.
+All queries of a source share one `Hosts`, so that together they stay within a host's limits.
 """
 
 import asyncio
@@ -17,18 +17,18 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from streamrag.sources.http.page_errors import HttpStatusError, PutOffError
+from streamrag.sources.http.page import HttpStatusError, PutOffError
 
 if TYPE_CHECKING:
-    from tenacity import AsyncRetrying, RetryCallState
+    from tenacity import RetryCallState
 
 T = TypeVar("T")
 
-MAX_ATTEMPTS = 3  # requests for one address
-BUSY = {429, 503}  # answers that mean: not now
-MAX_HOLD_S = 3600.0  # the longest that one answer's `Retry-After` keeps all crawls from its host
-FIRST_WAIT_S, MAX_WAIT_S = 0.5, 8.0  # between two requests for an address, where the server names no time
-MAX_HOSTS = 1000  # hosts that are remembered while no crawl asks them
+MAX_ATTEMPTS = 3  # requests for one URL
+BUSY = {429, 503}  # statuses that ask for a later retry
+MAX_HOLD_S = 3600.0  # the longest time that one `Retry-After` keeps all crawls from its host
+FIRST_WAIT_S, MAX_WAIT_S = 0.5, 8.0  # backoff between two requests for a URL, where the server gives no time
+MAX_HOSTS = 1000  # hosts to remember while no crawl uses them
 
 
 class Host:
@@ -36,32 +36,31 @@ class Host:
 
     def __init__(self, num_places: int) -> None:
         self.delays_s: dict[str, float] = {}
-        """Seconds from one request to the next, as its robots.txt for each scheme asks for: the longest holds."""
+        """Seconds between two requests, from the robots.txt of each scheme; the longest applies."""
         self.num_users = 0
-        self.free_at = 0.0
-        """Time at which it may be asked next, by the event loop's clock."""
+        self.free_at = 0.0  # the time of the next permitted request, by the event loop's clock
         self._next = asyncio.Lock()
         self._places = asyncio.Semaphore(num_places)
 
     def hold(self, seconds: float) -> None:
-        """Ask it nothing for so long."""
+        """Permit no request for `seconds`."""
         self.free_at = max(self.free_at, asyncio.get_running_loop().time() + min(seconds, MAX_HOLD_S))
 
     async def until_free(self, deadline: float) -> None:
-        """Wait for the time at which it may be asked, one after the other.
+        """Wait until a request is permitted, one caller at a time.
 
-        :raises PutOffError: that is behind `deadline`.
+        :raises PutOffError: that is after `deadline`.
         """
         loop = asyncio.get_running_loop()
         async with self._next:
             while (wait_s := self.free_at - loop.time()) > 0:
                 if loop.time() + wait_s >= deadline:
-                    raise PutOffError(f"its host wants to be left alone for {wait_s:.1f} s, and the crawl ends before")
+                    raise PutOffError(f"its host permits the next request in {wait_s:.1f} s, when the crawl is over")
                 await asyncio.sleep(wait_s)
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[bool]:
-        """Take one of its places, and give whether it may be asked now: others may have asked meanwhile."""
+        """Hold one of the host's places, and give whether a request is still permitted: another crawl may be faster."""
         loop = asyncio.get_running_loop()
         async with self._places:
             is_free = self.free_at <= loop.time()
@@ -71,7 +70,7 @@ class Host:
 
 
 class Hosts:
-    """The hosts that the crawls of one source ask. Belongs to one event loop."""
+    """The limits of all hosts, shared by the crawls of one source on one event loop."""
 
     def __init__(self, num_places: int) -> None:
         self.num_places = num_places
@@ -79,17 +78,17 @@ class Hosts:
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[Host]:
-        """Give the host of this name, which is not forgotten meanwhile."""
+        """Give the host `name`, which is not evicted during the block."""
         host = self._hosts.setdefault(name, Host(self.num_places))
         self._hosts.move_to_end(name)
-        self._forget()
+        self._evict()
         host.num_users += 1
         try:
             yield host
         finally:
             host.num_users -= 1
 
-    def _forget(self) -> None:
+    def _evict(self) -> None:
         if len(self._hosts) > MAX_HOSTS:
             now = asyncio.get_running_loop().time()
             for name, host in list(self._hosts.items())[: len(self._hosts) - MAX_HOSTS]:
@@ -103,14 +102,14 @@ class CrawlTurns:
     def __init__(self, hosts: Hosts, *, num_fetches: int, deadline: float) -> None:
         self._hosts = hosts
         self._fetches = asyncio.Semaphore(num_fetches)
-        self._own: dict[str, asyncio.Semaphore] = {}
+        self._own: dict[str, asyncio.Semaphore] = {}  # this crawl's places, by host
         self._delays_s: dict[str, dict[str, float]] = {}  # by host and scheme
         self._deadline = deadline
 
     def set_delay(self, url: str, delay_s: float) -> None:
-        """Ask the host of `url` no more often. While this crawl waits for it, it waits with one page only.
+        """Set the crawl delay of the host of `url`. With a delay, only one page of this crawl waits for the host.
 
-        A host has a robots.txt for http and one for https, and it is one machine that they speak for.
+        A host has a robots.txt for http and one for https, which apply to the same machine.
         """
         parts = urlsplit(url)
         delays_s = self._delays_s.setdefault(parts.netloc, {})
@@ -119,10 +118,12 @@ class CrawlTurns:
         delays_s[parts.scheme] = delay_s
 
     async def ask(self, url: str, send: Callable[[], Awaitable[T]]) -> T:
-        """Return what `send` returns, when it is the turn of `url`; again later while the host is too busy.
+        """Call `send` when it is the turn of `url`, retry while the host is busy, and return the result.
 
-        :raises PutOffError: the host wants to be asked when the crawl is over.
+        :raises PutOffError: the host's next permitted time is after the crawl's deadline.
         """
+        import tenacity  # an optional dependency
+
         name = urlsplit(url).netloc
         async with self._hosts.using(name) as host:
             host.delays_s |= self._delays_s.get(name, {})
@@ -135,21 +136,17 @@ class CrawlTurns:
                             if is_free:
                                 return await send()
 
-            return await self._retrying(host)(attempt)
-
-    def _retrying(self, host: Host) -> "AsyncRetrying":
-        import tenacity  # no part of a plain installation
-
-        return tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(is_busy),
-            after=lambda state: host.hold(_retry_after_s(state)),
-            stop=self._is_over,
-            wait=tenacity.wait_random_exponential(FIRST_WAIT_S, max=MAX_WAIT_S),
-            reraise=True,
-        )
+            retrying = tenacity.AsyncRetrying(
+                retry=tenacity.retry_if_exception(is_busy),
+                after=lambda state: host.hold(_retry_after_s(state)),
+                stop=self._is_over,
+                wait=tenacity.wait_random_exponential(FIRST_WAIT_S, max=MAX_WAIT_S),
+                reraise=True,
+            )
+            return await retrying(attempt)
 
     def _is_over(self, state: "RetryCallState") -> bool:
-        """Whether it was the last attempt, or the next one would come too late."""
+        """Whether this was the last attempt, or the next one would be after the deadline."""
         next_at = asyncio.get_running_loop().time() + max(state.upcoming_sleep, _retry_after_s(state))
         return state.attempt_number >= MAX_ATTEMPTS or next_at >= self._deadline
 
@@ -160,10 +157,10 @@ def _retry_after_s(state: "RetryCallState") -> float:
 
 
 def is_busy(error: BaseException) -> bool:
-    """Whether a host may answer if it is asked later."""
+    """Whether a later retry may succeed."""
     return isinstance(error, HttpStatusError) and error.status in BUSY
 
 
 def is_put_off(error: BaseException) -> bool:
-    """Whether a page was not fetched because its host wants to be asked later."""
+    """Whether a page was not fetched because its host asks for a later request."""
     return isinstance(error, PutOffError) or is_busy(error)

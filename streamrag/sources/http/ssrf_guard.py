@@ -1,9 +1,10 @@
-"""Connections to public addresses only, so that no page can make us ask a machine inside (SSRF)."""
+"""Connections to public addresses only, so that no page can make us send a request to an internal machine (SSRF)."""
 
 import asyncio
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
@@ -17,15 +18,15 @@ MAX_ADDRESSES = 4  # addresses of one host that are tried, one after the other
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
-"""Networks that IANA's registries call special, though not every `ipaddress` of Python does; and the address by which
-virtual machines in Azure are managed."""
+"""Networks that IANA's registries list as special, but `ipaddress` of some Python versions does not; and the management
+address of virtual machines in Azure."""
 
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 """A function from a host and a port to IP addresses, best first."""
 
 
 def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Whether anybody may be asked at this address, which may have an IPv4 address inside."""
+    """Whether an address is public, including any IPv4 address embedded in it."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped:
             return is_public(address.ipv4_mapped)
@@ -39,26 +40,27 @@ def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 
 
 async def resolve(host: str, port: int, *, threads: Threads) -> Sequence[str]:
-    """Return the system's answer. It understands 127.1 and 0x7f000001 too, so the answer is what to check.
+    """Return the IP addresses of `host`, resolved by the system in one of `threads`.
 
-    Not in the event loop's executor: a name server that does not answer holds a thread for half a minute.
+    The system also accepts hosts such as 127.1 and 0x7f000001, so the result must be checked, not the host. The event
+    loop's executor is not used: a name server that does not answer blocks a thread for half a minute.
     """
-    found = await threads.run(partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    results = await threads.run(partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
+    return list(dict.fromkeys(str(address[0]) for *_, address in results))
 
 
+@dataclass(kw_only=True, eq=False)
 class GuardedBackend(httpcore.AsyncNetworkBackend):
-    """A network backend that connects only to addresses that it has checked.
+    """A network backend that connects only to the addresses that it has checked.
 
-    A name cannot lead elsewhere a moment after its check (DNS rebinding).
+    A name cannot resolve to another address between check and connection (DNS rebinding).
     Source: https://www.encode.io/httpcore/network-backends/
     """
 
-    def __init__(self, *, connect_timeout_s: float, allow_private: bool, resolve: Resolve) -> None:
-        self._connect_timeout_s = connect_timeout_s
-        self._allow_private = allow_private
-        self._resolve = resolve
-        self._sockets = httpcore.AnyIOBackend()
+    connect_timeout_s: float
+    allow_private: bool
+    resolve: Resolve
+    sockets: httpcore.AsyncNetworkBackend = field(default_factory=httpcore.AnyIOBackend)
 
     async def connect_tcp(
         self,
@@ -68,7 +70,7 @@ class GuardedBackend(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        timeout_s = self._connect_timeout_s
+        timeout_s = self.connect_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 addresses = await self.check(host, port)
@@ -84,20 +86,20 @@ class GuardedBackend(httpcore.AsyncNetworkBackend):
             raise httpcore.ConnectTimeout(f"no connection within {timeout_s:g} s") from None
 
     async def _connect(self, address: str, port: int, timeout_s: float | None = None) -> CountedStream:
-        return CountedStream(await self._sockets.connect_tcp(address, port, timeout=timeout_s))
+        return CountedStream(await self.sockets.connect_tcp(address, port, timeout=timeout_s))
 
     async def check(self, host: str, port: int) -> Sequence[str]:
-        """Return the addresses of `host`.
+        """Resolve `host`, and return its addresses if all of them are allowed.
 
-        :raises UnsafeUrlError: one of them is not to be connected to.
-        :raises httpcore.ConnectError: there are none.
+        :raises UnsafeUrlError: an address is not public.
+        :raises httpcore.ConnectError: there is no address.
         """
         try:
-            addresses = await self._resolve(host, port)
+            addresses = await self.resolve(host, port)
         except (OSError, UnicodeError) as error:
             raise httpcore.ConnectError(f"the name {host} cannot be resolved: {error}") from None
         for address in addresses:
-            if not self._allow_private and not is_public(ipaddress.ip_address(address)):
+            if not self.allow_private and not is_public(ipaddress.ip_address(address)):
                 raise UnsafeUrlError(
                     f"{host} is at {address}, which is not a public address and is not fetched from. "
                     "If you trust what this crawl can reach, pass allow_private=True (--allow-private)"
@@ -108,7 +110,7 @@ class GuardedBackend(httpcore.AsyncNetworkBackend):
 
 
 def _root_cause(error: BaseException) -> str:
-    """Return the operating system's words, which anyio and httpcore wrap in their own."""
+    """Return the operating system's message, which anyio and httpcore wrap."""
     while error.__cause__:
         error = error.__cause__
     return str(error)

@@ -1,4 +1,4 @@
-"""Addresses of web pages: one spelling each."""
+"""Normalized URLs of web pages."""
 
 import re
 from urllib.parse import quote, urljoin, urlsplit
@@ -9,19 +9,19 @@ MAX_URL_CHARS = 2000
 
 
 def normalize_url(url: str, base: str = "") -> str | None:
-    """Return `url`, resolved against `base`, in one spelling per page; None if no page can be there."""
+    """Return `url`, resolved against `base` and normalized, or None if it is not the URL of a web page."""
     if len(url := url.strip()) > MAX_URL_CHARS:
         return None
     try:
         parts = urlsplit(urljoin(base, url))
         port, host = parts.port, (parts.hostname or "").encode("idna").decode()
-        path = _without_dots(quote(parts.path or "/", safe="/%:@!$&'()*+,;=~"))
+        path = _remove_dot_segments(quote(parts.path or "/", safe="/%:@!$&'()*+,;=~"))
         query = "?" + quote(parts.query, safe="/%:@!$&'()*+,;=~?") if parts.query else ""
-    except ValueError:  # of a lone surrogate too
+    except ValueError:  # includes UnicodeError for a lone surrogate
         return None
     if port == 0 or parts.scheme not in ("http", "https") or parts.username is not None or parts.password is not None:
         return None
-    is_ipv6 = "[" in parts.netloc  # neither with a zone, nor an address of the future
+    is_ipv6 = "[" in parts.netloc  # without zones and IPvFuture
     if not re.fullmatch(r"[0-9a-f:.]+" if is_ipv6 else r"[a-z0-9._-]+", host):
         return None
     host = f"[{host}]" if is_ipv6 else host
@@ -31,29 +31,34 @@ def normalize_url(url: str, base: str = "") -> str | None:
     return normalized if len(normalized) <= MAX_URL_CHARS else None
 
 
-def _without_dots(path: str) -> str:
-    """Remove dot segments, as browsers do and servers may: robots.txt is asked about the page that is fetched.
+def _remove_dot_segments(path: str) -> str:
+    """Remove dot segments as browsers and some servers do, so that robots.txt is checked for the path that is fetched.
 
-    Source: RFC 3986, section 5.2.4. In an address with a host, `urljoin` leaves them.
+    Source: RFC 3986, section 5.2.4. `urljoin` leaves dot segments in absolute URLs.
     """
     if "." not in path and "%2e" not in path.lower():
         return path
-    kept: list[str] = []
+    segments: list[str] = []
     plain = ""
     for segment in path.split("/")[1:]:
         plain = segment.lower().replace("%2e", ".")
         if plain == "..":
-            del kept[-1:]
+            del segments[-1:]
         elif plain != ".":
-            kept.append(segment)
-    return "/" + "/".join([*kept, ""] if plain in (".", "..") else kept)
+            segments.append(segment)
+    return "/" + "/".join([*segments, ""] if plain in (".", "..") else segments)
+
+
+def origin_of(url: str) -> str:
+    """Return the scheme, host and port of `url`."""
+    return "{0.scheme}://{0.netloc}".format(urlsplit(url))
 
 
 def parse_start_url(url: object) -> str:
-    """Return `url` in its one spelling.
+    """Check and normalize the start URL `url`.
 
     :raises UnsafeUrlError: its scheme is neither http nor https.
-    :raises ConfigurationError: it is no address of a web page.
+    :raises ConfigurationError: it is not the URL of a web page.
     """
     if not isinstance(url, str):
         raise ConfigurationError(f"a start URL is a str, not {url!r}")

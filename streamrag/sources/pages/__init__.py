@@ -1,1 +1,1 @@
-"""What a page says: its text, its links, and whether another says the same."""
+"""The content of pages: text, links, relevant passages, near-duplicates."""

@@ -1,4 +1,4 @@
-"""Pages as a running browser shows them, after their scripts: fetched through crawl4ai, inside a crawl worker."""
+"""Pages fetched by a running browser, which executes their scripts; used through crawl4ai inside a worker."""
 
 import asyncio
 import re
@@ -11,7 +11,7 @@ from crawl4ai import BrowserConfig, CacheMode, CrawlerRunConfig
 from crawl4ai.async_crawler_strategy import AsyncPlaywrightCrawlerStrategy
 
 from streamrag.errors import UnreachableError
-from streamrag.sources.http.page_errors import UnusablePageError
+from streamrag.sources.http.page import UnusablePageError
 
 SETTLED = """js:() => {
     const now = performance.now(), size = document.body ? document.body.innerText.length : 0
@@ -19,28 +19,33 @@ SETTLED = """js:() => {
     if (size !== last.size) { last.size = size; last.since = now }
     return now - last.begin > 3000 || (document.readyState === "complete" && size > 0 && now - last.since > 300)
 }"""
-"""Scripts have stopped writing text, or have had three seconds for it."""
+"""A condition: scripts no longer change the text, or have had three seconds."""
 
 NETWORK_ERROR = re.compile(r"net::ERR_(NAME|CONNECTION|ADDRESS|INTERNET|CERT|SSL|TIMED_OUT|TUNNEL|PROXY)\w*")
 CAUSE = re.compile(r"net::\w+|Timeout \d+ms exceeded|(?<=Error: ).+")
-"""The part of a message of crawl4ai that is worth telling."""
+"""The informative part of an error message of crawl4ai."""
 
 
 class Browser:
-    """The browser at `cdp_url`, in a context of its own, apart from the user's sessions and tabs.
+    """The browser at `cdp_url`, used in a separate context without the user's sessions and tabs.
 
-    :raises UnreachableError: nothing listens there.
+    :raises UnreachableError: nothing listens at `cdp_url`.
     """
 
     def __init__(self, cdp_url: str, *, user_agent: str, page_timeout_s: float) -> None:
-        _check_listens(cdp_url)
+        parts = urlsplit(cdp_url)
+        port = parts.port or (443 if parts.scheme in ("https", "wss") else 80)
+        try:  # crawl4ai would take seconds to notice that nothing listens
+            socket.create_connection((parts.hostname, port), timeout=5).close()
+        except OSError as error:
+            raise UnreachableError(f"nothing listens at {cdp_url}: {error}") from None
         config = BrowserConfig(
             user_agent=user_agent,
             verbose=False,
             browser_mode="custom",
             cdp_url=cdp_url,
             cdp_cleanup_on_close=True,
-            create_isolated_context=True,  # else it takes over the user's sessions, and any open tab
+            create_isolated_context=True,  # otherwise it uses the user's sessions, and any open tab
         )
         self._strategy = AsyncPlaywrightCrawlerStrategy(browser_config=config)
         self._config = CrawlerRunConfig(
@@ -50,36 +55,26 @@ class Browser:
         self._runner.run(self._strategy.start())
 
     def fetch(self, url: str) -> tuple[str, str]:
-        """Return the address that the browser was led to, and the HTML there.
+        """Load `url`, and return the URL after redirects and the HTML.
 
-        :raises UnreachableError: it cannot be reached.
-        :raises UnusablePageError: the server answers with an error.
-        :raises ValueError: the browser could not show it.
+        :raises UnreachableError: the page cannot be reached.
+        :raises UnusablePageError: the response has an error status.
+        :raises ValueError: the browser failed to load it.
         """
         try:
             response = self._runner.run(self._strategy.crawl(url, config=self._config))
         except Exception as error:
-            raise self._translated(error) from error
+            raise self._translate(error) from error
         if (response.status_code or 200) >= 400:
             raise UnusablePageError(f"the server answers HTTP {response.status_code}")
         return response.redirected_url or url, response.html
 
-    def _translated(self, error: Exception) -> Exception:
+    def _translate(self, error: Exception) -> Exception:
         browser: Any = self._strategy.browser_manager.browser
         if browser and not browser.is_connected():
-            sys.exit("the browser has gone away")  # ends this worker: the next one connects anew
+            sys.exit("the browser has gone away")  # ends this worker; the next one connects again
         message = str(error)
         if network := NETWORK_ERROR.search(message):
             return UnreachableError(network[0])
         cause = CAUSE.search(message)
         return ValueError(cause[0][:200] if cause else message[:200])
-
-
-def _check_listens(cdp_url: str) -> None:
-    """Raise an error at once if nothing listens: crawl4ai takes seconds to notice."""
-    parts = urlsplit(cdp_url)
-    port = parts.port or (443 if parts.scheme in ("https", "wss") else 80)
-    try:
-        socket.create_connection((parts.hostname, port), timeout=5).close()
-    except OSError as error:
-        raise UnreachableError(f"nothing listens at {cdp_url}: {error}") from None

@@ -1,11 +1,11 @@
-"""Near-duplicates: paragraphs that an earlier page had in nearly the same words, as a mirror or another version has.
+"""Detection of near-duplicates: paragraphs of mirrors or other versions, with nearly the same words as earlier ones.
 
-    words ──MinHash and LSH, by rensa──▶ an earlier paragraph like it ──what differs?──▶ a near-duplicate, or none
+    words ──MinHash and LSH, by rensa──▶ similar earlier paragraphs ──which words differ?──▶ near-duplicate or not
 
-MinHash finds what is alike; but a price list and the next year's are alike, and so are "is allowed" and "is not
-allowed", and what is said of the emperor and of the king penguin. So two paragraphs are near-duplicates only if they
-share enough of their word triples, and differ in few words, none of them a number, a negation, or one word in another's
-place. What is kept is at most read twice; what is dropped by mistake is lost.
+MinHash finds similar paragraphs, but two years' price lists are also similar, and so are "is allowed" and "is not
+allowed". So two paragraphs are near-duplicates only if they share enough word triples and differ in few words, none of
+which is a number, a negation, or a replacement of another word. A paragraph kept by mistake is read twice; one dropped
+by mistake is lost.
 """
 
 import re
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from rensa import RMinHash, RMinHashLSH
 
 NUM_PERM, NUM_BANDS = 64, 16
-MIN_JACCARD = 0.6  # of word triples; experiments/near_duplicates.py shows why: see docs/web-crawling.md
-MIN_WORDS = 12  # shorter paragraphs differ in too few words to say that they say the same
-MAX_DIFFERENT = 0.15  # share of words that one has and the other has not
-MAX_DIFFERENT_WORDS = 30  # of those, however long the paragraphs: it also bounds what comparing a pair costs
-FORM_CHARS = 5  # words that begin with the same letters are forms of one word, and so are one and itself with an ending
+MIN_JACCARD = 0.6  # similarity of word triples; chosen by experiments/near_duplicates.py, see docs/web-crawling.md
+MIN_WORDS = 12  # shorter paragraphs are never near-duplicates
+MAX_DIFFERENT = 0.15  # share of words that only one of the paragraphs has
+MAX_DIFFERENT_WORDS = 30  # the same as a number, which also bounds the cost of a comparison
+FORM_CHARS = 5  # words with the same first letters are forms of one word, and so are a word and the word plus an ending
 MAX_ENDING_CHARS = 2
-MAX_CANDIDATES = 8  # earlier paragraphs that one is compared with
-MAX_PARAGRAPHS = 20_000  # paragraphs that are remembered in one crawl
+MAX_CANDIDATES = 8  # earlier paragraphs to compare a paragraph with
+MAX_PARAGRAPHS = 20_000  # paragraphs to remember in one crawl
 
 NEGATIONS = frozenset(
     """
@@ -33,7 +33,7 @@ NEGATIONS = frozenset(
     shouldnt mustnt without except unless only deprecated removed disabled enabled disable enable forbidden allowed
     """.split()  # noqa: SIM905 (nobody can read a list of quoted words)
 )
-MAY_TURN = re.compile(r"\d|^(un|non|dis|im|ir|in)")  # a word that may turn a sentence round, or is a number
+MAY_TURN = re.compile(r"\d|^(un|non|dis|im|ir|in)")  # a number, or a word that may negate a sentence
 
 
 def words_of(paragraph: str) -> list[str]:
@@ -42,12 +42,10 @@ def words_of(paragraph: str) -> list[str]:
 
 
 def triples_of(words: list[str]) -> set[str]:
-    """Return each three words that follow each other."""
     return {" ".join(words[i : i + 3]) for i in range(len(words) - 2)}
 
 
 def is_near_duplicate(one: list[str], other: list[str]) -> bool:
-    """Whether these words say the same, as far as words can tell."""
     most = min(MAX_DIFFERENT * (len(one) + len(other)), MAX_DIFFERENT_WORDS)
     if abs(len(one) - len(other)) > most:
         return False
@@ -62,7 +60,7 @@ def is_near_duplicate(one: list[str], other: list[str]) -> bool:
 
 
 def _is_replaced(one: Counter[str], other: Counter[str]) -> bool:
-    """Whether each side has a word of its own that is no form of one on the other side."""
+    """Whether each side has a word that is not a form of any word on the other side."""
     left = [word for word in one.elements() if word not in STOP_WORDS]
     right = [word for word in other.elements() if word not in STOP_WORDS]
     for word in list(left):
@@ -79,16 +77,16 @@ def _are_forms(one: str, other: str) -> bool:
 
 
 class NearDuplicates:
-    """An index of the paragraphs of one crawl, page by page."""
+    """An index of the paragraphs of one crawl."""
 
     def __init__(self) -> None:
         self._index: RMinHashLSH | None = None
         self._words: list[list[str]] = []
-        self._of_page: list[tuple[list[str], RMinHash]] = []
+        self._page_paragraphs: list[tuple[list[str], RMinHash]] = []
 
     def has(self, paragraph: str) -> bool:
-        """Whether an earlier page has one like it. If not, it is remembered for later pages: see `end_page`."""
-        from rensa import RMinHash, RMinHashLSH  # no part of a plain installation
+        """Whether an earlier page has a near-duplicate of `paragraph`; if not, `end_page` will index it."""
+        from rensa import RMinHash, RMinHashLSH  # an optional dependency
 
         words = words_of(paragraph)
         if len(words) < MIN_WORDS:
@@ -99,13 +97,13 @@ class NearDuplicates:
         for number in self._index.query(minhash)[:MAX_CANDIDATES]:
             if is_near_duplicate(words, self._words[number]):
                 return True
-        self._of_page.append((words, minhash))
+        self._page_paragraphs.append((words, minhash))
         return False
 
     def end_page(self) -> None:
-        """Remember the paragraphs since the last call: they were one page's, which may be alike."""
-        for words, minhash in self._of_page:
+        """Index the paragraphs since the last call. Paragraphs of the same page may be similar to each other."""
+        for words, minhash in self._page_paragraphs:
             if self._index and len(self._words) < MAX_PARAGRAPHS:
                 self._index.insert(len(self._words), minhash)
                 self._words.append(words)
-        self._of_page.clear()
+        self._page_paragraphs.clear()

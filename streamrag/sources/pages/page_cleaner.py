@@ -1,50 +1,68 @@
-"""The handler of crawl workers: from the bytes of a page to what matters for a query.
+"""The handler of crawl workers: extracts from the bytes of a page what is relevant to a query.
 
-    HTML ──prune──▶ content only ──crawl4ai──▶ Markdown, title ──relevance──▶ what is relevant
-               └────▶ the links, the most promising first
+    HTML ──prune──▶ content only ──crawl4ai──▶ Markdown, title ──relevance──▶ relevant passages
+               └────▶ links, the most relevant first
 
-Pages may be hostile. What crawl4ai is given is small and well-formed, because some of its regular expressions and loops
-take time that is quadratic in what raw pages may hold; and the kernel ends a worker that computes for too long over one
-page (`_cpu_limit`), whatever it is stuck in.
+Pages may be hostile. crawl4ai gets small and well-formed HTML, because some of its regular expressions and loops take
+time quadratic in raw pages; and the kernel ends a worker that exceeds its CPU limit (`_cpu_limit`), whatever it does.
 
-Importing this takes two seconds, writes to CRAWL4_AI_BASE_DIRECTORY and reads a `.env` file: worker processes do it.
+Importing this module takes two seconds, writes to CRAWL4_AI_BASE_DIRECTORY and reads a `.env` file, so only worker
+processes import it.
 """
 
+import codecs
 import functools
 import hashlib
 import math
 import os
+import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import snowballstemmer  # type: ignore[import-untyped,unused-ignore]
+from crawl4ai import CrawlerRunConfig, DefaultMarkdownGenerator, LXMLWebScrapingStrategy, NoTableExtraction
 from rank_bm25 import BM25Okapi
 
 from streamrag.query.relevance import split_markdown
 from streamrag.sources.http.disk_store import DiskStore
 from streamrag.sources.pages.browser import Browser
-from streamrag.sources.pages.charsets import decode
-from streamrag.sources.pages.links import rank_links
-from streamrag.sources.pages.markdown import clean_title, to_markdown
 from streamrag.sources.pages.page_content import JSON, PageContent, content_version
 from streamrag.sources.pages.pdf import read_pdf
 from streamrag.sources.pages.prune import MAX_CONTENT_CHARS, prune
-from streamrag.sources.pages.relevant_passages import relevant_stems, select
+from streamrag.sources.pages.relevant_passages import rank_links, relevant_stems, select
 from streamrag.sources.pages.sitemap import read_sitemap
 from streamrag.sources.workers.memory_limit import data_bytes, limit_memory
 from streamrag.sources.workers.worker_main import OUT_OF_MEMORY
 
-MAX_PASSAGES = 8000  # passages of a page. Each is ranked with all of its headings, which may be much longer than itself
-MAX_LEFT_BYTES = 256 << 20  # bytes that pages may leave behind in a worker before it is replaced
+MAX_PASSAGES = 8000  # passages of a page; each is ranked with all of its headings, which may be much longer than itself
+MAX_LEFT_BYTES = 256 << 20  # memory that pages may leak in a worker before it is replaced
+MAX_TITLE_CHARS = 300
+
+BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+LATIN_1 = {"iso-8859-1", "latin-1", "latin1", "ascii", "us-ascii"}
+NOT_OF_PAGES = {"idna", "punycode", "raw-unicode-escape", "unicode-escape", "utf-7"}
+"""Python's codecs that are not charsets of web pages. Decoding punycode takes quadratic time."""
+
+SCRAPER = LXMLWebScrapingStrategy()
+SCRAPER_OPTIONS = {**vars(CrawlerRunConfig(table_extraction=NoTableExtraction())), "url": ""}
+GENERATOR = DefaultMarkdownGenerator(
+    options={
+        **dict.fromkeys(("ignore_links", "ignore_images", "ignore_emphasis"), True),
+        "body_width": 0,
+        "single_line_break": False,
+    }
+)
+GENERATOR_ERRORS = ("Error converting HTML to markdown:", "Error in markdown generation:")
+"""Beginnings of crawl4ai's output when it fails."""
 
 
 class _Bm25(BM25Okapi):  # type: ignore[misc]
-    """BM25 with Lucene's weights of words, which are never negative.
+    """BM25 with Lucene's inverse document frequency, which is never negative.
 
-    Okapi's weight is negative for a word of more than half of the documents, and rank-bm25 puts a quarter of the
-    average weight in its place, which on a small page is negative too: its best passages would come last.
+    Okapi's is negative for a word of more than half of the documents; rank-bm25 replaces that by a quarter of the
+    average, which on a small page is negative too, so that the best passages would come last.
     Source: https://lucene.apache.org/core/9_11_0/core/org/apache/lucene/search/similarities/BM25Similarity.html
     """
 
@@ -54,13 +72,13 @@ class _Bm25(BM25Okapi):  # type: ignore[misc]
 
 
 def bm25(documents: Sequence[Sequence[str]], query: Sequence[str]) -> list[float]:
-    """Return a score for each document (its terms), at least 0; larger is better."""
+    """Return the nonnegative BM25 score of each document for `query`, both as terms."""
     return [float(score) for score in _Bm25(documents).get_scores(query)] if any(documents) else [0.0] * len(documents)
 
 
 @contextmanager
 def _cpu_limit(limit_s: float) -> Iterator[None]:
-    """End this process by SIGPROF when it has computed for longer: nothing written in C listens to less."""
+    """End this process with SIGPROF after `limit_s` CPU seconds: code in C cannot be interrupted otherwise."""
     signal.setitimer(signal.ITIMER_PROF, limit_s)
     try:
         yield
@@ -69,7 +87,7 @@ def _cpu_limit(limit_s: float) -> Iterator[None]:
 
 
 class PageCleaner:
-    """A handler of the jobs of `WebSource`; with `cdp_url`, the browser there fetches the pages."""
+    """A handler for the jobs of `WebSource`. With `cdp_url`, the browser there fetches the pages."""
 
     def __init__(
         self,
@@ -87,25 +105,25 @@ class PageCleaner:
         self._browser = Browser(cdp_url, user_agent=user_agent, page_timeout_s=page_timeout_s) if cdp_url else None
         self._max_page_cpu_s = max_page_cpu_s
         self._max_page_memory_bytes = max_page_memory_bytes
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent that ignores it has us ignore it too
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # an ignored signal is inherited from the parent
         self._first_bytes = data_bytes()
 
     def is_worn(self) -> bool:
-        """Whether pages have left more behind than they may, such as their names in libxml2's dictionary, for good."""
+        """Whether pages have leaked too much memory, such as names in libxml2's dictionary, which it never frees."""
         return (data_bytes() or 0) > (self._first_bytes or 0) + MAX_LEFT_BYTES
 
     def __call__(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """Return what the page at `url`, of this `kind` and `charset`, has for the `query`, in `max_chars`.
+        """Return the passages for `query` of the page at `url`, of this `kind` and `charset`, within `max_chars`.
 
-        The answer's `url` is where a browser was led to; `num_passages` counts the irrelevant ones too. A sitemap
-        ("xml") has another answer: see `read_sitemap`.
+        The answer's `url` is the URL after a browser's redirects; `num_passages` includes irrelevant ones. A sitemap
+        (kind "xml") has the answer of `read_sitemap`.
         """
         try:
-            limit_memory(self._max_page_memory_bytes)  # anew, because of what earlier pages have left behind
+            limit_memory(self._max_page_memory_bytes)  # relative to the memory that earlier pages have leaked
             with _cpu_limit(self._max_page_cpu_s):
                 return read_sitemap(job, body, self._stem) if job["kind"] == "xml" else self._answer(job, body)
         except MemoryError:
-            os._exit(OUT_OF_MEMORY)  # what it still holds is not known: the next page gets a new worker
+            os._exit(OUT_OF_MEMORY)  # the process's state is unknown, so the next page gets a new worker
 
     def _answer(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
         content = self._load_or_read(job, body)
@@ -127,10 +145,10 @@ class PageCleaner:
         if self._store is None or job["kind"] == "browser":
             return self._read(job, body)
         key = f"{content_version()} {job['kind']} {job['charset']} {hashlib.sha256(body).hexdigest()} {job['url']}"
-        with suppress(ValueError):  # there is none, or it is no content
+        with suppress(ValueError):  # missing or invalid
             return JSON.validate_json(self._store.get(key) or b"")
         content = self._read(job, body)
-        if not content.is_cut or job["kind"] == "html":  # a PDF may be cut because the machine was busy
+        if not content.is_cut or job["kind"] == "html":  # a PDF may be truncated because the machine was busy
             self._store.put(key, JSON.dump_json(content))
         return content
 
@@ -140,12 +158,44 @@ class PageCleaner:
             return PageContent(url, "", decode(body, job["charset"])[: MAX_CONTENT_CHARS + 1], {}, False)
         if kind == "pdf":
             document = read_pdf(body, max_chars=MAX_CONTENT_CHARS, max_cpu_s=self._max_page_cpu_s)
-            return PageContent(url, clean_title(document.title), document.text, {}, document.is_cut)
+            return PageContent(url, _clean_title(document.title), document.text, {}, document.is_cut)
         if kind == "browser":
             assert self._browser
             url, html = self._browser.fetch(url)
         else:
             html = decode(body, job["charset"])
         pruned = prune(url, html)
-        title, text = to_markdown(url, pruned.html)
+        title, text = _to_markdown(url, pruned.html)
         return PageContent(url, title, text, pruned.links, pruned.is_cut)
+
+
+def _to_markdown(url: str, html: str) -> tuple[str, str]:
+    """Return the title and the Markdown of a pruned page.
+
+    :raises ValueError: crawl4ai cannot parse it.
+    """
+    scraped = SCRAPER.scrap(html=html, **{**SCRAPER_OPTIONS, "url": url})
+    if not scraped.success:
+        raise ValueError("crawl4ai cannot parse it")
+    text = GENERATOR.generate_markdown(scraped.cleaned_html, base_url=url, citations=False).raw_markdown
+    if text.startswith(GENERATOR_ERRORS):
+        raise ValueError(text)
+    return _clean_title(scraped.metadata.get("title") or ""), text
+
+
+def _clean_title(title: str) -> str:
+    return " ".join(title.split())[:MAX_TITLE_CHARS]
+
+
+def decode(body: bytes, charset: str) -> str:
+    """Decode a page with the charset of a byte order mark, of the server or of the page, or with a guess."""
+    mark = next((name for mark, name in BYTE_ORDER_MARKS.items() if body.startswith(mark)), "")
+    declared = re.search(rb"<meta[^>]+charset\s*=\s*[\"']?([\w-]+)", body[:4096], re.IGNORECASE)
+    for name in filter(None, (mark, charset.lower(), declared[1].decode().lower() if declared else "")):
+        codec = "windows-1252" if name in LATIN_1 else name  # extends Latin-1; browsers do the same
+        with suppress(LookupError, UnicodeError):
+            if codecs.lookup(codec).name not in NOT_OF_PAGES:
+                return body.decode(codec, errors="replace").removeprefix("\ufeff")
+    with suppress(UnicodeError):
+        return body.decode()
+    return body.decode("windows-1252", errors="replace")

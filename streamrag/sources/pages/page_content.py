@@ -1,4 +1,4 @@
-"""Content of a page, whatever the query is: what a worker keeps on disk for the next one."""
+"""The content of a page independent of the query, which workers cache on disk."""
 
 import functools
 from dataclasses import dataclass
@@ -13,15 +13,11 @@ from streamrag.support.versions import __version__
 class PageContent:
     """A page without navigation and the like."""
 
-    url: str
-    """Address that a browser was led to, or that the page was fetched from."""
+    url: str  # URL after redirects
     title: str
-    text: str
-    """Markdown, or plain text."""
-    links: dict[str, str]
-    """Texts of links by their addresses."""
-    is_cut: bool
-    """Whether the page is larger than what is read of it."""
+    text: str  # Markdown, or plain text
+    links: dict[str, str]  # link texts by URL
+    is_cut: bool  # whether the page was truncated
 
 
 JSON = TypeAdapter(PageContent)
@@ -29,5 +25,5 @@ JSON = TypeAdapter(PageContent)
 
 @functools.cache
 def content_version() -> str:
-    """Return the versions that content depends on: content made by others is not used."""
+    """Return the versions that content depends on; cached content of other versions is not used."""
     return f"cleaned 2 streamrag {__version__} crawl4ai {version('crawl4ai')} pypdf {version('pypdf')}"

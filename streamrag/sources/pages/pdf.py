@@ -1,8 +1,7 @@
-"""Text of PDF files.
+"""Extraction of text from PDF files, which may be hostile.
 
-Files may be hostile. pypdf bounds what it decompresses, and the worker's own limits of time and memory hold for the
-rest: a file that takes more costs its worker. After a part of the time, no further page is begun, and what was read is
-kept.
+pypdf bounds decompression; the worker's limits of time and memory bound the rest. Reading stops between two pages after
+a share of the time, and the text so far is used.
 """
 
 import io
@@ -11,17 +10,15 @@ import re
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from streamrag.sources.http.page_errors import UnusablePageError
+from streamrag.sources.http.page import UnusablePageError
 
 if TYPE_CHECKING:
     import pypdf
 
 MAX_PDF_PAGES = 500
 
-PDF_SHARE_OF_TIME = 0.6  # share of the computing time for a page after which no further page of a PDF is begun
-PARAGRAPH_CHARS = 400
-"""A PDF has lines and no paragraphs: after so many characters, the next line that ends a sentence ends one."""
-
+PDF_SHARE_OF_TIME = 0.6  # share of the CPU limit after which reading stops
+PARAGRAPH_CHARS = 400  # characters after which the end of a sentence ends a paragraph, as a PDF has only lines
 SENTENCE_END = (".", "!", "?", ":", "。", "！", "？")
 
 
@@ -29,18 +26,16 @@ class PdfText(NamedTuple):
     """Title and text of a PDF."""
 
     title: str
-    text: str
-    """Paragraphs with an empty line between them."""
-    is_cut: bool
-    """Whether there is more than was read."""
+    text: str  # paragraphs, separated by empty lines
+    is_cut: bool  # whether the text is incomplete
 
 
 def read_pdf(body: bytes, *, max_chars: int, max_cpu_s: float) -> PdfText:
-    """Return the text of a PDF.
+    """Extract the title and the text of a PDF.
 
-    :raises UnusablePageError: it is encrypted, or damaged.
+    :raises UnusablePageError: the file is encrypted or damaged.
     """
-    import pypdf  # a sixth of a second, in workers that read a PDF
+    import pypdf  # takes a sixth of a second, so only in workers that read a PDF
 
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns of every flaw
     try:
@@ -50,7 +45,7 @@ def read_pdf(body: bytes, *, max_chars: int, max_cpu_s: float) -> PdfText:
         return PdfText(_title(reader), *_read_pages(reader, max_chars, PDF_SHARE_OF_TIME * max_cpu_s))
     except (UnusablePageError, MemoryError):
         raise
-    except Exception as error:  # its own errors, and whatever else damaged files bring about in it
+    except Exception as error:  # damaged files also cause errors that are not pypdf's own
         raise UnusablePageError(f"it is a damaged PDF: {type(error).__name__}: {error}"[:300]) from error
 
 
@@ -71,19 +66,19 @@ def _read_pages(reader: "pypdf.PdfReader", max_chars: int, max_cpu_s: float) -> 
         except Exception:  # the other pages may be readable
             num_unreadable += 1
             continue
-        found = _paragraphs(text[: max_chars + 1])
-        paragraphs += found
-        num_chars += sum(len(paragraph) + 2 for paragraph in found)
+        new = _paragraphs(text[: max_chars + 1])
+        paragraphs += new
+        num_chars += sum(len(paragraph) + 2 for paragraph in new)
     if num_unreadable and num_unreadable == num_pages:
         raise UnusablePageError("it is a damaged PDF: none of its pages can be read")
     return "\n\n".join(paragraphs), is_cut or bool(num_unreadable)
 
 
 def _decrypt(reader: "pypdf.PdfReader") -> bool:
-    """Whether the empty password opens it: many files are encrypted only against printing."""
+    """Whether the empty password decrypts the file: many files are encrypted only against printing."""
     try:
         return bool(reader.decrypt(""))
-    except Exception:  # of a cipher that is not installed, too
+    except Exception:  # such as a cipher that is not installed
         return False
 
 
@@ -97,7 +92,7 @@ def _title(reader: "pypdf.PdfReader") -> str:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Split text into paragraphs, in time proportional to its length."""
+    """Split text into paragraphs, in linear time."""
     text = text.encode(errors="replace").decode().replace("\x00", "")  # lone surrogates
     paragraphs: list[list[str]] = [[]]
     num_chars = 0

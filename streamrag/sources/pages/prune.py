@@ -1,6 +1,6 @@
-"""Content of a page, without what is around it: what crawl4ai is given.
+"""Reduction of a page to its content, before crawl4ai converts it.
 
-It takes time proportional to the page's length, whatever is on it: pages may be hostile.
+Takes time linear in the page's length, because pages may be hostile.
 """
 
 import itertools
@@ -13,21 +13,16 @@ from lxml import html as lxml_html
 
 from streamrag.sources.http.urls import normalize_url
 
-MAX_ELEMENTS = 30_000
-"""Elements of a page; what comes after them is not read. crawl4ai takes a second or two for this many."""
-
-MAX_CONTENT_CHARS = 1_000_000
-"""Characters of a page's HTML after pruning, or of its text. What comes after them is not read."""
-
+MAX_ELEMENTS = 30_000  # elements of a page that are read; crawl4ai takes a second or two for them
+MAX_CONTENT_CHARS = 1_000_000  # characters of a page's pruned HTML, or of its text, that are read
 MAX_ANCHORS = 10_000
-MAX_LINK_ELEMENTS = 20  # elements within a link that are looked at for its text. Links can be nested
+MAX_LINK_ELEMENTS = 20  # elements within a link that are read for its text, as links can be nested
 NOT_CONTENT = {"script", "style", "template", "iframe", "svg", "img", "picture", "nav", "footer", "button", "select"}
 NOT_CONTENT |= {"textarea", "input", "dialog", "noscript", "link"}
-"""Not `form`: whole sites stand in one."""
+"""Not `form`, which on some sites contains the whole page."""
 
-EMPTY = {"a", "br", "hr", "tr", "td", "th", "wbr"}  # elements that mean something without any text
+EMPTY = {"a", "br", "hr", "tr", "td", "th", "wbr"}  # elements that have a meaning without text
 NOT_CONTENT_ROLES = {"navigation", "search", "banner", "contentinfo"}
-
 DROPPED = "streamrag-dropped"
 
 NO_PAGE = re.compile(
@@ -41,35 +36,33 @@ class PrunedPage(NamedTuple):
     """The content of a page."""
 
     html: str
-    links: dict[str, str]
-    """Texts by address, for the whole page; links in the content come first."""
-    is_cut: bool
-    """Whether the page is larger than what is read of it."""
+    links: dict[str, str]  # link texts by URL, for the whole page; links in the content come first
+    is_cut: bool  # whether the page was truncated
 
 
 def prune(url: str, html: str) -> PrunedPage:
-    """Return the page without what is not content, without attributes, and with pairs of tags only.
+    """Remove elements that are not content, and all attributes, and collect the links.
 
-    crawl4ai's own `excluded_tags` lose the text that follows an excluded element, its links do not include those of
-    excluded elements, and it takes the slash from their ends.
+    crawl4ai's own `excluded_tags` lose the text after an excluded element, and its links lack trailing slashes and the
+    links of excluded elements.
     """
-    # As bytes: of text, lxml first looks for an XML declaration, with a regular expression that is quadratic in spaces.
+    # As bytes: in a str, lxml first searches for an XML declaration, with a regular expression quadratic in spaces.
     parser = lxml_html.HTMLParser(encoding="utf-8")
     try:
         document = lxml_html.document_fromstring(html.encode(errors="replace"), parser=parser)
-    except etree.XMLSyntaxError:  # it takes any HTML, so this is its word for it
+    except etree.XMLSyntaxError:  # lxml accepts any HTML, so it is out of memory
         raise MemoryError from None
-    is_cut = _cut(document)
+    is_cut = _truncate(document)
     base = next((href for base in document.iter("base") if (href := base.get("href"))), "")
-    anchors = {anchor: (anchor.get("href", "#"), _beginning(anchor)) for anchor in document.iter("a")}
-    _drop_other_elements(document)
+    anchors = {anchor: (anchor.get("href", "#"), _link_text(anchor)) for anchor in document.iter("a")}
+    _drop_not_content(document)
     links = _links(anchors, set(document.iter("a")), normalize_url(base, url) or url)
     content = lxml_html.tostring(document, encoding="unicode")
     return PrunedPage(content[:MAX_CONTENT_CHARS], links, is_cut or len(content) > MAX_CONTENT_CHARS)
 
 
-def _cut(document: Any) -> bool:
-    """Take away what comes behind the first `MAX_ELEMENTS`, and return whether there was anything."""
+def _truncate(document: Any) -> bool:
+    """Remove all elements after the first `MAX_ELEMENTS`, and return whether there were any."""
     last = next(itertools.islice(document.iter(), MAX_ELEMENTS, None), None)
     if last is None:
         return False
@@ -79,38 +72,38 @@ def _cut(document: Any) -> bool:
     return True
 
 
-def _drop_other_elements(document: Any) -> None:
+def _drop_not_content(document: Any) -> None:
     for element in reversed(list(document.iter(etree.Element))):
-        if _is_no_content(element):
+        if _is_not_content(element):
             element.tag = DROPPED
-        abbreviated = element.get("title") if element.tag == "abbr" else None
+        long_form = element.get("title") if element.tag == "abbr" else None
         if element.tag != "meta":
             element.attrib.clear()
-        if abbreviated:
-            element.set("title", abbreviated)
-    # One by one, each would have its text joined to what stands before it, and that copied every time.
+        if long_form:
+            element.set("title", long_form)
+    # All at once: removing them one by one would copy the preceding text each time.
     etree.strip_elements(document, DROPPED, etree.Comment, etree.ProcessingInstruction, with_tail=False)
 
 
-def _is_no_content(element: Any) -> bool:
-    tag, given = element.tag, element.attrib
+def _is_not_content(element: Any) -> bool:
+    tag, attributes = element.tag, element.attrib
     return bool(
         tag in NOT_CONTENT
         or (tag == "aside" and next(element.iterancestors("main"), None) is None)
         or (tag == "header" and next(element.iterancestors("main", "article"), None) is None)
-        or "hidden" in given
-        or given.get("aria-hidden") == "true"
-        or given.get("role") in NOT_CONTENT_ROLES
-        or "headerlink" in given.get("class", "")
+        or "hidden" in attributes
+        or attributes.get("aria-hidden") == "true"
+        or attributes.get("role") in NOT_CONTENT_ROLES
+        or "headerlink" in attributes.get("class", "")
         or (tag == "meta" and element.getparent().tag != "head")
         or (tag not in EMPTY and _is_empty(element))
     )
 
 
 def _is_empty(element: Any) -> bool:
-    """Whether it has no text, once those within it that are no content are gone. White space goes to what follows it.
+    """Whether an element has no text after its dropped children are removed; if so, move its white space to its tail.
 
-    crawl4ai does the same, but joins texts one by one.
+    crawl4ai does the same, but in quadratic time.
     """
     if any(child.tag != DROPPED or child.tail for child in element.iterchildren(etree.Element)):
         return False
@@ -132,8 +125,7 @@ def _links(anchors: dict[Any, tuple[str, str]], content: set[Any], base: str) ->
     return links
 
 
-def _beginning(anchor: Any) -> str:
-    """Return the beginning of a link's text."""
+def _link_text(anchor: Any) -> str:
     inside = itertools.islice(anchor.iter(), MAX_LINK_ELEMENTS)
     texts = ((part.text or "") + ("" if part is anchor else part.tail or "") for part in inside)
     return " ".join(" ".join(texts).split())[:200]

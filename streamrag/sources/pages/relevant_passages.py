@@ -1,40 +1,36 @@
-"""Passages of a page that are relevant to a query, and what of them is new after the pages before.
+"""Selection of the passages and links of a page that are relevant to a query, without repetitions of earlier pages.
 
     Markdown ──split_markdown──▶ passages ──select──▶ relevant ones, in page order ──assemble──▶ text of a chunk
 
-All but `assemble` run in a worker; that runs in the caller's process, where what earlier pages said is known.
+`assemble` runs in the caller's process, which knows the earlier pages; everything else runs in a worker.
 """
 
 import hashlib
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
+from urllib.parse import urlsplit
 
 from streamrag.query.relevance import WORD, Passage, Stem, relevant_terms, terms
 
-MAX_STEMS = 10_000
-"""Different words of a page that begin like one of the query and are stemmed: half a second, and enough for a book."""
-
-MIN_REPEATED_CHARS = 40
-"""Shorter paragraphs ("Example:") are repeated for good reasons."""
-
-MIN_NEWS_CHARS = 20
-"""Shorter paragraphs are no news: they are what is left of a page that differs from another in its page number."""
-
-MIN_SCORE = 0.25
-"""Share of the page's best score. Passages below it share a common word with the query, and little else."""
-
+MAX_STEMS = 10_000  # distinct words of a page to stem: takes half a second, and is enough for a book
+MIN_REPEATED_CHARS = 40  # shorter paragraphs ("Example:") may be repeated
+MIN_NEWS_CHARS = 20  # shorter paragraphs alone are not worth a chunk: two pages may differ in a page number only
+MIN_SCORE = 0.25  # share of the page's best score; below, passages share little more than a common word with the query
 MAX_TERMS_REQUIRED = 3
+MAX_LINKS = 500
+MAX_LINKS_CHARS = 50_000  # characters of all links together, whose parsing must not block the caller's event loop
 
 Score: TypeAlias = Callable[[Sequence[Sequence[str]], Sequence[str]], Sequence[float]]
-"""Documents as terms, and the query's terms, to one score per document."""
+"""A function from documents, as terms, and the query's terms to one score per document."""
 
 
 def relevant_stems(query: str, stem: Stem) -> Stem:
-    """Return `stem` for words that may have a stem in common with `query`; others stay as they are, and match nothing.
+    """Return a cached `stem` that leaves words unchanged if they cannot have a stem in common with `query`.
 
-    Stemming costs much more than all else that is done with a word, and a page may have 100,000 different ones. A stem
-    begins as its word does, but for a "y" that becomes "i" (dying, die).
+    Stemming dominates the cost per word, and a page may have 100,000 distinct words. A stem begins like its word, but
+    "y" may become "i" (dying, die).
     """
     stems: dict[str, str] = {}
     beginnings = {_beginning(term) for term in relevant_terms(query, stem)}
@@ -62,14 +58,14 @@ def select(
     score: Score,
     stem: Stem = str,
 ) -> list[Passage]:
-    """Return the passages that are relevant to `query`, at most `max_chars` together, in page order.
+    """Return the passages relevant to `query`, with at most `max_chars` together, in page order.
 
-    None if no passage has, with its headings and the page's title, half of the query's terms (three of many). A query
-    without words, such as an emoji, makes no choice: the page's beginning is as good as any part.
+    Some passage, with its headings and the page's title, must have half of the query's terms (at most three);
+    otherwise no passage is relevant. For a query without words, such as an emoji, return the page's beginning.
     """
     wanted = relevant_terms(query, stem)
     if not wanted:
-        return _fitting(passages, range(len(passages)), max_chars)
+        return _take_fitting(passages, range(len(passages)), max_chars)
     documents = [terms(" ".join((*passage.headings, *passage.blocks)), stem) for passage in passages]
     in_title = set(terms(title, stem))
     required = min(MAX_TERMS_REQUIRED, math.ceil(len(wanted) / 2))
@@ -79,28 +75,36 @@ def select(
     scores = score(documents, wanted)
     least = MIN_SCORE * max(scores)
     ranked = sorted(range(len(passages)), key=lambda i: -scores[i])
-    return _fitting(passages, (i for i in ranked if scores[i] > 0 and scores[i] >= least), max_chars)
+    return _take_fitting(passages, (i for i in ranked if scores[i] > 0 and scores[i] >= least), max_chars)
 
 
-def _fitting(passages: Sequence[Passage], ranked: Iterable[int], max_chars: int) -> list[Passage]:
-    chosen: list[int] = []
+def _take_fitting(passages: Sequence[Passage], ranked: Iterable[int], max_chars: int) -> list[Passage]:
+    indices: list[int] = []
     for i in ranked:
         if passages[i].num_chars <= max_chars:
             max_chars -= passages[i].num_chars
-            chosen.append(i)
-    return [passages[i] for i in sorted(chosen)]
+            indices.append(i)
+    return [passages[i] for i in sorted(indices)]
 
 
-# --------------------------------------------------------------------------------------------------------- assembling
+def rank_links(links: Mapping[str, str], query: str, stem: Stem, *, min_matches: int = 0) -> list[str]:
+    """Return the URLs of `links` (texts by URL), sorted by the number of the query's terms in text and path."""
+    wanted = set(relevant_terms(query, stem))
+    num_matches = {
+        url: len(wanted.intersection(terms(f"{text} {urlsplit(url).path}", stem))) for url, text in links.items()
+    }
+    ranked = sorted((url for url in links if num_matches[url] >= min_matches), key=lambda url: -num_matches[url])
+    ends = itertools.accumulate(map(len, ranked))
+    return [url for url, end in zip(ranked[:MAX_LINKS], ends, strict=False) if end <= MAX_LINKS_CHARS]
 
 
 def assemble(
     passages: Iterable[Passage], seen: set[bytes], is_known: Callable[[str], bool] = lambda block: False
 ) -> str:
-    """Join `passages` without the blocks that are in `seen`, which is added to; return "" if nothing is new.
+    """Join `passages` without repeated blocks, or return "" if nothing is new.
 
-    Blocks are the same if their words are; what is between words, and the case, does not count. `is_known` says of
-    others whether they say nothing new either.
+    seen: fingerprints of earlier blocks, to which new ones are added. A fingerprint ignores case and punctuation.
+    is_known: whether a block that is not in `seen` is nevertheless a repetition.
     """
     text: list[str] = []
     heading = ""

@@ -1,8 +1,7 @@
-"""Pages that a sitemap names.
+"""Parsing of sitemaps, and selection of the pages whose URL has words of the query.
 
-A sitemap names pages or, as an index, other sitemaps, in XML or as lines of text, often compressed. Pages are of use if
-their address has words of the query. Files may be hostile: what is decompressed, read and returned is bounded, entities
-stay what they are, and nothing is loaded.
+A sitemap lists pages or, as an index, other sitemaps, as XML or lines of text, often compressed. Files may be hostile:
+decompression, parsing and the answer are bounded, entities are not resolved, and nothing is loaded.
 
 Source: https://www.sitemaps.org/protocol.html
 """
@@ -19,27 +18,26 @@ from lxml import etree
 
 from streamrag.query.relevance import Stem
 from streamrag.sources.http.urls import normalize_url
-from streamrag.sources.pages.links import rank_links
 from streamrag.sources.pages.prune import NO_PAGE
-from streamrag.sources.pages.relevant_passages import relevant_stems
+from streamrag.sources.pages.relevant_passages import rank_links, relevant_stems
 
-MAX_SITEMAP_BYTES = 16 << 20  # bytes that are decompressed; what comes after them is not read
-MAX_ADDRESSES = 50_000  # addresses in one sitemap; the protocol allows no more
-MAX_SITEMAPS = 50  # sitemaps of one index, those first whose address has words of the query
+MAX_SITEMAP_BYTES = 16 << 20  # decompressed bytes that are read
+MAX_ADDRESSES = 50_000  # URLs in one sitemap; the protocol allows no more
+MAX_SITEMAPS = 50  # sitemaps of one index; those whose URL has words of the query come first
 GZIP = b"\x1f\x8b"
 SPACE = b"\xef\xbb\xbf \t\r\n"
 ENTITY = re.compile(rb"<!ENTITY", re.IGNORECASE)
 
 
 def read_sitemap(job: dict[str, Any], body: bytes, stem: Stem) -> dict[str, Any]:
-    """Return `pages` whose address has words of the query, `sitemaps`, and `is_cut`: whether there may be more.
+    """Return `pages` whose URL has words of the query, `sitemaps`, and `is_cut`: whether there may be more of them.
 
-    The job has a `url` and a `query`. With `is_cut`, `body` is only a beginning.
+    The job has a `url`, a `query`, and `is_cut` if `body` is truncated.
     """
     text, is_cut = _decompress(body)
     is_cut = is_cut or job.get("is_cut", False)
     if is_cut and not _is_xml(text):
-        text = text[: text.rfind(b"\n") + 1]  # the last line may be half an address
+        text = text[: text.rfind(b"\n") + 1]  # the last line may be truncated
     addresses = _addresses(text)
     pages: dict[str, str] = {}
     sitemaps: dict[str, str] = {}
@@ -58,7 +56,7 @@ def read_sitemap(job: dict[str, Any], body: bytes, stem: Stem) -> dict[str, Any]
 
 
 def _decompress(body: bytes) -> tuple[bytes, bool]:
-    """Return the text, and whether there is more; of a damaged file, what comes before the damage."""
+    """Return the text, and whether it is incomplete, as for a damaged file."""
     if not body.startswith(GZIP):
         return body, False
     decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
@@ -74,13 +72,13 @@ def _is_xml(text: bytes) -> bool:
 
 
 def _addresses(text: bytes) -> Iterator[tuple[str, bool]]:
-    """Yield each address, and whether it is a page's and not another sitemap's."""
-    text = text.lstrip(SPACE)  # in front of its declaration, XML allows nothing
+    """Yield each URL, and whether it is that of a page, not of another sitemap."""
+    text = text.lstrip(SPACE)  # XML allows nothing before its declaration
     if not _is_xml(text):
         for line in io.BytesIO(text):
             yield line[:4096].decode(errors="replace").strip(), True
         return
-    if ENTITY.search(text):  # no sitemap declares any
+    if ENTITY.search(text):  # a genuine sitemap declares no entities
         return
     elements = etree.iterparse(
         io.BytesIO(text), tag="{*}loc", recover=True, resolve_entities=False, load_dtd=False, no_network=True
@@ -92,6 +90,6 @@ def _addresses(text: bytes) -> Iterator[tuple[str, bool]]:
             yield (element.text or "").strip(), name != "sitemap"
             element.clear()
             while parent is not None and parent.getparent() is not None and parent.getprevious() is not None:
-                del parent.getparent()[0]  # those that were read: a tree of all of them takes much memory
-    except etree.XMLSyntaxError:  # what came before it is good
+                del parent.getparent()[0]  # frees memory: drops the elements read so far
+    except etree.XMLSyntaxError:  # keep the URLs before the error
         return

@@ -1,1 +1,1 @@
-"""Processes that compute, so that the event loop does not wait."""
+"""Worker processes for blocking computations."""

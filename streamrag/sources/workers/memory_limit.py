@@ -1,4 +1,4 @@
-"""Bounds of the memory that a worker process takes, on Linux; nothing is bounded elsewhere."""
+"""Memory limits of a worker process, on Linux; elsewhere there is no limit."""
 
 import resource
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def data_bytes() -> int | None:
-    """Return what this process has taken, as Linux counts it for RLIMIT_DATA; None elsewhere."""
+    """Return the memory of this process as Linux counts it for RLIMIT_DATA, or None elsewhere."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None
@@ -15,7 +15,7 @@ def data_bytes() -> int | None:
 
 
 def limit_memory(num_more_bytes: int) -> None:
-    """Bound what this process may take beyond what it has: over it, allocations fail."""
+    """Make allocations fail when this process takes `num_more_bytes` more memory than now."""
     if num_bytes := data_bytes():
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limit = num_bytes + num_more_bytes
@@ -24,7 +24,7 @@ def limit_memory(num_more_bytes: int) -> None:
 
 @contextmanager
 def memory_limited(num_more_bytes: int) -> Iterator[None]:
-    """Bound the same for the duration of the block."""
+    """Limit memory as `limit_memory` does during the block."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     limit_memory(num_more_bytes)
     try:

@@ -1,10 +1,8 @@
-"""Worker processes for what would block the event loop: parsing pages, embedding, searching.
+"""A pool of worker processes for work that would block the event loop: parsing pages, embedding, searching.
 
-Each worker does one job at a time. A job that overruns its time, or whose caller went away, costs its worker at most:
-the worker is killed and another is started, and no other job notices.
-
-The next job is chosen by the time that workers have spent on each query's jobs, and within a query on each host's: see
-`FairQueue`.
+Each worker does one job at a time. If a job exceeds its time or its caller is cancelled, its worker is killed and
+replaced, without an effect on other jobs. `FairQueue` schedules jobs by the worker time that each query, and within a
+query each host, has used.
 """
 
 import asyncio
@@ -28,19 +26,17 @@ from streamrag.support.tasks import wait_regardless
 T = TypeVar("T")
 
 _Slot: TypeAlias = asyncio.Task[WorkerProcess]
-"""The place of one worker: the task that starts it."""
+"""A place for a worker: the task that starts it."""
 
-_LIMITS = {-signal.SIGPROF: "computing time", OUT_OF_MEMORY: "memory"}
-"""Things that a worker ran out of, by its exit code."""
+_LIMITS = {-signal.SIGPROF: "computing time", OUT_OF_MEMORY: "memory"}  # what a worker exceeded, by its exit code
 
 
 class WorkerLimitError(WorkerError):
-    """A job took more computing time or memory than its handler allows; its worker is gone."""
+    """A job exceeded its handler's limit of CPU time or memory, which ended its worker."""
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(f"{name}: a job took more {what} than it may, and its worker was replaced")
-        self.what = what
-        """"computing time" or "memory"."""
+        self.what = what  # "computing time" or "memory"
 
 
 def _started(slot: _Slot) -> WorkerProcess | None:
@@ -48,10 +44,10 @@ def _started(slot: _Slot) -> WorkerProcess | None:
 
 
 class WorkerPool:
-    """A fixed number of processes that answer jobs, started once and replaced when they die.
+    """A fixed number of worker processes, which are replaced when they die.
 
-    `handler` is `"module:name"` of a callable which, given `options` as keywords, returns a `worker_main.Handler`.
-    `env` is added to the environment of the processes only.
+    handler: `"module:name"` of a callable that takes `options` as keywords and returns a `worker_main.Handler`.
+    env: additional environment variables of the processes.
     """
 
     def __init__(
@@ -69,23 +65,21 @@ class WorkerPool:
         self._first_frame = {"handler": handler, "options": dict(options)}
         self._env = dict(env or {})
         self._slots: set[_Slot] = set()
-        # Getting a slot from the queue is the right to use it.
         self._free: FairQueue[_Slot] = FairQueue(size)
-        self.num_busy = 0
-        """Number of jobs that hold a worker, or wait for theirs to start."""
-        self._tasks: set[asyncio.Task[Any]] = set()  # jobs, and the ends of workers
+        self.num_busy = 0  # number of jobs that hold a worker, or wait for it to start
+        self._tasks: set[asyncio.Task[Any]] = set()  # running jobs and ending workers
         self._is_open = False
         self._closing: asyncio.Task[None] | None = None
 
     @property
     def process_ids(self) -> list[int]:
-        """Process ids of the workers that are free or busy; not of those still starting."""
+        """Process ids of all workers that have started."""
         return [worker.process.pid for slot in self._slots if (worker := _started(slot))]
 
     async def start(self) -> None:
         """Start all workers and wait until they are ready.
 
-        :raises WorkerStartError: what the handler raised while it was made.
+        :raises WorkerStartError: creating the handler failed.
         :raises WorkerError: a worker died before it was ready, or the pool was closed meanwhile.
         """
         assert not self._is_open, f"{self.name} is started already"
@@ -113,14 +107,15 @@ class WorkerPool:
         share: Share | None = None,
         part: str = "",
     ) -> dict[str, Any]:
-        """Return a worker's answer to one job. Waiting for a free worker does not count towards `timeout_s`.
+        """Have a worker do a job, and return its answer. If cancelled, let a running job end within a moment.
 
-        `share` is that of the query which the job is for, and `part` what it is for within it, such as a host.
-        Cancelling gives a job that is under way a moment to end, then kills its worker.
+        timeout_s: seconds for the job, without the time until a worker is free.
+        share: the share of the job's query.
+        part: the job's part of the query, such as a host.
 
-        :raises WorkerJobError: the job raised.
+        :raises WorkerJobError: the job raised an exception.
         :raises WorkerTimeoutError: the job took longer than `timeout_s`.
-        :raises WorkerLimitError: the job took more than its handler allows.
+        :raises WorkerLimitError: the job exceeded its handler's limits.
         :raises WorkerError: the worker died, or the pool was closed.
         """
         share = share or Share()
@@ -132,13 +127,13 @@ class WorkerPool:
             with anyio.CancelScope(shield=True):
                 try:
                     await asyncio.wait([job], timeout=CANCEL_GRACE_S)
-                finally:  # cancelled once more, it is not waited for any longer
+                finally:  # also if cancelled again meanwhile
                     job.cancel()
                 await asyncio.wait([job])
             raise
 
     async def aclose(self) -> None:
-        """Stop all workers, busy ones at once. Does nothing when not started."""
+        """Stop all workers, killing busy ones. Does nothing if not started."""
         if self._is_open:
             self._is_open = False
             self._free.close()
@@ -149,7 +144,7 @@ class WorkerPool:
     async def _end_all(self) -> None:
         slots, self._slots = self._slots, set()
         for slot in slots:
-            if (worker := _started(slot)) and not worker.is_in_step:
+            if (worker := _started(slot)) and not worker.is_idle:
                 worker.kill()
             slot.cancel()
         await asyncio.wait(slots)
@@ -170,7 +165,7 @@ class WorkerPool:
         return slot
 
     async def _take(self, share: Share, part: str) -> tuple[_Slot, WorkerProcess]:
-        """Return a slot to use, its worker ready. A worker that died while it was free is replaced: it fails no job."""
+        """Wait for a free slot and its worker. A worker that died while it was free is replaced first."""
         slot = await self._free.get(share, part) if self._is_open else None
         if slot is None:
             raise self._closed()

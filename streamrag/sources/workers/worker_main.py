@@ -1,7 +1,7 @@
-"""The inside of a worker process: this file is run as a script by `worker_process.WorkerProcess`.
+"""The main program of a worker process, which `worker_process.WorkerProcess` runs as a script.
 
-Both directions carry frames: two big-endian uint32 lengths, a JSON header, then raw bytes (sent to the worker only).
-Nothing is ever unpickled: a worker reads hostile pages, and what it answers is only data.
+Both directions carry frames: two big-endian uint32 lengths, a JSON header, then raw bytes (only to the worker). Nothing
+is unpickled, because workers read hostile pages: their answers are only data.
 """
 
 import importlib
@@ -17,29 +17,23 @@ from collections.abc import Callable
 from typing import Any, BinaryIO, TypeAlias
 
 LENGTHS = struct.Struct(">II")
-
 MAX_MESSAGE_CHARS = 2000
-
-OUT_OF_MEMORY = 83
-"""Exit code of a worker whose handler gives up a job that takes more memory than it may. Over its CPU time, a handler
-lets itself be killed by SIGPROF."""
+OUT_OF_MEMORY = 83  # exit code for exceeding the memory limit; exceeding the CPU limit ends a worker with SIGPROF
+WORN = "is_worn"  # a field that is true in a worker's last answer
 
 Handler: TypeAlias = Callable[[dict[str, Any], bytes], dict[str, Any]]
-"""A function that answers one job: (header, body) to header. If it has a method `is_worn`, that says after each job,
-failed or not, whether the worker should be replaced."""
-
-WORN = "is_worn"  # name of a field that is true in a worker's last answer
+"""A function from a job's header and body to the answer's header. Its optional method `is_worn` says after each job
+whether the worker should be replaced."""
 
 
 def write_frame(pipe: BinaryIO, header: dict[str, Any]) -> None:
-    """Write a frame that has a header and no body."""
     encoded = json.dumps(header).encode()
     pipe.write(LENGTHS.pack(len(encoded), 0) + encoded)
     pipe.flush()
 
 
 def read_frame(pipe: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
-    """Return the next frame, or None when the other side has closed the pipe."""
+    """Return the next frame, or None if the other side has closed the pipe."""
     lengths = pipe.read(LENGTHS.size)
     if len(lengths) < LENGTHS.size:
         return None
@@ -55,14 +49,14 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End when the parent is killed, which cannot end a job that never ends; for kernels that do not do it."""
+    """Poll for the parent's death, which must also end a running job; for kernels that cannot signal it."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
 def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Return the pipes for jobs and answers. What libraries print or start must not disturb them."""
+    """Return the pipes for jobs and answers, and redirect stdin and stdout, which libraries may use."""
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     devnull = os.open(os.devnull, os.O_RDONLY)
@@ -72,8 +66,8 @@ def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def main() -> None:
-    """Serve jobs until the pool closes our standard input, which it also does by dying."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the pipe
+    """Serve jobs until the pool closes standard input or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent closes the pipe
     jobs, answers = _take_over_pipes()
     first = read_frame(jobs)
     if first is None:
@@ -81,13 +75,13 @@ def main() -> None:
     header = first[0]
     threading.Thread(target=_end_with_parent, args=[header["parent"]], daemon=True).start()
     sys.path[:] = header["sys_path"]
-    from streamrag.support.parent_death import end_with_parent  # it can be found only now
+    from streamrag.support.parent_death import end_with_parent  # needs sys.path
 
     end_with_parent(header["parent"])
     try:
         module, _, name = header["handler"].partition(":")
         handle: Handler = getattr(importlib.import_module(module), name)(**header["options"])
-    except Exception as error:  # any reason at all not to start is for the parent to tell
+    except Exception as error:  # the parent reports it
         traceback.print_exc()
         write_frame(answers, _describe(error))
         return
@@ -97,7 +91,7 @@ def main() -> None:
         try:
             answer = handle(*job)
             write_frame(answers, {**answer, WORN: True} if is_worn() else answer)
-        except Exception as error:  # the job failed, the worker is still good
+        except Exception as error:  # the job failed, but the worker is intact
             write_frame(answers, {**_describe(error), WORN: is_worn()})
 
 

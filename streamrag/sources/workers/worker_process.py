@@ -1,4 +1,4 @@
-"""A worker process as its caller has it: it is started, asked, and ended with all that it started."""
+"""The parent's side of a worker process: start it, send it jobs, and end it with all of its child processes."""
 
 import asyncio
 import json
@@ -18,34 +18,30 @@ from streamrag.support.tasks import wait_regardless
 CANCEL_GRACE_S = 0.5
 """Seconds that a process or job may take to end before it is killed. Most jobs are shorter than starting a worker."""
 
-START_TIMEOUT_S = 300.0
-"""Seconds that a worker may take to start: importing PyTorch on a busy machine has been seen to take a minute."""
-
+START_TIMEOUT_S = 300.0  # importing PyTorch on a busy machine can take a minute
 MAX_ANSWER_BYTES = 1 << 26
-
 NUM_STDERR_LINES = 20
 
 
 class WorkerJobError(WorkerError):
-    """A job raised in its worker, which lives on."""
+    """A job raised an exception in its worker, which stays usable."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
-        self.kind = kind
-        """Name of the exception's class in the worker."""
+        self.kind = kind  # name of the exception's class in the worker
         self.message = message
 
 
 class WorkerStartError(WorkerJobError):
-    """The handler raised while it was made."""
+    """Creating the handler failed."""
 
 
 class WorkerTimeoutError(WorkerError):
-    """A job took longer than it was given; its worker was killed."""
+    """A job exceeded its timeout, and its worker was killed."""
 
 
 class WorkerProcess:
-    """A process and the pipes to it."""
+    """A worker process and its pipes."""
 
     def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
         assert process.stdin
@@ -54,8 +50,8 @@ class WorkerProcess:
         self.process = process
         self._stdin, self._stdout = process.stdin, process.stdout
         self.name = name
-        self.is_in_step = True
-        """Whether no job is under way. A worker that is not asked further is in step, or can only be killed."""
+        self.is_idle = True
+        """Whether no job is running. After an interrupted job it stays false, and the worker can only be killed."""
         self._is_worn = False
         self._last_lines: deque[str] = deque(maxlen=NUM_STDERR_LINES)
         self._stderr = asyncio.create_task(self._keep_last_lines(process.stderr), name=f"{name} stderr")
@@ -63,9 +59,9 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, first_frame: Mapping[str, Any], *, env: Mapping[str, str], name: str) -> "WorkerProcess":
-        """Start a process, and wait until it has made the handler that `first_frame` names.
+        """Start a process, and wait until it has created the handler that `first_frame` names.
 
-        :raises WorkerStartError: what the handler raised while it was made.
+        :raises WorkerStartError: creating the handler failed.
         :raises WorkerError: the process died, or was not ready in time.
         """
         process = await asyncio.create_subprocess_exec(
@@ -74,7 +70,7 @@ class WorkerProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, **env},
-            start_new_session=True,  # to be killed with all that it starts; and Ctrl-C is for us
+            start_new_session=True,  # its children can be killed with it, and it does not receive Ctrl-C
         )
         worker = cls(process, name)
         try:
@@ -93,12 +89,12 @@ class WorkerProcess:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it can take a job."""
-        return self.is_in_step and not self._is_worn and self.process.returncode is None
+        """Whether the worker can take a job."""
+        return self.is_idle and not self._is_worn and self.process.returncode is None
 
     @property
     def last_words(self) -> str:
-        """The last lines that it printed, for a message."""
+        """The last lines that the worker printed, for a message."""
         return "; it printed last:\n" + "\n".join(self._last_lines) if self._last_lines else ""
 
     async def _keep_last_lines(self, stderr: asyncio.StreamReader) -> None:
@@ -106,14 +102,14 @@ class WorkerProcess:
             self._last_lines.extend(line[:500] for line in block.decode(errors="replace").splitlines())
 
     async def ask(self, header: Mapping[str, Any], body: bytes = b"") -> dict[str, Any]:
-        """Return the answer to one job. Make one call at a time.
+        """Send a job and return its answer. Concurrent calls are not allowed.
 
-        :raises WorkerJobError: the job raised.
-        :raises WorkerError: the process died or broke the protocol; nothing is left of it.
+        :raises WorkerJobError: the job raised an exception.
+        :raises WorkerError: the process died or broke the protocol, and was ended.
         """
-        assert self.is_in_step
+        assert self.is_idle
         encoded = json.dumps(header).encode()
-        self.is_in_step = False
+        self.is_idle = False
         try:
             self._stdin.write(LENGTHS.pack(len(encoded), len(body)) + encoded)
             self._stdin.write(body)
@@ -129,15 +125,15 @@ class WorkerProcess:
             await self.end(CANCEL_GRACE_S)
             died = f"{self.name} (process {self.process.pid}) died with exit code {self.process.returncode}"
             raise WorkerError(died + self.last_words) from error
-        self.is_in_step = True
+        self.is_idle = True
         self._is_worn = bool(answer.pop(WORN, False))
         if "error" in answer:
             raise WorkerJobError(answer["error"], answer["message"])
         return answer
 
     def kill(self) -> None:
-        """Kill the process and all that it started, without waiting for them to end."""
-        if self.process.returncode is None:  # from then on the number may belong to another process
+        """Kill the process and its children without waiting for their end."""
+        if self.process.returncode is None:  # otherwise the process id may be reused
             self._kill_group()
 
     def _kill_group(self) -> None:
@@ -145,22 +141,22 @@ class WorkerProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     async def end(self, grace_s: float = 0) -> None:
-        """Close the process's input, kill it if it has not ended in `grace_s`, and wait until nothing of it is left.
+        """Close the process's input, kill the process after `grace_s`, and wait for its end and that of its children.
 
-        Do not call it while `ask` waits for an answer. Cancelling cuts the grace short, and not the rest.
+        Must not be called during `ask`. Cancellation shortens the grace period only.
         """
         self._stdin.close()
         self._gone = self._gone or asyncio.create_task(self._wait_until_gone(), name=f"{self.name} end")
         try:
             await asyncio.wait([self._gone], timeout=grace_s if self.process.returncode is None else CANCEL_GRACE_S)
         finally:
-            if not self._gone.done():  # its group lives: if not the process, something that holds its pipes
+            if not self._gone.done():  # the process, or a child that holds its pipes, is alive
                 self._kill_group()
             await wait_regardless([self._gone])
 
     async def _wait_until_gone(self) -> None:
         with suppress(OSError):
-            await self._stdout.read()  # in Python 3.11, wait() also waits for every pipe to end
+            await self._stdout.read()  # in Python 3.11, wait() waits for the end of every pipe, too
         await asyncio.wait([self._stderr])
         await self.process.wait()
         with suppress(OSError):
