@@ -326,7 +326,7 @@ def test_an_index_is_calibrated_from_the_command_line(
     assert main([*command, *reranked, "--sentences", "2"]) == 0
     assert max(count.length for count in Calibration.read(out).counts) == 2
     assert main([*command, "--sentences", "2"]) == 1
-    assert "sentences are scored by a reranker: name one" in capsys.readouterr().err
+    assert "sentences need a reranker to score them: name one" in capsys.readouterr().err
     assert main([*command, "--queries", str(tmp_path / "missing.txt")]) == 1
     assert main([*command, "--num-queries", "0"]) == 1
     assert main([*command[:-1], str(tmp_path / "nowhere" / "calibration.json")]) == 1

@@ -1,10 +1,9 @@
-"""A base of sources that hold back updates of another source."""
+"""The base of sources that hold back updates of another source."""
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from typing import Protocol
 
 from streamrag.core import SourceEvent
 from streamrag.query.retrieval import Retrieval
@@ -14,31 +13,35 @@ from streamrag.support.tasks import cancel_regardless
 _END = object()
 
 
-class HeldUpdates(Protocol):
-    """The state of one retrieval: what was sent of it, and what is held back."""
+class HeldUpdates(ABC):
+    """The state of one retrieval: the sent events and the ones held back."""
 
+    @abstractmethod
     def take(self, event: SourceEvent) -> Iterable[SourceEvent]:
-        """Take an event of the source, and return the events to send now."""
+        """Handle an event of the source, and return the events to send now."""
 
+    @abstractmethod
     def timeout_s(self) -> float | None:
-        """Return how long to wait for the source's next event; None if nothing is held back."""
+        """Return how long to wait for the next event of the source; None if nothing is held back."""
+
+    @abstractmethod
+    def rest(self) -> Iterable[SourceEvent]:
+        """Return all events that are held back. Called when the source ends or fails."""
 
     def reconsider(self) -> Iterable[SourceEvent]:
-        """Return the events to send after `timeout_s` without an event."""
-
-    def rest(self) -> Iterable[SourceEvent]:
-        """Return all that is held back, when the source has ended or failed."""
+        """Return the events to send after `timeout_s` without an event; by default the rest."""
+        return self.rest()
 
 
 class HoldingSource(SourceWrapper, ABC):
-    """A base of sources that hold back updates of `source`."""
+    """A source that holds back updates of `source`."""
 
     @abstractmethod
     def _new_updates(self) -> HeldUpdates:
-        """Return the state of a retrieval that begins."""
+        """Return the state of a new retrieval."""
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the source's events, some of its updates later or never; close it if it is not read to its end."""
+        """Yield the source's events, some of its updates later or never. Closing this closes the source's stream."""
         async with aclosing(Retrieval(self._source, query).events()) as events:
             updates = self._new_updates()
             try:
@@ -46,7 +49,7 @@ class HoldingSource(SourceWrapper, ABC):
                     async for event in arrivals:
                         for each in updates.reconsider() if event is None else updates.take(event):
                             yield each
-            except Exception:  # any source may raise anything: what it had sent before counts
+            except Exception:  # what the source sent before it failed still counts
                 for each in updates.rest():
                     yield each
                 raise
@@ -57,10 +60,7 @@ class HoldingSource(SourceWrapper, ABC):
 async def _with_timeouts(
     events: AsyncGenerator[SourceEvent, None], timeout_s: Callable[[], float | None]
 ) -> AsyncGenerator[SourceEvent | None, None]:
-    """Yield each event, and None whenever `timeout_s()` seconds have passed without one; it is called anew each time.
-
-    Close it before `events`, which it leaves open.
-    """
+    """Yield each event, and None whenever `timeout_s()` seconds pass without one. Close this before `events`."""
     pending: asyncio.Task[object] | None = None
     try:
         while True:

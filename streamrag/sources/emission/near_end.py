@@ -1,11 +1,11 @@
-"""A source whose updates are sent when its end is near."""
+"""A source that sends its updates shortly before it ends."""
 
 from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 
 from streamrag.core import Skipped, Source, SourceEvent, Update
-from streamrag.sources.emission.held_updates import HoldingSource
+from streamrag.sources.emission.held_updates import HeldUpdates, HoldingSource
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.validation import SecondsOrZero, validated
 
@@ -13,18 +13,18 @@ from streamrag.support.validation import SecondsOrZero, validated
 class NearEnd(HoldingSource):
     """Holds back the updates of `source` until it expects to end in `lead_s` seconds, and then sends the newest.
 
-    Prefilling needs no more time than that before the end. What is prefilled sooner gains nothing: a later update may
-    make it useless, and where the model computes on the same processors as the search, it makes that slower. It asks
-    for less than `WorthSending`: no calibration and no profile.
+    Prefilling needs no more time than that before the end. Prefilling earlier gains nothing: a later update may
+    invalidate it, and if the model shares its processors with the search, it slows the search down. Unlike
+    `WorthSending`, this needs neither a calibration nor a profile.
 
-    The source's hints say when it expects to end (`Hint.end_s`). An update without one is sent at once, as are those
-    of the first query to a source that has yet to learn how long it takes; and so is all that is held back before
-    anything but an update comes, or the source ends or fails. The final context is the same as without it, in the mode
-    `UpdateMode()`, which is the default.
+    The source's hints say when it expects to end (`Hint.end_s`). An update without this hint is sent at once, such as
+    those of the first query to a source that has not measured its duration yet. The held update is also sent when
+    another kind of event comes, and when the source ends or fails. The final context is the same as without `NearEnd`
+    in the default mode, `UpdateMode()`.
 
     lead_s: about as long as prefilling the whole context takes: `ttft_after_retrieval_s` with `overlap=False`.
 
-    :raises ConfigurationError: a lead that is no number of seconds.
+    :raises ConfigurationError: `lead_s` is not a number of seconds.
     """
 
     @validated
@@ -33,12 +33,12 @@ class NearEnd(HoldingSource):
         self._lead_s = lead_s
         self._clock = clock
 
-    def _new_updates(self) -> "_UntilNearEnd":
-        return _UntilNearEnd(self._lead_s, self._clock)
+    def _new_updates(self) -> "_NewestUpdate":
+        return _NewestUpdate(self._lead_s, self._clock)
 
 
-class _UntilNearEnd:
-    """The newest update of one retrieval, until the end is near."""
+class _NewestUpdate(HeldUpdates):
+    """The newest update of one retrieval, held back until the end is near."""
 
     def __init__(self, lead_s: float, clock: Clock) -> None:
         self._lead_s, self._clock = lead_s, clock
@@ -56,9 +56,6 @@ class _UntilNearEnd:
 
     def timeout_s(self) -> float | None:
         return None if self._held is None else max(self._due_s - self._clock(), 0.0)
-
-    def reconsider(self) -> Iterable[SourceEvent]:
-        return self.rest()
 
     def rest(self) -> Iterable[SourceEvent]:
         update, self._held = self._held, None

@@ -1,4 +1,4 @@
-"""An embedder in worker processes, for sources whose vectors lie elsewhere."""
+"""An embedder in worker processes, for sources that do not store their vectors in an index folder."""
 
 import os
 from collections.abc import Sequence
@@ -13,16 +13,17 @@ from streamrag.sources.workers.pool import Share, WorkerPool
 if TYPE_CHECKING:
     from streamrag.sources.index.embedder import Vectors
 
-MAX_THREADS = 8
+NUM_BUILD_THREADS = min(8, os.cpu_count() or 1)
+"""Threads for embedding many passages."""
 
 
 class EmbedderPool:
-    """Processes that embed, each with an embedder of its own.
+    """A pool of processes that embed, each with its own copy of the embedder.
 
-    made_with: what the vectors to search were made with; a worker with another embedder answers with an error.
+    made_with: the embedder of the vectors that are searched; a worker whose embedder differs fails its jobs.
 
-    :raises ConfigurationError: the embedder names nothing.
-    :raises MissingDependencyError: it needs a package that is not installed.
+    :raises ConfigurationError: the embedder's name is empty, or a path that does not exist.
+    :raises MissingDependencyError: a package is not installed.
     """
 
     def __init__(
@@ -39,10 +40,10 @@ class EmbedderPool:
         self.workers = WorkerPool(handler, options, size=size, name="embedding worker", env=place.env)
 
     async def start(self) -> EmbedderIdentity:
-        """Load the embedder in each worker, which takes many seconds.
+        """Load the embedder in each worker, which takes many seconds, and return its identity.
 
         :raises ConfigurationError: it cannot be loaded.
-        :raises IndexMismatchError: it is not what the vectors were made with.
+        :raises IndexMismatchError: it is not the embedder that made the vectors.
         :raises WorkerError: a worker cannot start.
         """
         await self.workers.start()
@@ -54,12 +55,12 @@ class EmbedderPool:
         return EmbedderIdentity(name, dimension, tuple(probe))
 
     async def query(self, text: str, share: Share) -> str:
-        """Return the query's vector, as a database takes it: `[0.1,0.2]`."""
+        """Return the query's vector in pgvector's text format, such as `[0.1,0.2]`."""
         (vector,) = (await run_job(self.workers, {"do": "query", "text": text}, share))["vectors"]
         return str(vector)
 
     async def passages(self, texts: Sequence[str]) -> list[str]:
-        """Return the vectors of these texts, likewise."""
+        """Return the texts' vectors in pgvector's text format."""
         return list((await run_job(self.workers, {"do": "passages", "texts": list(texts)}))["vectors"])
 
     async def aclose(self) -> None:
@@ -67,14 +68,9 @@ class EmbedderPool:
         await self.workers.aclose()
 
 
-def num_build_threads() -> int:
-    """Return the number of threads for embedding many passages."""
-    return min(MAX_THREADS, os.cpu_count() or 1)
-
-
 @dataclass
 class EmbedderHandler(JobHandler):
-    """Answers the jobs of the pool."""
+    """A handler of the pool's jobs."""
 
     location: str
     name: str
@@ -82,15 +78,12 @@ class EmbedderHandler(JobHandler):
     made_with: tuple[str, int, list[float]] | None
 
     def load(self) -> dict[str, Any]:
-        """Load the embedder, and return its identity."""
         return {"identity": astuple(self._embedder.identity)}
 
     def query(self, text: str) -> dict[str, Any]:
-        """Return the vector of a query."""
         return {"vectors": _as_texts(self._embedder.query(text)[None])}
 
     def passages(self, texts: list[str]) -> dict[str, Any]:
-        """Return the vectors of passages, in their order."""
         return {"vectors": _as_texts(self._embedder.passages(texts))}
 
     @cached_property
@@ -103,5 +96,5 @@ class EmbedderHandler(JobHandler):
 
 
 def _as_texts(vectors: "Vectors") -> list[str]:
-    """Return the rows as texts. Nine digits are a float32 exactly."""
+    """Format each row in pgvector's text format. Nine digits represent a float32 exactly."""
     return [f"[{','.join(f'{value:.9g}' for value in row)}]" for row in vectors.tolist()]
