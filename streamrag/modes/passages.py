@@ -17,19 +17,14 @@ from streamrag.core import Chunk
 
 MAX_TITLE_CHARS = 200
 MAX_SOURCE_CHARS = 500
-
 MARKS = ("> ", "| ", "~ ")
 """Prefixes of an imitating line. The first one is used that does not make it imitate another line."""
-
 TWINS = {"[": "(", "]": ")", "<": "(", ">": ")", '"': "'", "|": "/"}
 """Replacements in titles and addresses for characters that delimit the template's fields."""
-
 ADDRESS = re.compile(r"[\w+.-]*://\S*|(?<![^\W_])_*www\.\S*")
 """An address in a folded text. `bank.org/login` does not count, because names of files and modules look like it."""
-
 BLANKS = frozenset("\u115f\u1160\u2800\u3164\uffa0\ufffc\U00013441\U00013442\U0001d159")
 """Letters and symbols without a glyph; the other invisible characters are recognised by category."""
-
 _LINE_BREAK = re.compile(r"[\n\r]")
 _INVISIBLE = dict.fromkeys((*range(0x21), 0x7F))
 

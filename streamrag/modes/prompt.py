@@ -107,11 +107,12 @@ class PromptAssembler:
         self._passages: dict[tuple[int, Chunk], list[int]] = {}
         self._previous: tuple[int, ...] = ()
         self._fit: list[Included] | None = None  # of the previous prompt, if that was partial
-        self._head, self._end = self._split(history)
+        self.head, self._end = self._split(history)
+        """Token ids before the passages, and the text of the chat template behind the question."""
         self._tail = self.tail_of(question)
         self._no_context = tokenizer.encode(template.no_context)
         self._cut_short = tokenizer.encode(template.cut_short)
-        num_fixed = len(self._head) + len(self._tail) + max(len(self._no_context), len(self._cut_short))
+        num_fixed = len(self.head) + len(self._tail) + max(len(self._no_context), len(self._cut_short))
         room = max_model_len - num_fixed - max_tokens
         if room < 0:
             raise PromptTooLongError(
@@ -155,7 +156,7 @@ class PromptAssembler:
         )
 
     def _token_ids(self, fit: Sequence[Included], *, is_complete: bool, is_cut_short: bool) -> tuple[int, ...]:
-        ids = list(self._head)
+        ids = list(self.head)
         for number, included in enumerate(fit, 1):
             ids += self._encode_passage(number, included.part)
         if is_complete:
@@ -165,11 +166,6 @@ class PromptAssembler:
                 ids += self._no_context
             ids += self._tail
         return tuple(ids)
-
-    @property
-    def head(self) -> tuple[int, ...]:
-        """Token ids before the passages."""
-        return tuple(self._head)
 
     def tail_of(self, question: str) -> tuple[int, ...]:
         """Return the token ids behind the passages for this question."""
@@ -198,7 +194,7 @@ class PromptAssembler:
         """Return the token ids of a plain text, or of its beginning if it cannot fit."""
         return encode_at_most(self._tokenizer, text, self._max_model_len)
 
-    def _split(self, history: Sequence[Turn]) -> tuple[list[int], str]:
+    def _split(self, history: Sequence[Turn]) -> tuple[tuple[int, ...], str]:
         """Return the token ids before the context, and the text of the chat template behind the question.
 
         The texts are tokenised separately from the chat template and without special tokens, so that they cannot
@@ -217,7 +213,7 @@ class PromptAssembler:
             head += self._encode(text)
             if len(head) > self._max_model_len:
                 break  # too long already
-        return head, pieces[-1]
+        return tuple(head), pieces[-1]
 
 
 def _escaped(text: str) -> str:

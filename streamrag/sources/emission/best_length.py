@@ -26,6 +26,7 @@ context does not keep it.
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 
 from streamrag.engine.costs.step_profiles import StepProfile, recompute_s
@@ -33,13 +34,11 @@ from streamrag.engine.costs.step_profiles import StepProfile, recompute_s
 TIE_S = 1e-9
 MIN_GAIN_S = 0.002
 """Least gain for which an update is sent, because tokenising and planning it takes time too."""
-
 MAX_STEPS = 32
 """Most steps that are considered, to bound the time on the event loop; longer work is split into larger steps."""
 MAX_LENGTHS = 48
 """Most lengths that are considered, including the whole context, to bound the time on the event loop."""
 UNKNOWN_S = 3600.0
-
 MAX_TOKENS = 1 << 17
 """Tokens beyond this length are taken to cost nothing."""
 
@@ -100,15 +99,9 @@ class EngineEstimate:
     def advance(self, now_s: float) -> None:
         """Compute tokens of the sent context until `now_s`."""
         elapsed_s, self._now_s = now_s - self._now_s, now_s
-        start, low, high = self.num_computed, self.num_computed, min(self.num_sent, MAX_TOKENS)
-        if low >= high or elapsed_s <= 0:
-            return
-        if self.work_s(start, high) <= elapsed_s:
-            low = high
-        while high - low > 1:  # [start, low) has been computed, [start, high) has not
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.work_s(start, middle) <= elapsed_s else (low, middle)
-        self.num_computed = low
+        ends = range(self.num_computed, min(self.num_sent, MAX_TOKENS) + 1)
+        if len(ends) > 1 and elapsed_s > 0:
+            self.num_computed = ends[bisect_right(ends, elapsed_s, key=partial(self.work_s, ends[0])) - 1]
 
     def step_ends_s(self, start: int, end: int) -> list[float]:
         """Return when each step ends if tokens [start, end) are computed from now on."""

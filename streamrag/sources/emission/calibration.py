@@ -35,12 +35,9 @@ MAX_TIMES = 16
 """Most example times of a stage."""
 MAX_COUNTS = MAX_STAGES * (MAX_LENGTH + 2) * (MAX_STABLE + 1)
 MAX_VALUES = 8 * MAX_COUNTS + 6 * MAX_STAGES * MAX_TIMES
-
 What: TypeAlias = Literal["prefix", "order", "set"]
 """A part of a result: its first passages; all passages in order; or all passages in any order."""
-
 _CONFIG = ConfigDict(extra="forbid")
-
 _Seconds = Annotated[float, Field(strict=True, ge=0, le=1e6)]
 _Int = Annotated[int, Field(strict=True, ge=0, le=MAX_NUM)]
 

@@ -16,7 +16,7 @@ from streamrag.modes import UpdateMode
 from streamrag.sources.emission.best_length import EngineEstimate, HeldContext, best_length, scenarios
 from streamrag.sources.emission.calibrate import Place, place, stages_left
 from streamrag.sources.emission.calibration import Calibration, Odds, Stage, Times
-from streamrag.sources.emission.held_updates import HeldUpdates, HoldingSource
+from streamrag.sources.emission.near_end import HeldUpdates, HoldingSource
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.messages import is_number, short
 from streamrag.support.validation import Count, NumberOrZero, validated

@@ -25,26 +25,19 @@ GRAPH_DEGREE = 48
 BUILD_COMPLEXITY = 100
 SEARCH_MEMORY_GB, BUILD_MEMORY_GB = 1.0, 2.0
 """Each searcher holds less than 1 GB of compressed vectors, lossless for 2.6 million passages of 384 dimensions."""
-
 NUM_DISKANN_THREADS = 2
 MAX_BEAM_WIDTH = 64
 NOISE = 1e-5
 """Length of the noise that is added to each vector, and the most by which similarities change."""
-
 NO_CACHE = {"num_nodes_to_cache": 0, "cache_mechanism": 2}
 """Caching 1,000 nodes was measured to save under 0.2 ms of 1-5 ms; mechanism 1 takes 0.3 s to open."""
-
 BUILD_FILES = ("ann_vectors.bin", "ann_mem.index.data", "ann_sample_data.bin", "ann_sample_ids.bin")
 """Files that a build leaves and a search does not need. The first holds the input."""
-
 ROWS_PER_WRITE = 8192
-
 METADATA, METADATA_FIELDS = "ann_metadata.bin", struct.Struct("<QQQQ")
 """DiskANN's element type (0: float32), metric (0: L2), number of vectors and dimension, which it does not check."""
-
 SPARE_BYTES = 256 << 20
 """Memory for opening an index beside one byte per number of a compressed vector; 18 MiB were measured."""
-
 VECTORS_HEADER = struct.Struct("<II")
 """DiskANN's number of vectors and dimension; float32 rows follow."""
 
@@ -55,17 +48,17 @@ class DiskAnnSearcher(IndexSearcher):
     def _open_index(self) -> Any:
         import diskannpy
 
-        with (self.folder / METADATA).open("rb") as file:
+        with (self._path / METADATA).open("rb") as file:
             metadata = file.read(METADATA_FIELDS.size)
         if metadata != METADATA_FIELDS.pack(0, 0, self.num_passages, self.dimension):
-            raise corrupt(self.folder, f"{METADATA} does not describe {self.num_passages} passages")
+            raise corrupt(self._path, f"{METADATA} does not describe {self.num_passages} passages")
         try:
             with memory_limited(self.num_passages * self.dimension + SPARE_BYTES):
                 return diskannpy.StaticDiskIndex(
-                    str(self.folder), num_threads=NUM_DISKANN_THREADS, index_prefix="ann", **NO_CACHE
+                    str(self._path), num_threads=NUM_DISKANN_THREADS, index_prefix="ann", **NO_CACHE
                 )
         except Exception as error:  # RuntimeError, MemoryError, IndexError and others have been seen
-            raise corrupt(self.folder, f"DiskANN cannot open it, {type(error).__name__}: {error}") from error
+            raise corrupt(self._path, f"DiskANN cannot open it, {type(error).__name__}: {error}") from error
 
     def _search(  # type: ignore[override]
         self, index: Any, vector: Any, *, k: int, complexity: int, beam_width: int
@@ -79,7 +72,7 @@ class DiskAnnSearcher(IndexSearcher):
                 break
             num_valid += 1
         if num_valid < min(k, 2):
-            raise corrupt(self.folder, f"it answers with passages {ids} of {self.num_passages}")
+            raise corrupt(self._path, f"it answers with passages {ids} of {self.num_passages}")
         return ids[:num_valid], distances[:num_valid]
 
 

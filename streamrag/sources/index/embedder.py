@@ -21,14 +21,11 @@ if TYPE_CHECKING:
 
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
 NUM_CACHED_QUERIES = 256
-
 PROBE = "The quick brown fox jumps over the lazy dog: 3.14 ≈ π, 漢字."
 NUM_PROBE_VALUES = 16
 PROBE_TOLERANCE = 0.01
 """Between CPUs, batch sizes and versions of PyTorch the values differ by 1e-6, between models by about 0.05."""
-
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 

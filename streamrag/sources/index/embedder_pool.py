@@ -7,8 +7,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from streamrag.sources.index.embedder import Embedder, EmbedderIdentity, find_embedder
-from streamrag.sources.index.worker_jobs import JobHandler, run_in_each, run_job
-from streamrag.sources.workers.pool import Share, WorkerPool
+from streamrag.sources.index.worker_jobs import JobHandler, new_pool, run_job, start_and_load
+from streamrag.sources.workers.pool import Share
 
 if TYPE_CHECKING:
     from streamrag.sources.index.embedder import Vectors
@@ -30,14 +30,8 @@ class EmbedderPool:
         self, embedder: str, *, size: int, num_threads: int = 1, made_with: EmbedderIdentity | None = None
     ) -> None:
         place = find_embedder(embedder)
-        options = {
-            "location": place.location,
-            "name": place.name,
-            "num_threads": num_threads,
-            "made_with": astuple(made_with) if made_with else None,
-        }
-        handler = "streamrag.sources.index.embedder_pool:EmbedderHandler"
-        self.workers = WorkerPool(handler, options, size=size, name="embedding worker", env=place.env)
+        handler = EmbedderHandler(place.location, place.name, num_threads, astuple(made_with) if made_with else None)
+        self.workers = new_pool(handler, size=size, name="embedding worker", env=place.env)
 
     async def start(self) -> EmbedderIdentity:
         """Load the embedder in each worker, which takes many seconds, and return its identity.
@@ -46,12 +40,7 @@ class EmbedderPool:
         :raises IndexMismatchError: it is not the embedder that made the vectors.
         :raises WorkerError: a worker cannot start.
         """
-        await self.workers.start()
-        try:
-            name, dimension, probe = (await run_in_each(self.workers, {"do": "load"}))["identity"]
-        except BaseException:
-            await self.aclose()
-            raise
+        name, dimension, probe = (await start_and_load(self.workers))["identity"]
         return EmbedderIdentity(name, dimension, tuple(probe))
 
     async def query(self, text: str, share: Share) -> str:
@@ -73,7 +62,7 @@ class EmbedderHandler(JobHandler):
     """A handler of the pool's jobs."""
 
     location: str
-    name: str
+    embedder: str
     num_threads: int
     made_with: tuple[str, int, list[float]] | None
 
@@ -89,7 +78,7 @@ class EmbedderHandler(JobHandler):
     @cached_property
     def _embedder(self) -> Embedder:
         device = "cpu" if self.num_threads == 1 else None
-        embedder = Embedder(self.location, self.name, num_threads=self.num_threads, device=device)
+        embedder = Embedder(self.location, self.embedder, num_threads=self.num_threads, device=device)
         if self.made_with:
             embedder.require(EmbedderIdentity(*self.made_with), "the vectors")  # type: ignore[arg-type]
         return embedder

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrag.errors import VectorIndexError, WorkerError
+from streamrag.sources.index.build_worker import IndexBuilder
 from streamrag.sources.index.document_passages import OnProgress, nothing_to_index
 from streamrag.sources.index.embedder import ModelPlace
 from streamrag.sources.index.embedder_pool import NUM_BUILD_THREADS
@@ -35,7 +36,7 @@ from streamrag.sources.index.index_folder import (
 )
 from streamrag.sources.index.keywords import write_keywords
 from streamrag.sources.index.packages import LIBRARIES, PACKAGES
-from streamrag.sources.index.worker_jobs import explain
+from streamrag.sources.index.worker_jobs import explain, new_pool
 from streamrag.sources.workers.pool import WorkerJobError, WorkerPool
 from streamrag.support.clock import Clock
 from streamrag.support.files import exchange_folders, sync
@@ -145,16 +146,9 @@ class Generation:
 
         Return the worker's parameters for the manifest, and the number of passages that had to be embedded.
         """
-        options = {
-            "folder": str(unfinished),
-            "kind": self.kind,
-            "location": self.place.location,
-            "embedder": self.place.name,
-            "num_threads": NUM_BUILD_THREADS,
-            "old": str(old) if old else None,
-        }
-        handler = "streamrag.sources.index.build_worker:IndexBuilder"
-        pool = WorkerPool(handler, options, size=1, name="index building worker", env=self.place.env)
+        place, old_folder = self.place, str(old) if old else None
+        builder = IndexBuilder(str(unfinished), self.kind, place.location, place.name, NUM_BUILD_THREADS, old_folder)
+        pool = new_pool(builder, size=1, name="index building worker", env=place.env)
         try:
             await pool.start()
             self.report(0, total, "embedding")

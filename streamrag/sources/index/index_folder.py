@@ -35,7 +35,6 @@ from streamrag.errors import IndexCorruptError, IndexMismatchError, IndexMissing
 from streamrag.support.bounded_reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
 
 IndexKind: TypeAlias = Literal["diskann", "ivf"]
-
 FORMATS = (1, 2)
 MANIFEST, PASSAGES, DUPLICATES = "manifest.json", "passages.jsonl", "duplicates.jsonl"
 KEYWORDS = "keywords.sqlite"
@@ -43,21 +42,16 @@ VECTORS, IVF = "vectors.f32", "ivf.index"
 DISKANN = {"ann_disk.index", "ann_metadata.bin", "ann_pq_compressed.bin", "ann_pq_pivots.bin"}
 NEEDED: dict[str, set[str]] = {"diskann": {PASSAGES} | DISKANN, "ivf": {PASSAGES, IVF}}
 """The files that a search of each kind of index needs."""
-
 OPTIONAL = {DUPLICATES, KEYWORDS, VECTORS} | {
     f"ann_disk.index_{name}.bin" for name in ("centroids", "medoids", "max_base_norm")
 }
 """Other files that an index may have, among them DiskANN's for large indexes and other metrics."""
-
 EMBEDDINGS = ("embedded.json", "embedded.keys", "embedded.f32")
 """Files that stay in a building folder when a build stops: the embedder, the key of each text, the vectors."""
-
 MAX_HASHED_BYTES = 64 << 20
 """Opening an index compares the SHA-256 of files up to this size, and only the size of larger ones."""
-
 OnFile: TypeAlias = Callable[[str, int], None]
 """A callback with a file's name and size in bytes."""
-
 _Count: TypeAlias = Annotated[int, Field(gt=0, lt=1 << 31)]
 
 

@@ -1,7 +1,8 @@
 """The base of the handlers that search an index in worker processes."""
 
 from abc import ABC, abstractmethod
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,19 @@ from streamrag.sources.index.worker_jobs import JobHandler, silence_stdout
 class IndexSearcher(JobHandler, ABC):
     """A handler of search jobs. Subclasses open and search an index of their kind."""
 
-    _: KW_ONLY
-    folder: Path
+    folder: str
     manifest_sha256: str
     num_passages: int
     location: str
     embedder: str
     dimension: int
-    probe: list[float]
+    probe: Sequence[float]
+    num_lists: int = 0
+    """Number of inverted lists, for an index of kind "ivf"."""
 
-    def __post_init__(self) -> None:
-        self.folder = Path(self.folder)
+    @property
+    def _path(self) -> Path:
+        return Path(self.folder)
 
     def load(self) -> dict[str, Any]:
         """Load the embedder."""
@@ -52,10 +55,10 @@ class IndexSearcher(JobHandler, ABC):
     def _opened(self) -> tuple[Any, PassageStore]:
         silence_stdout()
         # Checked before, for a replacement worker, and after, so that all opened files are of one index.
-        check_unchanged(self.folder, self.manifest_sha256)
-        passages = PassageStore(self.folder, self.num_passages)
+        check_unchanged(self._path, self.manifest_sha256)
+        passages = PassageStore(self._path, self.num_passages)
         index = self._open_index()
-        check_unchanged(self.folder, self.manifest_sha256)
+        check_unchanged(self._path, self.manifest_sha256)
         return index, passages
 
     @abstractmethod

@@ -11,7 +11,6 @@ The lists are mapped into memory, shared by all workers, and reclaimed by the sy
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,17 +30,14 @@ BYTES_PER_LIST, SPARE_BYTES = 256, 64 << 20
 """Memory for opening an index beside its centroids, generously."""
 
 
-@dataclass
 class FaissSearcher(IndexSearcher):
     """A searcher of faiss's inverted lists."""
-
-    num_lists: int
 
     def _open_index(self) -> tuple[Any, Callable[[bytes], tuple[Any, Any, Any]]]:
         """Return faiss's index, and a cached function that ranks its lists for a query vector."""
         import numpy as np
 
-        index = open_lists(self.folder, self.num_passages, self.dimension, self.num_lists)
+        index = open_lists(self._path, self.num_passages, self.dimension, self.num_lists)
         sizes = np.array([index.invlists.list_size(number) for number in range(self.num_lists)])
         return index, lru_cache(NUM_CACHED_RANKINGS)(partial(self._rank_lists, index, sizes))
 
@@ -64,12 +60,12 @@ class FaissSearcher(IndexSearcher):
         )
         is_hit = ids[0] >= 0
         if first == 0 and is_hit.sum() < min(k, self.num_passages):  # faiss never finds NaN
-            raise corrupt(self.folder, f"{IVF} has vectors that are not numbers")
+            raise corrupt(self._path, f"{IVF} has vectors that are not numbers")
         if nearer_than is not None:
             is_hit &= distances[0] <= nearer_than
         distances, ids = distances[0][is_hit], ids[0][is_hit]
         if len(np.unique(ids)) < len(ids) or (ids >= self.num_passages).any() or not np.isfinite(distances).all():
-            raise corrupt(self.folder, f"{IVF} answers with passages {ids.tolist()[:100]} of {self.num_passages}")
+            raise corrupt(self._path, f"{IVF} answers with passages {ids.tolist()[:100]} of {self.num_passages}")
         order = np.lexsort((ids, distances))
         return ids[order].tolist(), distances[order].tolist()
 
@@ -81,7 +77,7 @@ class FaissSearcher(IndexSearcher):
         distances, lists = index.quantizer.search(vector[None], self.num_lists)
         lists = lists[0]
         if not np.array_equal(np.sort(lists), np.arange(self.num_lists)):
-            raise corrupt(self.folder, f"{IVF} has centroids that are not vectors")
+            raise corrupt(self._path, f"{IVF} has centroids that are not vectors")
         return lists, distances[0], np.cumsum(sizes[lists])
 
 

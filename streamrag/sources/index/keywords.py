@@ -38,13 +38,10 @@ if TYPE_CHECKING:
 
 SCHEMA = ("CREATE TABLE lengths(lengths BLOB)", "CREATE TABLE postings(term TEXT PRIMARY KEY, ids BLOB, counts BLOB)")
 MAX_LENGTH, MAX_COUNT = (1 << 16) - 1, (1 << 8) - 1
-
 K1, B = 1.2, 0.75
 """Lucene's defaults of BM25: saturation of the term frequency, and normalisation by length."""
-
 MAX_VALUE_BYTES = 1_000_000_000
 """SQLite's highest limit of the size of a value."""
-
 MAX_QUERY_TERMS = 256
 """Number of a query's first terms that are searched: a query may be a whole book."""
 
@@ -171,7 +168,7 @@ class KeywordSearcher(JobHandler):
     manifest_sha256: str
     num_passages: int
 
-    def open(self) -> dict[str, Any]:
+    def load(self) -> dict[str, Any]:
         """Open the index for searches."""
         return {"num_passages": len(self._opened[1])}
 

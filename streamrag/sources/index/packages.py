@@ -5,7 +5,6 @@ from importlib.util import find_spec
 from streamrag.errors import MissingDependencyError
 
 EMBED = "pip install 'streamrag[embed]'"
-
 PACKAGES = {
     "diskannpy": (
         "diskannpy",
@@ -19,7 +18,6 @@ PACKAGES = {
     "snowballstemmer": ("snowballstemmer", EMBED),
 }
 """The distribution of each module, and how to install it."""
-
 LIBRARIES = {"diskann": "diskannpy", "ivf": "faiss"}
 """The module that each kind of index needs."""
 

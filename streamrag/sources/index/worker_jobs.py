@@ -12,7 +12,6 @@ from streamrag.sources.workers.pool import Share, WorkerJobError, WorkerPool
 from streamrag.support.validation import Count
 
 NumWorkers = Annotated[Count, Field(le=32)]
-
 JOB_TIMEOUT_S = 300.0
 """A query takes milliseconds, but a worker that replaced another loads its model first."""
 
@@ -27,6 +26,22 @@ class JobHandler:
         arguments = dict(header)
         answer: dict[str, Any] = getattr(self, arguments.pop("do"))(**arguments)
         return answer
+
+
+def new_pool(handler: JobHandler, *, size: int, name: str, env: Mapping[str, str] | None = None) -> WorkerPool:
+    """Return an unstarted pool of workers, each with its own copy of `handler`, a dataclass of plain values."""
+    kind = type(handler)
+    return WorkerPool(f"{kind.__module__}:{kind.__qualname__}", vars(handler), size=size, name=name, env=env)
+
+
+async def start_and_load(workers: WorkerPool) -> dict[str, Any]:
+    """Start the workers and run the job `load` in each. Return one of the answers. On failure, close the pool."""
+    await workers.start()
+    try:
+        return await run_in_each(workers, {"do": "load"})
+    except BaseException:
+        await workers.aclose()
+        raise
 
 
 def silence_stdout() -> None:

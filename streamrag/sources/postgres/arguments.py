@@ -8,12 +8,9 @@ from streamrag.errors import ConfigurationError, MissingDependencyError, SourceE
 from streamrag.support.messages import short
 
 INSTALL = "pip install 'streamrag[postgres]'"
-
 DEFAULT_COLUMNS = {name: name for name in ("text", "uri", "title", "passage", "embedding", "words")}
 """Default column of each field of a chunk. `words` holds the lexemes of the text, a tsvector."""
-
 NEEDED = ("text", "uri", "embedding")
-
 TableName: TypeAlias = str | tuple[str, str]
 
 

@@ -14,18 +14,13 @@ from streamrag.support.messages import message_of
 from streamrag.support.tasks import cancel_regardless, is_cancelled
 
 Connection: TypeAlias = psycopg.AsyncConnection[tuple[Any, ...]]
-
 SECRETS = {"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"}
 """Parts of a DSN that messages never show."""
-
 MAX_WAITING = 1_000
 """Most searches that wait for a connection; further ones fail."""
-
 GRACE_S = 5.0
 """Seconds beyond the statement timeout after which an unresponsive server is given up."""
-
 MAX_MESSAGE_CHARS = 500
-
 T = TypeVar("T")
 
 
@@ -57,7 +52,7 @@ class Address:
         self._text = f"PostgreSQL at {where}{f':{port}' if port else ''}{f', database {database}' if database else ''}"
         parts.setdefault("connect_timeout", "10")
         parts.setdefault("fallback_application_name", "streamrag")
-        self._conninfo = make_conninfo("", **{**parts, "client_encoding": "utf8"})
+        self.conninfo = make_conninfo("", **{**parts, "client_encoding": "utf8"})
 
     def __str__(self) -> str:
         return self._text
@@ -77,26 +72,9 @@ class Address:
         :raises SourceError: the server cannot be reached, or refuses the connection.
         """
         try:
-            return await psycopg.AsyncConnection.connect(self._conninfo, autocommit=autocommit, prepare_threshold=None)
+            return await psycopg.AsyncConnection.connect(self.conninfo, autocommit=autocommit, prepare_threshold=None)
         except (psycopg.Error, OSError) as error:
             raise self.explained(error) from None
-
-    def new_pool(self, num_connections: int, timeout_s: float) -> psycopg_pool.AsyncConnectionPool[Connection]:
-        """Return an unopened pool. It connects on demand, and checks idle connections before use."""
-        return psycopg_pool.AsyncConnectionPool(
-            self._conninfo,
-            # Unprepared statements are planned for their values, and work behind PgBouncer.
-            kwargs={"prepare_threshold": None},
-            min_size=0,
-            max_size=num_connections,
-            max_waiting=MAX_WAITING,
-            timeout=timeout_s,
-            reconnect_timeout=timeout_s,
-            configure=_read_only,
-            check=psycopg_pool.AsyncConnectionPool.check_connection,
-            name="streamrag",
-            open=False,
-        )
 
     def explained(self, error: BaseException) -> SourceError:
         """Translate an error of the driver."""
@@ -146,8 +124,21 @@ class Link:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
-        """Open the pool, which connects on demand."""
-        self._pool = self._address.new_pool(self._num_connections, self._pool_timeout_s)
+        """Open the pool, which connects on demand and checks idle connections before use."""
+        self._pool = psycopg_pool.AsyncConnectionPool(
+            self._address.conninfo,
+            # Unprepared statements are planned for their values, and work behind PgBouncer.
+            kwargs={"prepare_threshold": None},
+            min_size=0,
+            max_size=self._num_connections,
+            max_waiting=MAX_WAITING,
+            timeout=self._pool_timeout_s,
+            reconnect_timeout=self._pool_timeout_s,
+            configure=_read_only,
+            check=psycopg_pool.AsyncConnectionPool.check_connection,
+            name="streamrag",
+            open=False,
+        )
         await self._pool.open()
 
     async def run(self, work: Callable[[Connection], Awaitable[T]], settings: dict[str, str], *, timeout_s: float) -> T:

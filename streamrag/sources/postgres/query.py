@@ -19,16 +19,12 @@ MAX_TEXT_CHARS = 20_000
 MAX_TITLE_CHARS = 500
 MAX_URI_CHARS = 2_000
 """Limits of the fields, which the server applies: rows are untrusted."""
-
 MIN_NORM, MAX_NORM = 1e-18, 1e19
 """Range of vector lengths whose squares float32 can represent."""
-
 NUM_SAMPLED_ROWS = 10_000
 """Number of rows whose dimensions are counted."""
-
 MAX_QUERY_CHARS = 10_000
 """Characters of a query whose words are searched."""
-
 Row: TypeAlias = tuple[Any, ...]
 """Text, uri, title, passage, and distance or rank."""
 

@@ -36,13 +36,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("streamrag.sources")
 
 NUM_STAGES = 5
-
 WORDS_TIMEOUT_S = 2.0
 """Timeout of the search by words. It is only useful as a quick first result, and is left out if it is slower."""
-
 FEW_ROWS = 1_000
 """Number of rows up to which exact search is as fast as an index."""
-
 _AtMost1000 = Annotated[Count, Field(le=1_000)]
 _Timeout = Annotated[Number, Field(ge=0.001, le=3_600)]
 
@@ -264,7 +261,7 @@ class PgVectorSource:
         if (ladder := opened.table.ladder) and not (is_exact and num_rows <= FEW_ROWS and self._ladder is None):
             first = 2 * self._k if ladder.setting == "hnsw.ef_search" else max(1, ladder.most // 64)
             default = [first << stage for stage in range(NUM_STAGES)]
-            rungs = ladder.rungs(default if self._ladder is None else self._ladder)
+            rungs = sorted({min(value, ladder.most) for value in (default if self._ladder is None else self._ladder)})
             stages += [_Stage(f"{ladder.setting} = {rung}", ladder.settings(rung)) for rung in rungs]
         if is_exact:
             stages.append(_Stage("exact", {"enable_indexscan": "off"}, is_exact=True))

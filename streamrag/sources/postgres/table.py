@@ -7,9 +7,10 @@ that no foreign name, value or search_path becomes SQL.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from psycopg import sql
+from psycopg.rows import namedtuple_row
 from pydantic import BaseModel, Field, FiniteFloat, StrictInt, ValidationError
 
 from streamrag.errors import IndexMissingError, VectorIndexError
@@ -25,13 +26,10 @@ KINDS = {
     "words": ("a tsvector", {"tsvector"}),
 }
 """Allowed types, or categories of types, of columns; other columns are read as text."""
-
 OPERATORS = {"cosine": "<=>", "l2": "<->", "ip": "<#>", "l1": "<+>"}
 """pgvector's distance operators, by metric as in the names of its operator classes."""
-
 RECORD_FORMAT = 1
 MAX_COMMENT_CHARS = 4_000
-
 _CONFIGURATION = re.compile(r"to_tsvector\('((?:[^']|'')+)'::regconfig")
 
 
@@ -50,10 +48,6 @@ class Ladder:
     """The highest value of the setting."""
     iterative: str = ""
     """The value of its `iterative_scan`, which continues a search until enough rows pass the filter."""
-
-    def rungs(self, values: Sequence[int]) -> list[int]:
-        """Return these values of the setting, capped at `most`."""
-        return sorted({min(value, self.most) for value in values})
 
     def settings(self, rung: int) -> dict[str, str]:
         """Return the server settings of a rung."""
@@ -87,27 +81,9 @@ class Table:
         return ".".join(self.parts)
 
 
-class _Column(NamedTuple):
-    name: str
-    schema: str
-    """Schema of its type."""
-    kind: str
-    category: str
-    modifier: int
-    expression: str
-
-
-class _Index(NamedTuple):
-    method: str
-    operators: str
-    column: str | None
-    options: list[str] | None
-    expression: str | None
-
-
 _COLUMNS = """
-    SELECT a.attname, n.nspname, t.typname, t.typcategory::text, a.atttypmod,
-        coalesce(pg_get_expr(d.adbin, d.adrelid), '')
+    SELECT a.attname AS name, n.nspname AS type_schema, t.typname AS kind, t.typcategory::text AS category,
+        a.atttypmod AS modifier, coalesce(pg_get_expr(d.adbin, d.adrelid), '') AS expression
     FROM pg_catalog.pg_attribute a
     JOIN pg_catalog.pg_type t ON t.oid = a.atttypid
     JOIN pg_catalog.pg_namespace n ON n.oid = t.typnamespace
@@ -116,7 +92,8 @@ _COLUMNS = """
     ORDER BY a.attnum"""
 
 _INDEXES = """
-    SELECT m.amname, o.opcname, a.attname, c.reloptions, pg_get_expr(i.indexprs, i.indrelid)
+    SELECT m.amname AS method, o.opcname AS operators, a.attname AS column, c.reloptions AS options,
+        pg_get_expr(i.indexprs, i.indrelid) AS expression
     FROM pg_catalog.pg_index i
     JOIN pg_catalog.pg_class c ON c.oid = i.indexrelid
     JOIN pg_catalog.pg_am m ON m.oid = c.relam
@@ -153,8 +130,9 @@ async def inspect_table(
             f"{address} has no table {name} that this user may see. Fill one with:  "
             f"streamrag index build FOLDER --to DSN --table {name}"
         )
-    existing = {row[0]: _Column(*row) for row in await fetch(connection, _COLUMNS, oid)}
-    indexes = [_Index(*row) for row in await fetch(connection, _INDEXES, oid)]
+    cursor = connection.cursor(row_factory=namedtuple_row)
+    existing: dict[str, Any] = {row[0]: row for row in await (await cursor.execute(_COLUMNS, [oid])).fetchall()}
+    indexes = await (await cursor.execute(_INDEXES, [oid])).fetchall()
     selected = _select_columns(f"{address}: table {name}", columns, existing)
     vectors = existing[selected["embedding"]]
     ladder, metric = _ladder(indexes, vectors.name, [int(number) for number in re.findall(r"\d+", version)[:2]])
@@ -162,7 +140,7 @@ async def inspect_table(
     return Table(
         parts=parts,
         columns=selected,
-        vector_type=(vectors.schema, vectors.kind),
+        vector_type=(vectors.type_schema, vectors.kind),
         dimension=vectors.modifier if vectors.modifier > 0 else None,
         metric=metric,
         ladder=ladder,
@@ -177,7 +155,7 @@ async def fetch(connection: Connection, query: str, *values: Any) -> list[tuple[
     return await (await connection.execute(query.encode(), values)).fetchall()
 
 
-def _select_columns(table: str, columns: Mapping[str, str | None], existing: Mapping[str, _Column]) -> dict[str, str]:
+def _select_columns(table: str, columns: Mapping[str, str | None], existing: Mapping[str, Any]) -> dict[str, str]:
     """Return the column of each field. Only columns that the caller named, or that a chunk needs, must exist."""
     selected: dict[str, str] = {}
     for field, default in DEFAULT_COLUMNS.items():
@@ -202,7 +180,7 @@ def _select_columns(table: str, columns: Mapping[str, str | None], existing: Map
     return selected
 
 
-def _ladder(indexes: Sequence[_Index], column: str, version: list[int]) -> tuple[Ladder | None, str]:
+def _ladder(indexes: Sequence[Any], column: str, version: list[int]) -> tuple[Ladder | None, str]:
     """Return the approximate index of the column, preferably HNSW, and its metric; else None and "cosine"."""
     is_iterative = version >= [0, 8]
     for index in indexes:
@@ -218,9 +196,7 @@ def _ladder(indexes: Sequence[_Index], column: str, version: list[int]) -> tuple
     return None, "cosine"
 
 
-def _words(
-    indexes: Sequence[_Index], columns: Mapping[str, str], existing: Mapping[str, _Column]
-) -> tuple[str | None, bool]:
+def _words(indexes: Sequence[Any], columns: Mapping[str, str], existing: Mapping[str, Any]) -> tuple[str | None, bool]:
     """Return the text search configuration of a full-text index, and whether it indexes the column of lexemes."""
     column = re.escape(columns["text"])
     text_expression = re.compile(rf"""{_CONFIGURATION.pattern}, \(?"?{column}"?\)?(?:::text)?\)""")

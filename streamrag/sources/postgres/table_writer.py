@@ -16,16 +16,12 @@ from streamrag.sources.postgres.table import fetch, identifier, read_record, rec
 
 TEXTS_PER_JOB = 128
 """Texts in one job of the embedding worker, and rows in one transaction, between progress reports."""
-
 MAX_INDEXED_DIMENSIONS = 2_000
 """pgvector's limit for indexed vectors."""
-
 MAX_PLAIN_DIMENSIONS = 1_000
 """Vectors of up to 4 KB are stored in the row, so that exact search reads one page for each instead of two."""
-
 LOCK_SPACE = 0x5247
 """First key of our advisory locks; the second one identifies the table."""
-
 _TABLE = """
     CREATE TABLE {name} (
         uri text NOT NULL,
@@ -50,7 +46,6 @@ _LOCK = (
 )
 
 _SCHEMA = "SELECT n.nspname FROM pg_extension e JOIN pg_namespace n ON n.oid = extnamespace WHERE extname = 'vector'"
-
 _HAS_INDEXES = """
     SELECT coalesce(bool_or(m.amname IN ('hnsw', 'ivfflat')), false), coalesce(bool_or(m.amname = 'gin'), false)
     FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid JOIN pg_am m ON m.oid = c.relam

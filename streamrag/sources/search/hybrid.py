@@ -18,10 +18,11 @@ from streamrag.errors import ConfigurationError, IndexMismatchError
 from streamrag.query.retrieval import Retrieval
 from streamrag.sources.index.embedder import embedder_of_index
 from streamrag.sources.index.index_folder import KEYWORDS, Manifest, check_index, kind_in_manifest, with_title
+from streamrag.sources.index.keywords import KeywordSearcher
 from streamrag.sources.index.packages import require_package
-from streamrag.sources.index.worker_jobs import NumWorkers, run_job
+from streamrag.sources.index.worker_jobs import NumWorkers, new_pool, run_job, start_and_load
 from streamrag.sources.search.refinement import Failures, MeanDuration, Refinement
-from streamrag.sources.search.reranker import RerankerPlace, RerankerPool, find_reranker
+from streamrag.sources.search.reranker import RerankerPlace, RerankerPool, find_reranker, loop_time
 from streamrag.sources.search.sentences import BestSentences
 from streamrag.sources.search.vector import NUM_STAGES, IvfSource, VectorSource
 from streamrag.sources.workers.pool import Share, WorkerPool
@@ -31,13 +32,10 @@ from streamrag.support.validation import Count, Seconds, validated
 
 KEYWORD_TIMEOUT_S = 10.0
 """A keyword search takes about a millisecond, or a second in a worker that replaced another."""
-
 MAX_WAITING_EVENTS = 16
 """Bound of the queue of the vector search's events."""
-
 _Events: TypeAlias = "asyncio.Queue[SourceEvent | Exception | None]"
 """Events of the vector search, its error if it fails, and None at its end."""
-
 _AtMost4096 = Annotated[Count, Field(le=1 << 12)]
 
 
@@ -46,14 +44,20 @@ class _Opened:
     num_passages: int
     keywords: WorkerPool
     reranker: RerankerPool | None
-    vectors: AsyncExitStack
-    """Closes the vector search, once it is started."""
+    parts: AsyncExitStack
+    """Closes the three searches."""
+
+
+@dataclass(frozen=True, slots=True)
+class _KeywordSearch:
+    workers: WorkerPool
+
+    async def start(self, progress: Progress) -> None:
+        progress("opening the keyword index")
+        await start_and_load(self.workers)
 
     async def aclose(self) -> None:
-        closing = [part.aclose() for part in (self.keywords, self.reranker, self.vectors) if part]
-        for error in await asyncio.gather(*closing, return_exceptions=True):
-            if isinstance(error, BaseException):
-                raise error
+        await self.workers.aclose()
 
 
 class HybridSource:
@@ -151,21 +155,11 @@ class HybridSource:
         :raises WorkerError: a worker cannot start.
         """
         manifest, manifest_sha256, place = await asyncio.to_thread(self._check)
-        num_passages = manifest.num_passages
-        options = {"folder": str(self._folder), "manifest_sha256": manifest_sha256, "num_passages": num_passages}
-        handler = "streamrag.sources.index.keywords:KeywordSearcher"
-        keywords = WorkerPool(handler, options, size=1, name="keyword search worker")
+        searcher = KeywordSearcher(str(self._folder), manifest_sha256, manifest.num_passages)
+        keywords = new_pool(searcher, size=1, name="keyword search worker")
         reranker = self._new_reranker(place) if place else None
-        opened = _Opened(num_passages, keywords, reranker, AsyncExitStack())
-        starting = (self._start_pools(opened, progress), self._start_vectors(opened, progress))
-        starts = [asyncio.create_task(each, name="hybrid source start") for each in starting]
-        try:
-            await asyncio.gather(*starts)
-        except BaseException:
-            await cancel_regardless(starts)
-            await opened.aclose()
-            raise
-        self._opened = opened
+        parts = await start_all([_KeywordSearch(keywords), reranker, self._vectors], progress)
+        self._opened = _Opened(manifest.num_passages, keywords, reranker, parts)
 
     def _check(self) -> tuple[Manifest, str, RerankerPlace | None]:
         manifest, manifest_sha256 = check_index(self._folder)
@@ -180,21 +174,11 @@ class HybridSource:
         embedder = embedder_of_index(self._folder, manifest.embedder, self._embedder)
         return manifest, manifest_sha256, find_reranker(self._reranker, embedder)
 
-    async def _start_pools(self, opened: _Opened, progress: Progress) -> None:
-        progress("opening the keyword index")
-        await opened.keywords.start()
-        await run_job(opened.keywords, {"do": "open"})
-        if opened.reranker:
-            await opened.reranker.start(progress)
-
-    async def _start_vectors(self, opened: _Opened, progress: Progress) -> None:
-        opened.vectors.push_async_callback((await start_all([self._vectors], progress)).aclose)
-
     async def aclose(self) -> None:
         """Stop the search processes. Running searches fail. Does nothing when not started."""
         opened, self._opened, self.is_started = self._opened, None, False
         if opened:
-            await opened.aclose()
+            await opened.parts.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield an `Update` whenever the best passages or their order change, and a `CutShort` if a part fails.
@@ -220,7 +204,7 @@ class HybridSource:
         refinement = Refinement(self._k)
         num_batches = ceil(min(self._candidates, opened.num_passages) / self._batch_size) if opened.reranker else 0
         queue: _Events = asyncio.Queue(MAX_WAITING_EVENTS)
-        began_s = _now()
+        began_s = loop_time()
         vector_task = asyncio.create_task(self._pull(query, queue), name="hybrid source vectors")
         try:
             with failures.record("the keyword search"):
@@ -232,7 +216,7 @@ class HybridSource:
                     yield event
                 elif (num_stages := _apply(event, refinement, failures)) is not None:
                     yield Update(refinement.best, self._hint(num_stages, began_s, num_batches))
-            self._search_duration.add(_now() - began_s)
+            self._search_duration.add(loop_time() - began_s)
             if opened.reranker and refinement.best:
                 async with aclosing(self._rerank(opened.reranker, refinement, query, failures)) as updates:
                     async for update in updates:
@@ -264,20 +248,20 @@ class HybridSource:
         batches = [candidates[i : i + self._batch_size] for i in range(0, len(candidates), self._batch_size)]
         score = reranker.scorer(query, is_one_deadline=True)
         for number, batch in enumerate(batches):
-            began_s = _now()
+            began_s = loop_time()
             scores = None
             with failures.record(f"reranking, after {number} of {len(batches)} batches,"):
                 texts = [with_title(chunk.title, chunk.text) for chunk in batch]
                 scores = await score(texts)
             if scores is None:
                 return
-            self._batch_duration.add(_now() - began_s)
+            self._batch_duration.add(loop_time() - began_s)
             if refinement.score(batch, scores):
                 yield Update(refinement.best, self._hint(0, began_s, len(batches) - number - 1))
 
     def _hint(self, num_stages: int | None, began_s: float, num_batches: int) -> Hint:
         num_chunks = None if num_stages is None else num_stages + num_batches
-        search_s = max(0.0, self._search_duration.mean_s - (_now() - began_s)) if num_stages != 0 else 0.0
+        search_s = max(0.0, self._search_duration.mean_s - (loop_time() - began_s)) if num_stages != 0 else 0.0
         batches_s = num_batches * self._batch_duration.mean_s if num_batches else 0.0
         end_s = search_s + batches_s
         return Hint(num_chunks=num_chunks, end_s=end_s if end_s < inf else None)
@@ -298,7 +282,3 @@ def _apply(event: SourceEvent | Exception, refinement: Refinement, failures: Fai
     if not refinement.rank("vectors", (*before, *after)):
         return None
     return (event.hint and event.hint.num_chunks) or 0
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

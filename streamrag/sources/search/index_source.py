@@ -15,8 +15,9 @@ from streamrag.core.lifecycle import started_once
 from streamrag.errors import ConfigurationError, IndexMismatchError, WorkerError
 from streamrag.sources.index.embedder import ModelPlace, embedder_of_index
 from streamrag.sources.index.index_folder import IndexKind, Manifest, StoredPassage, check_index, corrupt
+from streamrag.sources.index.index_searcher import IndexSearcher
 from streamrag.sources.index.packages import LIBRARIES, require_package
-from streamrag.sources.index.worker_jobs import JOB_TIMEOUT_S, run_in_each, run_job
+from streamrag.sources.index.worker_jobs import JOB_TIMEOUT_S, new_pool, run_job, start_and_load
 from streamrag.sources.workers.pool import Share, WorkerPool, WorkerTimeoutError
 from streamrag.support.validation import Count
 
@@ -44,7 +45,7 @@ class IndexSource(ABC):
 
     name: str
     _kind: ClassVar[IndexKind]
-    _handler: ClassVar[str]
+    _searcher: ClassVar[type[IndexSearcher]]
 
     def __init__(self, index: str | os.PathLike[str], *, k: int, num_workers: int, embedder: str | None) -> None:
         self._folder = Path(index).absolute()
@@ -52,10 +53,6 @@ class IndexSource(ABC):
         self._num_workers = num_workers
         self._embedder = embedder
         self._opened: _Opened | None = None
-
-    def _options(self, manifest: Manifest) -> Mapping[str, Any]:
-        """Return options of the worker for this kind of index."""
-        return {}
 
     @abstractmethod
     def _stages(self, manifest: Manifest) -> Sequence[Mapping[str, Any]]:
@@ -82,11 +79,13 @@ class IndexSource(ABC):
         """
         progress(f"checking the index {self._folder}")
         manifest, manifest_sha256, place = await asyncio.to_thread(self._check)
-        workers = self._new_pool(manifest, manifest_sha256, place)
+        model = place.location, place.name, manifest.dimension, manifest.probe
+        searcher = self._searcher(str(self._folder), manifest_sha256, manifest.num_passages, *model)
+        searcher.num_lists = manifest.num_lists or 0
+        workers = new_pool(searcher, size=self._num_workers, name="index search worker", env=place.env)
+        progress(f"loading the embedder {place.name}")
+        await start_and_load(workers)
         try:
-            progress(f"loading the embedder {place.name}")
-            await workers.start()
-            await run_in_each(workers, {"do": "load"})
             progress(f"opening the index of {manifest.num_passages} passages")
             await self._open(workers)
         except BaseException:
@@ -102,19 +101,6 @@ class IndexSource(ABC):
             raise IndexMismatchError(f"{self._folder} is an index of kind {manifest.kind!r}: use {other}")
         require_package(LIBRARIES[self._kind])
         return manifest, manifest_sha256, embedder_of_index(self._folder, manifest.embedder, self._embedder)
-
-    def _new_pool(self, manifest: Manifest, manifest_sha256: str, place: ModelPlace) -> WorkerPool:
-        options = {
-            "folder": str(self._folder),
-            "manifest_sha256": manifest_sha256,
-            "num_passages": manifest.num_passages,
-            "location": place.location,
-            "embedder": place.name,
-            "dimension": manifest.dimension,
-            "probe": manifest.probe,
-            **self._options(manifest),
-        }
-        return WorkerPool(self._handler, options, size=self._num_workers, name="index search worker", env=place.env)
 
     async def _open(self, workers: WorkerPool) -> None:
         try:

@@ -10,14 +10,13 @@ from typing import Any, TypeAlias
 from streamrag.core import Progress
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.sources.index.embedder import FUNCTION, NUM_CACHED_QUERIES, ModelPlace, find_model, load_function
-from streamrag.sources.index.worker_jobs import JobHandler, run_in_each, run_job
-from streamrag.sources.workers.pool import Share, WorkerPool
+from streamrag.sources.index.worker_jobs import JobHandler, new_pool, run_in_each, run_job, start_and_load
+from streamrag.sources.workers.pool import Share
 from streamrag.support.bounded_reading import without_lone_surrogates
 from streamrag.support.messages import message_of
 from streamrag.support.tasks import cancel_regardless
 
 LATE_INTERACTION = "late-interaction"
-
 Score: TypeAlias = Callable[[str, list[str]], Sequence[float]]
 """A function of a query and passages that returns a score for each; larger is better."""
 
@@ -59,9 +58,8 @@ class RerankerPool:
     """
 
     def __init__(self, place: RerankerPlace, *, device: str, size: int, timeout_s: float) -> None:
-        options = {"kind": place.kind, "location": place.location, "name": place.name, "device": device}
-        handler = "streamrag.sources.search.reranker:RerankerHandler"
-        self.workers = WorkerPool(handler, options, size=size, name="reranking worker", env=place.env)
+        handler = RerankerHandler(place.kind, place.location, place.name, device)
+        self.workers = new_pool(handler, size=size, name="reranking worker", env=place.env)
         self._name = place.name
         self._timeout_s = timeout_s
         self.loading: asyncio.Task[object] | None = None
@@ -73,8 +71,7 @@ class RerankerPool:
         :raises WorkerError: a worker cannot start.
         """
         progress(f"loading the reranker {self._name}")
-        await self.workers.start()
-        await run_in_each(self.workers, {"do": "load"})
+        await start_and_load(self.workers)
 
     async def aclose(self) -> None:
         """Stop the workers, even while they load the reranker."""
@@ -88,10 +85,12 @@ class RerankerPool:
         It raises SourceError if reranking fails, and TooSlowError on timeout. The timeout is that of each call, or
         with `is_one_deadline` that of all calls together.
         """
-        share, began_s = Share(), _now()
+        share, began_s = Share(), loop_time()
 
         async def score(texts: list[str]) -> list[float]:
-            return await self._score(query, texts, share, (began_s if is_one_deadline else _now()) + self._timeout_s)
+            return await self._score(
+                query, texts, share, (began_s if is_one_deadline else loop_time()) + self._timeout_s
+            )
 
         return score
 
@@ -115,7 +114,8 @@ class RerankerPool:
             self.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
-def _now() -> float:
+def loop_time() -> float:
+    """Return the time of the event loop, in seconds."""
     return asyncio.get_running_loop().time()
 
 
@@ -187,7 +187,7 @@ class RerankerHandler(JobHandler):
 
     kind: str
     location: str
-    name: str
+    reranker: str
     device: str
 
     def load(self) -> dict[str, Any]:
@@ -214,4 +214,4 @@ class RerankerHandler(JobHandler):
             raise self._error(f"cannot be loaded: {type(error).__name__}: {message_of(error)}") from error
 
     def _error(self, problem: str) -> ConfigurationError:
-        return ConfigurationError(f"reranker={self.name!r} {problem}")
+        return ConfigurationError(f"reranker={self.reranker!r} {problem}")

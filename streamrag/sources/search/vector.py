@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from streamrag.errors import ConfigurationError
-from streamrag.sources.index.diskann import MAX_BEAM_WIDTH
+from streamrag.sources.index.diskann import MAX_BEAM_WIDTH, DiskAnnSearcher
 from streamrag.sources.index.index_folder import Manifest, kind_in_manifest
-from streamrag.sources.index.inverted_lists import MOST_LISTS
+from streamrag.sources.index.inverted_lists import MOST_LISTS, FaissSearcher
 from streamrag.sources.index.worker_jobs import NumWorkers
 from streamrag.sources.search.index_source import Hit, IndexSource, NumPassages
 from streamrag.support.validation import Count, GrowingCounts, validated
@@ -45,7 +45,7 @@ class VectorSource(IndexSource):
     """Name for errors and schedulers; give sources that behave differently different names."""
 
     _kind = "diskann"
-    _handler = "streamrag.sources.index.diskann:DiskAnnSearcher"
+    _searcher = DiskAnnSearcher
 
     @validated
     def __init__(
@@ -97,7 +97,7 @@ class IvfSource(IndexSource):
     """Name for errors and schedulers; give sources that behave differently different names."""
 
     _kind = "ivf"
-    _handler = "streamrag.sources.index.inverted_lists:FaissSearcher"
+    _searcher = FaissSearcher
 
     @validated
     def __init__(
@@ -115,9 +115,6 @@ class IvfSource(IndexSource):
         self._exact = exact
         if self._probes[-1] > MOST_LISTS:
             raise ConfigurationError(f"probes={probes!r} must be {MOST_LISTS} at most")
-
-    def _options(self, manifest: Manifest) -> Mapping[str, Any]:
-        return {"num_lists": manifest.num_lists}
 
     def _stages(self, manifest: Manifest) -> Sequence[Mapping[str, Any]]:
         assert manifest.num_lists is not None
