@@ -69,7 +69,7 @@ async def calibrate(
     """
     if not 1 <= len(queries) <= MAX_NUM:
         raise ConfigurationError(f"calibrate: {len(queries):,} queries; give 1 to {MAX_NUM:,}")
-    counts, num_queries, failure = _Counts(), 0, None
+    name, counts, num_queries, failure = part_name(source), _Counts(), 0, None
     for number, query in enumerate(queries, 1):
         try:
             results, end_s = await _run(source, query, clock)
@@ -82,11 +82,9 @@ async def calibrate(
             on_progress(number, len(queries))
     if not num_queries:
         reason = f"; the last time: {message_of(failure)}" if failure else ""
-        raise SourceError(
-            f"{part_name(source)} gave no complete result for any of {len(queries)} queries{reason}"
-        ) from failure
+        raise SourceError(f"{name} gave no complete result for any of {len(queries)} queries{reason}") from failure
     return Calibration(
-        source=part_name(source),
+        source=name,
         num_queries=num_queries,
         stages=tuple(_stage(counts.times[left]) for left in range(max(counts.times) + 1)),
         counts=tuple(Count(*key, num, counts.final[key]) for key, num in sorted(counts.total.items())),

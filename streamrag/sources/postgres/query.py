@@ -21,6 +21,12 @@ MAX_URI_CHARS = 2_000
 """Limits of the fields, which the server applies: rows are untrusted."""
 MIN_NORM, MAX_NORM = 1e-18, 1e19
 """Range of vector lengths whose squares float32 can represent."""
+_SELECT = f"""
+    SELECT left({{text}}::text, {MAX_TEXT_CHARS + 1}), left({{uri}}::text, {MAX_URI_CHARS + 1}),
+        left({{title}}::text, {MAX_TITLE_CHARS}), {{passage}}, {{score}} AS score
+    FROM {{rows}} WHERE {{where}} ORDER BY {{order}} LIMIT {{k}}"""
+_TRUE = sql.SQL("true")
+
 NUM_SAMPLED_ROWS = 10_000
 """Number of rows whose dimensions are counted."""
 MAX_QUERY_CHARS = 10_000
@@ -117,30 +123,15 @@ class Search:
         return int(plan[0]["Plan"]["Plan Rows"])
 
     def _select(
-        self,
-        score: sql.Composable,
-        rows: sql.Composable,
-        order: sql.Composable,
-        condition: sql.Composable | None = None,
+        self, score: sql.Composable, rows: sql.Composable, order: sql.Composable, condition: sql.Composable = _TRUE
     ) -> sql.Composed:
-        columns = self._columns
+        fields = {field: self._columns.get(field, sql.NULL) for field in ("text", "uri", "title", "passage")}
+        parts = {"score": score, "rows": rows, "where": self._where(condition), "order": order}
+        return sql.SQL(_SELECT).format(**fields, **parts, k=sql.Literal(self._k))
 
-        def beginning(field: str, max_chars: int) -> sql.Composed:
-            return sql.SQL("left({}::text, {})").format(columns[field], sql.Literal(max_chars))
-
-        fields = [
-            beginning("text", MAX_TEXT_CHARS + 1),
-            beginning("uri", MAX_URI_CHARS + 1),
-            beginning("title", MAX_TITLE_CHARS) if "title" in columns else sql.NULL,
-            columns.get("passage", sql.NULL),
-            sql.SQL("{} AS score").format(score),
-        ]
-        parts = sql.SQL(", ").join(fields), rows, self._where(condition), order, sql.Literal(self._k)
-        return sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY {} LIMIT {}").format(*parts)
-
-    def _where(self, condition: sql.Composable | None = None) -> sql.Composed:
+    def _where(self, condition: sql.Composable = _TRUE) -> sql.Composed:
         tests = [sql.SQL("{} IS NOT NULL").format(self._columns[field]) for field in ("text", "uri")]
-        return sql.SQL(" AND ").join([*tests, *([condition] if condition else []), *self._filter])
+        return sql.SQL(" AND ").join([*tests, condition, *self._filter])
 
     async def _fetch(self, connection: Connection, statement: sql.Composed, values: Sequence[Any]) -> list[Row]:
         return await (await connection.execute(statement, values)).fetchall()

@@ -122,9 +122,7 @@ async def inspect_table(
     quoted = sql.Identifier(*parts).as_string(connection)
     ((oid, comment, version),) = await fetch(connection, _ABOUT, quoted, quoted)
     if version is None:
-        raise VectorIndexError(
-            f"{address} has no pgvector there. Its administrator installs it with:  CREATE EXTENSION vector"
-        )
+        raise VectorIndexError(f"{address}: no pgvector there. An administrator installs it:  CREATE EXTENSION vector")
     if oid is None:
         raise IndexMissingError(
             f"{address} has no table {name} that this user may see. Fill one with:  "

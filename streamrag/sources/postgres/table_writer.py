@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 from psycopg import sql
 
@@ -35,7 +35,8 @@ _TABLE = """
     )"""
 
 _UPSERT = """
-    INSERT INTO {name} (uri, passage, title, text, digest, embedding) VALUES (%s, %s, %s, %s, %s, %s::{vector})
+    INSERT INTO {name} (uri, passage, title, text, digest, embedding)
+    VALUES (%(uri)s, %(passage)s, %(title)s, %(text)s, %(digest)s, %(vector)s::{vector})
     ON CONFLICT (uri, passage) DO UPDATE SET title = excluded.title, text = excluded.text, digest = excluded.digest,
         embedding = excluded.embedding"""
 
@@ -52,25 +53,16 @@ _HAS_INDEXES = """
     WHERE i.indrelid = to_regclass(%s) AND i.indisvalid"""
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    uri: str
-    passage: int
-    title: str
-    text: str
-    digest: str
-
-
 class TableWriter:
     """A writer to the table of a build, with one connection that holds its lock."""
 
     def __init__(self, connection: Connection, address: Address, parts: tuple[str, ...], report: OnProgress) -> None:
         self._connection, self._address, self._parts, self._report = connection, address, parts, report
-        self._table = f"{address}: table {'.'.join(parts)}"  # for messages
+        self._table = f"{address}: table {'.'.join(parts)}"
         self._name, self._name_beside_values = sql.Identifier(*parts), identifier(*parts)
         self._quoted = self._name.as_string(connection)
         self._schema = ""  # pgvector's
-        self._changed: list[_Row] = []
+        self._changed: list[dict[str, Any]] = []
         self._surplus: list[tuple[str, list[int]]] = []
         self.num_embedded = self.num_removed = self.dimension = 0
 
@@ -118,7 +110,7 @@ class TableWriter:
         if made_with is None:
             raise IndexExistsError(
                 f"{self._address}: there is a table {'.'.join(self._parts)} that streamrag did not make: name another "
-                "one, or drop it"
+                "table, or drop it"
             )
         if how := embedder.difference(made_with):
             raise IndexMismatchError(
@@ -133,7 +125,7 @@ class TableWriter:
         for passage, text in passages.items():
             digest = hashlib.blake2b(f"{title}\0{text}".encode(), digest_size=16).hexdigest()
             if existing.get(passage) != digest:
-                self._changed.append(_Row(uri, passage, title, text, digest))
+                self._changed.append({"uri": uri, "passage": passage, "title": title, "text": text, "digest": digest})
         if existing.keys() - passages.keys():
             self._surplus.append((uri, [*passages]))
         if len(self._changed) >= TEXTS_PER_JOB:
@@ -147,11 +139,8 @@ class TableWriter:
         changed, self._changed, surplus, self._surplus = self._changed, [], self._surplus, []
         for start in range(0, len(changed), TEXTS_PER_JOB):
             batch = changed[start : start + TEXTS_PER_JOB]
-            vectors = await pool.passages([with_title(row.title, row.text) for row in batch])
-            rows = [
-                (row.uri, row.passage, row.title, row.text, row.digest, vector)
-                for row, vector in zip(batch, vectors, strict=True)
-            ]
+            vectors = await pool.passages([with_title(row["title"], row["text"]) for row in batch])
+            rows = [{**row, "vector": vector} for row, vector in zip(batch, vectors, strict=True)]
             async with self._connection.transaction(), self._connection.cursor() as cursor:
                 await cursor.executemany(upsert, rows)
             self.num_embedded += len(batch)
