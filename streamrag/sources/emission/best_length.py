@@ -45,7 +45,7 @@ MAX_TOKENS = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One possible continuation of the retrieval."""
+    """A possible continuation of the retrieval."""
 
     weight: float
     """Probability of this scenario; the weights of all sum to 1."""

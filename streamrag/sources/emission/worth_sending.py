@@ -26,7 +26,7 @@ CHARACTERS_PER_TOKEN = 4
 NUM_HEADING_TOKENS = 20
 """Tokens around a passage: its number, title and address."""
 LOOKS_PER_STAGE, MIN_WAIT_S = 8, 0.002
-"""How often held passages are reconsidered in each stage, and the least seconds between."""
+"""Number of times that held passages are reconsidered in each stage, and the least seconds between."""
 ROUNDING_S = 1e-6
 PRICE = 0.1
 """Higher prices made requests wait longer in experiments/emission.py, and saved little more on a busy engine."""

@@ -24,7 +24,7 @@ CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+|[^\w\s]")
 """A run of letters and digits, a CJK character, or a sign: each begins a new piece of a wordpiece tokenizer."""
 BREAKS = (re.compile(r"(?<=\n)"), re.compile(r"(?<=[.!?…])(?=\s)|(?<=[。！？])"), re.compile(r"(?<=\s)"))
-"""Where to break a paragraph that is too long, best first: after lines, after sentences, after words."""
+"""Places to break a paragraph that is too long, best first: after lines, after sentences, after words."""
 NOT_CONTENT = (
     "nav, script, style, footer, aside, noscript, template, iframe, svg, button, select, form, "
     "[role=navigation], [role=search], [role=contentinfo], [hidden], .headerlink"

@@ -92,12 +92,10 @@ class Generation:
     ) -> IndexSummary:
         """Write an index of the given passages, and publish it at `out`.
 
-        passages: called with the folder being written; it may keep a temporary file there.
+        passages: called with the folder being written, where it may keep a temporary file.
         check: raises if `out` must not be replaced.
         documents: the origin of the passages, for the error message if there are none.
         old: the index whose vectors are reused.
-
-        :raises VectorIndexError: a file cannot be written.
         """
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)

@@ -84,9 +84,8 @@ class Manifest(BaseModel):
     num_passages: _Count
     passage_words: _Count
     graph_degree: _Count | None = None
-    """Degree of DiskANN's graph."""
     build_complexity: _Count | None = None
-    """Length of DiskANN's candidate list while building."""
+    """DiskANN's parameters."""
     num_lists: Annotated[int, Field(gt=0, lt=1 << 15)] | None = None
     """Number of inverted lists of an IVF index, which determines the memory for opening it."""
     packages: dict[str, str]

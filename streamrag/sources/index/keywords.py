@@ -109,7 +109,7 @@ class KeywordIndex:
             self._file.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(4 * num_passages + 10_000, MAX_VALUE_BYTES))
             schema = self._file.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL ORDER BY name")
             if tuple(sql for (sql,) in schema) != SCHEMA:  # a view could compute anything
-                raise ValueError("its tables are others")
+                raise ValueError("its tables have another schema")
             (stored,) = self._file.execute("SELECT lengths FROM lengths").fetchone()
             lengths = np.frombuffer(stored, np.uint16).astype(np.float32)
             if len(lengths) != num_passages:

@@ -171,8 +171,7 @@ def _select_columns(table: str, columns: Mapping[str, str | None], existing: Map
             if field == "words" and field not in columns:
                 continue  # an unrelated column that has this name by chance
             raise VectorIndexError(
-                f"{table} has a column {short(column)} of type {existing[column].kind}, and a chunk's {field} must be "
-                f"{must_be}"
+                f"{table}: column {short(column)} is {existing[column].kind}, and a chunk's {field} must be {must_be}"
             )
         selected[field] = column
     return selected
