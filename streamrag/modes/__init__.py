@@ -1,4 +1,4 @@
-"""From chunk events to prompts: how a context grows or changes, and how it becomes token ids."""
+"""Fold chunk events into a context, and assemble the context into a prompt of token ids."""
 
 from streamrag.modes.context import AppendMode as AppendMode
 from streamrag.modes.context import UpdateMode as UpdateMode

@@ -1,10 +1,9 @@
-"""Choose the chunks of a context that go into a prompt that has no room for all of them.
+"""Choose the chunks of a context that fit into the token budget of a prompt.
 
-    | by arrival: whole chunks, at most a third of the budget each | late: the best of what there was no room for |
-    |<----------------------- three quarters --------------------->|<---- a quarter, when retrieval has ended --->|
+    | by arrival: whole chunks, at most a third of the budget each | late: the best of the chunks that did not fit |
+    |<----------------------- three quarters --------------------->|<----- a quarter, when retrieval has ended --->|
 
-A ranked context is simply taken by rank. Nothing that is in a prompt ever leaves it for something better, so that KV
-stays valid.
+A ranked context is taken by rank. A chunk in a prompt is never replaced by a better one, so that its KV stays valid.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,23 +14,23 @@ from streamrag.core import Chunk
 from streamrag.modes.bounds import CHARACTERS_PER_TOKEN
 
 PAGE_SHARE = 1 / 3
-"""Share of the budget for one chunk that arrives: the first must not leave out all that come later."""
+"""Most of the budget that one arriving chunk may take, to leave room for later ones."""
 MIN_PAGE_TOKENS = 512
-"""A chunk is not shortened to fewer tokens while there is room: less hardly answers anything."""
+"""Least tokens to which a chunk is shortened while there is room: fewer rarely answer a question."""
 MIN_LATE_TOKENS = 64
-"""With room for fewer tokens, nothing more is looked for."""
+"""Least room for another late chunk."""
 NUM_TRIES = 8
-"""Attempts to shorten a chunk: the number of tokens in a text is a guess, which each attempt improves."""
+"""Attempts to shorten a chunk: each one improves the estimate of tokens per character."""
 
 
 class Relevance(Protocol):
-    """Judges what matters to the question."""
+    """A judge of what is relevant to the question."""
 
     def shorten(self, text: str, max_chars: int) -> tuple[str, str]:
-        """The parts of `text` that matter most, at most `max_chars` of them, and the rest."""
+        """Split `text` into its most relevant parts, at most `max_chars` characters, and the rest."""
 
     def scores(self, chunks: Sequence[Chunk]) -> Sequence[float]:
-        """Return how much each chunk matters; larger is better."""
+        """Return the relevance of each chunk; larger is better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +40,17 @@ class Included:
     whole: Chunk
     """The chunk as it arrived."""
     part: Chunk
-    """The part of it that is in the prompt."""
+    """The chunk with the text that is in the prompt."""
     rest: str = ""
-    """The text of it that is not in the prompt."""
+    """The text that is not in the prompt."""
 
 
 class Budget:
-    """Chooses chunks for one query. `count(number, chunk)` gives the tokens of a chunk as the passage of that number.
+    """A token budget that chooses the chunks for one query.
 
-    Without `relevance` every context is taken in its order.
+    count: a function of a passage number and a chunk that returns its tokens.
+    relevance: chooses among the chunks of an unranked context. Without it, every context is taken in order.
+    late_share: share of the budget that is reserved for late chunks.
     """
 
     def __init__(
@@ -60,16 +61,16 @@ class Budget:
         self._relevance = relevance
         self._late_share = late_share
         self._shortened: dict[tuple[int, Chunk, int], Included | None] = {}
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._arrived: tuple[Chunk, ...] = ()
         self._taken: list[Included] = []
         self._waiting: list[Included] = []
         self._room = self._max_tokens - int(self._max_tokens * self._late_share)
 
     def by_rank(self, chunks: Sequence[Chunk]) -> list[Included]:
-        """The chunks that fit as a whole; earlier ones go first."""
+        """Return the chunks that fit as a whole, in order of priority."""
         taken: list[Included] = []
         room = self._max_tokens
         for chunk in chunks:
@@ -80,19 +81,18 @@ class Budget:
         return taken
 
     def by_arrival(self, chunks: Sequence[Chunk], *, is_complete: bool) -> list[Included]:
-        """The chunks that fit, as they arrived, larger ones shortened; and once all have come, the best of the rest."""
+        """Return the chunks that fit, in order of arrival and shortened if large; at the end, also the best others."""
         if self._relevance is None:
             return self.by_rank(chunks)
         if tuple(chunks[: len(self._arrived)]) != self._arrived:
-            self._forget()
+            self._reset()
         for chunk in chunks[len(self._arrived) :]:
             self._arrive(self._relevance, chunk)
         self._arrived = tuple(chunks)
-        taken, late = self._taken, self._waiting
-        return [*taken, *self._late(self._relevance, taken, late)] if is_complete and late else list(taken)
+        return [*self._taken, *(self._late(self._relevance) if is_complete and self._waiting else ())]
 
     def _arrive(self, relevance: Relevance, chunk: Chunk) -> None:
-        """Take one more chunk, or let it wait. Earlier chunks are not looked at again."""
+        """Take one more chunk if it fits, or queue it as a late one."""
         number = len(self._taken) + 1
         short = self._shorten(relevance, number, chunk, max(int(self._max_tokens * PAGE_SHARE), MIN_PAGE_TOKENS))
         num_tokens = self._count(number, short.part) if short else 0
@@ -104,42 +104,43 @@ class Budget:
         if short.rest:
             self._waiting.append(Included(chunk, replace(chunk, text=short.rest)))
 
-    def _late(self, relevance: Relevance, taken: Sequence[Included], late: Sequence[Included]) -> list[Included]:
-        """Return what fits of `late` after `taken`: all in order, or the best, each with its share of the room."""
+    def _late(self, relevance: Relevance) -> list[Included]:
+        """Return the late chunks that fit: all in order, or the best, each shortened to its share of the room."""
+        taken, late = self._taken, self._waiting
         room = self._max_tokens - sum(self._count(number, each.part) for number, each in enumerate(taken, 1))
         left = room
         for number, each in enumerate(late, len(taken) + 1):
             left -= self._count(number, each.part)
-            if left < 0:  # what comes after it need not be tokenised under a new number
+            if left < 0:  # saves tokenising the others
                 break
         else:
             return list(late)
         max_passage = max(room // len(late), MIN_PAGE_TOKENS)
         scores = relevance.scores([each.part for each in late])
-        found: list[Included] = []
+        chosen: list[Included] = []
         for i in sorted(range(len(late)), key=lambda i: -scores[i]):
             if room < MIN_LATE_TOKENS:
                 break
-            number = len(taken) + len(found) + 1
+            number = len(taken) + len(chosen) + 1
             short = self._shorten(relevance, number, late[i].part, min(max_passage, room))
             if short and short.part.text:
                 room -= self._count(number, short.part)
-                found.append(replace(short, whole=late[i].whole))
-        return found
+                chosen.append(replace(short, whole=late[i].whole))
+        return chosen
 
     def _shorten(self, relevance: Relevance, number: int, chunk: Chunk, max_tokens: int) -> Included | None:
-        """The chunk, or its most relevant part if its passage has over `max_tokens`; None if none is small enough."""
+        """Return the chunk, or its most relevant part of at most `max_tokens`; None if there is no such part."""
         if self._count(number, chunk) <= max_tokens:
             return Included(chunk, chunk)
         key = (number, chunk, max_tokens)
         if key not in self._shortened:
-            self._shortened[key] = self._shortened_to(relevance, number, chunk, max_tokens)
+            self._shortened[key] = self._shorten_text(relevance, number, chunk, max_tokens)
         return self._shortened[key]
 
-    def _shortened_to(self, relevance: Relevance, number: int, chunk: Chunk, max_tokens: int) -> Included | None:
+    def _shorten_text(self, relevance: Relevance, number: int, chunk: Chunk, max_tokens: int) -> Included | None:
         num_heading = self._count(number, replace(chunk, text=""))
         room = max_tokens - num_heading
-        num_tokens = self._count(number, chunk) - num_heading  # of a long text, only those of its beginning
+        num_tokens = self._count(number, chunk) - num_heading  # of a long text, a lower bound
         max_chars = min(len(chunk.text) * room / num_tokens, CHARACTERS_PER_TOKEN * room) if num_tokens > 0 else 0.0
         for _ in range(NUM_TRIES):
             if max_chars < 1:

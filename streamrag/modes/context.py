@@ -1,4 +1,4 @@
-"""The two ways in which a context follows its retriever."""
+"""The modes in which a context follows its retriever."""
 
 from collections.abc import Iterable
 from typing import Literal, Self
@@ -8,11 +8,10 @@ from streamrag.support.validation import validated
 
 
 class Context(tuple[Chunk, ...]):
-    """The chunks of a context, in which one is found in constant time."""
+    """A tuple of chunks with a membership test in constant time."""
 
     _places: dict[Chunk, int]
-    """The place of each chunk; shared with the contexts that this one has grown from, which have only the first
-    ones."""
+    """The place of each chunk. Shared with the shorter contexts from which this one has grown."""
 
     def __new__(cls, chunks: Iterable[Chunk] = ()) -> Self:
         self = super().__new__(cls, chunks)
@@ -23,7 +22,7 @@ class Context(tuple[Chunk, ...]):
         return self._places.get(chunk, len(self)) < len(self)  # type: ignore[call-overload, no-any-return]
 
     def become(self, chunks: tuple[Chunk, ...]) -> "Context":
-        """Return the context that a mode made of this one."""
+        """Return the context of these chunks, in constant time if one was appended."""
         if chunks is self:
             return self
         if not chunks or chunks[:-1] != self or len(self._places) != len(self):
@@ -35,15 +34,15 @@ class Context(tuple[Chunk, ...]):
 
 
 class UpdateMode:
-    """The context is what the retriever says it is now: an `Update` replaces it, an `Append` extends it.
+    """The context is the retriever's latest result: an `Update` replaces it, an `Append` extends it.
 
-    The default, and right for every source. A crawl never invalidates anything; a refining search keeps the tokens
-    before the first passage that changed.
+    The default, and right for every source. A crawl never invalidates tokens; a refining search keeps the tokens before
+    the first passage that changed.
 
-    order: "rank" is the retriever's order, exactly. "stable" keeps the passages that an `Update` has again in the order
-        in which they stand, and puts newcomers behind them: fewer tokens are invalidated, and the final order depends
-        on what came before. The answer's `is_in_rank_order` then tells whether it differs, and its citations' `rank`
-        how. Where a token budget has no room for all passages, newcomers are left out first, whatever their rank.
+    order: "rank" is exactly the retriever's order. "stable" keeps the passages that an `Update` repeats in their
+        present order, and puts new ones behind them: fewer tokens are invalidated, but the final order depends on
+        earlier updates. The answer's `is_in_rank_order` then says whether it differs, and its citations' `rank` how.
+        If the token budget has no room for all passages, new ones are left out first, whatever their rank.
 
     :raises ConfigurationError: another order.
     """
@@ -53,7 +52,7 @@ class UpdateMode:
         self.order = order
 
     def fold(self, chunks: tuple[Chunk, ...], event: Append | Update) -> tuple[Chunk, ...]:
-        """The new context, in prompt order; a chunk is never in it twice."""
+        """Return the new context, in prompt order and without duplicates."""
         if isinstance(event, Append):
             return chunks if event.chunk in chunks else (*chunks, event.chunk)
         ranked = tuple(dict.fromkeys(event.chunks))
@@ -61,17 +60,17 @@ class UpdateMode:
 
 
 class AppendMode:
-    """The context only grows: an `Update` adds the chunks that it brings for the first time, in their order.
+    """The context only grows: an `Update` adds its new chunks, in their order.
 
-    A passage that comes again with another score, as from a reranker, is the one that is there. Nothing that was
-    prefilled is ever invalidated. The price, with a refining search: passages that fell out of its final result stay in
-    the prompt, and the order is that of discovery rather than rank.
+    A passage that comes again with another score, as from a reranker, is not new. Prefilled tokens are never
+    invalidated. The price with a refining search: passages that are not in its final result stay in the prompt, in the
+    order of discovery instead of rank.
     """
 
     def fold(self, chunks: tuple[Chunk, ...], event: Append | Update) -> tuple[Chunk, ...]:
-        """The new context, in prompt order; a chunk is never in it twice."""
-        came = dict.fromkeys(event.chunks if isinstance(event, Update) else (event.chunk,))
-        new = [chunk for chunk in came if chunk not in chunks]
+        """Return the new context, in prompt order and without duplicates."""
+        unique = dict.fromkeys(event.chunks if isinstance(event, Update) else (event.chunk,))
+        new = [chunk for chunk in unique if chunk not in chunks]
         if new and isinstance(event, Update):
             first = {_passage(chunk): chunk for chunk in (*reversed(new), *chunks)}
             new = [chunk for chunk in new if first[_passage(chunk)] is chunk]
@@ -79,7 +78,7 @@ class AppendMode:
 
 
 def _in_old_order(chunks: tuple[Chunk, ...], ranked: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
-    """Return `ranked`, scores and all, with the chunks that are in `chunks` first, in their order there."""
+    """Sort `ranked`: first the passages that are in `chunks`, in their order there, then the others."""
     place_of: dict[tuple[str, int, str], int] = {}
     for place, chunk in enumerate(chunks):
         place_of.setdefault(_passage(chunk), place)

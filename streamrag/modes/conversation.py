@@ -1,4 +1,4 @@
-"""A conversation and the model's chat template become token ids, with no passages between: its texts are the context.
+"""Encode a conversation with the model's chat template. It has no passages: its messages are the context.
 
 | template | text 1 | template | text 2 | ... | template | text n | template, up to the answer |
 |<------------------------ partial prompt ----------------------->|
@@ -17,11 +17,11 @@ _PLACEHOLDER = re.compile(r"@@streamrag-(\d+)@@")
 
 
 def chat_pieces(tokenizer: Tokenizer, roles: Sequence[str]) -> list[str]:
-    """Return what the chat template puts before, between and behind the texts of messages with these roles.
+    """Return the parts of the chat template before, between and behind the texts of messages with these roles.
 
-    It is rendered once, with a placeholder for each text, so that no text can change it.
+    The template is rendered with a placeholder for each text, so that no text can change it.
 
-    :raises ConfigurationError: the template does not repeat each text once, as it is and in order.
+    :raises ConfigurationError: the template does not repeat each text once, unchanged and in order.
     """
     turns = [Turn(role, f"@@streamrag-{i}@@") for i, role in enumerate(roles)]  # type: ignore[arg-type]
     rendered = tokenizer.render_chat(turns)
@@ -36,24 +36,24 @@ def chat_pieces(tokenizer: Tokenizer, roles: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ConversationPrompt:
-    """Token ids of a conversation so far, and of what will stand between it and the answer if nothing follows."""
+    """The token ids of a conversation, up to the beginning of the answer."""
 
     token_ids: tuple[int, ...]
     num_tail: int
-    """Tokens at the end that are the template's, behind the last text."""
+    """Number of the template's tokens behind the last text."""
     num_shared: int
-    """Leading tokens that the conversation before shares, up to its last text."""
+    """Number of leading tokens shared with the previous conversation, up to its last text."""
 
     @property
     def partial(self) -> tuple[int, ...]:
-        """Up to the end of the last text."""
+        """Token ids up to the end of the last text."""
         return self.token_ids[: len(self.token_ids) - self.num_tail]
 
 
 class Conversation:
-    """Turns what a conversation becomes, message by message, into token ids. Blocking, and for one thread at a time.
+    """An encoder of the successive states of a growing conversation. Blocking, and for one thread at a time.
 
-    The ids depend on the turns alone; the texts of the conversation before are not tokenised again.
+    The ids depend only on the turns. The ids of repeated texts are cached from one state to the next.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
@@ -63,10 +63,10 @@ class Conversation:
         self._previous: tuple[int, ...] = ()
 
     def encode(self, turns: Sequence[Turn], *, max_tokens: int) -> ConversationPrompt:
-        """The token ids of `turns`.
+        """Return the token ids of `turns`.
 
-        :raises PromptTooLongError: they do not fit into the model's length beside `max_tokens` of answer.
-        :raises ConfigurationError: the chat template cannot hold these turns.
+        :raises PromptTooLongError: they and an answer of `max_tokens` exceed the model's length.
+        :raises ConfigurationError: the chat template does not support these turns.
         """
         known, self._known = self._known, {}
         pieces = chat_pieces(self._tokenizer, [turn.role for turn in turns])
@@ -75,7 +75,7 @@ class Conversation:
             token_ids += self._encode((piece, True), known)
             token_ids += self._encode((turn.text, False), known)
             if len(token_ids) > self._max_model_len:
-                break  # no need to know by how much
+                break  # too long already
         tail = self._encode((pieces[-1], True), known)
         if len(token_ids) + len(tail) + max_tokens > self._max_model_len:
             raise PromptTooLongError(

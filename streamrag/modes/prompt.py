@@ -1,10 +1,10 @@
-"""A context, its question and the model's chat template become token ids.
+"""Assemble a context, its question and the model's chat template into token ids.
 
     | head: template, system text, history, `before_context` | passage 1 | passage 2 | ... | tail: question, template |
     |<------------------- partial prompt: head and passages ---------------------------->|
 
-Every part is tokenised by itself. So an added passage never changes the ids before it, and the ids of a streamed prompt
-are those of the same context assembled in one go.
+Every part is tokenised separately. So an added passage never changes the ids before it, and a streamed prompt has the
+same ids as one that is assembled at once.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from streamrag.modes.passages import PassageFormat
 
 @dataclass(frozen=True, slots=True)
 class PromptTemplate:
-    """The words around the context. The model's chat template is put around all of it.
+    """The texts around the context, inside the model's chat template.
 
-    Raises ConfigurationError when a part names a placeholder that it does not have.
+    :raises ConfigurationError: a part has an unknown placeholder, or lacks a required one.
     """
 
     system: str = (
@@ -31,13 +31,13 @@ class PromptTemplate:
     )
     before_context: str = "Documents:\n\n"
     passage: str = "[{number}] {title} ({uri})\n{text}\n\n"
-    """Formatted for each chunk, with `number` (from 1), `title`, `uri` and `text`."""
+    """Format of each chunk, with `number` (from 1), `title`, `uri` and `text`."""
     no_context: str = "(no documents were found)\n\n"
-    """Stands in for the passages when there are none."""
+    """Text in place of the passages when there are none."""
     cut_short: str = field(default="(retrieval was cut short: documents may be missing)\n\n", kw_only=True)
-    """Stands behind the passages, or in place of `no_context`, when retrieval ended before it was done, or failed."""
+    """Text behind the passages, or in place of `no_context`, when retrieval failed or was cut short."""
     after_context: str = "Question: {question}"
-    """Formatted with `question`. It stands last, so that nothing before it waits for retrieval to end."""
+    """Format of the `question`. It comes last, so that everything before it can be prefilled during retrieval."""
 
     def __post_init__(self) -> None:
         for name, values in (
@@ -56,35 +56,36 @@ class PromptTemplate:
                 raise ConfigurationError(f"PromptTemplate.{name}={getattr(self, name)!r} must use {{{needed}}}")
 
     def passage_format(self, chat: str = "") -> PassageFormat:
-        """Return the format of chunks, which cannot imitate lines of this template, nor of `chat`, a format."""
+        """Return the formatter of chunks, which protects the lines of this template and of the format `chat`."""
         words = (self.before_context, self.no_context, self.cut_short)
         return PassageFormat(self.passage, *map(_escaped, words), self.after_context, chat)
 
 
 @dataclass(frozen=True, slots=True)
 class AssembledPrompt:
-    """A prompt, and what became of each chunk."""
+    """A prompt and the chunks that it includes, leaves out or shortens."""
 
     prompt: Prompt
     included: tuple[Chunk, ...]
-    """The passages; a shortened chunk may have two."""
+    """Passages of the prompt; a shortened chunk may have two."""
     num_invalidated: int
-    """Tokens of the previous prompt that this one does not share."""
+    """Number of tokens of the previous prompt that are not in the shared prefix."""
     left_out: tuple[Chunk, ...] = ()
-    """Chunks of which nothing is included, once the prompt is complete."""
+    """Chunks that are not included at all; empty until the prompt is complete."""
     shortened: tuple[Chunk, ...] = ()
     """Chunks of which only a part is included."""
 
 
 class PromptAssembler:
-    """Turns the successive contexts of one query into prompts. Blocking, and for one thread at a time.
+    """An assembler of the successive prompts of one query. Blocking, and for one thread at a time.
 
-    `max_context_tokens` bounds the passages; None leaves them all that the model's length has room for beside the
-    rest of the prompt and `max_tokens` of answer. With `relevance`, what does not fit is chosen by it in a
-    context that is not ranked, and `late_share` of the budget is kept for what arrives late; see `budget`.
+    max_context_tokens: the token budget of the passages; None for all that the model's length leaves beside the rest of
+        the prompt and `max_tokens` of answer.
+    relevance: chooses what fits the budget in a context that is not ranked; see `budget`.
+    late_share: share of the budget that is reserved for late chunks.
 
-    Raises PromptTooLongError when that is less than nothing, ConfigurationError for a chat template that cannot be
-    split.
+    :raises PromptTooLongError: the rest of the prompt and the answer exceed the model's length.
+    :raises ConfigurationError: the chat template cannot be split.
     """
 
     def __init__(
@@ -106,11 +107,12 @@ class PromptAssembler:
         self._passages: dict[tuple[int, Chunk], list[int]] = {}
         self._previous: tuple[int, ...] = ()
         self._fit: list[Included] | None = None  # of the previous prompt, if that was partial
-        self._head, self._end = self._split(history)
+        self.head, self._end = self._split(history)
+        """Token ids before the passages, and the text of the chat template behind the question."""
         self._tail = self.tail_of(question)
         self._no_context = tokenizer.encode(template.no_context)
         self._cut_short = tokenizer.encode(template.cut_short)
-        num_fixed = len(self._head) + len(self._tail) + max(len(self._no_context), len(self._cut_short))
+        num_fixed = len(self.head) + len(self._tail) + max(len(self._no_context), len(self._cut_short))
         room = max_model_len - num_fixed - max_tokens
         if room < 0:
             raise PromptTooLongError(
@@ -129,22 +131,22 @@ class PromptAssembler:
     def assemble(
         self, chunks: Sequence[Chunk], *, is_complete: bool, is_cut_short: bool = False, is_ranked: bool = True
     ) -> AssembledPrompt:
-        """The prompt for `chunks` in this order. Earlier ones go first, and what does not fit the budget is left out.
+        """Return the prompt for `chunks` in this order, without those that exceed the budget.
 
-        A complete one tells the model when retrieval `is_cut_short`, behind the passages: nothing before it changes.
-        Chunks that are not ranked are in the order of their arrival.
+        is_cut_short: whether a complete prompt says, behind the passages, that retrieval was cut short.
+        is_ranked: whether the chunks are in order of rank; otherwise they are in order of arrival.
         """
         budget = self._budget
         fit = budget.by_rank(chunks) if is_ranked else budget.by_arrival(chunks, is_complete=is_complete)
         if not is_complete and fit == self._fit:
-            token_ids = self._previous  # as when a chunk is waiting for room
+            token_ids = self._previous  # for example, when the new chunk does not fit
         else:
             token_ids = self._token_ids(fit, is_complete=is_complete, is_cut_short=is_cut_short)
         self._fit = None if is_complete else fit
         num_shared = common_prefix_len(self._previous, token_ids)
         num_invalidated = len(self._previous) - num_shared
         self._previous = token_ids
-        parts = {each.whole: each for each in fit}  # for a chunk that is in it twice, the last
+        parts = {each.whole: each for each in fit}  # of a chunk with two passages, the last
         return AssembledPrompt(
             Prompt(token_ids, num_shared, is_complete),
             included=tuple(each.part for each in fit),
@@ -154,7 +156,7 @@ class PromptAssembler:
         )
 
     def _token_ids(self, fit: Sequence[Included], *, is_complete: bool, is_cut_short: bool) -> tuple[int, ...]:
-        ids = list(self._head)
+        ids = list(self.head)
         for number, included in enumerate(fit, 1):
             ids += self._encode_passage(number, included.part)
         if is_complete:
@@ -165,23 +167,13 @@ class PromptAssembler:
             ids += self._tail
         return tuple(ids)
 
-    @property
-    def head(self) -> tuple[int, ...]:
-        """Token ids before the passages."""
-        return tuple(self._head)
-
-    @property
-    def tail(self) -> tuple[int, ...]:
-        """Token ids behind the passages of a complete prompt."""
-        return self._tail
-
     def tail_of(self, question: str) -> tuple[int, ...]:
-        """The same if this were the question: what stands before it has nothing to do with it."""
+        """Return the token ids behind the passages for this question."""
         tail = self._encode(self._template.after_context.format(question=question))
         return (*tail, *self._tokenizer.encode(self._end, allow_special=True))
 
     def count_tokens(self, chunks: Sequence[tuple[int, Chunk]]) -> list[int]:
-        """Tokens of each chunk as the passage of this number; they are kept for `assemble`."""
+        """Return the number of tokens of each chunk as the passage of this number, and cache the token ids."""
         return [len(self._encode_passage(number, chunk)) for number, chunk in chunks]
 
     def _encode_passage(self, number: int, chunk: Chunk) -> list[int]:
@@ -191,7 +183,7 @@ class PromptAssembler:
         return self._passages[key]
 
     def encode_passage(self, number: int, chunk: Chunk) -> list[int]:
-        """Token ids of a chunk as the passage of this number; they are not kept."""
+        """Return the token ids of a chunk as the passage of this number, without caching them."""
 
         def format_text(text: str) -> str:
             return self._format.format(number, replace(chunk, text=text))
@@ -199,14 +191,14 @@ class PromptAssembler:
         return encode_at_most(self._tokenizer, chunk.text, self._max_model_len, format_text)
 
     def _encode(self, text: str) -> list[int]:
-        """Token ids of a text that is not part of the chat template; if it cannot fit, those of its beginning."""
+        """Return the token ids of a plain text, or of its beginning if it cannot fit."""
         return encode_at_most(self._tokenizer, text, self._max_model_len)
 
-    def _split(self, history: Sequence[Turn]) -> tuple[list[int], str]:
-        """Token ids before the context, and what the chat template has behind the question.
+    def _split(self, history: Sequence[Turn]) -> tuple[tuple[int, ...], str]:
+        """Return the token ids before the context, and the text of the chat template behind the question.
 
-        The texts are tokenised apart from the chat template, as text, so that nothing in them can pass for a token of
-        the template.
+        The texts are tokenised separately from the chat template and without special tokens, so that they cannot
+        imitate the template.
         """
         texts = [turn.text for turn in history]
         roles = [turn.role for turn in history]
@@ -220,10 +212,10 @@ class PromptAssembler:
             head += self._tokenizer.encode(template_text, allow_special=True)
             head += self._encode(text)
             if len(head) > self._max_model_len:
-                break  # no need to know by how much
-        return head, pieces[-1]
+                break  # too long already
+        return tuple(head), pieces[-1]
 
 
 def _escaped(text: str) -> str:
-    """A format string that produces this text."""
+    """Return a format string that produces this text."""
     return text.replace("{", "{{").replace("}", "}}")

@@ -117,7 +117,7 @@ async def test_of_many_times_a_few_examples_are_kept() -> None:
     ],
 )
 async def test_a_source_that_does_not_say_its_stage_cannot_be_calibrated(steps: Any, said: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"it says {said}"):
+    with pytest.raises(ConfigurationError, match=f"num_chunks says {said}"):
         await calibrate(ScriptedSource(steps), ["why?"])
 
 
@@ -133,7 +133,7 @@ async def test_queries_that_fail_or_are_cut_short_are_left_out() -> None:
     assert found.num_queries == 1
     with pytest.raises(SourceError, match=r"any of 2 queries; the last time: retrieval was cut short: no time"):
         await calibrate(ScriptedSource(steps), ["fails", "is cut short"])
-    with pytest.raises(SourceError, match=r"gave no whole result for any of 1 queries$"):
+    with pytest.raises(SourceError, match=r"gave no complete result for any of 1 queries$"):
         await calibrate(ScriptedSource(()), ["finds nothing"])
     with pytest.raises(ConfigurationError, match="0 queries"):
         await calibrate(ScriptedSource(steps), [])
@@ -168,7 +168,7 @@ def test_a_file_that_cannot_be_written_says_so(made: Calibration, tmp_path: Path
         ({"extra": 1}, "Unexpected keyword argument"),
         ({"stages": []}, "at least 1 item"),
         ({"num_queries": 0}, "must be greater than or equal to 1"),
-        ({"num_queries": 1}, "more queries, than there are"),
+        ({"num_queries": 1}, "more queries than there are"),
         ({"counts": [{"what": "prefix", "length": 0, "left": 0, "stable": 0, "num": 1, "num_final": 1}]}, "count of"),
         ({"counts": [{"what": "order", "length": 0, "left": 0, "stable": 0, "num": 1, "num_final": 2}]}, "count of"),
         ({"counts": [{"what": "order", "length": 0, "left": 63, "stable": 0, "num": 1, "num_final": 1}]}, "a stage"),
@@ -326,7 +326,7 @@ def test_an_index_is_calibrated_from_the_command_line(
     assert main([*command, *reranked, "--sentences", "2"]) == 0
     assert max(count.length for count in Calibration.read(out).counts) == 2
     assert main([*command, "--sentences", "2"]) == 1
-    assert "sentences are scored by a reranker: name one" in capsys.readouterr().err
+    assert "sentences need a reranker to score them: name one" in capsys.readouterr().err
     assert main([*command, "--queries", str(tmp_path / "missing.txt")]) == 1
     assert main([*command, "--num-queries", "0"]) == 1
     assert main([*command[:-1], str(tmp_path / "nowhere" / "calibration.json")]) == 1

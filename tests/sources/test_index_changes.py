@@ -157,7 +157,7 @@ async def test_a_source_that_has_the_old_index_open_goes_on_with_it(ivf: Path) -
 def test_what_cannot_be_done_is_refused_and_changes_nothing(index: Path, documents: Path, tmp_path: Path) -> None:
     before = contents(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigurationError, match="nowhere is not there"):
+    with pytest.raises(ConfigurationError, match="nowhere does not exist"):
         add_documents(index, [tmp_path / "nowhere"], embedder=EMBEDDER)
     with pytest.raises(ConfigurationError, match=r"index-documents|not within"):
         add_documents(index, [documents], folder=tmp_path / "empty", embedder=EMBEDDER)

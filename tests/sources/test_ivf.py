@@ -136,9 +136,8 @@ async def test_an_index_of_either_kind_gets_its_source(built: Path, tmp_path: Pa
 
 
 def test_without_diskann_an_ivf_index_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("index.build", "index.diskann"):
-        find_spec = lambda name: None if name == "diskannpy" else object()  # noqa: E731
-        monkeypatch.setattr(f"streamrag.sources.{module}.find_spec", find_spec)
+    find_spec = lambda name: None if name == "diskannpy" else object()  # noqa: E731
+    monkeypatch.setattr("streamrag.sources.index.packages.find_spec", find_spec)
     documents = write_documents(tmp_path / "documents", 3)
     assert build_index(documents, tmp_path / "index", embedder=EMBEDDER).kind == "ivf"
     with pytest.raises(MissingDependencyError, match="pip install --no-deps diskannpy"):
@@ -168,7 +167,7 @@ def test_values_that_cannot_work_are_refused(options: dict[str, Any], message: s
 
 
 async def test_a_missing_package_is_named_with_its_install_line(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sources.index.inverted_lists.find_spec", lambda name: None)
+    monkeypatch.setattr("streamrag.sources.index.packages.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"faiss-cpu .*pip install 'streamrag\[faiss\]'"):
         await IvfSource(built, embedder=EMBEDDER).start(lambda line: None)
 

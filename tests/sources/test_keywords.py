@@ -125,10 +125,10 @@ BRAKE = "UPDATE postings SET {} WHERE term = 'brake'"
     ("damage", "message"),
     [
         (lambda folder: (folder / KEYWORDS).write_bytes(b"happy families"), "file is not a database"),
-        (lambda folder: (folder / KEYWORDS).write_bytes(b""), "its tables are others"),
+        (lambda folder: (folder / KEYWORDS).write_bytes(b""), "its tables have another schema"),
         (lambda folder: (folder / KEYWORDS).unlink(), "unable to open"),
-        (lambda folder: rewrite(folder, "DROP TABLE postings"), "its tables are others"),
-        (lambda folder: rewrite(folder, "CREATE VIEW more AS SELECT 1"), "its tables are others"),
+        (lambda folder: rewrite(folder, "DROP TABLE postings"), "its tables have another schema"),
+        (lambda folder: rewrite(folder, "CREATE VIEW more AS SELECT 1"), "its tables have another schema"),
         (lambda folder: rewrite(folder, "DELETE FROM lengths"), "NoneType"),
         (lambda folder: rewrite(folder, "UPDATE lengths SET lengths = ?", b"\1\0"), "has 1 passages, not 7"),
         (lambda folder: rewrite(folder, "UPDATE lengths SET lengths = ?", b"\1" * 15), "buffer size"),

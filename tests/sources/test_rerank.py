@@ -16,7 +16,7 @@ QUERY = "When do I have to change the brake pads of my bike?"
 
 
 def made(place: RerankerPlace) -> Any:
-    handle = RerankerHandler(kind=place.kind, location=place.location, name=place.name, device="cpu")
+    handle = RerankerHandler(kind=place.kind, location=place.location, reranker=place.name, device="cpu")
 
     def do(what: str, **fields: Any) -> Any:
         return handle({"do": what, **fields}, b"")
@@ -107,7 +107,7 @@ def test_a_name_is_one_of_the_hub() -> None:
 
 
 def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.sources.index.embedder.find_spec", lambda name: None)
+    monkeypatch.setattr("streamrag.sources.index.packages.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="pip install"):
         find_reranker("late-interaction", TOY)
     assert find_reranker("toy_reranker:backwards", TOY).kind == "function"

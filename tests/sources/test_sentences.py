@@ -38,7 +38,7 @@ async def played(*events: SourceEvent) -> AsyncGenerator[SourceEvent, None]:
 
 
 async def narrowed(narrowing: BestSentences, failures: Failures, *events: SourceEvent) -> list[SourceEvent]:
-    return [event async for event in narrowing.narrow_events(played(*events), failures)]
+    return [event async for event in narrowing.select_in_events(played(*events), failures)]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_strangers_text_takes_time_in_proportion_and_gives_few(text: str) -> N
 
 async def test_the_best_sentences_of_all_passages_come_best_first_with_their_places() -> None:
     scorer = Scorer()
-    best = await BestSentences(3, scorer).narrow([DOGS, CATS])
+    best = await BestSentences(3, scorer).select([DOGS, CATS])
     assert [chunk.text for chunk in best] == ["Cats: see there.", "They eat meat!", "Dogs bark."]
     assert [(chunk.uri, chunk.title, chunk.passage) for chunk in best[:2]] == [("dogs.txt", "Dogs", 3)] * 2
     assert scorer.asked == [
@@ -112,5 +112,5 @@ async def test_what_cannot_be_scored_is_given_whole_from_then_on() -> None:
 
 async def test_a_passage_without_words_has_no_sentences() -> None:
     scorer = Scorer()
-    assert await BestSentences(2, scorer).narrow([Chunk(" ", "a"), Chunk("|<------- a drawing ------->|", "b")]) == ()
+    assert await BestSentences(2, scorer).select([Chunk(" ", "a"), Chunk("|<------- a drawing ------->|", "b")]) == ()
     assert not scorer.asked

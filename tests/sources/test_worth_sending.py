@@ -28,7 +28,7 @@ from streamrag import (
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import SourceEvent
 from streamrag.engine.costs.step_profiles import TableProfile
-from streamrag.sources.emission.best_length import EngineGuess, Future, Held, best_length, futures
+from streamrag.sources.emission.best_length import EngineEstimate, HeldContext, Scenario, best_length, scenarios
 from streamrag.sources.emission.calibration import Count, Stage, Times
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
@@ -104,12 +104,12 @@ def held(
     num_kept: int = 0,
     others: float = 0,
     price: float = 0,
-) -> Held:
-    return Held(num_kept, tuple(tokens), (Future(1.0, next_s, end_s, tuple(p_final)),), others, price)
+) -> HeldContext:
+    return HeldContext(num_kept, tuple(tokens), (Scenario(1.0, next_s, end_s, tuple(p_final)),), others, price)
 
 
-def guess(num_computed: int = 0, num_sent: int = 0, budget: int = 100) -> EngineGuess:
-    made = EngineGuess(PROFILE, budget)
+def guess(num_computed: int = 0, num_sent: int = 0, budget: int = 100) -> EngineEstimate:
+    made = EngineEstimate(PROFILE, budget)
     made.num_computed, made.num_sent = num_computed, num_sent
     return made
 
@@ -160,13 +160,13 @@ def test_what_is_being_computed_in_vain_is_stopped() -> None:
     assert best_length(held([100, 500], [1, 0.0], 9, 9, num_kept=1), running) is None  # nobody is in the way
 
 
-def test_futures_are_weighed_by_how_often_all_is_final() -> None:
-    found = futures([(1, 1)], [(2, 2), (3, 3)], [0.8, 0.6])
+def test_scenarios_are_weighed_by_how_often_all_is_final() -> None:
+    found = scenarios([(1, 1)], [(2, 2), (3, 3)], [0.8, 0.6])
     assert [(each.weight, each.next_s) for each in found] == [(0.6, 1), (0.2, 2), (0.2, 3)]
     assert found[0].p_final == (1.0, 1.0)
     assert found[1].p_final == pytest.approx((0.5, 0.0))
-    assert sum(each.weight for each in futures([], [(2, 2)], [0.5])) == 1
-    assert [each.weight for each in futures([(1, 1)], [], [])] == [1.0, 0.0]
+    assert sum(each.weight for each in scenarios([], [(2, 2)], [0.5])) == 1
+    assert [each.weight for each in scenarios([(1, 1)], [], [])] == [1.0, 0.0]
 
 
 @given(
@@ -191,19 +191,19 @@ def test_a_length_is_one_that_can_be_sent(
 ) -> None:
     num_kept = min(num_kept, len(tokens))
     likely = [p_first / number for number in range(1, len(tokens) + 1)]
-    each = Held(num_kept, tuple(tokens), futures([times], [times], likely), others, price)
+    each = HeldContext(num_kept, tuple(tokens), scenarios([times], [times], likely), others, price)
     found = best_length(each, guess(min(sent), max(sent), max(budget, 50)))
     assert found is None or num_kept <= found <= len(tokens)
 
 
 def test_the_engine_computes_while_time_passes() -> None:
-    engine = EngineGuess(PROFILE, 100)
-    engine.sent(0, 1000, 5.0)
-    engine.pass_until(5.25)
+    engine = EngineEstimate(PROFILE, 100)
+    engine.send(0, 1000, 5.0)
+    engine.advance(5.25)
     assert engine.num_computed == pytest.approx(250, abs=1)
-    engine.sent(100, 150, 5.25)
+    engine.send(100, 150, 5.25)
     assert engine.num_computed == 100
-    engine.pass_until(9.0)
+    engine.advance(9.0)
     assert engine.num_computed == 150
 
 

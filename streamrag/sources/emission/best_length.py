@@ -1,78 +1,79 @@
-"""The value of sending an update now: what it saves, what it may lose, and what it may waste of the engine's time.
+"""Choose how many passages of an update to send now, by the expected time that this saves, loses and wastes.
 
-A context with passages 1..n replaces what was sent, of which it keeps the first tokens. Times are counted from now: d
-is when the next stage comes, D when retrieval ends. The work of prefilling the context is laid out in time:
+A context with passages 1..n replaces the sent one, and keeps its first tokens. Times are relative to now: the next
+stage comes at d, and retrieval ends at D. The work of prefilling the context is laid out in time:
 
     | kept, not yet computed | passage i | passage i + 1 | ...   |
     0                                 d                 b       W              D
-                                      next stage        end of the engine's step that runs then
+                                      next stage        end of the engine step that runs then
 
 p_i is the probability that the first i passages are final, and |i [x, y]| are the seconds of work on passage i from x
-to y. With m requests of others at the same time, the engine does a share of 1 / (1 + m) of this work before the prompt
-is complete, when it comes first; d, D and b are in seconds of this work. Sending the first j passages now, and not at
-the next stage,
+to y. With m concurrent requests of others, the engine does a share of 1 / (1 + m) of this work before the prompt is
+complete, and gives it priority afterwards; d, D and b are in seconds of this work. Sending the first j passages now
+instead of at the next stage
 
-    saves    min( sum p_i |i [0, d]|,  (W - (D - d))+ )         a lead, if there would be no time for it later
-    loses    ( sum (1 - p_i) |i [d, b]|  -  ((D - d) - W)+ )+   the next context waits for a step that runs in vain
-    wastes   price * sum (1 - p_i) |i [0, b]|                   the engine's time
+    saves    min( sum p_i |i [0, d]|,  (W - (D - d))+ )         a head start, if there is no time for it later
+    loses    ( sum (1 - p_i) |i [d, b]|  -  ((D - d) - W)+ )+   the next context waits for a useless step to end
+    wastes   price * sum (1 - p_i) |i [0, b]|                   time of the engine
 
-seconds of waiting, where (x)+ is x or 0 if that is more, and a second of the engine's is worth `price` of them. These
-are expected values: over examples of d and D, of queries whose result was final at this stage, as often as it is now
-(p_n; all p_i are 1 then), and of those whose was not (each p_i is (p_i - p_n) / (1 - p_n) then). What is best is sent,
-if it is better than sending nothing: then what was sent before goes on to be computed, and wastes and loses in the same
-way if the new context does not have it.
+where (x)+ is max(x, 0), and a second of the engine is worth `price` seconds of waiting. These are expected values over
+example times (d, D): those of queries whose result was final at this stage, with probability p_n and all p_i = 1, and
+those of the others, where each p_i is (p_i - p_n) / (1 - p_n). The best length is sent if it beats sending nothing. If
+nothing is sent, the engine continues with the sent context, which loses and wastes by the same formulas if the new
+context does not keep it.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 
 from streamrag.engine.costs.step_profiles import StepProfile, recompute_s
 
 TIE_S = 1e-9
 MIN_GAIN_S = 0.002
-"""Least gain for which an update is sent: it takes time of its own, to be tokenised and planned."""
-
+"""Least gain for which an update is sent, because tokenising and planning it takes time too."""
 MAX_STEPS = 32
-"""Most steps that are considered; they are taken to be larger where there would be more. The event loop waits."""
+"""Most steps that are considered, to bound the time on the event loop; longer work is split into larger steps."""
 MAX_LENGTHS = 48
-"""Most lengths that are considered, the whole included. The event loop waits."""
+"""Most lengths that are considered, including the whole context, to bound the time on the event loop."""
 UNKNOWN_S = 3600.0
-
 MAX_TOKENS = 1 << 17
-"""Tokens from which on contexts are taken to cost no more."""
+"""Tokens beyond this length are taken to cost nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A context that might be sent."""
-
-    num_kept: int
-    """Number of leading passages that what was sent begins with too."""
-    tokens: tuple[int, ...]
-    """Number of tokens of each passage."""
-    futures: tuple["Future", ...]
-    others: float
-    """Number of other requests at the same time."""
-    price: float
-    """Seconds of waiting that a second of the engine's time is worth."""
-
-
-@dataclass(frozen=True, slots=True)
-class Future:
-    """A way in which retrieval may go on."""
+class Scenario:
+    """A possible continuation of the retrieval."""
 
     weight: float
-    """Probability of this future; those of all are 1 together."""
+    """Probability of this scenario; the weights of all sum to 1."""
     next_s: float
+    """Seconds until the next stage."""
     end_s: float
+    """Seconds until the end of retrieval."""
     p_final: tuple[float, ...]
     """Probability that each prefix is final, by its length from 1."""
 
 
-class EngineGuess:
-    """An estimate of what an engine has computed of a context that was sent, if it had nothing else to do."""
+@dataclass(frozen=True, slots=True)
+class HeldContext:
+    """A context that has not been sent yet."""
+
+    num_kept: int
+    """Number of leading passages that it shares with the sent context."""
+    tokens: tuple[int, ...]
+    """Number of tokens of each passage."""
+    scenarios: tuple[Scenario, ...]
+    others: float
+    """Number of other concurrent requests."""
+    price: float
+    """Seconds of waiting that a second of the engine is worth."""
+
+
+class EngineEstimate:
+    """An estimate of how much of the sent context an otherwise idle engine has computed."""
 
     def __init__(self, profile: StepProfile, budget: int) -> None:
         self._profile = profile
@@ -89,83 +90,77 @@ class EngineGuess:
     def _step_tokens(self, num_tokens: int) -> int:
         return max(self._budget, num_tokens // MAX_STEPS + 1)
 
-    def sent(self, num_kept: int, num_tokens: int, now_s: float) -> None:
-        """Note that a context of `num_tokens` was sent, which keeps `num_kept` tokens of the one before."""
-        self.pass_until(now_s)
+    def send(self, num_kept: int, num_tokens: int, now_s: float) -> None:
+        """Record a sent context of `num_tokens`, which keeps `num_kept` tokens of the one before."""
+        self.advance(now_s)
         self.num_computed = min(self.num_computed, num_kept)
         self.num_sent = num_tokens
 
-    def pass_until(self, now_s: float) -> None:
-        """Let time pass, in which tokens are computed."""
-        passed_s, self._now_s = now_s - self._now_s, now_s
-        low, high = self.num_computed, min(self.num_sent, MAX_TOKENS)
-        if low >= high or passed_s <= 0:
-            return
-        start = low
-        if self.work_s(start, high) <= passed_s:
-            low = high
-        while high - low > 1:  # [start, low) has been computed, [start, high) has not
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.work_s(start, middle) <= passed_s else (low, middle)
-        self.num_computed = low
+    def advance(self, now_s: float) -> None:
+        """Compute tokens of the sent context until `now_s`."""
+        elapsed_s, self._now_s = now_s - self._now_s, now_s
+        ends = range(self.num_computed, min(self.num_sent, MAX_TOKENS) + 1)
+        if len(ends) > 1 and elapsed_s > 0:
+            self.num_computed = ends[bisect_right(ends, elapsed_s, key=partial(self.work_s, ends[0])) - 1]
 
     def step_ends_s(self, start: int, end: int) -> list[float]:
-        """Return when the steps end that compute tokens [start, end) from now on."""
+        """Return when each step ends if tokens [start, end) are computed from now on."""
         size = self._step_tokens(min(end, MAX_TOKENS) - start)
         ends = [*range(start + size, min(end, MAX_TOKENS), size), end]
         return [self.work_s(start, each) for each in ends]
 
 
-def futures(
+def scenarios(
     when_final: Sequence[tuple[float, float]], when_not: Sequence[tuple[float, float]], p_final: Sequence[float]
-) -> tuple[Future, ...]:
-    """Return a future for each example of (d, D). Without examples of a kind, those of the other stand for both."""
+) -> tuple[Scenario, ...]:
+    """Return a scenario for each example (d, D). Without examples of one kind, those of the other stand for both."""
     p_all = p_final[-1] if p_final else 1.0
-    if not when_final and not when_not:  # later than ever: waiting for more promises nothing
-        return (Future(1.0, UNKNOWN_S, 0.0, (1.0,) * len(p_final)),)
-    of_others = tuple((p - p_all) / (1 - p_all) if p_all < 1 else 1.0 for p in p_final)
-    found = []
-    for share, times, p_each in (
-        (p_all, when_final or when_not, (1.0,) * len(p_final)),
-        (1 - p_all, when_not or when_final, of_others),
-    ):
-        found += [Future(share / len(times), next_s, end_s, p_each) for next_s, end_s in times]
-    return tuple(found)
+    certain = (1.0,) * len(p_final)
+    if not when_final and not when_not:  # later than any example: waiting gains nothing
+        return (Scenario(1.0, UNKNOWN_S, 0.0, certain),)
+    p_otherwise = tuple((p - p_all) / (1 - p_all) if p_all < 1 else 1.0 for p in p_final)
+    return tuple(
+        Scenario(share / len(times), next_s, end_s, p_each)
+        for share, times, p_each in (
+            (p_all, when_final or when_not, certain),
+            (1 - p_all, when_not or when_final, p_otherwise),
+        )
+        for next_s, end_s in times
+    )
 
 
-def best_length(held: Held, guess: EngineGuess, *, whole_only: bool = False) -> int | None:
+def best_length(held: HeldContext, engine: EngineEstimate, *, whole_only: bool = False) -> int | None:
     """Return how many passages of `held` to send now; None to send nothing yet. With `whole_only`, all or none.
 
-    It may be `num_kept`: then nothing new is worth sending, but what is being computed is not worth it either.
+    The result may be `num_kept`: no new passage is worth sending, but the engine should stop computing the old ones.
     """
-    ends = [0]
-    for num in held.tokens:
-        ends.append(ends[-1] + num)
+    ends = [*accumulate(held.tokens, initial=0)]
     lengths = [*range(held.num_kept, len(held.tokens) + 1)]
     if len(lengths) > MAX_LENGTHS:
         lengths = [*lengths[: MAX_LENGTHS - 1], lengths[-1]]
     num_kept_tokens = ends[held.num_kept]
-    start = min(guess.num_computed, num_kept_tokens)
-    done_s = [guess.work_s(start, ends[length]) for length in lengths]
-    is_dropping = guess.num_sent > num_kept_tokens
+    start = min(engine.num_computed, num_kept_tokens)
+    done_s = [engine.work_s(start, ends[length]) for length in lengths]
+    is_dropping = engine.num_sent > num_kept_tokens
     least = 0.0
-    if is_dropping and guess.num_computed < guess.num_sent:  # what was sent goes on to be computed
-        steps = guess.step_ends_s(guess.num_computed, guess.num_sent)
-        in_vain = [done_s[0], max(steps[-1], done_s[0])]
+    if is_dropping and engine.num_computed < engine.num_sent:  # the engine would continue with the sent context
+        steps = engine.step_ends_s(engine.num_computed, engine.num_sent)
+        useless_s = [done_s[0], max(steps[-1], done_s[0])]
         least = sum(
-            future.weight * _costs(in_vain, [0.0], steps, done_s[-1], future, held)[-1] for future in held.futures
+            scenario.weight * _costs(useless_s, [0.0], steps, done_s[-1], scenario, held)[-1]
+            for scenario in held.scenarios
         )
-    steps = guess.step_ends_s(start, ends[-1])
+    steps = engine.step_ends_s(start, ends[-1])
     costs = [0.0] * len(lengths)
-    for future in held.futures:
-        likely = [future.p_final[length - 1] for length in lengths[1:]]
-        for number, cost in enumerate(_costs(done_s, likely, steps, done_s[-1], future, held)):
-            costs[number] += future.weight * cost
+    for scenario in held.scenarios:
+        p_final = [scenario.p_final[length - 1] for length in lengths[1:]]
+        for number, cost in enumerate(_costs(done_s, p_final, steps, done_s[-1], scenario, held)):
+            costs[number] += scenario.weight * cost
     best = None
     for length, cost in zip(lengths, costs, strict=True):
         if (length == held.num_kept and not is_dropping) or (whole_only and length < len(held.tokens)):
             continue
-        if cost < least - MIN_GAIN_S or (best is not None and cost <= least + TIE_S):  # of those alike, the longest
+        if cost < least - MIN_GAIN_S or (best is not None and cost <= least + TIE_S):  # of equal costs, the longest
             best, least = length, min(cost, least)
     return best
 
@@ -175,24 +170,25 @@ def _costs(
     p_final: Sequence[float],
     steps: Sequence[float],
     total_s: float,
-    future: Future,
-    held: Held,
+    scenario: Scenario,
+    held: HeldContext,
 ) -> list[float]:
-    """Return the waiting that sending adds, for what is kept alone and for each length; below zero if it saves.
+    """Return the waiting time that sending adds, for the kept passages alone and for each length; negative if it saves.
 
-    `done_s` is when the work on what is kept is done, and then on each passage; `steps`, when steps of the engine are.
+    done_s: when the work on the kept passages is done, and then on each further passage.
+    steps: when the engine's steps end.
     """
-    next_s, end_s = (each / (1 + held.others) for each in (future.next_s, max(future.end_s, future.next_s)))
-    busy_s = steps[min(bisect_right(steps, next_s), len(steps) - 1)]  # when the step that runs then ends
+    next_s, end_s = (each / (1 + held.others) for each in (scenario.next_s, max(scenario.end_s, scenario.next_s)))
+    busy_s = steps[min(bisect_right(steps, next_s), len(steps) - 1)]  # the end of the step that runs at `next_s`
     slack_s = (end_s - next_s) - total_s
-    lead = in_the_way = wasted = 0.0
+    lead = useless = wasted = 0.0
     costs = [0.0]
     for (from_s, to_s), p in zip(pairwise(done_s), p_final, strict=True):
         lead += p * _overlap(from_s, to_s, 0.0, next_s)
-        in_the_way += (1 - p) * _overlap(from_s, to_s, next_s, busy_s)
+        useless += (1 - p) * _overlap(from_s, to_s, next_s, busy_s)
         wasted += (1 - p) * _overlap(from_s, to_s, 0.0, max(next_s, busy_s))
         saved = min(lead, max(-slack_s, 0.0))
-        lost = max(in_the_way - max(slack_s, 0.0), 0.0)
+        lost = max(useless - max(slack_s, 0.0), 0.0)
         costs.append(lost + held.price * wasted - saved)
     return costs
 

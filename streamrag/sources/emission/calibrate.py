@@ -1,4 +1,4 @@
-"""Calibration of a source: how soon its results are final, over many queries."""
+"""Measure over many queries at which stage a source's results become final."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -32,19 +32,19 @@ Place: TypeAlias = "tuple[str, int, str]"
 
 
 def place(chunk: Chunk) -> Place:
-    """Return what tells passages apart, whatever their scores."""
+    """Return the identity of a passage, without its score."""
     return chunk.uri, chunk.passage, chunk.text
 
 
 def stages_left(hint: Hint | None) -> int | None:
-    """Return how many stages are left by a hint; None if it does not say, or says what cannot be."""
+    """Return the number of remaining stages in a hint; None if it has none or an impossible one."""
     num = None if hint is None else hint.num_chunks
     return int(num) if num is not None and is_whole(num) and 0 <= num < MAX_STAGES else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """The result after a stage."""
+    """A result after a stage."""
 
     at_s: float
     left: int
@@ -58,21 +58,21 @@ async def calibrate(
     on_progress: Callable[[int, int], None] | None = None,
     clock: Clock = monotonic,
 ) -> Calibration:
-    """Ask `source` all `queries`, one after the other, and count at which stage its result was final.
+    """Run all `queries` through `source`, one after the other, and count at which stage each result was final.
 
-    The source must have been started, if it is one that must be, and say with each event how many stages are left:
-    `Hint.num_chunks`, which goes down from one event to the next. Queries whose retrieval fails or is cut short are
-    left out. `on_progress` is called with how many have ended, and of how many.
+    The source must be started if it is `Startable`, and each event must have a hint with the number of remaining
+    stages, `Hint.num_chunks`, which decreases from event to event. Queries whose retrieval fails or is cut short are
+    left out. `on_progress` is called with the number of finished queries and of all queries.
 
-    :raises ConfigurationError: no queries, or a source that does not say which stage it is at.
-    :raises SourceError: retrieval failed, or was cut short, for all of them; the cause is the last failure.
+    :raises ConfigurationError: there are no queries, or the source does not name its stages.
+    :raises SourceError: retrieval failed or was cut short for all queries; the cause is the last failure.
     """
     if not 1 <= len(queries) <= MAX_NUM:
         raise ConfigurationError(f"calibrate: {len(queries):,} queries; give 1 to {MAX_NUM:,}")
-    counts, num_queries, failure = _Counts(), 0, None
+    name, counts, num_queries, failure = part_name(source), _Counts(), 0, None
     for number, query in enumerate(queries, 1):
         try:
-            results, end_s = await _ask(source, query, clock)
+            results, end_s = await _run(source, query, clock)
         except SourceError as error:
             failure = error
         else:
@@ -81,20 +81,19 @@ async def calibrate(
         if on_progress:
             on_progress(number, len(queries))
     if not num_queries:
-        name = part_name(source)
-        why = f"; the last time: {message_of(failure)}" if failure else ""
-        raise SourceError(f"{name} gave no whole result for any of {len(queries)} queries{why}") from failure
+        reason = f"; the last time: {message_of(failure)}" if failure else ""
+        raise SourceError(f"{name} gave no complete result for any of {len(queries)} queries{reason}") from failure
     return Calibration(
-        source=part_name(source),
+        source=name,
         num_queries=num_queries,
         stages=tuple(_stage(counts.times[left]) for left in range(max(counts.times) + 1)),
-        counts=tuple(Count(*key, num, counts.final[key]) for key, num in sorted(counts.counted.items())),
+        counts=tuple(Count(*key, num, counts.final[key]) for key, num in sorted(counts.total.items())),
         provenance={"streamrag": __version__},
     )
 
 
-async def _ask(source: Source, query: str, clock: Clock) -> tuple[list[_Result], float]:
-    """Return the result of each stage that changed something, and when retrieval ended."""
+async def _run(source: Source, query: str, clock: Clock) -> tuple[list[_Result], float]:
+    """Return the result of each stage that changed it, and the seconds until retrieval ended."""
     results: list[_Result] = []
     context: tuple[Chunk, ...] = ()
     began_s = clock()
@@ -109,24 +108,24 @@ async def _ask(source: Source, query: str, clock: Clock) -> tuple[list[_Result],
             if left is None or (results and left >= results[-1].left):
                 value = "nothing" if left is None else f"{left} after {results[-1].left}"
                 raise ConfigurationError(
-                    f"{part_name(source)} cannot be calibrated: Hint.num_chunks must say how many stages are left, "
-                    f"fewer than {MAX_STAGES} and fewer with each event, and it says {value}"
+                    f"{part_name(source)} cannot be calibrated: its Hint.num_chunks says {value}, and must be the "
+                    f"number of stages left: below {MAX_STAGES}, and lower with each event"
                 )
             results.append(_Result(clock() - began_s, left, tuple(map(place, context))))
     return results, clock() - began_s
 
 
 class _Counts:
-    """The numbers of queries, and their times, stage by stage."""
+    """Numbers of queries and their times, by stage."""
 
     def __init__(self) -> None:
-        self.counted: Counter[tuple[What, int, int, int]] = Counter()
+        self.total: Counter[tuple[What, int, int, int]] = Counter()
         self.final: Counter[tuple[What, int, int, int]] = Counter()
         self.times: defaultdict[int, list[tuple[bool, Times]]] = defaultdict(list)
-        """Times of each stage, by how many are left, and whether its result was final."""
+        """Times of each stage, by the number of stages left, each with whether the result was final."""
 
     def add(self, results: Sequence[_Result], end_s: float) -> None:
-        """Count a query's results, stage by stage, including stages that changed nothing."""
+        """Count a query's results at each stage, including the stages that changed nothing."""
         if not results:
             return
         for left, is_final, times in _stage_times(results, end_s):
@@ -142,7 +141,7 @@ class _Counts:
                 is_same = before is not None and _is_same(what, length, places, before)
                 stable[what, length] = stable[what, length] + 1 if is_same else 0
                 key = what, length, left, min(stable[what, length], MAX_STABLE)
-                self.counted[key] += 1
+                self.total[key] += 1
                 self.final[key] += _is_same(what, length, places, results[-1].places)
             before = places
 
@@ -154,9 +153,9 @@ def _is_same(what: What, length: int, places: tuple[Place, ...], others: tuple[P
 
 
 def _stage_times(results: Sequence[_Result], end_s: float) -> Iterator[tuple[int, bool, Times]]:
-    """Yield for each stage how many are left, whether its result was final, and the times from it on.
+    """Yield for each stage the number of stages left, whether its result was final, and the remaining times.
 
-    A stage that changed nothing is taken to end as far between its neighbours as its number.
+    The time of a stage that changed nothing is interpolated between its neighbours.
     """
     known = [(each.left, each.at_s) for each in results]
     if known[-1][0] > 0:
@@ -182,7 +181,7 @@ def _stage(times: Sequence[tuple[bool, Times]]) -> Stage:
 
 
 def _examples(times: Sequence[Times]) -> tuple[Times, ...]:
-    """Return a few that stand for all: those in the middle of as many equal groups."""
+    """Return the medians of at most `MAX_TIMES` groups of equal size."""
     ascending = sorted(times, key=lambda each: (each.end_s, each.next_s))
     num = min(len(ascending), MAX_TIMES)
     return tuple(ascending[(2 * i + 1) * len(ascending) // (2 * num)] for i in range(num))

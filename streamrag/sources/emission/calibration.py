@@ -1,16 +1,16 @@
-"""Counts over many queries of how soon a source's result is final, their file, and the probabilities they give.
+"""A calibration counts over many queries at which stage results become final, and yields probabilities.
 
-    stage           num_chunks of the hint: 3 stages left ─▶ 2 left ─▶ 1 left ─▶ 0 left ─▶ end
-    stable          stages before this one at which the same was there already
+    left            number of stages left, `num_chunks` of the hint: 3 ─▶ 2 ─▶ 1 ─▶ 0 ─▶ end
+    stable          number of earlier stages for which this part of the result has been the same
 
-A stage is known by how many are left after it. A source says nothing at a stage that changes nothing, so what was there
-at such a stage is what it said last.
+A source sends no event at a stage that changes nothing: the result at such a stage is that of the last event.
 """
 
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -26,28 +26,25 @@ FORMAT = "streamrag-calibration"
 VERSION = 1
 MAX_STAGES = 64
 MAX_LENGTH = 64
-"""Most leading passages that are counted one by one; beyond, only all passages and their order are."""
+"""Length of the longest prefix that is counted; beyond it, only the set of all passages and their order are."""
 MAX_STABLE = 8
-"""Stands for this many stages and more."""
+"""Largest number of stable stages; it stands for all larger ones."""
 MAX_NUM = 1_000_000
-"""Most queries."""
+"""Largest number of queries."""
 MAX_TIMES = 16
-"""Most examples of how long a stage takes."""
+"""Most example times of a stage."""
 MAX_COUNTS = MAX_STAGES * (MAX_LENGTH + 2) * (MAX_STABLE + 1)
 MAX_VALUES = 8 * MAX_COUNTS + 6 * MAX_STAGES * MAX_TIMES
-
 What: TypeAlias = Literal["prefix", "order", "set"]
-"""Parts of a result that may be final: the first passages; all and their order; all, in any order."""
-
+"""A part of a result: its first passages; all passages in order; or all passages in any order."""
 _CONFIG = ConfigDict(extra="forbid")
-
 _Seconds = Annotated[float, Field(strict=True, ge=0, le=1e6)]
 _Int = Annotated[int, Field(strict=True, ge=0, le=MAX_NUM)]
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class Count:
-    """Number of queries for which a part was `stable` for some stages when `left` were left; how many had it final."""
+    """The number of queries whose part had been the same for `stable` stages at a stage, and how many were final."""
 
     what: What
     length: Annotated[_Int, Field(le=MAX_LENGTH)]
@@ -64,7 +61,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class Times:
-    """Times after a stage, for one query or a few that are alike."""
+    """Example times after a stage."""
 
     next_s: _Seconds
     """Seconds until the next stage, or the end."""
@@ -78,39 +75,39 @@ class Times:
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class Stage:
-    """Times from a stage on. A search that stops when it is sure has others when its result is final."""
+    """Times after a stage, separately for final results: a search may stop early when it is certain."""
 
     late_s: _Seconds
-    """Seconds until the next stage: nine of ten queries took no longer."""
+    """Seconds until the next stage, 90th percentile."""
     when_final: Annotated[tuple[Times, ...], Field(max_length=MAX_TIMES)]
-    """Times of queries whose result was final, all of it and in order; evenly spaced by `end_s`."""
+    """Example times of queries whose result was final, evenly spaced by `end_s`."""
     when_not: Annotated[tuple[Times, ...], Field(max_length=MAX_TIMES)]
-    """Times of the other queries."""
+    """Example times of the other queries."""
 
 
 @dataclass(frozen=True, slots=True, config=_CONFIG)
 class Calibration:
-    """A record of how soon a source's result is final, which `calibrate` makes.
+    """A record of how soon a source's results become final, made by `calibrate`.
 
-    A calibration is of one source with one set of options: another index, `k` or ladder wants another.
+    It applies to one source with one set of options: calibrate again for another index, `k` or ladder.
     """
 
     source: str
     """The source's name."""
     num_queries: Annotated[_Int, Field(ge=1)]
     stages: Annotated[tuple[Stage, ...], Field(min_length=1, max_length=MAX_STAGES)]
-    """Stages by how many are left: the last stage first."""
+    """Stages by the number of stages left: the last stage first."""
     counts: Annotated[tuple[Count, ...], Field(max_length=MAX_COUNTS)]
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len({_key(count) for count in self.counts}) < len(self.counts):
-            raise ValueError("it counts something twice")
+            raise ValueError("it counts the same part twice")
         if any(count.left >= len(self.stages) or count.num > self.num_queries for count in self.counts):
-            raise ValueError("a count is of a stage, or of more queries, than there are")
+            raise ValueError("a count names a stage that does not exist, or more queries than there are")
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the calibration as JSON, whole or not at all.
+        """Write the calibration as a JSON file, atomically.
 
         :raises ConfigurationError: the file cannot be written.
         """
@@ -118,9 +115,9 @@ class Calibration:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Calibration":
-        """Read a file that `write` wrote. It may be anybody's: what cannot be is refused, and its size is limited.
+        """Read a file made by `write`. The file is untrusted: its values are checked, and its size is limited.
 
-        :raises ConfigurationError: the file cannot be read, or is no calibration, or of another version.
+        :raises ConfigurationError: the file cannot be read, is no calibration, or is of another version.
         """
         try:
             values = parse_json(read_bytes(path), MAX_VALUES)
@@ -130,9 +127,9 @@ class Calibration:
                 raise ValueError(f"its version is {str(version)[:40]}, and {VERSION} is what this streamrag reads")
             return TypeAdapter(cls).validate_python(values)
         except (OSError, ValueError) as error:
-            what = describe("calibration", error) if isinstance(error, ValidationError) else error
+            problem = describe("calibration", error) if isinstance(error, ValidationError) else error
             raise ConfigurationError(
-                f"{path} is no calibration: {what}; make one with:  streamrag index calibrate INDEX --out FILE"
+                f"{path} is no calibration: {problem}; make one with:  streamrag index calibrate INDEX --out FILE"
             ) from error
 
 
@@ -141,11 +138,10 @@ def _key(count: Count) -> tuple[Any, ...]:
 
 
 class Odds:
-    """The probabilities that a calibration gives.
+    """The probabilities by a calibration that parts of a result are final.
 
-    Two steps of smoothing, so that few queries never make certain. The share of all queries whose prefix is final at
-    this stage, however long it was stable, is taken with a prior of Beta(1, 1). That, with the weight of two queries,
-    is the prior of those that were stable as long:
+    They are smoothed twice, so that few queries never yield certainty. The share of final results at a stage, over all
+    `stable`, has the prior Beta(1, 1). With the weight of two queries, it is the prior for each `stable`:
 
         p(left)         = (final + 1) / (num + 2)                       over all `stable`
         p(left, stable) = (final + 2 p(left)) / (num + 2)
@@ -161,7 +157,7 @@ class Odds:
         self.num_stages = len(calibration.stages)
 
     def final(self, what: What, length: int, left: int, stable: int | None = None) -> float:
-        """Return the probability that a part is final when `left` stages are; without `stable`, however long it was."""
+        """Return the probability that a part is final with `left` stages left. Without `stable`, the overall one."""
         num, num_final = self._at_stage.get((what, length, left), (0, 0))
         at_stage = (num_final + 1) / (num + 2)
         if stable is None:
@@ -170,13 +166,11 @@ class Odds:
         return (num_final + 2 * at_stage) / (num + 2)
 
     def prefixes(self, left: int, stable: list[int]) -> list[float]:
-        """Return the probability that each prefix is final, by length from 1; `stable` has a number for each.
+        """Return the probability that each prefix is final, by length from 1. They never increase.
 
-        A longer prefix is never the likelier one. Those that are too long to be known are as likely as the longest.
+        stable: for each prefix the number of stages for which it has been the same. Prefixes beyond `MAX_LENGTH` are
+            as likely as the longest one.
         """
-        found: list[float] = []
-        for length, num_stable in enumerate(stable, 1):
-            if length <= MAX_LENGTH:
-                likely = self.final("prefix", length, left, num_stable)
-            found.append(min(likely, found[-1]) if found else likely)
-        return found
+        known = (self.final("prefix", length, left, num) for length, num in enumerate(stable[:MAX_LENGTH], 1))
+        probabilities = [*accumulate(known, min)]
+        return probabilities + probabilities[-1:] * (len(stable) - len(probabilities))

@@ -1,4 +1,4 @@
-"""Queries to calibrate a search by: a user's, or sentences of what is searched."""
+"""Queries for a calibration: a user's queries, or sentences of the searched passages."""
 
 import os
 import random
@@ -17,21 +17,19 @@ from streamrag.sources.wrapper import SourceWrapper
 from streamrag.support.bounded_reading import read_bytes
 
 MIN_WORDS, MAX_WORDS = 5, 30
-"""Words of a sentence that is taken for a query."""
+"""Least and most words of a sentence that is used as a query."""
 MAX_QUERY_CHARS = 2_000
 MAX_PASSAGE_CHARS = 20_000
-"""The beginning of a passage in which a sentence is looked for."""
-
-From: TypeAlias = tuple[str, int]
-"""The document and the number of the passage."""
-
+"""Characters of a passage's beginning from which a sentence is drawn."""
+Origin: TypeAlias = tuple[str, int]
+"""A passage: the uri of its document and its number there."""
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n\s*\n")
 
 
 def read_queries(path: str | os.PathLike[str], most: int) -> list[str]:
-    """Return the lines of a text file that are not empty, at most `most`, each once.
+    """Return the distinct lines of a text file that are not empty, at most `most`.
 
-    :raises ConfigurationError: it cannot be read, is no text, or has no query.
+    :raises ConfigurationError: the file cannot be read, is not text, or has no query or one that is too long.
     """
     try:
         text = read_bytes(path).decode("utf-8-sig")
@@ -47,52 +45,53 @@ def read_queries(path: str | os.PathLike[str], most: int) -> list[str]:
     return queries
 
 
-def sentences(index: str | os.PathLike[str], most: int, seed: int) -> dict[str, From]:
-    """Draw a sentence each of at most `most` passages of an index, and return where each is from.
+def sentences(index: str | os.PathLike[str], most: int, seed: int) -> dict[str, Origin]:
+    """Draw one sentence from each of at most `most` passages of an index. Return the origin of each sentence.
 
-    Reads all passages, holds few.
+    Reads all passages, and holds at most `most` sentences.
 
-    :raises ConfigurationError: there is no such index, it is damaged, or no passage has a sentence.
+    :raises ConfigurationError: there is no such index, it is damaged, or no passage has a usable sentence.
     """
     folder = Path(index)
     if not (folder / PASSAGES).is_file():
         raise ConfigurationError(f"the passages of {folder} cannot be read: it is no index")
-    chance = random.Random(f"sentences {seed}")
-    drawn: dict[int, tuple[float, str, From]] = {}  # a reservoir: as each would be, had all been shuffled
+    rng = random.Random(f"sentences {seed}")
+    drawn: dict[int, tuple[float, str, Origin]] = {}  # reservoir sampling, with a random sort key
     try:
         for number, fields in enumerate(read_passages(folder, PASSAGES)):
-            place = number if number < most else chance.randrange(number + 1)
+            place = number if number < most else rng.randrange(number + 1)
             if place < most:
-                sentence = _sentence(fields["text"][:MAX_PASSAGE_CHARS], chance)
-                drawn[place] = (chance.random(), sentence, (fields["uri"], fields["passage"]))
+                sentence = _sentence(fields["text"][:MAX_PASSAGE_CHARS], rng)
+                drawn[place] = (rng.random(), sentence, (fields["uri"], fields["passage"]))
     except OSError as error:
         raise ConfigurationError(f"the passages of {folder} cannot be read: {error}") from error
-    found = {sentence: where for _, sentence, where in sorted(drawn.values()) if sentence}
-    if not found:
+    origins = {sentence: origin for _, sentence, origin in sorted(drawn.values()) if sentence}
+    if not origins:
         raise ConfigurationError(
             f"no passage of {folder} has a sentence of {MIN_WORDS} words; give queries of your own"
         )
-    return found
+    return origins
 
 
 class HeldOut(SourceWrapper):
-    """The search of an index without the passage that the query is a sentence of, which is found at once.
+    """A search of an index that leaves out the passage from which the query was drawn.
 
-    `source` searches for more than the `num` that stay.
+    source: the search; it must find more than `num` passages.
+    num: number of passages to keep.
     """
 
-    def __init__(self, source: Source, places: Mapping[str, From], num: int) -> None:
+    def __init__(self, source: Source, places: Mapping[str, Origin], num: int) -> None:
         super().__init__(source)
         self._places = places
         self._num = num
 
     @property
     def name(self) -> str:
-        """Name of the source, which the calibration is about."""
+        """Name of the source that is calibrated."""
         return part_name(self._source)
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the source's events, updates without the query's own passage."""
+        """Yield the source's events, updates without the passage of the query."""
         own = self._places.get(query)
         async with aclosing(Retrieval(self._source, query).events()) as events:
             async for event in events:
@@ -102,10 +101,10 @@ class HeldOut(SourceWrapper):
                 yield event
 
 
-def _sentence(text: str, chance: random.Random) -> str:
-    """Return one that is neither very short nor very long; an empty text if there is none."""
+def _sentence(text: str, rng: random.Random) -> str:
+    """Return a random sentence of `MIN_WORDS` to `MAX_WORDS` words; "" if there is none."""
     candidates = [" ".join(each.split()) for each in _SENTENCE_END.split(text)]
     usable = [
         each for each in candidates if MIN_WORDS <= len(each.split()) <= MAX_WORDS and len(each) < MAX_QUERY_CHARS
     ]
-    return chance.choice(usable) if usable else ""
+    return rng.choice(usable) if usable else ""

@@ -1,30 +1,106 @@
-"""A source whose updates are sent when its end is near."""
+"""The base of sources that hold back updates, and one that sends its updates shortly before it ends."""
 
-from collections.abc import Iterable
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
 from dataclasses import replace
 from math import inf
 
 from streamrag.core import Skipped, Source, SourceEvent, Update
-from streamrag.sources.emission.held_updates import HoldingSource
+from streamrag.query.retrieval import Retrieval
+from streamrag.sources.wrapper import SourceWrapper
 from streamrag.support.clock import Clock, monotonic
+from streamrag.support.tasks import cancel_regardless
 from streamrag.support.validation import SecondsOrZero, validated
+
+_END = object()
+
+
+class HeldUpdates(ABC):
+    """The state of one retrieval: the sent events and the ones held back."""
+
+    @abstractmethod
+    def take(self, event: SourceEvent) -> Iterable[SourceEvent]:
+        """Handle an event of the source, and return the events to send now."""
+
+    @abstractmethod
+    def timeout_s(self) -> float | None:
+        """Return how long to wait for the next event of the source; None if nothing is held back."""
+
+    @abstractmethod
+    def rest(self) -> Iterable[SourceEvent]:
+        """Return all events that are held back. Called when the source ends or fails."""
+
+    def reconsider(self) -> Iterable[SourceEvent]:
+        """Return the events to send after `timeout_s` without an event; by default the rest."""
+        return self.rest()
+
+
+class HoldingSource(SourceWrapper, ABC):
+    """A source that holds back updates of `source`."""
+
+    @abstractmethod
+    def _new_updates(self) -> HeldUpdates:
+        """Return the state of a new retrieval."""
+
+    async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
+        """Yield the source's events, some of its updates later or never. Closing this closes the source's stream."""
+        async with aclosing(Retrieval(self._source, query).events()) as events:
+            updates = self._new_updates()
+            try:
+                async with aclosing(_with_timeouts(events, updates.timeout_s)) as arrivals:
+                    async for event in arrivals:
+                        for each in updates.reconsider() if event is None else updates.take(event):
+                            yield each
+            except Exception:  # what the source sent before it failed still counts
+                for each in updates.rest():
+                    yield each
+                raise
+            for each in updates.rest():
+                yield each
+
+
+async def _with_timeouts(
+    events: AsyncGenerator[SourceEvent, None], timeout_s: Callable[[], float | None]
+) -> AsyncGenerator[SourceEvent | None, None]:
+    """Yield each event, and None whenever `timeout_s()` seconds pass without one. Close this before `events`."""
+    pending: asyncio.Task[object] | None = None
+    try:
+        while True:
+            pending = pending or asyncio.create_task(_next(events), name="streamrag held back")
+            await asyncio.wait([pending], timeout=timeout_s())
+            if not pending.done():
+                yield None
+                continue
+            event, pending = pending.result(), None
+            if event is _END:
+                return
+            yield event  # type: ignore[misc]
+    finally:
+        if pending is not None:
+            await cancel_regardless([pending])
+
+
+async def _next(events: AsyncGenerator[SourceEvent, None]) -> object:
+    return await anext(events, _END)
 
 
 class NearEnd(HoldingSource):
     """Holds back the updates of `source` until it expects to end in `lead_s` seconds, and then sends the newest.
 
-    Prefilling needs no more time than that before the end. What is prefilled sooner gains nothing: a later update may
-    make it useless, and where the model computes on the same processors as the search, it makes that slower. It asks
-    for less than `WorthSending`: no calibration and no profile.
+    Prefilling needs no more time than that before the end. Prefilling earlier gains nothing: a later update may
+    invalidate it, and if the model shares its processors with the search, it slows the search down. Unlike
+    `WorthSending`, this needs neither a calibration nor a profile.
 
-    The source's hints say when it expects to end (`Hint.end_s`). An update without one is sent at once, as are those
-    of the first query to a source that has yet to learn how long it takes; and so is all that is held back before
-    anything but an update comes, or the source ends or fails. The final context is the same as without it, in the mode
-    `UpdateMode()`, which is the default.
+    The source's hints say when it expects to end (`Hint.end_s`). An update without this hint is sent at once, such as
+    those of the first query to a source that has not measured its duration yet. The held update is also sent when
+    another kind of event comes, and when the source ends or fails. The final context is the same as without `NearEnd`
+    in the default mode, `UpdateMode()`.
 
     lead_s: about as long as prefilling the whole context takes: `ttft_after_retrieval_s` with `overlap=False`.
 
-    :raises ConfigurationError: a lead that is no number of seconds.
+    :raises ConfigurationError: `lead_s` is not a number of seconds.
     """
 
     @validated
@@ -33,12 +109,12 @@ class NearEnd(HoldingSource):
         self._lead_s = lead_s
         self._clock = clock
 
-    def _new_updates(self) -> "_UntilNearEnd":
-        return _UntilNearEnd(self._lead_s, self._clock)
+    def _new_updates(self) -> "_NewestUpdate":
+        return _NewestUpdate(self._lead_s, self._clock)
 
 
-class _UntilNearEnd:
-    """The newest update of one retrieval, until the end is near."""
+class _NewestUpdate(HeldUpdates):
+    """The newest update of one retrieval, held back until the end is near."""
 
     def __init__(self, lead_s: float, clock: Clock) -> None:
         self._lead_s, self._clock = lead_s, clock
@@ -56,9 +132,6 @@ class _UntilNearEnd:
 
     def timeout_s(self) -> float | None:
         return None if self._held is None else max(self._due_s - self._clock(), 0.0)
-
-    def reconsider(self) -> Iterable[SourceEvent]:
-        return self.rest()
 
     def rest(self) -> Iterable[SourceEvent]:
         update, self._held = self._held, None

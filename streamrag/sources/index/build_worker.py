@@ -1,30 +1,125 @@
-"""The inside of the worker process that builds an index: it embeds new texts, and has the library build."""
+"""The handler of the worker process that builds an index: it embeds new texts and runs the index library.
 
+Vectors are reused from the old index and from an unfinished build. The key of a vector is a digest of its text, so a
+vector is reused wherever the text stands now.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrag.sources.index import diskann, inverted_lists
 from streamrag.sources.index.embedder import Embedder, EmbedderIdentity
-from streamrag.sources.index.embedding_file import EmbeddingFile, are_units, key_of
 from streamrag.sources.index.index_folder import (
+    EMBEDDINGS,
     PASSAGES,
     VECTORS,
     IndexKind,
+    StoredPassage,
     check_index,
     corrupt,
     read_passages,
     with_title,
 )
 from streamrag.sources.index.worker_jobs import JobHandler, silence_stdout
+from streamrag.support.bounded_reading import parse_json, read_bytes
 
 if TYPE_CHECKING:
     from streamrag.sources.index.embedder import Vectors
 
+KEY_BYTES = 16
+ROWS_PER_READ = 8192
+LENGTH_TOLERANCE = 1e-3
+
+
+def _key(text: str) -> bytes:
+    return blake2b(text.encode(), digest_size=KEY_BYTES).digest()
+
+
+def _passage_key(fields: StoredPassage) -> bytes:
+    return _key(with_title(fields["title"], fields["text"]))
+
+
+class _EmbeddingFile:
+    """Vectors in the order in which they were computed, each batch synced to disk before its keys are.
+
+    Existing files are continued if they are of the same embedder (name, dimension and probe), and emptied otherwise.
+    A file that was cut off counts up to its last complete row. Rows that are not unit vectors are ignored.
+    """
+
+    def __init__(self, folder: Path, embedder: Embedder, name: str) -> None:
+        about, keys, vectors = (folder / name for name in EMBEDDINGS)
+        self._dimension = embedder.dimension
+        self._path = vectors
+        self._rows: dict[bytes, int] = {}
+        self._num_rows = 0
+        self._keys_file, self._vectors_file = keys.open("ab"), vectors.open("ab")
+        with suppress(OSError):  # the file system has no locks
+            fcntl.flock(self._keys_file, fcntl.LOCK_EX)  # waits until the worker of a killed program has ended too
+        made_by = {"embedder": name, "dimension": embedder.dimension, "probe": [*embedder.identity.probe]}
+        row_bytes = self._dimension * 4
+        made_before = None
+        with suppress(OSError, ValueError):
+            made_before = parse_json(read_bytes(about, follow_links=False))
+        if made_before == made_by:
+            self._num_rows = min(keys.stat().st_size // KEY_BYTES, vectors.stat().st_size // row_bytes)
+            self._rows = dict(self._valid_rows(keys.read_bytes()))
+        self._keys_file.truncate(self._num_rows * KEY_BYTES)
+        self._vectors_file.truncate(self._num_rows * row_bytes)
+        about.write_text(json.dumps(made_by))
+
+    def _valid_rows(self, keys: bytes) -> Iterator[tuple[bytes, int]]:
+        import numpy as np
+
+        vectors = self._vectors()
+        for first in range(0, self._num_rows, ROWS_PER_READ):
+            for row in np.flatnonzero(_are_units(vectors[first : first + ROWS_PER_READ])) + first:
+                yield keys[row * KEY_BYTES : (row + 1) * KEY_BYTES], int(row)
+
+    def _vectors(self) -> Any:
+        import numpy as np
+
+        if not self._num_rows:  # an empty file cannot be mapped
+            return np.empty((0, self._dimension), np.float32)
+        return np.memmap(self._path, np.float32, "r", shape=(self._num_rows, self._dimension))
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._rows
+
+    def add(self, keys: Sequence[bytes], vectors: "Vectors") -> None:
+        """Append vectors and their keys, and sync both files to disk.
+
+        :raises OSError: the disk is full.
+        """
+        for file, body in ((self._vectors_file, vectors.tobytes()), (self._keys_file, b"".join(keys))):
+            file.write(body)
+            file.flush()
+            os.fsync(file.fileno())
+        self._rows.update(zip(keys, range(self._num_rows, self._num_rows + len(keys)), strict=True))
+        self._num_rows += len(keys)
+
+    def rows(self) -> tuple[dict[bytes, int], Any]:
+        """Return the row of each key, and all vectors, (rows, dimension)."""
+        return self._rows, self._vectors()
+
+
+def _are_units(vectors: "Vectors") -> Any:
+    """Return which rows have length 1. Zeros and damaged rows do not."""
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        return np.abs(np.linalg.norm(vectors, axis=1) - 1) < LENGTH_TOLERANCE
+
 
 class _OldVectors:
-    """The vectors of the index that is changed, by the keys of their texts."""
+    """The vectors of the index that is being changed, with a row for the key of each text."""
 
     def __init__(self, folder: Path, embedder: Embedder) -> None:
         manifest, _ = check_index(folder)
@@ -35,21 +130,22 @@ class _OldVectors:
         num_passages, dimension = manifest.num_passages, manifest.dimension
         if manifest.kind == "ivf":
             assert manifest.num_lists is not None
-            about = num_passages, dimension, manifest.num_lists
-            self.vectors, self.centroids = inverted_lists.stored_vectors(folder, *about)
+            self.vectors, self.centroids = inverted_lists.stored_vectors(
+                folder, num_passages, dimension, manifest.num_lists
+            )
         else:
             self.vectors = diskann.stored_vectors(folder, num_passages, dimension)
         self.rows: dict[bytes, int] = {}
         if self.vectors is not None:
-            keys = [key_of(with_title(fields["title"], fields["text"])) for fields in read_passages(folder, PASSAGES)]
-            if len(keys) != num_passages or not are_units(self.vectors).all():
+            keys = [_passage_key(fields) for fields in read_passages(folder, PASSAGES)]
+            if len(keys) != num_passages or not _are_units(self.vectors).all():
                 raise corrupt(folder, "its vectors are not those of its passages")
             self.rows = {key: row for row, key in enumerate(keys)}
 
 
 @dataclass
 class IndexBuilder(JobHandler):
-    """Answers `load` first, then `embed` for each batch of texts, then `finish`."""
+    """A handler of the jobs of a build: `load`, then `embed` for each batch of texts, then `finish`."""
 
     folder: str
     kind: IndexKind
@@ -59,9 +155,9 @@ class IndexBuilder(JobHandler):
     old: str | None
 
     def load(self) -> dict[str, Any]:
-        """Load the embedder, and open the vectors that there are."""
+        """Load the embedder and open the reusable vectors. Return the embedder's dimension and probe."""
         silence_stdout()
-        identity, *_ = self._embedder.identity, self._old_vectors, self._embedded
+        identity, *_ = self._embedder.identity, self._old, self._new
         return {"dimension": identity.dimension, "probe": identity.probe}
 
     @cached_property
@@ -69,41 +165,40 @@ class IndexBuilder(JobHandler):
         return Embedder(self.location, self.embedder, num_threads=self.num_threads, device=None)
 
     @cached_property
-    def _old_vectors(self) -> _OldVectors | None:
+    def _old(self) -> _OldVectors | None:
         return _OldVectors(Path(self.old), self._embedder) if self.old else None
 
     @cached_property
-    def _embedded(self) -> EmbeddingFile:
-        return EmbeddingFile(Path(self.folder), self._embedder, self.location)
+    def _new(self) -> _EmbeddingFile:
+        return _EmbeddingFile(Path(self.folder), self._embedder, self.location)
 
     def embed(self, texts: list[str]) -> dict[str, Any]:
-        """Embed what has no vector yet."""
-        old = self._old_vectors.rows if self._old_vectors else {}
-        unknown = {key: text for text in texts if (key := key_of(text)) not in old and key not in self._embedded}
-        if unknown:
-            self._embedded.add(list(unknown), self._embedder.passages(list(unknown.values())))
-        return {"num_embedded": len(unknown)}
+        """Embed the texts that have no vector yet, and return their number."""
+        old = self._old.rows if self._old else {}
+        missing = {key: text for text in texts if (key := _key(text)) not in old and key not in self._new}
+        if missing:
+            self._new.add(list(missing), self._embedder.passages(list(missing.values())))
+        return {"num_embedded": len(missing)}
 
     def finish(self, num_passages: int) -> dict[str, Any]:
-        """Have the library write its files."""
+        """Write the library's files, and return their parameters for the manifest."""
         folder = Path(self.folder)
-        vectors = self._arrange(folder, num_passages)
+        vectors = self._write_vectors(folder / VECTORS, num_passages)
         if self.kind == "ivf":
-            centroids = self._old_vectors.centroids if self._old_vectors else None
+            centroids = self._old.centroids if self._old else None
             num_lists = inverted_lists.build_lists(folder, vectors, self.num_threads, centroids)
             (folder / VECTORS).unlink()
             return {"num_lists": num_lists}
         diskann.build_graph(folder, vectors, self.num_threads)
         return {"graph_degree": diskann.GRAPH_DEGREE, "build_complexity": diskann.BUILD_COMPLEXITY}
 
-    def _arrange(self, folder: Path, num_passages: int) -> "Vectors":
-        """Write the vectors in the order of the passages, and map the file into memory."""
+    def _write_vectors(self, path: Path, num_passages: int) -> "Vectors":
+        """Write the vectors in passage order, and return the file mapped into memory."""
         import numpy as np
 
-        rows, embedded = self._embedded.rows()
-        old = self._old_vectors
-        with (folder / VECTORS).open("wb") as file:  # a disk that is full would end a process that writes to a map
-            for fields in read_passages(folder, PASSAGES):
-                key = key_of(with_title(fields["title"], fields["text"]))
-                file.write(embedded[rows[key]] if key in rows or not old else old.vectors[old.rows[key]])
-        return np.memmap(folder / VECTORS, np.float32, "r", shape=(num_passages, self._embedder.dimension))
+        rows, new = self._new.rows()
+        with path.open("wb") as file:  # writing to a memory map would kill the process on a full disk
+            for fields in read_passages(path.parent, PASSAGES):
+                key = _passage_key(fields)
+                file.write(new[rows[key]] if key in rows or not self._old else self._old.vectors[self._old.rows[key]])
+        return np.memmap(path, np.float32, "r", shape=(num_passages, self._embedder.dimension))

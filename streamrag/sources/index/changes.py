@@ -1,7 +1,7 @@
-"""Adding documents to an index, replacing them and removing them, without embedding the others again.
+"""Add, replace and remove documents of an index without embedding the other documents again.
 
-The index is written anew from the passages and vectors that stay and those that come, and then takes the place of the
-old one: the cost is the time to build DiskANN's graph, or to sort the vectors into faiss's lists.
+A change writes a new index from the old passages and vectors that stay and from the new ones, and then exchanges the
+folders. It costs the time to build DiskANN's graph, or to sort the vectors into faiss's lists.
 """
 
 import os
@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from streamrag.errors import ConfigurationError, VectorIndexError
-from streamrag.sources.index.build import read_passages_of, refuse_event_loop, require_library
+from streamrag.sources.index.build import read_passages_of, refuse_event_loop
 from streamrag.sources.index.document_passages import (
     OnProgress,
     find_documents,
@@ -28,11 +28,12 @@ from streamrag.sources.index.index_folder import (
     passage_line,
     read_passages,
 )
+from streamrag.sources.index.packages import LIBRARIES, require_package
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.validation import Count, validated
 
 ADDED = "added.jsonl"
-"""The passages that come, in the building folder only."""
+"""A file of the new passages, in the building folder only."""
 
 
 @validated
@@ -46,32 +47,33 @@ def add_documents(
     on_progress: OnProgress | None = None,
     clock: Clock = monotonic,
 ) -> IndexSummary:
-    """Put files, and the files below folders, into an index; those that it has already are replaced.
+    """Add files, and the files below folders, to an index, and replace the documents that it already has.
 
-    A document is known by its path within `folder`: name the folder that the index was built from. Without it, a file
-    is known by its name alone, and what is below a folder by its path within that. Only passages that are new are
-    embedded. Sources that have the index open go on with it as it was.
+    A document's name is its path within `folder`: pass the folder that the index was built from. Without `folder`, the
+    name of a file is its file name, and the name of a file below a folder is its path within that folder. Only new
+    passages are embedded. Open sources continue with the old index.
 
-    `embedder` is named where `VectorSource` wants it named. An index of format 1 kept no vectors and is embedded whole.
+    Pass `embedder` where `VectorSource` needs it. An index of format 1 has no stored vectors and is embedded whole.
 
-    :raises ConfigurationError: a path that is not there or not within `folder`, or nothing that can be indexed.
-    :raises IndexMissingError: there is no index. As are IndexCorruptError and IndexMismatchError, before any change.
+    :raises ConfigurationError: a path does not exist or is outside `folder`, or nothing can be indexed.
+    :raises IndexMissingError: there is no index. Like IndexCorruptError and IndexMismatchError, before any change.
     :raises MissingDependencyError: DiskANN, faiss or the embedder's package is not installed.
-    :raises WorkerError: the process that embeds died.
+    :raises WorkerError: the embedding process died.
     :raises VectorIndexError: a file cannot be written, or another program changed the index meanwhile.
     """
     refuse_event_loop("add_documents")
     change = _Change(index, embedder, on_progress, clock)
-    root = Path(folder).resolve() if folder is not None else None
-    named = [Path(path) for path in paths]
-    found: dict[Path, list[Path]] = {}
-    for path in named:
-        within, documents, skipped = _documents(path, root, change.out, max_file_bytes)
-        found.setdefault(within, []).extend(documents)
+    base_folder = Path(folder).resolve() if folder is not None else None
+    roots = [Path(path) for path in paths]
+    documents: dict[Path, list[Path]] = {}
+    for path in roots:
+        base, files, skipped = _documents(path, base_folder, change.out, max_file_bytes)
+        documents.setdefault(base, []).extend(files)
         change.generation.skipped += skipped
-    return change.write(lambda unfinished: change.passages_with(found, named, unfinished))
+    return change.write(lambda unfinished: change.with_documents(documents, roots, unfinished))
 
 
+@validated
 def remove_documents(
     index: str | os.PathLike[str],
     names: Iterable[str],
@@ -80,84 +82,84 @@ def remove_documents(
     on_progress: OnProgress | None = None,
     clock: Clock = monotonic,
 ) -> IndexSummary:
-    """Take documents out of an index, by the names that their chunks have as `uri`, or those of folders.
+    """Remove documents from an index, by the `uri` of their chunks or by the name of a folder.
 
-    Nothing is embedded, unless a passage that was left out as a duplicate of one that goes now stands for itself.
-    Otherwise as `add_documents`.
+    Embeds only passages that were left out as duplicates of a removed one. Otherwise like `add_documents`.
 
-    :raises ConfigurationError: a name that the index does not have, or all that it has.
-    :raises IndexMissingError: there is no index. As are IndexCorruptError and IndexMismatchError, before any change.
+    :raises ConfigurationError: a name is not in the index, or nothing would be left.
+    :raises IndexMissingError: there is no index. Like IndexCorruptError and IndexMismatchError, before any change.
     :raises MissingDependencyError: DiskANN, faiss or the embedder's package is not installed.
-    :raises WorkerError: the process that embeds died.
+    :raises WorkerError: the embedding process died.
     :raises VectorIndexError: a file cannot be written, or another program changed the index meanwhile.
     """
     refuse_event_loop("remove_documents")
     change = _Change(index, embedder, on_progress, clock)
     uris = {fields["uri"] for fields in change.old_passages()}
-    gone: set[str] = set()
+    removed: set[str] = set()
     for name in names:
         matching = {uri for uri in uris if uri == name or uri.startswith(name.rstrip("/") + "/")}
         if not matching:
-            raise ConfigurationError(f"{change.out} has no document {name!r}: a document is named as its chunks' uri")
-        gone |= matching
-    if gone == uris:
+            raise ConfigurationError(f"{change.out} has no document {name!r}: name a document as its chunks' uri")
+        removed |= matching
+    if removed == uris:
         raise ConfigurationError(f"{change.out} would be empty: remove the folder instead")
-    return change.write(lambda _: (each for each in change.old_passages() if each["uri"] not in gone))
+    return change.write(lambda _: (fields for fields in change.old_passages() if fields["uri"] not in removed))
 
 
 class _Change:
-    """An index, and the next generation that is made of it."""
+    """An existing index and the generation that will replace it."""
 
     def __init__(
         self, index: str | os.PathLike[str], embedder: str | None, on_progress: OnProgress | None, clock: Clock
     ) -> None:
         self.out = Path(index).resolve()
         manifest, self._manifest_sha256 = check_index(self.out)
-        require_library(manifest.kind)
+        require_package(LIBRARIES[manifest.kind])
         place = embedder_of_index(self.out, manifest.embedder, embedder)
         self.generation = Generation(self.out, place, manifest.kind, manifest.passage_words, on_progress, clock)
 
     def old_passages(self) -> Iterator[StoredPassage]:
-        """Yield the index's passages, then those left out as duplicates: one may take the place of its twin."""
+        """Yield the index's passages, then the duplicates, any of which may replace a removed twin."""
         return chain(read_passages(self.out, PASSAGES), read_passages(self.out, DUPLICATES))
 
-    def passages_with(
-        self, found: dict[Path, list[Path]], named: list[Path], unfinished: Path
+    def with_documents(
+        self, documents: dict[Path, list[Path]], roots: list[Path], unfinished: Path
     ) -> Iterator[StoredPassage]:
-        """Yield the passages that stay, then those of the documents `found`, by the folders that they are named in."""
+        """Yield the old passages that stay, then those of `documents`, which are grouped by base folder."""
         uris: set[str] = set()
         with (unfinished / ADDED).open("w", encoding="utf-8") as file:
-            for within, documents in found.items():
-                for fields in read_passages_of(within, documents, self.generation):
+            for base, files in documents.items():
+                for fields in read_passages_of(base, files, self.generation):
                     uris.add(fields["uri"])
                     file.write(passage_line(fields))
         if not uris:
-            raise nothing_to_index(", ".join(map(str, named)), self.generation.skipped)
+            raise nothing_to_index(", ".join(map(str, roots)), self.generation.skipped)
         yield from (fields for fields in self.old_passages() if fields["uri"] not in uris)
         yield from read_passages(unfinished, ADDED)
         (unfinished / ADDED).unlink()
 
     def write(self, passages: Callable[[Path], Iterator[StoredPassage]]) -> IndexSummary:
-        """Write the next index, of these passages, in the place of this one."""
-        return self.generation.write(passages, self._check_unchanged, documents=self.out, old=self.out)
+        """Replace the index with one of these passages, unless another program has changed it."""
 
-    def _check_unchanged(self) -> None:
-        if check_index(self.out)[1] != self._manifest_sha256:
-            raise VectorIndexError(f"{self.out} was changed by another program meanwhile: do it again")
+        def check_unchanged() -> None:
+            if check_index(self.out)[1] != self._manifest_sha256:
+                raise VectorIndexError(f"{self.out} was changed by another program meanwhile: repeat the change")
+
+        return self.generation.write(passages, check_unchanged, documents=self.out, old=self.out)
 
 
 def _documents(
-    path: Path, root: Path | None, out: Path, max_file_bytes: int
+    path: Path, base_folder: Path | None, out: Path, max_file_bytes: int
 ) -> tuple[Path, list[Path], list[tuple[str, str]]]:
-    """Return the folder within which the documents at `path` are named, the documents, and what is skipped."""
+    """Return the base folder of the document names, the files at or below `path`, and the skipped ones."""
     if not path.exists():
-        raise ConfigurationError(f"{path} is not there")
-    whole = path.absolute() if path.is_symlink() else path.resolve()
-    within = root or (whole if whole.is_dir() else whole.parent)
-    if not whole.is_relative_to(within):
-        raise ConfigurationError(f"{path} is not within {within}, so it has no name there")
-    if whole.is_dir():
-        return within, *find_documents(whole, max_file_bytes=max_file_bytes, leave_out=out)
-    if reason := reason_to_skip(whole, max_file_bytes, out):
-        return within, [], [(relative_name(whole, within), reason)]
-    return within, [whole], []
+        raise ConfigurationError(f"{path} does not exist")
+    absolute = path.absolute() if path.is_symlink() else path.resolve()
+    base = base_folder or (absolute if absolute.is_dir() else absolute.parent)
+    if not absolute.is_relative_to(base):
+        raise ConfigurationError(f"{path} is not within {base}, so it has no name there")
+    if absolute.is_dir():
+        return base, *find_documents(absolute, max_file_bytes=max_file_bytes, leave_out=out)
+    if reason := reason_to_skip(absolute, max_file_bytes, out):
+        return base, [], [(relative_name(absolute, base), reason)]
+    return base, [absolute], []

@@ -1,6 +1,6 @@
-"""Documents in a folder, and the passages that they are split into: text, Markdown and HTML.
+"""Find text, Markdown and HTML documents in a folder, read them, and split them into passages.
 
-folder ──find_documents──▶ paths ──read_document──▶ Document ──split──▶ passages
+folder ──find_documents──▶ paths ──read_document──▶ Document ──split_document──▶ passages
 """
 
 import os
@@ -14,21 +14,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.sources.index.packages import EMBED
 from streamrag.support.bounded_reading import open_regular
 
 OnProgress: TypeAlias = Callable[[int, int, str], None]
-"""A function of how many are done, of how many, and the step."""
-
+"""A callback with the number of finished items, the number of all items, and the step."""
 TEXT, MARKDOWN, HTML = {".txt", ".text"}, {".md", ".markdown"}, {".html", ".htm", ".xhtml"}
-INSTALL = "pip install 'streamrag[embed]'"
-
 CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+|[^\w\s]")
-"""A run of letters and digits, a CJK character, or a sign, at which a wordpiece tokenizer begins a new piece."""
-
+"""A run of letters and digits, a CJK character, or a sign: each begins a new piece of a wordpiece tokenizer."""
 BREAKS = (re.compile(r"(?<=\n)"), re.compile(r"(?<=[.!?…])(?=\s)|(?<=[。！？])"), re.compile(r"(?<=\s)"))
 """Places to break a paragraph that is too long, best first: after lines, after sentences, after words."""
-
 NOT_CONTENT = (
     "nav, script, style, footer, aside, noscript, template, iframe, svg, button, select, form, "
     "[role=navigation], [role=search], [role=contentinfo], [hidden], .headerlink"
@@ -42,7 +38,7 @@ PARAGRAPHS = HEADINGS | {
 
 
 class UnusableDocumentError(Exception):
-    """A file gives no passages. Never leaves `sources`: it becomes a line of the summary."""
+    """A file without usable text. It never leaves `sources`: its message becomes an entry of the summary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +51,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The text of a file."""
+    """A file's text."""
 
     uri: str
     """Path within the folder, with slashes."""
@@ -63,19 +59,18 @@ class Document:
     blocks: tuple[Block, ...]
 
 
-# ------------------------------------------------------------------------------------------------------ the folder
+def find_documents(
+    folder: Path, *, max_file_bytes: int, leave_out: Path | None = None
+) -> tuple[list[Path], list[tuple[str, str]]]:
+    """Return the files to read below `folder`, sorted by path, and the skipped paths, each with the reason.
 
+    Hidden folders, symbolic links and the folder `leave_out` are skipped with all below them.
 
-def find_documents(folder: Path, *, max_file_bytes: int, leave_out: Path) -> tuple[list[Path], list[tuple[str, str]]]:
-    """Return the files to read below `folder`, sorted by path, and what was skipped, each with the reason.
-
-    Nothing below a hidden folder, a symbolic link or the folder `leave_out` is looked at.
-
-    :raises ConfigurationError: `folder` is not there, or not a folder.
+    :raises ConfigurationError: `folder` is not a folder.
     """
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} is not a folder: name the folder that holds the documents")
-    found, skipped = [], []
+    files, skipped = [], []
     pending = [folder]
     while pending:
         path = pending.pop()
@@ -83,20 +78,20 @@ def find_documents(folder: Path, *, max_file_bytes: int, leave_out: Path) -> tup
         if reason:
             skipped.append((relative_name(path, folder), reason))
         elif not path.is_dir():
-            found.append(path)
+            files.append(path)
         else:
             try:
                 pending.extend(sorted(path.iterdir(), reverse=True))
             except OSError as error:
                 skipped.append((relative_name(path, folder), f"cannot be read: {error.strerror}"))
-    return found, skipped
+    return files, skipped
 
 
-def reason_to_skip(path: Path, max_file_bytes: int, leave_out: Path) -> str | None:
-    """Return why this file or folder is not looked at; None if it is."""
+def reason_to_skip(path: Path, max_file_bytes: int, leave_out: Path | None) -> str | None:
+    """Return why this file or folder is skipped; None if it is not."""
     if path.name.startswith("."):
         return "hidden"
-    if path.is_symlink():  # what it points to is read itself, if it is in the folder; so there are no loops
+    if path.is_symlink():  # a target within the folder is read by itself; this way there are no loops
         return "symbolic link"
     if path.is_dir():
         return "is the index" if path == leave_out else None
@@ -109,19 +104,15 @@ def reason_to_skip(path: Path, max_file_bytes: int, leave_out: Path) -> str | No
 
 
 def relative_name(path: Path, folder: Path) -> str:
-    """Return the path within the folder, with slashes, as text: a file's name need not be."""
+    """Return the path within the folder, with slashes, and with U+FFFD for bytes that are not UTF-8."""
     return os.fsencode(path.relative_to(folder).as_posix()).decode("utf-8", "replace")
 
 
 def nothing_to_index(folder: Path | str, skipped: Iterable[tuple[str, str]]) -> ConfigurationError:
-    """Return the error for a folder, or a file, that gives no passages."""
-    reasons = ", ".join(
-        f"{count} {reason}" for reason, count in Counter(reason for _, reason in sorted(skipped)).items()
-    )
+    """Return the error for a folder or file without passages."""
+    counts = Counter(reason for _, reason in sorted(skipped))
+    reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
     return ConfigurationError(f"{folder} holds no text, Markdown or HTML to index (skipped: {reasons or 'nothing'})")
-
-
-# -------------------------------------------------------------------------------------------------- one document
 
 
 def read_documents(
@@ -129,14 +120,14 @@ def read_documents(
     paths: list[Path],
     skipped: list[tuple[str, str]],
     passage_words: int,
-    tell: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> Iterator[tuple[Document, list[str]]]:
-    """Yield the documents at `paths`, each with its passages; files that give no text are added to `skipped`.
+    """Yield the documents at `paths`, each with its passages, and add the files without text to `skipped`.
 
-    tell: called before each file with the number of those before it.
+    report: called before each file with the number of files before it.
     """
     for number, path in enumerate(paths):
-        tell(number)
+        report(number)
         try:
             document = read_document(path, folder)
         except UnusableDocumentError as error:
@@ -146,9 +137,9 @@ def read_documents(
 
 
 def read_document(path: Path, folder: Path) -> Document:
-    """Return the text of the file at `path`, without markup that only steers its looks.
+    """Read the file at `path`, without the markup that only affects its looks.
 
-    :raises UnusableDocumentError: with the reason; the file gives no text.
+    :raises UnusableDocumentError: it has no usable text; the message is the reason.
     """
     try:
         with open_regular(path, follow_links=False) as file:
@@ -164,9 +155,9 @@ def read_document(path: Path, folder: Path) -> Document:
         title, blocks = (_read_markdown if suffix in MARKDOWN else _read_text)(_decode(body))
     if not blocks:
         raise UnusableDocumentError("no text in it")
-    source = relative_name(path, folder)
+    uri = relative_name(path, folder)
     heading = next((block.text for block in blocks if block.is_heading), "")
-    return Document(source, title or heading or PurePosixPath(source).stem, tuple(blocks))
+    return Document(uri, title or heading or PurePosixPath(uri).stem, tuple(blocks))
 
 
 def _decode(body: bytes) -> str:
@@ -182,16 +173,16 @@ def _read_text(text: str) -> tuple[str, list[Block]]:
 
 
 def _read_markdown(text: str) -> tuple[str, list[Block]]:
-    """Return the title and blocks. They keep their Markdown, which models read well; headings become plain text."""
+    """Return the title and blocks. Headings become plain text; other blocks keep their Markdown, which models read."""
     try:
         from markdown_it import MarkdownIt
     except ImportError:
-        raise MissingDependencyError("markdown-it-py", INSTALL) from None
+        raise MissingDependencyError("markdown-it-py", EMBED) from None
     title = ""
     if front_matter := re.match(r"---\n(.*?\n)?---\n", text, re.DOTALL):
         text = text[front_matter.end() :]
-        if found := re.search(r"""^title:\s*["']?(.+?)["']?\s*$""", front_matter[0], re.MULTILINE):
-            title = found[1]
+        if match := re.search(r"""^title:\s*["']?(.+?)["']?\s*$""", front_matter[0], re.MULTILINE):
+            title = match[1]
     lines = text.split("\n")
     blocks = []
     tokens = MarkdownIt("commonmark").parse(text)
@@ -210,13 +201,13 @@ def _read_markdown(text: str) -> tuple[str, list[Block]]:
 
 
 def _read_html(body: bytes) -> tuple[str, list[Block]]:
-    """Return the title, and the text of the main part, paragraph by paragraph."""
+    """Return the title and the paragraphs of the main part."""
     try:
         import lxml  # noqa: F401 - BeautifulSoup loads it by name
         from bs4 import BeautifulSoup, XMLParsedAsHTMLWarning
         from bs4.exceptions import ParserRejectedMarkup
     except ImportError as error:
-        raise MissingDependencyError(f"beautifulsoup4 or lxml ({error.name})", INSTALL) from None
+        raise MissingDependencyError(f"beautifulsoup4 or lxml ({error.name})", EMBED) from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", XMLParsedAsHTMLWarning)
         try:
@@ -237,28 +228,25 @@ def _read_html(body: bytes) -> tuple[str, list[Block]]:
 
 
 def _html_blocks(root: Any) -> Iterator[Block]:
-    """Yield a block for each run of text that has the same innermost paragraph-like element around it."""
+    """Yield a block for each run of text whose innermost paragraph-like element is the same."""
     from bs4.element import NavigableString, PreformattedString
 
-    def around(text: Any) -> Any:
+    def paragraph(text: Any) -> Any:
         return text.find_parent(PARAGRAPHS)
 
-    # Comments and their like are PreformattedString. Tags are compared by identity: == compares all that is in them.
+    # Comments are PreformattedString. Tags are compared by identity, because == compares their whole contents.
     texts = (each for each in root.descendants if isinstance(each, NavigableString))
     texts = (each for each in texts if not isinstance(each, PreformattedString))
-    for _, run in groupby(texts, key=lambda text: id(around(text))):
+    for _, run in groupby(texts, key=lambda text: id(paragraph(text))):
         parts = list(run)
-        element, text = around(parts[0]), "".join(parts)
+        element, text = paragraph(parts[0]), "".join(parts)
         text = text.strip("\n").rstrip() if element.name == "pre" else " ".join(text.split())
         if text:
             yield Block(f"- {text}" if element.name == "li" else text, element.name in HEADINGS)
 
 
-# ---------------------------------------------------------------------------------------------------- the passages
-
-
 def count_words(text: str) -> int:
-    """Return the number of words, signs and CJK characters: close to the number of word pieces.
+    """Return the number of words, signs and CJK characters, which is close to the number of word pieces.
 
     >>> count_words("asyncio.run() は 2 つ")
     8
@@ -267,11 +255,11 @@ def count_words(text: str) -> int:
 
 
 def split_document(document: Document, passage_words: int) -> Iterator[str]:
-    """Yield passages of at most about `passage_words` words, each beginning with the heading that it stands under.
+    """Yield passages of about `passage_words` words or fewer, each beginning with the heading above it.
 
-    They break at headings and between paragraphs, inside a paragraph only if it is too long by itself; a section under
-    a third of that is joined to the next. They do not overlap: none begins in the middle of a thought, and overlapping
-    neighbours would take each other's places among the k nearest and be prefilled twice.
+    Passages end at headings and between paragraphs, and inside a paragraph only if it alone is too long. A section
+    shorter than a third of `passage_words` is joined to the next. Passages do not overlap: overlapping neighbours would
+    compete for the k nearest and be prefilled twice.
     """
     heading: list[Block] = []
     held: list[Block] = []
@@ -296,13 +284,13 @@ def split_document(document: Document, passage_words: int) -> Iterator[str]:
 
 
 def _join(blocks: list[Block]) -> str:
-    """Join the text of a passage. Headings at its end belong to what follows, unless there is nothing else."""
+    """Join the text of a passage, without the headings at its end unless it has nothing else."""
     end = max((number for number, block in enumerate(blocks, 1) if not block.is_heading), default=len(blocks))
     return "\n\n".join(block.text for block in blocks[:end])
 
 
 def _pieces(text: str, max_words: int, level: int = 0) -> list[str]:
-    """Split `text` into as few pieces as its best breaks allow, none longer than `max_words`."""
+    """Split `text` at its best breaks into few pieces, none longer than `max_words`."""
     if count_words(text) <= max_words:
         return [text]
     if level == len(BREAKS):

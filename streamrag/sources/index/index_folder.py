@@ -1,11 +1,11 @@
 """The folder of a vector index: its files, and the checks before they are used.
 
-manifest.json           what the index was made with, and the size and SHA-256 of the other files
-passages.jsonl          one passage a line, in the order of its vectors
-duplicates.jsonl        passages that were left out because an equal one is there, for when that one is removed
+manifest.json           the parameters of the index, and the size and SHA-256 of the other files
+passages.jsonl          one passage a line, in the order of the vectors
+duplicates.jsonl        passages left out as duplicates, which are needed when their twin is removed
 
 Kind "diskann":
-vectors.f32             the vectors as they came from the embedder, for when documents are added or removed
+vectors.f32             the embedder's vectors, for adding and removing documents
 ann_disk.index          DiskANN's graph with the full vectors, read at every search
 ann_pq_*.bin            DiskANN's compressed vectors, held in the searcher's memory
 ann_metadata.bin        DiskANN's number of vectors, dimension and metric
@@ -35,33 +35,28 @@ from streamrag.errors import IndexCorruptError, IndexMismatchError, IndexMissing
 from streamrag.support.bounded_reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
 
 IndexKind: TypeAlias = Literal["diskann", "ivf"]
-
 FORMATS = (1, 2)
 MANIFEST, PASSAGES, DUPLICATES = "manifest.json", "passages.jsonl", "duplicates.jsonl"
 KEYWORDS = "keywords.sqlite"
 VECTORS, IVF = "vectors.f32", "ivf.index"
 DISKANN = {"ann_disk.index", "ann_metadata.bin", "ann_pq_compressed.bin", "ann_pq_pivots.bin"}
 NEEDED: dict[str, set[str]] = {"diskann": {PASSAGES} | DISKANN, "ivf": {PASSAGES, IVF}}
-"""The files without which an index of this kind cannot be searched."""
-
-MAYBE = {DUPLICATES, KEYWORDS, VECTORS} | {
+"""The files that a search of each kind of index needs."""
+OPTIONAL = {DUPLICATES, KEYWORDS, VECTORS} | {
     f"ann_disk.index_{name}.bin" for name in ("centroids", "medoids", "max_base_norm")
 }
-"""Files that may be there too: for adding and removing, and DiskANN's for large indexes and other metrics."""
-
+"""Other files that an index may have, among them DiskANN's for large indexes and other metrics."""
+EMBEDDINGS = ("embedded.json", "embedded.keys", "embedded.f32")
+"""Files that stay in a building folder when a build stops: the embedder, the key of each text, the vectors."""
 MAX_HASHED_BYTES = 64 << 20
-"""Files up to this size are read and compared with their SHA-256 when an index is opened; of larger ones only the size
-is, unless every byte is asked for."""
-
-
+"""Opening an index compares the SHA-256 of files up to this size, and only the size of larger ones."""
 OnFile: TypeAlias = Callable[[str, int], None]
-"""A function of a file's name and its bytes."""
-
+"""A callback with a file's name and size in bytes."""
 _Count: TypeAlias = Annotated[int, Field(gt=0, lt=1 << 31)]
 
 
 class FileEntry(BaseModel):
-    """The entry of a file in the manifest."""
+    """The manifest's entry of a file."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -70,7 +65,7 @@ class FileEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """The record of what an index was made with."""
+    """The parameters with which an index was built."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -78,21 +73,21 @@ class Manifest(BaseModel):
     kind: IndexKind = "diskann"
     created: datetime
     embedder: Annotated[str, Field(max_length=1000)]
-    """Name for people; only the default one is found by it. See `embedder_of_index`."""
+    """Name for people. It is looked up only if it is the default; see `embedder_of_index`."""
     dimension: _Count
     probe: tuple[float, ...]
-    """See `EmbedderIdentity`."""
+    """First numbers of a sample vector; see `EmbedderIdentity`."""
     is_normalized: Literal[True] = True
     metric: Literal["l2"] = "l2"
-    """The metric of the distances, which are squared: between unit vectors they are 2 - 2 * cosine similarity."""
+    """The metric. Distances are squared: between unit vectors they are 2 - 2 * cosine similarity."""
     num_documents: _Count
     num_passages: _Count
     passage_words: _Count
     graph_degree: _Count | None = None
-    """Degree of DiskANN's graph; `build_complexity` is DiskANN's too."""
     build_complexity: _Count | None = None
+    """DiskANN's parameters."""
     num_lists: Annotated[int, Field(gt=0, lt=1 << 15)] | None = None
-    """Number of an IVF index's inverted lists; the memory for opening it grows with them."""
+    """Number of inverted lists of an IVF index, which determines the memory for opening it."""
     packages: dict[str, str]
     """Versions of packages."""
     files: dict[str, FileEntry]
@@ -112,36 +107,35 @@ _STORED = TypeAdapter(StoredPassage)
 
 
 def looks_like_index(folder: Path) -> bool:
-    """Whether this folder holds files of an index, damaged or not, and no others: no other work is lost with it."""
+    """Whether this folder holds files of an index, damaged or not, and no others, so that replacing it is safe."""
     with os.scandir(folder) as entries:
         names = {entry.name if entry.is_file(follow_symlinks=False) else "" for entry in entries}
-    if not names <= set().union(MAYBE, {MANIFEST}, *NEEDED.values()):
+    if not names <= set().union(OPTIONAL, {MANIFEST}, *NEEDED.values()):
         return False
-    # Many programs have a manifest.json, and a passages.jsonl: only what the library writes beside them makes an index.
+    # Many programs write a manifest.json or a passages.jsonl: a file of the index library must be there too.
     has_all = any(names >= needed for needed in NEEDED.values())
     return has_all or (MANIFEST in names and not names <= {MANIFEST, PASSAGES, DUPLICATES, KEYWORDS, VECTORS})
 
 
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content, in hexadecimal."""
+def _sha256(path: Path) -> str:
     with open_regular(path, follow_links=False) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def describe_files(folder: Path) -> dict[str, FileEntry]:
-    """Return an entry for each file of a folder that is to become an index."""
+    """Return a manifest entry for each file of a folder."""
     paths = sorted(folder.iterdir())
-    return {path.name: FileEntry(size_bytes=path.stat().st_size, sha256=sha256(path)) for path in paths}
+    return {path.name: FileEntry(size_bytes=path.stat().st_size, sha256=_sha256(path)) for path in paths}
 
 
 def check_index(folder: Path, *, on_file: OnFile | None = None) -> tuple[Manifest, str]:
-    """Return the manifest of a whole index, and the manifest's own SHA-256. Reads files of up to 64 MiB.
+    """Check an index, and return its manifest and the manifest's own SHA-256. Hashes files of up to 64 MiB.
 
-    on_file: called before each file with its name and size; with it, files of any size are read.
+    on_file: called before each file; with it, files of any size are hashed.
 
-    :raises IndexMissingError: there is none.
-    :raises IndexMismatchError: it is in a format of another version of streamrag.
-    :raises IndexCorruptError: its files are not those that were written.
+    :raises IndexMissingError: there is no index.
+    :raises IndexMismatchError: its format is of another version of streamrag.
+    :raises IndexCorruptError: its files differ from the manifest.
     """
     path = folder / MANIFEST
     try:
@@ -162,22 +156,22 @@ def check_index(folder: Path, *, on_file: OnFile | None = None) -> tuple[Manifes
     for name, entry in manifest.files.items():
         if on_file:
             on_file(name, entry.size_bytes)
-        _check_file(folder, name, entry, most_bytes=inf if on_file else MAX_HASHED_BYTES)
+        _check_file(folder, name, entry, max_hashed_bytes=inf if on_file else MAX_HASHED_BYTES)
     return manifest, hashlib.sha256(text).hexdigest()
 
 
 def check_unchanged(folder: Path, manifest_sha256: str) -> None:
-    """Check that the index is still the one that had this manifest.
+    """Check that the index still has the manifest with this SHA-256.
 
     :raises IndexMismatchError: it was replaced.
     """
     manifest = folder / MANIFEST
-    if not manifest.exists() or sha256(manifest) != manifest_sha256:
+    if not manifest.exists() or _sha256(manifest) != manifest_sha256:
         raise IndexMismatchError(f"{folder} was replaced while it was in use: start the source again")
 
 
 def kind_in_manifest(folder: Path) -> IndexKind:
-    """Return the kind that the manifest names; "diskann" if it names none. Nothing is checked."""
+    """Return the kind in the manifest, or "diskann" if the manifest cannot be read. Checks nothing else."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         if parse_json(read_bytes(folder / MANIFEST, follow_links=False))["kind"] == "ivf":
             return "ivf"
@@ -202,37 +196,35 @@ def _parse_manifest(folder: Path, text: bytes) -> Manifest:
         raise corrupt(folder, f"its {MANIFEST} is damaged at {where}: {first['msg']}") from error
 
 
-def _check_file(folder: Path, name: str, entry: FileEntry, *, most_bytes: float) -> None:
-    """Check the file's size, and its SHA-256 if it has at most `most_bytes`."""
-    path = folder / name
+def _check_file(folder: Path, name: str, entry: FileEntry, *, max_hashed_bytes: float) -> None:
     if "\0" in name or name != Path(name).name:
         raise corrupt(folder, f"its {MANIFEST} names a file elsewhere, {name!r}")
     try:
-        with open_regular(path, follow_links=False) as file:
+        with open_regular(folder / name, follow_links=False) as file:
             size_bytes = os.fstat(file.fileno()).st_size
             if size_bytes != entry.size_bytes:
                 raise corrupt(folder, f"{name} has {size_bytes} bytes, not {entry.size_bytes}")
-            if size_bytes <= most_bytes and hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+            if size_bytes <= max_hashed_bytes and hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
                 raise corrupt(folder, f"{name} is not as it was written (its SHA-256 differs)")
     except OSError as error:
         raise corrupt(folder, f"{name} cannot be read ({error.strerror})") from error
 
 
-def corrupt(folder: Path, what: str) -> IndexCorruptError:
+def corrupt(folder: Path, problem: str) -> IndexCorruptError:
     """Return the error for a damaged index, with the remedy."""
     return IndexCorruptError(
-        f"the vector index {folder} is damaged: {what}. Build it again:  "
+        f"the vector index {folder} is damaged: {problem}. Build it again:  "
         f"streamrag index build FOLDER --out {folder} --force"
     )
 
 
 def with_title(title: str, text: str) -> str:
-    """Return the text by which a passage is searched: behind the title, which says what the document is about."""
+    """Return the text that is embedded and searched: the passage behind the title of its document."""
     return text if text.startswith(title) else f"{title}\n{text}"
 
 
 def read_passages(folder: Path, name: str) -> Iterator[StoredPassage]:
-    """Yield the fields of each passage in `name`, PASSAGES or DUPLICATES; nothing if there is no such file.
+    """Yield the passages of the file `name`, PASSAGES or DUPLICATES; nothing if there is no such file.
 
     :raises IndexCorruptError: a line is no passage.
     """
@@ -244,16 +236,16 @@ def read_passages(folder: Path, name: str) -> Iterator[StoredPassage]:
 
 
 def passage_line(fields: Mapping[str, Any]) -> str:
-    """Return the line of `passages.jsonl` for a passage."""
+    """Format a passage as a line of `passages.jsonl`."""
     return json.dumps({name: fields[name] for name in StoredPassage.__annotations__}, ensure_ascii=False) + "\n"
 
 
 class PassageStore:
-    """The passages of an index, read when they are asked for: 8 bytes of memory each.
+    """The passages of an index, read from the file on demand. Holds 8 bytes of memory for each.
 
-    Lives in the searching worker: the caller's process holds neither a table nor a file, and never waits for a disk.
+    It lives in the searching worker, so the caller's process never waits for the disk.
 
-    :raises IndexCorruptError: there are not `num_passages`.
+    :raises IndexCorruptError: the file does not hold `num_passages`.
     """
 
     def __init__(self, folder: Path, num_passages: int) -> None:
@@ -271,9 +263,9 @@ class PassageStore:
         return len(self._ends) - 1
 
     def read(self, ids: Iterable[int]) -> list[StoredPassage]:
-        """Return the fields of the passages with these numbers.
+        """Return the passages with these numbers.
 
-        :raises IndexCorruptError: what stands there is no passage.
+        :raises IndexCorruptError: a line is no passage.
         """
         lines = (os.pread(self._file.fileno(), self._ends[i + 1] - self._ends[i], self._ends[i]) for i in ids)
         return [_parse_passage(self._folder, PASSAGES, line) for line in lines]

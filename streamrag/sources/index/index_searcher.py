@@ -1,7 +1,8 @@
-"""The inside of the worker processes that search an index, whatever its kind."""
+"""The base of the handlers that search an index in worker processes."""
 
 from abc import ABC, abstractmethod
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,30 +14,32 @@ from streamrag.sources.index.worker_jobs import JobHandler, silence_stdout
 
 @dataclass
 class IndexSearcher(JobHandler, ABC):
-    """Answers the jobs of a source. What is special to a kind of index is in `_open_index` and `_search`."""
+    """A handler of search jobs. Subclasses open and search an index of their kind."""
 
-    _: KW_ONLY
-    folder: Path
+    folder: str
     manifest_sha256: str
     num_passages: int
     location: str
     embedder: str
     dimension: int
-    probe: list[float]
+    probe: Sequence[float]
+    num_lists: int = 0
+    """Number of inverted lists, for an index of kind "ivf"."""
 
-    def __post_init__(self) -> None:
-        self.folder = Path(self.folder)
+    @property
+    def _path(self) -> Path:
+        return Path(self.folder)
 
     def load(self) -> dict[str, Any]:
-        """Load the embedder, and return the dimension of its vectors."""
+        """Load the embedder."""
         return {"dimension": self._embedder.dimension}
 
     def open(self) -> dict[str, Any]:
-        """Open the index for searches, and return its number of passages."""
+        """Open the index for searches."""
         return {"num_passages": len(self._opened[1])}
 
     def search(self, query: str, **options: Any) -> dict[str, Any]:
-        """Return the passages that one stage finds."""
+        """Return the ids, squared distances and fields of the passages that one stage finds, nearest first."""
         vector = self._embedder.query(query)
         index, passages = self._opened
         ids, distances = self._search(index, vector, **options)
@@ -51,15 +54,16 @@ class IndexSearcher(JobHandler, ABC):
     @cached_property
     def _opened(self) -> tuple[Any, PassageStore]:
         silence_stdout()
-        check_unchanged(self.folder, self.manifest_sha256)  # before a worker that replaces another opens it
-        passages = PassageStore(self.folder, self.num_passages)
+        # Checked before, for a replacement worker, and after, so that all opened files are of one index.
+        check_unchanged(self._path, self.manifest_sha256)
+        passages = PassageStore(self._path, self.num_passages)
         index = self._open_index()
-        check_unchanged(self.folder, self.manifest_sha256)  # all that was opened is of one index
+        check_unchanged(self._path, self.manifest_sha256)
         return index, passages
 
     @abstractmethod
     def _open_index(self) -> Any:
-        """Return what `_search` needs, from the files of the index."""
+        """Open the index's files, and return the object that `_search` gets."""
 
     @abstractmethod
     def _search(self, index: Any, vector: Any, **options: Any) -> tuple[list[int], list[float]]:

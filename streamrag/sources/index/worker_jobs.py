@@ -1,4 +1,4 @@
-"""Jobs for the worker processes that embed, search and rerank, and what their errors mean."""
+"""Jobs of the worker processes that embed, search and rerank, and the translation of their errors."""
 
 import asyncio
 import os
@@ -12,16 +12,14 @@ from streamrag.sources.workers.pool import Share, WorkerJobError, WorkerPool
 from streamrag.support.validation import Count
 
 NumWorkers = Annotated[Count, Field(le=32)]
-
 JOB_TIMEOUT_S = 300.0
-"""A query takes milliseconds; in a worker that replaced another, loading a model comes before it."""
+"""A query takes milliseconds, but a worker that replaced another loads its model first."""
 
 
 class JobHandler:
-    """A base of handlers for `WorkerPool`: a job names a method, `do`, and gives it the other values as arguments.
+    """A base of handlers for `WorkerPool`. The value `do` of a job names the method that gets the other values.
 
-    A worker that replaces another starts with any job. So a handler loads what it needs when a job needs it, and errors
-    of loading are errors of a job.
+    A replacement worker may begin with any job. So handlers load lazily, and an error of loading fails the job.
     """
 
     def __call__(self, header: dict[str, Any], body: bytes) -> dict[str, Any]:
@@ -30,34 +28,45 @@ class JobHandler:
         return answer
 
 
+def new_pool(handler: JobHandler, *, size: int, name: str, env: Mapping[str, str] | None = None) -> WorkerPool:
+    """Return an unstarted pool of workers, each with its own copy of `handler`, a dataclass of plain values."""
+    kind = type(handler)
+    return WorkerPool(f"{kind.__module__}:{kind.__qualname__}", vars(handler), size=size, name=name, env=env)
+
+
+async def start_and_load(workers: WorkerPool) -> dict[str, Any]:
+    """Start the workers and run the job `load` in each. Return one of the answers. On failure, close the pool."""
+    await workers.start()
+    try:
+        return await run_in_each(workers, {"do": "load"})
+    except BaseException:
+        await workers.aclose()
+        raise
+
+
 def silence_stdout() -> None:
-    """Discard what is printed. DiskANN's hundreds of lines would push out what a process says before it dies."""
+    """Redirect stdout to /dev/null. DiskANN's hundreds of lines would hide the last words of a dying process."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
     os.close(devnull)
 
 
 async def run_job(
-    workers: WorkerPool,
-    job: Mapping[str, Any],
-    share: Share | None = None,
-    *,
-    timeout_s: float | None = JOB_TIMEOUT_S,
-    purpose: str = "",
+    workers: WorkerPool, job: Mapping[str, Any], share: Share | None = None, *, timeout_s: float | None = JOB_TIMEOUT_S
 ) -> dict[str, Any]:
-    """Return a worker's answer. For a query, which has a `share`, whatever is wrong is a failed retrieval.
+    """Return a worker's answer.
 
-    purpose: what the job is for, as an error names it; the workers' name unless given.
+    :raises StreamRagError: the job failed; always a SourceError for a job of a query, which has a `share`.
     """
     try:
         return await workers.run(job, timeout_s=timeout_s, share=share)
     except WorkerJobError as error:
-        explained = explain(error, f"{purpose or workers.name} failed")
+        explained = explain(error, f"{workers.name} failed")
         raise SourceError(str(explained)) if share else explained from error
 
 
 async def run_in_each(workers: WorkerPool, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the job once in each worker, and return one of the answers. No job is done before all have begun."""
+    """Run the job once in each worker, and return one of the answers."""
     jobs = [run_job(workers, job) for _ in range(workers.size)]
     answers = await asyncio.gather(*jobs, return_exceptions=True)
     for answer in answers:
@@ -66,9 +75,9 @@ async def run_in_each(workers: WorkerPool, job: Mapping[str, Any]) -> dict[str, 
     return cast(dict[str, Any], answers[0])
 
 
-def explain(error: WorkerJobError, otherwise: str) -> StreamRagError:
-    """Return the error that a worker meant; with `otherwise` before it, if it is none of ours."""
+def explain(error: WorkerJobError, context: str) -> StreamRagError:
+    """Return our own error that a worker raised, or else a SourceError whose message begins with `context`."""
     ours = {kind.__name__: kind for kind in (ConfigurationError, IndexCorruptError, IndexMismatchError)}
     if kind := ours.get(error.kind):
         return kind(error.message)
-    return SourceError(f"{otherwise}: {error.kind}: {error.message}")
+    return SourceError(f"{context}: {error.kind}: {error.message}")

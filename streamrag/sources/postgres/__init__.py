@@ -1,1 +1,1 @@
-"""A table of PostgreSQL with pgvector: searched in stages, and filled from a folder of documents."""
+"""PostgreSQL with pgvector: search a table in stages, and fill one from a folder of documents."""

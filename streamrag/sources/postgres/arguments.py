@@ -1,4 +1,4 @@
-"""The names that a caller gives: of a table and of its columns. Needs no driver."""
+"""Checks of the caller's arguments: the driver, and the names of the table and its columns. Needs no driver."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -8,25 +8,18 @@ from streamrag.errors import ConfigurationError, MissingDependencyError, SourceE
 from streamrag.support.messages import short
 
 INSTALL = "pip install 'streamrag[postgres]'"
-
 DEFAULT_COLUMNS = {name: name for name in ("text", "uri", "title", "passage", "embedding", "words")}
-"""Columns for the fields of a chunk. `words` holds the lexemes of the text, a tsvector."""
-
+"""Default column of each field of a chunk. `words` holds the lexemes of the text, a tsvector."""
 NEEDED = ("text", "uri", "embedding")
-
 TableName: TypeAlias = str | tuple[str, str]
 
 
 class StatementTimeoutError(SourceError):
-    """The server stopped a statement: its time was up, or somebody there stopped it."""
-
-
-class EncodingError(SourceError):
-    """A text cannot be translated between UTF-8 and the database's encoding."""
+    """The server cancelled a statement, because of its timeout or by an administrator."""
 
 
 def require_psycopg() -> None:
-    """Check that the driver, its pool and libpq are installed.
+    """Check that psycopg, its pool and libpq are installed.
 
     :raises MissingDependencyError: one of them is not.
     """
@@ -34,15 +27,15 @@ def require_psycopg() -> None:
         if not find_spec(module):
             raise MissingDependencyError(module.replace("_", "-"), INSTALL)
     try:
-        import psycopg  # noqa: F401 - which needs libpq too
+        import psycopg  # noqa: F401 - loads libpq
     except ImportError as error:
         raise MissingDependencyError("psycopg with libpq", INSTALL) from error
 
 
 def table_parts(table: TableName) -> tuple[str, ...]:
-    """Return schema and name, or the name only.
+    """Split a table name into schema and name, or the name alone.
 
-    :raises ConfigurationError: it names none.
+    :raises ConfigurationError: it is not the name of a table.
 
     >>> table_parts("docs.passages"), table_parts(("my.schema", "my.table"))
     (('docs', 'passages'), ('my.schema', 'my.table'))
@@ -56,22 +49,22 @@ def table_parts(table: TableName) -> tuple[str, ...]:
 
 
 def storable(text: str) -> str:
-    """Return the text as PostgreSQL can hold it: without NUL, and without halves of a character."""
+    """Return the text without NUL and lone surrogates, which PostgreSQL cannot store."""
     return text.replace("\0", "").encode("utf-8", "replace").decode()
 
 
 def checked_columns(columns: Mapping[str, str | None] | None) -> dict[str, str | None]:
-    """Return the caller's columns.
+    """Return the caller's column of each field.
 
-    :raises ConfigurationError: a field that no chunk has, or no name.
+    :raises ConfigurationError: a chunk has no such field, or a column has no valid name.
     """
-    named = dict(columns or {})
-    for field, column in named.items():
+    checked = dict(columns or {})
+    for field, column in checked.items():
         if field not in DEFAULT_COLUMNS:
             raise ConfigurationError(f"columns has {short(field)}, and a chunk has {', '.join(DEFAULT_COLUMNS)}")
         if not _is_name(column) and (column is not None or field in NEEDED):
             raise ConfigurationError(f"columns[{field!r}]={short(column)} must be a column's name")
-    return named
+    return checked
 
 
 def _is_name(value: object) -> bool:

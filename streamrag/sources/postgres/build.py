@@ -1,9 +1,9 @@
-"""Filling a table of PostgreSQL with the passages of a folder of documents, and keeping it as the folder is.
+"""Fill a table of PostgreSQL with the passages of a folder of documents, and keep it in sync with the folder.
 
-    documents ──passages──▶ those that are new or changed ──worker: embedder──▶ vectors ──▶ table
+    documents ──▶ passages ──▶ new and changed ones ──worker: embedder──▶ vectors ──▶ table
 
-Each passage stands beside a digest of what was embedded. So a build that was stopped or killed goes on where it was,
-and one after a change of few documents embeds only these.
+Each row has a digest of the embedded text. So the next build embeds only the passages that have changed, or that a
+stopped build has not reached.
 """
 
 import asyncio
@@ -15,14 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from streamrag.sources.index.build import PassageWords, refuse_event_loop
-from streamrag.sources.index.document_passages import (
-    OnProgress,
-    find_documents,
-    nothing_to_index,
-    read_documents,
-)
+from streamrag.sources.index.document_passages import OnProgress, find_documents, nothing_to_index, read_documents
 from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
-from streamrag.sources.index.embedder_pool import EmbedderPool, num_build_threads
+from streamrag.sources.index.embedder_pool import NUM_BUILD_THREADS, EmbedderPool
 from streamrag.sources.postgres.arguments import TableName, require_psycopg, storable, table_parts
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.validation import Count, validated
@@ -33,21 +28,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TableSummary:
-    """A summary of what was filled, and of what was left out."""
+    """A summary of a build: what the table was filled with, and what was left out."""
 
     num_documents: int
     """Documents in the folder."""
     num_passages: int
     """Passages in the folder."""
     num_embedded: int
-    """Passages that are new or changed since the last build."""
+    """New passages, and those that have changed since the last build."""
     num_duplicates: int
-    """Passages left out because the same text had come before."""
+    """Passages left out because an earlier one has the same text."""
     num_removed: int
-    """Passages removed: of documents that changed and, with `prune`, of those that are not in the folder."""
+    """Removed passages of documents that changed and, with `prune`, of documents that are not in the folder."""
     dimension: int
     skipped: tuple[tuple[str, str], ...]
-    """Files and folders that were not read: path within the folder, and the reason."""
+    """Skipped files and folders: path within the folder, and the reason."""
     duration_s: float
 
 
@@ -65,61 +60,60 @@ def build_table(
     on_progress: OnProgress | None = None,
     clock: Clock = monotonic,
 ) -> TableSummary:
-    """Fill a table with the text, Markdown and HTML files below `folder`; `PgVectorSource` searches it. Blocks.
+    """Fill a table with the text, Markdown and HTML files below `folder`, for `PgVectorSource`. Blocks.
 
-    The table is made if there is none, with an HNSW index of the vectors and a GIN index of the words, and so is the
-    extension if the user may make it. What has not changed since the last build is left as it is, changed documents are
-    replaced, and a build that was stopped goes on where it was.
+    The table is created if it does not exist, with an HNSW index of the vectors and a GIN index of the words; so is the
+    extension, if the user is allowed to. Unchanged passages are kept, changed documents are replaced, and a stopped
+    build is resumed.
 
-    `words` is the text search configuration of the index of words. With `prune`, documents that are not in the folder
-    are removed from the table. `on_progress` is called with (done, total, step) for the steps filling and indexing.
+    `words` is the text search configuration of the GIN index. With `prune`, documents that are not in the folder are
+    removed from the table. `on_progress` is called with (done, total, step) for the steps filling and indexing.
 
-    :raises IndexExistsError: there is such a table, and streamrag did not make it.
+    :raises IndexExistsError: the table exists, and streamrag did not make it.
     :raises IndexMismatchError: the table was filled with another embedder.
-    :raises ConfigurationError: no documents, or an embedder that cannot be used.
+    :raises ConfigurationError: there are no documents, or the embedder cannot be used.
     :raises MissingDependencyError: the driver or the embedder's package is not installed.
     :raises VectorIndexError: the server refuses, or another build fills the table.
-    :raises SourceError: the server cannot be reached, or the connection broke. What is filled stays.
-    :raises WorkerError: the process that embeds died.
+    :raises SourceError: the server cannot be reached, or the connection broke; written rows stay.
+    :raises WorkerError: the embedding process died.
     """
     started_s = clock()
     refuse_event_loop("build_table")
     require_psycopg()
-    tell = on_progress or (lambda done, total, step: None)
-    build = _Build(Path(folder).resolve(), passage_words, max_file_bytes, tell)
-    pool = EmbedderPool(embedder, size=1, num_threads=num_build_threads())
+    report = on_progress or (lambda done, total, step: None)
+    build = _Build(Path(folder).resolve(), passage_words, max_file_bytes, report)
+    pool = EmbedderPool(embedder, size=1, num_threads=NUM_BUILD_THREADS)
     writer = asyncio.run(build.run(dsn, table_parts(table), words, pool, prune))
     return build.summary(writer, clock() - started_s)
 
 
 class _Build:
-    """The documents of a folder, on their way into a table."""
+    """A transfer of a folder's documents into a table."""
 
-    def __init__(self, folder: Path, passage_words: int, max_file_bytes: int, tell: OnProgress) -> None:
-        self.folder, self._passage_words, self._tell = folder, passage_words, tell
-        self._paths, self.skipped = find_documents(folder, max_file_bytes=max_file_bytes, leave_out=folder / ".none")
+    def __init__(self, folder: Path, passage_words: int, max_file_bytes: int, report: OnProgress) -> None:
+        self.folder, self._passage_words, self._report = folder, passage_words, report
+        self._paths, self.skipped = find_documents(folder, max_file_bytes=max_file_bytes)
         self.uris: list[str] = []
         self.num_duplicates = 0
-        self.seen: set[bytes] = set()
+        self._digests: set[bytes] = set()
 
     async def run(self, dsn: str, parts: tuple[str, ...], words: str, pool: EmbedderPool, prune: bool) -> "TableWriter":
-        """Fill the table, and return what has written to it."""
+        """Fill the table, and return its writer, which has counted the changes."""
         import psycopg
 
         from streamrag.sources.postgres.link import Address
-        from streamrag.sources.postgres.table import at_start
         from streamrag.sources.postgres.table_writer import TableWriter
 
         address = Address(dsn)
 
-        def tell(done: int) -> None:
-            self._tell(done, len(self._paths), "filling")
+        def report(num_done: int) -> None:
+            self._report(num_done, len(self._paths), "filling")
 
-        documents = read_documents(self.folder, self._paths, self.skipped, self._passage_words, tell)
+        documents = read_documents(self.folder, self._paths, self.skipped, self._passage_words, report)
         try:
             async with AsyncExitStack() as stack:
                 connection = await stack.enter_async_context(await address.connect(autocommit=True))
-                writer = TableWriter(connection, address, parts, self._tell)
+                writer = TableWriter(connection, address, parts, self._report)
                 await writer.lock()
                 stack.push_async_callback(pool.aclose)
                 await writer.make_table(await pool.start(), words)
@@ -128,39 +122,39 @@ class _Build:
                     self.uris.append(storable(document.uri))
                     await writer.add(pool, self.uris[-1], storable(document.title), self._new_passages(passages))
                 await writer.flush(pool)
-                tell(len(self._paths))
+                report(len(self._paths))
                 if prune and self.uris:
                     await writer.remove_others(self.uris)
                 await writer.make_indexes()
         except (psycopg.Error, UnicodeError) as error:
-            raise at_start(address, error) from None
+            raise address.explained_at_start(error) from None
         return writer
 
     def _new_passages(self, texts: list[str]) -> dict[int, str]:
-        """Return the passages that no document had before.
+        """Return the passages whose text has not occurred before, by number.
 
-        Navigation and licences that every page repeats would fill the k nearest with one text.
+        Navigation and licences, which every page repeats, would otherwise fill the k nearest with one text.
         """
         passages = {}
         for number, text in enumerate(map(storable, texts)):
             digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-            if digest in self.seen:
+            if digest in self._digests:
                 self.num_duplicates += 1
             else:
-                self.seen.add(digest)
+                self._digests.add(digest)
                 passages[number] = text
         return passages
 
     def summary(self, writer: "TableWriter", duration_s: float) -> TableSummary:
-        """Return what was filled.
+        """Return the summary of the build.
 
-        :raises ConfigurationError: the folder gives no passages.
+        :raises ConfigurationError: the folder has no passages.
         """
-        if not self.seen:
+        if not self._digests:
             raise nothing_to_index(self.folder, self.skipped)
         return TableSummary(
             num_documents=len(self.uris),
-            num_passages=len(self.seen),
+            num_passages=len(self._digests),
             num_embedded=writer.num_embedded,
             num_duplicates=self.num_duplicates,
             num_removed=writer.num_removed,

@@ -1,4 +1,4 @@
-"""Connections to a PostgreSQL server: a pool, transactions that only read, errors that never show the password."""
+"""Connections to a PostgreSQL server: a pool, read-only transactions, and errors that never show the password."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -8,39 +8,34 @@ import psycopg
 import psycopg_pool
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from streamrag.errors import ConfigurationError, SourceError
-from streamrag.sources.postgres.arguments import EncodingError, StatementTimeoutError
+from streamrag.errors import ConfigurationError, SourceError, StreamRagError, VectorIndexError
+from streamrag.sources.postgres.arguments import StatementTimeoutError
 from streamrag.support.messages import message_of
 from streamrag.support.tasks import cancel_regardless, is_cancelled
 
 Connection: TypeAlias = psycopg.AsyncConnection[tuple[Any, ...]]
-
 SECRETS = {"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"}
-"""Parts of a DSN that no message shows."""
-
+"""Parts of a DSN that messages never show."""
 MAX_WAITING = 1_000
-"""Searches that wait for a connection; further ones are refused."""
-
+"""Most searches that wait for a connection; further ones fail."""
 GRACE_S = 5.0
-"""A server stops a statement whose time is up. One that does not even do that is given up after this much longer."""
-
+"""Seconds beyond the statement timeout after which an unresponsive server is given up."""
 MAX_MESSAGE_CHARS = 500
-
 T = TypeVar("T")
 
 
 class Address:
-    """The address of a server. Its text, which messages and logs may have, has no password.
+    """The address of a server. `str()` of it, for messages and logs, has no password.
 
-    dsn: libpq's: `postgresql://user@host/database` or `host=... dbname=...`.
+    dsn: a connection string of libpq: `postgresql://user@host/database` or `host=... dbname=...`.
 
-    :raises ConfigurationError: it is no such text.
+    :raises ConfigurationError: the dsn is invalid.
     """
 
     def __init__(self, dsn: str) -> None:
         try:
             parts = conninfo_to_dict(dsn)
-        except psycopg.Error:  # whose message has the text, and so the password
+        except psycopg.Error:  # its message quotes the dsn with the password
             raise ConfigurationError(
                 "PostgreSQL: the dsn cannot be read, and is not shown since it may hold a password. It must be "
                 "postgresql://user@host/database or host=... dbname=...; in the former, write special characters of a "
@@ -57,7 +52,7 @@ class Address:
         self._text = f"PostgreSQL at {where}{f':{port}' if port else ''}{f', database {database}' if database else ''}"
         parts.setdefault("connect_timeout", "10")
         parts.setdefault("fallback_application_name", "streamrag")
-        self._conninfo = make_conninfo("", **{**parts, "client_encoding": "utf8"})
+        self.conninfo = make_conninfo("", **{**parts, "client_encoding": "utf8"})
 
     def __str__(self) -> str:
         return self._text
@@ -66,7 +61,7 @@ class Address:
         return f"<{self._text}>"
 
     def without_password(self, text: str) -> str:
-        """Return the text of a server or the driver for a message."""
+        """Return a text of the server or the driver without secrets, shortened to 500 characters."""
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return " ".join(text.split())[:MAX_MESSAGE_CHARS]
@@ -74,32 +69,15 @@ class Address:
     async def connect(self, *, autocommit: bool = False) -> Connection:
         """Open a connection outside the pool.
 
-        :raises SourceError: the server cannot be reached, or refuses.
+        :raises SourceError: the server cannot be reached, or refuses the connection.
         """
         try:
-            return await psycopg.AsyncConnection.connect(self._conninfo, autocommit=autocommit, prepare_threshold=None)
+            return await psycopg.AsyncConnection.connect(self.conninfo, autocommit=autocommit, prepare_threshold=None)
         except (psycopg.Error, OSError) as error:
             raise self.explained(error) from None
 
-    def new_pool(self, num_connections: int, timeout_s: float) -> psycopg_pool.AsyncConnectionPool[Connection]:
-        """Return a pool, not yet open. It connects when a connection is needed, and checks one that was idle."""
-        return psycopg_pool.AsyncConnectionPool(
-            self._conninfo,
-            # Statements that are not prepared are planned for their values, and work behind PgBouncer.
-            kwargs={"prepare_threshold": None},
-            min_size=0,
-            max_size=num_connections,
-            max_waiting=MAX_WAITING,
-            timeout=timeout_s,
-            reconnect_timeout=timeout_s,
-            configure=_read_only,
-            check=psycopg_pool.AsyncConnectionPool.check_connection,
-            name="streamrag",
-            open=False,
-        )
-
     def explained(self, error: BaseException) -> SourceError:
-        """Return an error of the driver as an error of ours."""
+        """Translate an error of the driver."""
         message = self.without_password(message_of(error))
         match error:
             case SourceError():
@@ -118,10 +96,14 @@ class Address:
             case TimeoutError():
                 return SourceError(f"{self} does not answer")
             case UnicodeError() | psycopg.errors.CharacterNotInRepertoire() | psycopg.errors.UntranslatableCharacter():
-                return EncodingError(
-                    f"{self}: a text does not fit the database's encoding, which is not UTF-8: {message}"
-                )
+                return SourceError(f"{self}: a text does not fit the database's encoding, not UTF-8: {message}")
         return SourceError(f"{self}: {type(error).__name__}: {message}")
+
+    def explained_at_start(self, error: Exception) -> StreamRagError:
+        """Translate an error of the driver while a table is inspected or filled."""
+        explained = self.explained(error)
+        is_refusal = isinstance(error, psycopg.ProgrammingError | psycopg.DataError)
+        return VectorIndexError(str(explained)) if is_refusal else explained
 
 
 async def _read_only(connection: Connection) -> None:
@@ -129,9 +111,9 @@ async def _read_only(connection: Connection) -> None:
 
 
 class Link:
-    """Runs functions that read a database, each in a transaction and a task of its own.
+    """A connection pool that runs each function in its own read-only transaction and task.
 
-    Settings hold for their transaction only, so that a connection comes back to the pool as it was.
+    Settings apply to their transaction only, so that a connection returns to the pool unchanged.
     """
 
     def __init__(self, address: Address, *, num_connections: int, pool_timeout_s: float) -> None:
@@ -142,15 +124,30 @@ class Link:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
-        """Open the pool; it connects later."""
-        self._pool = self._address.new_pool(self._num_connections, self._pool_timeout_s)
+        """Open the pool, which connects on demand and checks idle connections before use."""
+        self._pool = psycopg_pool.AsyncConnectionPool(
+            self._address.conninfo,
+            # Unprepared statements are planned for their values, and work behind PgBouncer.
+            kwargs={"prepare_threshold": None},
+            min_size=0,
+            max_size=self._num_connections,
+            max_waiting=MAX_WAITING,
+            timeout=self._pool_timeout_s,
+            reconnect_timeout=self._pool_timeout_s,
+            configure=_read_only,
+            check=psycopg_pool.AsyncConnectionPool.check_connection,
+            name="streamrag",
+            open=False,
+        )
         await self._pool.open()
 
     async def run(self, work: Callable[[Connection], Awaitable[T]], settings: dict[str, str], *, timeout_s: float) -> T:
-        """Return what `work` returns. The server's `settings` hold for it only. Cancelling this cancels it there.
+        """Run `work` in a transaction with these server settings, and return its result.
 
-        :raises StatementTimeoutError: it takes longer than `timeout_s`, waiting for a connection not counted.
-        :raises SourceError: it fails otherwise, or this is closed.
+        Cancelling this cancels the statement in the server.
+
+        :raises StatementTimeoutError: a statement took longer than `timeout_s`.
+        :raises SourceError: it failed otherwise, or the pool is closed.
         """
         if self._pool is None:
             raise SourceError(f"{self._address}: the source is closed")
@@ -183,7 +180,7 @@ class Link:
             raise self._address.explained(error) from None
 
     async def aclose(self) -> None:
-        """Stop what is under way, and disconnect. Does nothing when not started."""
+        """Cancel running transactions and disconnect. Does nothing when not started."""
         pool, self._pool = self._pool, None
         if pool:
             await cancel_regardless([*self._tasks])

@@ -1,4 +1,4 @@
-"""The SQL that searches a table, and its rows as chunks."""
+"""The SQL statements that search a table, and the conversion of rows to chunks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
@@ -18,27 +18,29 @@ from streamrag.support.messages import short
 MAX_TEXT_CHARS = 20_000
 MAX_TITLE_CHARS = 500
 MAX_URI_CHARS = 2_000
-"""More of a field is not sent by the server: rows are anybody's."""
-
+"""Limits of the fields, which the server applies: rows are untrusted."""
 MIN_NORM, MAX_NORM = 1e-18, 1e19
-"""Lengths of vectors of which float32 can hold the square."""
+"""Range of vector lengths whose squares float32 can represent."""
+_SELECT = f"""
+    SELECT left({{text}}::text, {MAX_TEXT_CHARS + 1}), left({{uri}}::text, {MAX_URI_CHARS + 1}),
+        left({{title}}::text, {MAX_TITLE_CHARS}), {{passage}}, {{score}} AS score
+    FROM {{rows}} WHERE {{where}} ORDER BY {{order}} LIMIT {{k}}"""
+_TRUE = sql.SQL("true")
 
 NUM_SAMPLED_ROWS = 10_000
-"""Rows that are looked at for the dimensions of their vectors."""
-
+"""Number of rows whose dimensions are counted."""
 MAX_QUERY_CHARS = 10_000
-"""The beginning of a query, whose words are searched."""
-
+"""Characters of a query whose words are searched."""
 Row: TypeAlias = tuple[Any, ...]
-"""Text, uri, title, passage, and a distance or rank."""
+"""Text, uri, title, passage, and distance or rank."""
 
 
 class Search:
-    """The statements for one table, and one filter.
+    """The statements that search one table with one filter.
 
     where: values by column; see `PgVectorSource`.
 
-    :raises ConfigurationError: it names no column.
+    :raises ConfigurationError: a key of `where` is not the name of a column.
     """
 
     def __init__(self, table: Table, where: Mapping[str, Any], k: int) -> None:
@@ -53,10 +55,10 @@ class Search:
         self._filter, self._values = _filter(where)
 
     def _vector_conditions(self, schema: str) -> list[sql.Composable]:
-        """Return the conditions on a row's vector for its distance to be one.
+        """Return the conditions under which a row's distance is defined.
 
-        pgvector fails on vectors of another dimension. It adds up squares as float32, which hold none of a very short
-        or long vector: the cosine would be anything.
+        pgvector fails on vectors of another dimension, and sums squares as float32, which very short and very long
+        vectors overflow.
         """
         column = self._columns["embedding"]
         conditions: list[sql.Composable] = []
@@ -69,18 +71,18 @@ class Search:
         return conditions
 
     async def nearest(self, connection: Connection, vector: str, *, is_exact: bool) -> list[Row]:
-        """Return the rows nearest to the vector, with distances: NULL, and last in exact search, if there is none."""
+        """Return the rows nearest to the vector, with their distances; NULL, and last in exact search, if undefined."""
         score: sql.Composable = self._distance
-        if self._conditions:  # as a CASE: of conditions of the statement, the server chooses the order
+        if self._conditions:  # as a CASE, because the server may reorder conditions of WHERE
             score = sql.SQL("CASE WHEN {} THEN {} END").format(sql.SQL(" AND ").join(self._conditions), self._distance)
-        # An index is used for the bare distance only. It has very short vectors where they belong.
+        # Only an ORDER BY with the bare distance uses an index, which holds very short vectors in their right place.
         order = sql.SQL("score") if is_exact else self._distance
         num_before, num_behind = 1 + (self._table.dimension is None), 0 if is_exact else 1
         values = [*[vector] * num_before, *self._values, *[vector] * num_behind]
         return await self._fetch(connection, self._select(score, self._from, order), values)
 
     async def dimensions(self, connection: Connection) -> dict[int, int]:
-        """Return how many of the first rows have vectors of which dimension, most first; none if the column has one."""
+        """Return the number of rows by dimension, among the first 10,000; {} if the column's type has a dimension."""
         if self._table.dimension is not None:
             return {}
         column = self._columns["embedding"]
@@ -97,23 +99,23 @@ class Search:
         return dict(await self._fetch(connection, statement, self._values))
 
     async def words(self, connection: Connection, query: str, configuration: str) -> list[Row]:
-        """Return the rows with most of the query's words, of which any will do, with PostgreSQL's rank."""
+        """Return the rows with any of the query's words, best first by PostgreSQL's rank."""
         name: sql.Composable = sql.SQL("get_current_ts_config()")
         if configuration:
             name = sql.SQL("{}::regconfig").format(sql.Literal(configuration.replace("%", "%%")))
-        lexemes = self._columns["words"] if self._table.words_is_column else None
-        lexemes_of = lexemes or sql.SQL("to_tsvector({}, {})").format(name, self._columns["text"])
-        asked = "(SELECT replace(plainto_tsquery({}, %s)::text, ' & ', ' | ')::tsquery AS query) asked"
+        lexemes: sql.Composable | None = self._columns["words"] if self._table.words_is_column else None
+        lexemes = lexemes or sql.SQL("to_tsvector({}, {})").format(name, self._columns["text"])
+        search = "(SELECT replace(plainto_tsquery({}, %s)::text, ' & ', ' | ')::tsquery AS query) search"
         statement = self._select(
-            sql.SQL("ts_rank({}, asked.query)").format(lexemes_of),
-            sql.SQL("{}, {}").format(self._from, sql.SQL(asked).format(name)),
+            sql.SQL("ts_rank({}, search.query)").format(lexemes),
+            sql.SQL("{}, {}").format(self._from, sql.SQL(search).format(name)),
             sql.SQL("score DESC"),
-            also=sql.SQL("{} @@ asked.query").format(lexemes_of),
+            condition=sql.SQL("{} @@ search.query").format(lexemes),
         )
         return await self._fetch(connection, statement, [storable(query)[:MAX_QUERY_CHARS], *self._values])
 
     async def estimate(self, connection: Connection) -> int:
-        """Return the server's guess at the number of rows that fit. Finds what is wrong with names and rights."""
+        """Return the server's estimate of the number of matching rows. Fails if a name or a permission is wrong."""
         statement = sql.SQL("EXPLAIN (FORMAT JSON) SELECT {} FROM {} WHERE {}").format(
             sql.SQL(", ").join(self._columns.values()), self._from, self._where()
         )
@@ -121,52 +123,37 @@ class Search:
         return int(plan[0]["Plan"]["Plan Rows"])
 
     def _select(
-        self,
-        score: sql.Composable,
-        rows: sql.Composable,
-        order: sql.Composable,
-        also: sql.Composable | None = None,
+        self, score: sql.Composable, rows: sql.Composable, order: sql.Composable, condition: sql.Composable = _TRUE
     ) -> sql.Composed:
-        columns = self._columns
+        fields = {field: self._columns.get(field, sql.NULL) for field in ("text", "uri", "title", "passage")}
+        parts = {"score": score, "rows": rows, "where": self._where(condition), "order": order}
+        return sql.SQL(_SELECT).format(**fields, **parts, k=sql.Literal(self._k))
 
-        def beginning(field: str, max_chars: int) -> sql.Composed:
-            return sql.SQL("left({}::text, {})").format(columns[field], sql.Literal(max_chars))
-
-        fields = [
-            beginning("text", MAX_TEXT_CHARS + 1),
-            beginning("uri", MAX_URI_CHARS + 1),
-            beginning("title", MAX_TITLE_CHARS) if "title" in columns else sql.NULL,
-            columns.get("passage", sql.NULL),
-            sql.SQL("{} AS score").format(score),
-        ]
-        parts = sql.SQL(", ").join(fields), rows, self._where(also), order, sql.Literal(self._k)
-        return sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY {} LIMIT {}").format(*parts)
-
-    def _where(self, also: sql.Composable | None = None) -> sql.Composed:
+    def _where(self, condition: sql.Composable = _TRUE) -> sql.Composed:
         tests = [sql.SQL("{} IS NOT NULL").format(self._columns[field]) for field in ("text", "uri")]
-        return sql.SQL(" AND ").join([*tests, *([also] if also else []), *self._filter])
+        return sql.SQL(" AND ").join([*tests, condition, *self._filter])
 
     async def _fetch(self, connection: Connection, statement: sql.Composed, values: Sequence[Any]) -> list[Row]:
         return await (await connection.execute(statement, values)).fetchall()
 
 
 class Rows:
-    """Makes chunks of one query's rows."""
+    """A converter of one query's rows to chunks."""
 
     def __init__(self, name: str, metric: str) -> None:
         self._metric = metric
         self._reader = PassageReader(name)
         self._cut: dict[tuple[str, int], bool] = {}
-        """Passages of which only the beginning was taken, and whether that was told."""
+        """Truncated passages, by uri and passage, and whether they have been reported."""
 
     def nearest(self, rows: Iterable[Row]) -> tuple[Chunk, ...]:
-        """Return chunks best first; equals by their place, so that their order stays the same from stage to stage."""
-        found = [row for row in rows if row[4] is not None and isfinite(row[4])]  # vectors of zeros have no direction
-        chunks = [self._chunk(row, 1 - row[4] if self._metric == "cosine" else -row[4]) for row in found]
+        """Return chunks, best first. Equal scores are ordered by uri and passage, so that stages agree."""
+        valid = (row for row in rows if row[4] is not None and isfinite(row[4]))  # vectors of zeros have no direction
+        chunks = [self._chunk(row, 1 - row[4] if self._metric == "cosine" else -row[4]) for row in valid]
         return tuple(sorted(chunks, key=lambda chunk: (-(chunk.score or 0.0), chunk.uri, chunk.passage)))
 
     def by_words(self, rows: Iterable[Row]) -> tuple[Chunk, ...]:
-        """Return chunks in the rows' order."""
+        """Return chunks in the order of the rows."""
         return tuple(self._chunk(row, row[4]) for row in rows)
 
     def _chunk(self, row: Row, score: float) -> Chunk:
@@ -180,11 +167,11 @@ class Rows:
         return chunk
 
     def newly_cut(self) -> list[Skipped]:
-        """Return a `Skipped` for each passage of which only the beginning was taken, once."""
-        new = sorted(place for place, is_told in self._cut.items() if not is_told)
+        """Return a `Skipped` for each truncated passage, once."""
+        new = sorted(place for place, is_reported in self._cut.items() if not is_reported)
         self._cut.update(dict.fromkeys(new, True))
-        left_out = f"has over {MAX_TEXT_CHARS:,} characters, and the rest was left out"
-        return [Skipped(uri, f"passage {passage} {left_out}") for uri, passage in new]
+        reason = f"has over {MAX_TEXT_CHARS:,} characters, and the rest was left out"
+        return [Skipped(uri, f"passage {passage} {reason}") for uri, passage in new]
 
 
 def _filter(where: Mapping[str, Any]) -> tuple[list[sql.Composed], list[Any]]:
@@ -198,7 +185,7 @@ def _filter(where: Mapping[str, Any]) -> tuple[list[sql.Composed], list[Any]]:
             tests.append(sql.SQL("{} = %s").format(identifier(column)))
             values.append(value)
         else:
-            or_null = " OR {0} IS NULL" if None in value else ""  # which is equal to nothing, itself included
+            or_null = " OR {0} IS NULL" if None in value else ""  # NULL is equal to nothing
             tests.append(sql.SQL(f"({{0}} = ANY(%s){or_null})").format(identifier(column)))
             values.append([each for each in value if each is not None])
     return tests, values

@@ -1,4 +1,4 @@
-"""A table of PostgreSQL with pgvector as a source: words first, then its index further and further, then all rows."""
+"""A source that searches a table of PostgreSQL with pgvector: by words, then by its index, then exactly."""
 
 import asyncio
 import logging
@@ -36,13 +36,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("streamrag.sources")
 
 NUM_STAGES = 5
-
 WORDS_TIMEOUT_S = 2.0
-"""Most seconds for the words: they are there to be first. Their stage is left out where they take longer."""
-
+"""Timeout of the search by words. It is only useful as a quick first result, and is left out if it is slower."""
 FEW_ROWS = 1_000
-"""Rows that are compared one by one as quickly as an index finds the way to them."""
-
+"""Number of rows up to which exact search is as fast as an index."""
 _AtMost1000 = Annotated[Count, Field(le=1_000)]
 _Timeout = Annotated[Number, Field(ge=0.001, le=3_600)]
 
@@ -63,44 +60,43 @@ class _Stage:
 
 
 class PgVectorSource:
-    """Searches a table of PostgreSQL with pgvector: one that `streamrag index build --to` filled, or one of your own.
+    """A search of a PostgreSQL table with pgvector: your own, or one that `streamrag index build --to` filled.
 
-    A search runs in stages: the query's words, if the table has an index of words, for as long as the query is being
-    embedded; then its vector, looking further with each rung of a ladder, if the table has an HNSW or IVFFlat index;
-    then exactly, if it has few enough rows. A stage that changes the `k` best passages, or their order, yields an
-    `Update` with all of them, best first; `Hint.num_chunks` counts the stages still to come. A chunk's `score` is the
-    cosine similarity to the query, or another index's distance with its sign changed; in an update by words it is
-    PostgreSQL's rank.
+    A search runs in stages: by words, if the table has a full-text index, while the query is being embedded; then by
+    vector, with an HNSW or IVFFlat index that searches more with each rung of a ladder; then exactly, if the table has
+    few enough rows. A stage that changes the `k` best passages or their order yields an `Update` with all of them, best
+    first; `Hint.num_chunks` counts the remaining stages. A chunk's `score` is the cosine similarity to the query, or
+    the negative distance of another metric; in the update by words it is PostgreSQL's rank.
 
-    Transactions only read, and each setting holds for one of them. A query that is stopped is stopped in the server.
+    Transactions are read-only, and settings apply to one transaction. Cancelling a query cancels it in the server.
 
-    dsn: `postgresql://user@host/database`, or `host=... dbname=...`; what it does not say is taken from `PGHOST`,
+    dsn: `postgresql://user@host/database`, or `host=... dbname=...`; missing parts are taken from `PGHOST`,
         `PGPASSWORD` and so on, and from `~/.pgpass`.
     table: its name, `schema.name`, or a tuple of both.
-    k: passages to find.
-    columns: the names of the columns that hold a chunk's `text`, `uri`, `title` and `passage`, its `embedding`, and its
-        `words` (a tsvector), where they are not called so. None leaves out any but text, uri and embedding. Without
-        `passage`, passages are counted within their document.
-    where: values by column, of which all must fit: None for NULL, and of a list any, which may have None among them.
-        Where a row has NULL, no other value fits.
-    words: the text search configuration to look for words with, such as "english"; "" for none. By default that of the
-        table's index of words, and none where there is no such index.
-    ladder: values of `hnsw.ef_search` (up to 1,000) or `ivfflat.probes`, one for each stage, growing; () for exact
-        search only. By default five that double, from 2 * k, or from a 64th of the index's lists.
-    exact_rows: search exactly, at the end, if the server expects no more rows than this; 0 for never.
-    timeout_s: most seconds for each stage. When one takes longer, what was found before it stands.
+    k: number of passages to find.
+    columns: the columns of a chunk's `text`, `uri`, `title`, `passage`, `embedding` and `words` (a tsvector), where
+        their names differ from these. None leaves out any but text, uri and embedding. Without `passage`, passages are
+        numbered within their document.
+    where: a filter of required values by column: a value, None for NULL, or a list of alternatives. NULL in a row
+        matches only None.
+    words: the text search configuration for the search by words, such as "english"; "" turns it off. By default that of
+        the table's full-text index; off without such an index.
+    ladder: increasing values of `hnsw.ef_search` (up to 1,000) or `ivfflat.probes`, one for each stage; () for exact
+        search only. By default five values that double, from 2 * k, or from a 64th of the index's lists.
+    exact_rows: add an exact last stage if the server expects at most this number of rows; 0 turns it off.
+    timeout_s: most seconds for each stage. If a stage takes longer, the search ends with the results so far.
     num_connections: most connections to the server, for all queries.
-    pool_timeout_s: most seconds to wait for one of them.
-    embedder: what the table's vectors were made with: a name or path of a sentence-transformers model, or
+    pool_timeout_s: most seconds to wait for a connection.
+    embedder: the embedder of the table's vectors: the name or path of a sentence-transformers model, or
         `module:function`. It is imported or loaded, so it is never taken from the table.
-    num_workers: processes that embed queries.
+    num_workers: number of processes that embed queries.
 
-    :raises ConfigurationError: a value that cannot work.
+    :raises ConfigurationError: an option is invalid.
     :raises MissingDependencyError: the driver is not installed.
     """
 
     name = "PgVectorSource"
-    """Name for errors and schedulers; give two sources that behave differently two names."""
+    """Name for errors and schedulers; give sources that behave differently different names."""
 
     @validated
     def __init__(
@@ -144,12 +140,12 @@ class PgVectorSource:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Look at the table, load the embedder (many seconds), open the pool.
+        """Inspect the table, open the pool, and load the embedder, which takes many seconds.
 
-        :raises SourceError: the server cannot be reached, or refuses.
+        :raises SourceError: the server cannot be reached, or refuses the connection.
         :raises IndexMissingError: there is no such table.
-        :raises IndexMismatchError: its vectors were made with another embedder or dimension.
-        :raises VectorIndexError: a column is missing or of a wrong type; there is no pgvector; it may not be read.
+        :raises IndexMismatchError: its vectors have another embedder or dimension.
+        :raises VectorIndexError: a column is missing, unreadable or of a wrong type, or pgvector is not installed.
         :raises ConfigurationError: the embedder cannot be loaded.
         :raises MissingDependencyError: the embedder's package is not installed.
         :raises WorkerError: a worker cannot start.
@@ -171,35 +167,36 @@ class PgVectorSource:
         progress("the table is ready")
 
     def _check_dimensions(
-        self, table: "Table", found: Mapping[int, int], loaded: EmbedderIdentity, progress: Progress
+        self, table: "Table", num_rows_by_dimension: Mapping[int, int], loaded: EmbedderIdentity, progress: Progress
     ) -> None:
-        """Compare the embedder's dimension with those `found`, which say how many rows have them."""
-        others = [str(dimension) for dimension in found if dimension != loaded.dimension]
+        """Check that rows have the embedder's dimension, and report those that do not."""
+        others = [str(dimension) for dimension in num_rows_by_dimension if dimension != loaded.dimension]
         if not others:
             return
         have = f"column {table.columns['embedding']!r} of table {table.name} has"
         dimensions = f"{' and '.join(others)} dimensions"
         ours = f"embedder={self._embedder!r} has {loaded.dimension}"
-        if loaded.dimension not in found:
+        if loaded.dimension not in num_rows_by_dimension:
             raise IndexMismatchError(
                 f"{self._address}: {have} {dimensions}, and {ours}: name the embedder that the table was filled with"
             )
-        num_rows = sum(found.values())
+        num_rows = sum(num_rows_by_dimension.values())
+        num_others = num_rows - num_rows_by_dimension[loaded.dimension]
         progress(
-            f"{have} vectors of {dimensions} too, and {ours}: {num_rows - found[loaded.dimension]:,} of {num_rows:,} "
-            "passages are left out. Embed them again"
+            f"{have} vectors of {dimensions} too, and {ours}: {num_others:,} of {num_rows:,} passages are left out. "
+            "Embed them again"
         )
 
     async def _inspect(self) -> "tuple[Table, Search, int, Mapping[int, int]]":
         import psycopg
 
         from streamrag.sources.postgres.query import Search
-        from streamrag.sources.postgres.table import at_start, inspect_table
+        from streamrag.sources.postgres.table import inspect_table
 
         try:
             async with asyncio.timeout(self._start_timeout_s), AsyncExitStack() as stack:
                 connection = await self._address.connect()
-                stack.push_async_callback(connection.close)  # leaving it commits; cancelled in that, it stays open
+                stack.push_async_callback(connection.close)  # if cancelled while it commits, it would stay open
                 await stack.enter_async_context(connection)
                 await connection.set_read_only(True)
                 table = await inspect_table(connection, self._address, self._table, self._columns)
@@ -208,10 +205,10 @@ class PgVectorSource:
                 search = Search(table, self._where, self._k)
                 return table, search, await search.estimate(connection), await search.dimensions(connection)
         except (psycopg.Error, OSError, UnicodeError) as error:
-            raise at_start(self._address, error) from None
+            raise self._address.explained_at_start(error) from None
 
     async def aclose(self) -> None:
-        """Stop the workers, and disconnect. Searches that are under way end with an error."""
+        """Stop the workers and disconnect. Running searches fail. Does nothing when not started."""
         opened, self._opened, self.is_started = self._opened, None, False
         if opened:
             try:
@@ -220,13 +217,13 @@ class PgVectorSource:
                 await opened.embedder.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an `Update` for each stage that changes what is best; a `CutShort` if a later stage takes too long.
+        """Yield an `Update` for each stage that changes the best passages; a `CutShort` if a later stage is too slow.
 
-        A `Skipped` for a passage of which only the beginning was taken, since it is longer than 20,000 characters.
+        Yield a `Skipped` for a passage of more than 20,000 characters, which is truncated.
 
         :raises ConfigurationError: the source is not started.
         :raises SourceError: the server, the connection or the search failed, or no connection was free in time.
-        :raises WorkerError: a worker died; the next query has another.
+        :raises WorkerError: a worker died; the next query gets a new one.
         """
         from streamrag.sources.postgres.query import Rows
 
@@ -237,34 +234,34 @@ class PgVectorSource:
         embedding = asyncio.create_task(opened.embedder.query(storable(query), Share()), name="streamrag embed a query")
         words = asyncio.create_task(self._find_words(opened, query), name="streamrag words of a query")
         try:
-            best = rows.by_words(await _unless_first(words, embedding))
+            best = rows.by_words(await _words_before_embedding(words, embedding))
             stages = await self._stages(opened)
             for event in _changes(rows, best, (), len(stages)):
                 yield event
             for number, stage in enumerate(stages, 1):
                 try:
-                    found = rows.nearest(await self._find_nearest(opened, stage, embedding))
+                    nearest = rows.nearest(await self._find_nearest(opened, stage, embedding))
                 except StatementTimeoutError as error:
                     if not best:
                         raise
                     log.warning("%s, at stage %d of %d: %s", error, number, len(stages), stage.what)
                     yield CutShort(f"the database stopped the search at stage {number} of {len(stages)}")
                     return
-                before, best = best, found
+                before, best = best, nearest
                 for event in _changes(rows, best, before, len(stages) - number):
                     yield event
         finally:
             await cancel_regardless([words, embedding])
 
     async def _stages(self, opened: _Opened) -> list[_Stage]:
-        """Return the stages of one query: the table may have grown since the one before."""
+        """Return the stages of one query, which depend on the present size of the table."""
         num_rows = await opened.link.run(opened.search.estimate, {}, timeout_s=self._timeout_s)
         stages = []
         is_exact = num_rows <= self._exact_rows
         if (ladder := opened.table.ladder) and not (is_exact and num_rows <= FEW_ROWS and self._ladder is None):
             first = 2 * self._k if ladder.setting == "hnsw.ef_search" else max(1, ladder.most // 64)
             default = [first << stage for stage in range(NUM_STAGES)]
-            rungs = ladder.rungs(default if self._ladder is None else self._ladder)
+            rungs = sorted({min(value, ladder.most) for value in (default if self._ladder is None else self._ladder)})
             stages += [_Stage(f"{ladder.setting} = {rung}", ladder.settings(rung)) for rung in rungs]
         if is_exact:
             stages.append(_Stage("exact", {"enable_indexscan": "off"}, is_exact=True))
@@ -278,7 +275,7 @@ class PgVectorSource:
         return stages
 
     async def _find_words(self, opened: _Opened, query: str) -> "list[Row]":
-        """Find the query's words; nothing if that takes too long or fails: the vectors find what is there."""
+        """Return the rows with the query's words; none if the search fails, because the search by vector follows."""
         configuration = self._words if self._words is not None else opened.table.words
         if configuration is None or self._words == "":
             return []
@@ -287,7 +284,7 @@ class PgVectorSource:
             return await opened.link.run(
                 lambda connection: opened.search.words(connection, query, configuration), {}, timeout_s=timeout_s
             )
-        except SourceError:  # a text is too long for a tsvector, the database has no such characters, ...
+        except SourceError:  # a timeout, a text too long for a tsvector, characters outside the encoding
             return []
 
     async def _find_nearest(self, opened: _Opened, stage: _Stage, embedding: "asyncio.Task[str]") -> "list[Row]":
@@ -299,10 +296,10 @@ class PgVectorSource:
         )
 
 
-async def _unless_first(words: "asyncio.Task[list[Row]]", embedding: "asyncio.Task[str]") -> "list[Row]":
-    """Return what the words found; nothing if the query is embedded first, since its vector finds better.
+async def _words_before_embedding(words: "asyncio.Task[list[Row]]", embedding: "asyncio.Task[str]") -> "list[Row]":
+    """Return the result of the search by words; none if the query is embedded first, since its vector finds better.
 
-    The words are stopped then. In the server that takes a connection of its own, and is not waited for.
+    In this case the search by words is cancelled. This takes another connection to the server, and is not awaited.
     """
     await asyncio.wait([words, embedding], return_when=asyncio.FIRST_COMPLETED)
     if not words.done():
@@ -312,10 +309,9 @@ async def _unless_first(words: "asyncio.Task[list[Row]]", embedding: "asyncio.Ta
 
 
 def _changes(rows: "Rows", best: tuple[Chunk, ...], before: tuple[Chunk, ...], num_left: int) -> list[SourceEvent]:
-    """Return the events of a stage: an update if the passages are others than before, or in another order."""
+    """Return the events of a stage: an update if the passages or their order have changed."""
     events: list[SourceEvent] = [*rows.newly_cut()]
-    if [(chunk.uri, chunk.passage, chunk.text) for chunk in best] != [
-        (chunk.uri, chunk.passage, chunk.text) for chunk in before
-    ]:
+    old, new = ([(chunk.uri, chunk.passage, chunk.text) for chunk in chunks] for chunks in (before, best))
+    if new != old:
         events.append(Update(best, Hint(num_chunks=num_left)))
     return events

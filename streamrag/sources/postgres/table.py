@@ -1,20 +1,19 @@
-"""A table with vectors: its columns, its indexes, and what made it. Nothing of it is trusted.
+"""Inspect a table with vectors: its columns, its indexes, and the embedder that filled it. All of it is untrusted.
 
-Identifiers are quoted by psycopg, values are parameters, and what the extension made is named with its schema: no name,
-value or search_path of somebody else's becomes SQL.
+psycopg quotes the identifiers, values are parameters, and objects of the extension are qualified with its schema, so
+that no foreign name, value or search_path becomes SQL.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
-import psycopg
 from psycopg import sql
+from psycopg.rows import namedtuple_row
 from pydantic import BaseModel, Field, FiniteFloat, StrictInt, ValidationError
 
-from streamrag.errors import IndexMissingError, StreamRagError, VectorIndexError
+from streamrag.errors import IndexMissingError, VectorIndexError
 from streamrag.sources.index.embedder import EmbedderIdentity
 from streamrag.sources.postgres.arguments import DEFAULT_COLUMNS, NEEDED, TableName, table_parts
 from streamrag.sources.postgres.link import Address, Connection
@@ -26,19 +25,16 @@ KINDS = {
     "embedding": ("a vector or halfvec of pgvector", {"vector", "halfvec"}),
     "words": ("a tsvector", {"tsvector"}),
 }
-"""Types that columns must have, or categories of types; the others are read as text."""
-
+"""Allowed types, or categories of types, of columns; other columns are read as text."""
 OPERATORS = {"cosine": "<=>", "l2": "<->", "ip": "<#>", "l1": "<+>"}
-"""pgvector's distances, by parts of the names of its operator classes."""
-
+"""pgvector's distance operators, by metric as in the names of its operator classes."""
 RECORD_FORMAT = 1
 MAX_COMMENT_CHARS = 4_000
-
 _CONFIGURATION = re.compile(r"to_tsvector\('((?:[^']|'')+)'::regconfig")
 
 
 def identifier(*parts: str) -> sql.Identifier:
-    """Return an identifier for a statement that is run with values, be it none: there a % in a name is doubled."""
+    """Return an identifier for a statement that is run with parameters, in which % must be doubled."""
     return sql.Identifier(*(part.replace("%", "%%") for part in parts))
 
 
@@ -47,17 +43,14 @@ class Ladder:
     """The approximate index of a table."""
 
     setting: str
-    """The setting that makes it look further: `hnsw.ef_search` or `ivfflat.probes`."""
+    """The setting that widens its search: `hnsw.ef_search` or `ivfflat.probes`."""
     most: int
+    """The highest value of the setting."""
     iterative: str = ""
-    """The value of its `iterative_scan`, with which it goes on until it has enough rows that fit a filter."""
-
-    def rungs(self, values: Sequence[int]) -> list[int]:
-        """Return these values of the setting, none above `most`."""
-        return sorted({min(value, self.most) for value in values})
+    """The value of its `iterative_scan`, which continues a search until enough rows pass the filter."""
 
     def settings(self, rung: int) -> dict[str, str]:
-        """Return the server's settings for a value of `setting`."""
+        """Return the server settings of a rung."""
         settings = {self.setting: str(rung)}
         if self.iterative:
             settings[f"{self.setting.partition('.')[0]}.iterative_scan"] = self.iterative
@@ -70,45 +63,27 @@ class Table:
 
     parts: tuple[str, ...]
     columns: Mapping[str, str]
-    """The columns that it has, by the field of a chunk that they hold."""
+    """The column of each field of a chunk."""
     vector_type: tuple[str, str]
-    """Schema and name."""
+    """Schema and name of the type of its vectors."""
     dimension: int | None
     metric: str
     ladder: Ladder | None
     words: str | None
-    """Text search configuration of its index of words; None if it has no such index."""
+    """Text search configuration of its full-text index; None if it has no such index."""
     words_is_column: bool
     made_with: EmbedderIdentity | None
     """The embedder in its comment, if streamrag made it."""
 
     @property
     def name(self) -> str:
-        """The name for messages."""
+        """Qualified name, for messages."""
         return ".".join(self.parts)
 
 
-class _Column(NamedTuple):
-    name: str
-    schema: str
-    """The schema of its type."""
-    kind: str
-    category: str
-    modifier: int
-    expression: str
-
-
-class _Index(NamedTuple):
-    method: str
-    operators: str
-    column: str | None
-    options: list[str] | None
-    expression: str | None
-
-
 _COLUMNS = """
-    SELECT a.attname, n.nspname, t.typname, t.typcategory::text, a.atttypmod,
-        coalesce(pg_get_expr(d.adbin, d.adrelid), '')
+    SELECT a.attname AS name, n.nspname AS type_schema, t.typname AS kind, t.typcategory::text AS category,
+        a.atttypmod AS modifier, coalesce(pg_get_expr(d.adbin, d.adrelid), '') AS expression
     FROM pg_catalog.pg_attribute a
     JOIN pg_catalog.pg_type t ON t.oid = a.atttypid
     JOIN pg_catalog.pg_namespace n ON n.oid = t.typnamespace
@@ -117,7 +92,8 @@ _COLUMNS = """
     ORDER BY a.attnum"""
 
 _INDEXES = """
-    SELECT m.amname, o.opcname, a.attname, c.reloptions, pg_get_expr(i.indexprs, i.indrelid)
+    SELECT m.amname AS method, o.opcname AS operators, a.attname AS column, c.reloptions AS options,
+        pg_get_expr(i.indexprs, i.indrelid) AS expression
     FROM pg_catalog.pg_index i
     JOIN pg_catalog.pg_class c ON c.oid = i.indexrelid
     JOIN pg_catalog.pg_am m ON m.oid = c.relam
@@ -134,34 +110,35 @@ _ABOUT = """
 async def inspect_table(
     connection: Connection, address: Address, table: TableName, columns: Mapping[str, str | None]
 ) -> Table:
-    """Return what the table is like; `columns` is the caller's.
+    """Read the columns, indexes and comment of a table.
+
+    columns: the caller's column of each field.
 
     :raises IndexMissingError: there is no such table.
-    :raises VectorIndexError: it has no such column, or one of a wrong type; there is no pgvector; it may not be read.
+    :raises VectorIndexError: a column is missing or of a wrong type, or pgvector is not installed.
     """
     parts = table_parts(table)
     name = ".".join(parts)
     quoted = sql.Identifier(*parts).as_string(connection)
     ((oid, comment, version),) = await fetch(connection, _ABOUT, quoted, quoted)
     if version is None:
-        raise VectorIndexError(
-            f"{address} has no pgvector there. Its administrator installs it with:  CREATE EXTENSION vector"
-        )
+        raise VectorIndexError(f"{address}: no pgvector there. An administrator installs it:  CREATE EXTENSION vector")
     if oid is None:
         raise IndexMissingError(
             f"{address} has no table {name} that this user may see. Fill one with:  "
             f"streamrag index build FOLDER --to DSN --table {name}"
         )
-    there = {row[0]: _Column(*row) for row in await fetch(connection, _COLUMNS, oid)}
-    indexes = [_Index(*row) for row in await fetch(connection, _INDEXES, oid)]
-    named = _columns_to_read(f"{address}: ", name, columns, there)
-    vectors = there[named["embedding"]]
-    ladder, metric = _ladder(indexes, vectors.name, _version(version))
-    words, is_column = _words(indexes, named, there)
+    cursor = connection.cursor(row_factory=namedtuple_row)
+    existing: dict[str, Any] = {row[0]: row for row in await (await cursor.execute(_COLUMNS, [oid])).fetchall()}
+    indexes = await (await cursor.execute(_INDEXES, [oid])).fetchall()
+    selected = _select_columns(f"{address}: table {name}", columns, existing)
+    vectors = existing[selected["embedding"]]
+    ladder, metric = _ladder(indexes, vectors.name, [int(number) for number in re.findall(r"\d+", version)[:2]])
+    words, is_column = _words(indexes, selected, existing)
     return Table(
         parts=parts,
-        columns=named,
-        vector_type=(vectors.schema, vectors.kind),
+        columns=selected,
+        vector_type=(vectors.type_schema, vectors.kind),
         dimension=vectors.modifier if vectors.modifier > 0 else None,
         metric=metric,
         ladder=ladder,
@@ -172,44 +149,37 @@ async def inspect_table(
 
 
 async def fetch(connection: Connection, query: str, *values: Any) -> list[tuple[Any, ...]]:
-    """Return the rows that a statement of our own gives."""
+    """Run a trusted statement, and return its rows."""
     return await (await connection.execute(query.encode(), values)).fetchall()
 
 
-def _columns_to_read(
-    where: str, table: str, columns: Mapping[str, str | None], there: Mapping[str, _Column]
-) -> dict[str, str]:
-    """Return the columns by field. Those that the caller did not name may be missing, unless a chunk needs them."""
-    named: dict[str, str] = {}
+def _select_columns(table: str, columns: Mapping[str, str | None], existing: Mapping[str, Any]) -> dict[str, str]:
+    """Return the column of each field. Only columns that the caller named, or that a chunk needs, must exist."""
+    selected: dict[str, str] = {}
     for field, default in DEFAULT_COLUMNS.items():
         column = columns.get(field, default)
-        is_wanted = field in columns or field in NEEDED
-        if column is None or (column not in there and not is_wanted):
+        is_required = field in columns or field in NEEDED
+        if column is None or (column not in existing and not is_required):
             continue
-        if column not in there:
+        if column not in existing:
             raise VectorIndexError(
-                f"{where}table {table} has no column {short(column)} for a chunk's {field}: it has "
-                f"{', '.join(list(there)[:20])}. Name it, as in columns={{{field!r}: ...}}"
+                f"{table} has no column {short(column)} for a chunk's {field}: it has "
+                f"{', '.join(list(existing)[:20])}. Name it, as in columns={{{field!r}: ...}}"
             )
         must_be, kinds = KINDS.get(field, ("", set()))
-        if kinds and not kinds & {there[column].kind, there[column].category}:
+        if kinds and not kinds & {existing[column].kind, existing[column].category}:
             if field == "words" and field not in columns:
-                continue  # it is something else that happens to be called so
+                continue  # an unrelated column that has this name by chance
             raise VectorIndexError(
-                f"{where}column {short(column)} of table {table} is {there[column].kind}, and a chunk's {field} must "
-                f"be {must_be}"
+                f"{table}: column {short(column)} is {existing[column].kind}, and a chunk's {field} must be {must_be}"
             )
-        named[field] = column
-    return named
+        selected[field] = column
+    return selected
 
 
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
-
-
-def _ladder(indexes: Sequence[_Index], column: str, version: tuple[int, ...]) -> tuple[Ladder | None, str]:
-    """Return the approximate index of the column, HNSW if there are several, and its metric; else None and cosine."""
-    is_iterative = version >= (0, 8)
+def _ladder(indexes: Sequence[Any], column: str, version: list[int]) -> tuple[Ladder | None, str]:
+    """Return the approximate index of the column, preferably HNSW, and its metric; else None and "cosine"."""
+    is_iterative = version >= [0, 8]
     for index in indexes:
         metric = next((metric for metric in OPERATORS if f"_{metric}_ops" in index.operators), None)
         if index.column != column or metric is None:
@@ -218,33 +188,28 @@ def _ladder(indexes: Sequence[_Index], column: str, version: tuple[int, ...]) ->
             return Ladder("hnsw.ef_search", 1_000, "strict_order" if is_iterative else ""), metric
         if index.method == "ivfflat":
             lists = (re.fullmatch(r"lists=(\d{1,6})", each) for each in index.options or ())
-            most = next((int(found[1]) for found in lists if found), 100)
+            most = next((int(match[1]) for match in lists if match), 100)
             return Ladder("ivfflat.probes", most, "relaxed_order" if is_iterative else ""), metric
     return None, "cosine"
 
 
-def _words(
-    indexes: Sequence[_Index], named: Mapping[str, str], there: Mapping[str, _Column]
-) -> tuple[str | None, bool]:
-    """Return the text search configuration of an index of words, and whether it is over the column of lexemes."""
-    column = re.escape(named["text"])
-    of_text = re.compile(rf"""{_CONFIGURATION.pattern}, \(?"?{column}"?\)?(?:::text)?\)""")
+def _words(indexes: Sequence[Any], columns: Mapping[str, str], existing: Mapping[str, Any]) -> tuple[str | None, bool]:
+    """Return the text search configuration of a full-text index, and whether it indexes the column of lexemes."""
+    column = re.escape(columns["text"])
+    text_expression = re.compile(rf"""{_CONFIGURATION.pattern}, \(?"?{column}"?\)?(?:::text)?\)""")
     for index in indexes:
         if index.method not in ("gin", "gist"):
             continue
-        if index.column is not None and index.column == named.get("words"):
-            found = _CONFIGURATION.search(there[index.column].expression)
-            return (found[1].replace("''", "'") if found else ""), True
-        if found := of_text.fullmatch(index.expression or ""):
-            return found[1].replace("''", "'"), False
-    return None, "words" in named
-
-
-# -------------------------------------------------------------------------------------------------- what made a table
+        if index.column is not None and index.column == columns.get("words"):
+            match = _CONFIGURATION.search(existing[index.column].expression)
+            return (match[1].replace("''", "'") if match else ""), True
+        if match := text_expression.fullmatch(index.expression or ""):
+            return match[1].replace("''", "'"), False
+    return None, "words" in columns
 
 
 class _Record(BaseModel):
-    """The comment of a table that streamrag fills, below the key "streamrag"."""
+    """The embedder of a table that streamrag filled."""
 
     format: int = RECORD_FORMAT
     embedder: Annotated[str, Field(strict=True)]
@@ -253,17 +218,19 @@ class _Record(BaseModel):
 
 
 class _Comment(BaseModel):
+    """The comment of a table, as JSON."""
+
     streamrag: _Record
 
 
 def record_of(embedder: EmbedderIdentity) -> str:
-    """Return the comment of a table that this embedder's vectors fill."""
-    record = {"format": RECORD_FORMAT, "embedder": embedder.name, "dimension": embedder.dimension}
-    return json.dumps({"streamrag": {**record, "probe": embedder.probe}})
+    """Return the comment of a table that is filled with this embedder."""
+    record = _Record(embedder=embedder.name, dimension=embedder.dimension, probe=embedder.probe)
+    return _Comment(streamrag=record).model_dump_json()
 
 
 def read_record(comment: str | None) -> EmbedderIdentity | None:
-    """Return the embedder in a comment; None if it is not one of ours. It is compared, and never loaded."""
+    """Parse the embedder in a comment; return None if it is not a record. It is only compared, never loaded."""
     if not comment or len(comment) > MAX_COMMENT_CHARS:
         return None
     try:
@@ -271,11 +238,3 @@ def read_record(comment: str | None) -> EmbedderIdentity | None:
     except ValidationError:
         return None
     return EmbedderIdentity(record.embedder[:200], record.dimension, record.probe)
-
-
-def at_start(address: Address, error: Exception) -> StreamRagError:
-    """Return an error of the driver, while a table was looked at, as an error of ours."""
-    explained = address.explained(error)
-    if isinstance(error, psycopg.ProgrammingError | psycopg.DataError):
-        return VectorIndexError(str(explained))
-    return explained

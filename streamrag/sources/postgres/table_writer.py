@@ -1,8 +1,8 @@
-"""The table that a build fills: made, compared with a folder's documents, written to, indexed."""
+"""Create a table, compare it with a folder's documents, write the differences, and index it."""
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 from psycopg import sql
 
@@ -14,18 +14,14 @@ from streamrag.sources.index.index_folder import with_title
 from streamrag.sources.postgres.link import Address, Connection
 from streamrag.sources.postgres.table import fetch, identifier, read_record, record_of
 
-NUM_TEXTS_AT_ONCE = 128
-"""Texts in one job of the embedding worker and in one transaction, after which progress is reported."""
-
+TEXTS_PER_JOB = 128
+"""Texts in one job of the embedding worker, and rows in one transaction, between progress reports."""
 MAX_INDEXED_DIMENSIONS = 2_000
-"""pgvector's limit for an index of vectors."""
-
+"""pgvector's limit for indexed vectors."""
 MAX_PLAIN_DIMENSIONS = 1_000
-"""Vectors of up to 4 KB stay in their row, whose texts leave it first: exact search reads a page rather than two."""
-
+"""Vectors of up to 4 KB are stored in the row, so that exact search reads one page for each instead of two."""
 LOCK_SPACE = 0x5247
-"""The first number of our advisory locks; the second is the table's."""
-
+"""First key of our advisory locks; the second one identifies the table."""
 _TABLE = """
     CREATE TABLE {name} (
         uri text NOT NULL,
@@ -39,50 +35,41 @@ _TABLE = """
     )"""
 
 _UPSERT = """
-    INSERT INTO {name} (uri, passage, title, text, digest, embedding) VALUES (%s, %s, %s, %s, %s, %s::{vector})
+    INSERT INTO {name} (uri, passage, title, text, digest, embedding)
+    VALUES (%(uri)s, %(passage)s, %(title)s, %(text)s, %(digest)s, %(vector)s::{vector})
     ON CONFLICT (uri, passage) DO UPDATE SET title = excluded.title, text = excluded.text, digest = excluded.digest,
         embedding = excluded.embedding"""
 
-# However the table is spelt: "passages" may be "public.passages", and be there or not yet.
+# The key is that of the qualified name: "passages" may be "public.passages", and may not exist yet.
 _LOCK = (
     "SELECT pg_try_advisory_lock(%s, hashtext(concat_ws('.', coalesce(%s, (SELECT nspname::text FROM pg_class c "
     "JOIN pg_namespace n ON n.oid = relnamespace WHERE c.oid = to_regclass(%s)), current_schema()::text), %s::text)))"
 )
 
 _SCHEMA = "SELECT n.nspname FROM pg_extension e JOIN pg_namespace n ON n.oid = extnamespace WHERE extname = 'vector'"
-
 _HAS_INDEXES = """
     SELECT coalesce(bool_or(m.amname IN ('hnsw', 'ivfflat')), false), coalesce(bool_or(m.amname = 'gin'), false)
     FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid JOIN pg_am m ON m.oid = c.relam
     WHERE i.indrelid = to_regclass(%s) AND i.indisvalid"""
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    uri: str
-    passage: int
-    title: str
-    text: str
-    digest: str
-
-
 class TableWriter:
-    """Writes to the table of a build, by one connection that holds its lock."""
+    """A writer to the table of a build, with one connection that holds its lock."""
 
-    def __init__(self, connection: Connection, address: Address, parts: tuple[str, ...], tell: OnProgress) -> None:
-        self._connection, self._address, self._parts, self._tell = connection, address, parts, tell
-        self._table = f"{address}: table {'.'.join(parts)}"  # for messages
+    def __init__(self, connection: Connection, address: Address, parts: tuple[str, ...], report: OnProgress) -> None:
+        self._connection, self._address, self._parts, self._report = connection, address, parts, report
+        self._table = f"{address}: table {'.'.join(parts)}"
         self._name, self._name_beside_values = sql.Identifier(*parts), identifier(*parts)
         self._quoted = self._name.as_string(connection)
         self._schema = ""  # pgvector's
-        self._changed: list[_Row] = []
+        self._changed: list[dict[str, Any]] = []
         self._surplus: list[tuple[str, list[int]]] = []
         self.num_embedded = self.num_removed = self.dimension = 0
 
     async def lock(self) -> None:
-        """Keep other builds from this table as long as the connection lives.
+        """Lock the table against other builds until the connection is closed.
 
-        :raises VectorIndexError: another build fills it.
+        :raises VectorIndexError: another build holds the lock.
         """
         schema = self._parts[0] if len(self._parts) > 1 else None
         ((is_ours,),) = await fetch(self._connection, _LOCK, LOCK_SPACE, schema, self._quoted, self._parts[-1])
@@ -90,9 +77,12 @@ class TableWriter:
             raise VectorIndexError(f"{self._address}: another build fills table {'.'.join(self._parts)}: wait for it")
 
     async def make_table(self, embedder: EmbedderIdentity, words: str) -> None:
-        """Make the table, with a comment that says what fills it; both or neither. One that is there must be like it.
+        """Create the table with a record of its embedder, or check an existing table.
 
-        words: the text search configuration of its index of words.
+        words: the text search configuration of its full-text index.
+
+        :raises IndexExistsError: streamrag did not make the existing table.
+        :raises IndexMismatchError: another embedder filled it.
         """
         self.dimension = embedder.dimension
         query = "SELECT to_regclass(%s)::oid, obj_description(to_regclass(%s), 'pg_class')"
@@ -111,16 +101,16 @@ class TableWriter:
                 words=sql.Literal(words),
                 storage=storage,
             )
-            about = sql.SQL("COMMENT ON TABLE {} IS {}").format(self._name, sql.Literal(record_of(embedder)))
+            comment_on = sql.SQL("COMMENT ON TABLE {} IS {}").format(self._name, sql.Literal(record_of(embedder)))
             async with self._connection.transaction():
                 await self._connection.execute(statement)
-                await self._connection.execute(about)
+                await self._connection.execute(comment_on)
 
     def _check(self, made_with: EmbedderIdentity | None, embedder: EmbedderIdentity) -> None:
         if made_with is None:
             raise IndexExistsError(
                 f"{self._address}: there is a table {'.'.join(self._parts)} that streamrag did not make: name another "
-                "one, or drop it"
+                "table, or drop it"
             )
         if how := embedder.difference(made_with):
             raise IndexMismatchError(
@@ -129,31 +119,28 @@ class TableWriter:
             )
 
     async def add(self, pool: EmbedderPool, uri: str, title: str, passages: Mapping[int, str]) -> None:
-        """Write what the table does not have of a document yet, and remove what it has too much; some of it later."""
+        """Queue the new and changed passages of a document for writing, and the others of it for removal."""
         query = sql.SQL("SELECT passage, digest FROM {} WHERE uri = %s").format(self._name_beside_values)
-        there: dict[int, str] = dict(await (await self._connection.execute(query, [uri])).fetchall())
+        existing: dict[int, str] = dict(await (await self._connection.execute(query, [uri])).fetchall())
         for passage, text in passages.items():
             digest = hashlib.blake2b(f"{title}\0{text}".encode(), digest_size=16).hexdigest()
-            if there.get(passage) != digest:
-                self._changed.append(_Row(uri, passage, title, text, digest))
-        if there.keys() - passages.keys():
+            if existing.get(passage) != digest:
+                self._changed.append({"uri": uri, "passage": passage, "title": title, "text": text, "digest": digest})
+        if existing.keys() - passages.keys():
             self._surplus.append((uri, [*passages]))
-        if len(self._changed) >= NUM_TEXTS_AT_ONCE:
+        if len(self._changed) >= TEXTS_PER_JOB:
             await self.flush(pool)
 
     async def flush(self, pool: EmbedderPool) -> None:
-        """Embed what has changed, and write it; a transaction for each batch."""
+        """Embed and write the queued passages, one transaction for each batch, and remove the surplus ones."""
         vector = identifier(self._schema, "vector")
         upsert = sql.SQL(_UPSERT).format(name=self._name_beside_values, vector=vector)
         delete = sql.SQL("DELETE FROM {} WHERE uri = %s AND passage <> ALL(%s)").format(self._name_beside_values)
         changed, self._changed, surplus, self._surplus = self._changed, [], self._surplus, []
-        for start in range(0, len(changed), NUM_TEXTS_AT_ONCE):
-            batch = changed[start : start + NUM_TEXTS_AT_ONCE]
-            vectors = await pool.passages([with_title(row.title, row.text) for row in batch])
-            rows = [
-                (row.uri, row.passage, row.title, row.text, row.digest, vector)
-                for row, vector in zip(batch, vectors, strict=True)
-            ]
+        for start in range(0, len(changed), TEXTS_PER_JOB):
+            batch = changed[start : start + TEXTS_PER_JOB]
+            vectors = await pool.passages([with_title(row["title"], row["text"]) for row in batch])
+            rows = [{**row, "vector": vector} for row, vector in zip(batch, vectors, strict=True)]
             async with self._connection.transaction(), self._connection.cursor() as cursor:
                 await cursor.executemany(upsert, rows)
             self.num_embedded += len(batch)
@@ -162,20 +149,20 @@ class TableWriter:
                 self.num_removed += (await self._connection.execute(delete, [uri, kept])).rowcount
 
     async def remove_others(self, uris: list[str]) -> None:
-        """Remove the documents that are not among these."""
+        """Remove all documents except these."""
         query = sql.SQL("DELETE FROM {} WHERE uri <> ALL(%s)").format(self._name_beside_values)
         self.num_removed += (await self._connection.execute(query, [uris])).rowcount
 
     async def make_indexes(self) -> None:
-        """Make the indexes that are missing: after filling, since an index is made in less time than it grows."""
+        """Create the missing indexes. After filling, this is faster than growing them row by row."""
         ((has_vectors, has_words),) = await fetch(self._connection, _HAS_INDEXES, self._quoted)
-        self._tell(0, 2, "indexing")
+        self._report(0, 2, "indexing")
         if not has_words:
             await self._connection.execute(sql.SQL("CREATE INDEX ON {} USING gin (words)").format(self._name))
-        self._tell(1, 2, "indexing")
+        self._report(1, 2, "indexing")
         if not has_vectors and self.dimension <= MAX_INDEXED_DIMENSIONS:
             cosine = sql.Identifier(self._schema, "vector_cosine_ops")
             statement = sql.SQL("CREATE INDEX ON {} USING hnsw (embedding {})").format(self._name, cosine)
             await self._connection.execute(statement)
         await self._connection.execute(sql.SQL("ANALYZE {}").format(self._name))
-        self._tell(2, 2, "indexing")
+        self._report(2, 2, "indexing")

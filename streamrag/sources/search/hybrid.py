@@ -1,4 +1,4 @@
-"""Keyword search, then vectors, then a reranker as one source: each refines what is best so far."""
+"""A source that combines keyword search, vector search and a reranker, and refines its results step by step."""
 
 import asyncio
 import os
@@ -18,10 +18,11 @@ from streamrag.errors import ConfigurationError, IndexMismatchError
 from streamrag.query.retrieval import Retrieval
 from streamrag.sources.index.embedder import embedder_of_index
 from streamrag.sources.index.index_folder import KEYWORDS, Manifest, check_index, kind_in_manifest, with_title
-from streamrag.sources.index.keywords import require_stemmer
-from streamrag.sources.index.worker_jobs import NumWorkers, run_job
+from streamrag.sources.index.keywords import KeywordSearcher
+from streamrag.sources.index.packages import require_package
+from streamrag.sources.index.worker_jobs import NumWorkers, new_pool, run_job, start_and_load
 from streamrag.sources.search.refinement import Failures, MeanDuration, Refinement
-from streamrag.sources.search.reranker import RerankerPlace, RerankerPool, find_reranker
+from streamrag.sources.search.reranker import RerankerPlace, RerankerPool, find_reranker, loop_time
 from streamrag.sources.search.sentences import BestSentences
 from streamrag.sources.search.vector import NUM_STAGES, IvfSource, VectorSource
 from streamrag.sources.workers.pool import Share, WorkerPool
@@ -30,14 +31,11 @@ from streamrag.support.tasks import cancel_regardless
 from streamrag.support.validation import Count, Seconds, validated
 
 KEYWORD_TIMEOUT_S = 10.0
-"""A keyword search takes about a millisecond, and in a worker that replaced another, a second."""
-
+"""A keyword search takes about a millisecond, or a second in a worker that replaced another."""
 MAX_WAITING_EVENTS = 16
-"""Events of the vector search that may wait until they are used."""
-
+"""Bound of the queue of the vector search's events."""
 _Events: TypeAlias = "asyncio.Queue[SourceEvent | Exception | None]"
-"""Events of the vector search, its error if it has one, and None at its end."""
-
+"""Events of the vector search, its error if it fails, and None at its end."""
 _AtMost4096 = Annotated[Count, Field(le=1 << 12)]
 
 
@@ -46,58 +44,63 @@ class _Opened:
     num_passages: int
     keywords: WorkerPool
     reranker: RerankerPool | None
-    vectors: AsyncExitStack
-    """The stack that closes the vector search, once it is started."""
+    parts: AsyncExitStack
+    """Closes the three searches."""
+
+
+@dataclass(frozen=True, slots=True)
+class _KeywordSearch:
+    workers: WorkerPool
+
+    async def start(self, progress: Progress) -> None:
+        progress("opening the keyword index")
+        await start_and_load(self.workers)
 
     async def aclose(self) -> None:
-        closing = [part.aclose() for part in (self.keywords, self.reranker, self.vectors) if part]
-        for error in await asyncio.gather(*closing, return_exceptions=True):
-            if isinstance(error, BaseException):
-                raise error
+        await self.workers.aclose()
 
 
 class HybridSource:
-    """Searches an index made by `build_index` or `streamrag index build` by keywords and by vectors, and reranks.
+    """A search of an index made by `build_index` or `streamrag index build`: by keywords, by vectors, then reranked.
 
-    What is best so far is sent as an `Update` with the `k` best passages, whenever they or their order have changed:
+    Whenever the `k` best passages or their order change, an `Update` has all of them:
 
     1. The keyword search (BM25) answers in about a millisecond.
-    2. The vector search refines that by reciprocal rank fusion, each of its stages if it has several.
+    2. Each stage of the vector search refines the result by reciprocal rank fusion.
     3. The reranker scores the first `candidates` passages of the fused ranking, `batch_size` at a time, best first.
 
-    Scores of a reranker cannot be compared with ranks, so what has been scored stands first, by its scores, and the
-    rest follows as it was fused. What has been scored keeps its order for good: a later batch can only put passages in
-    between, so the passages above the best newcomer stay as they are, and so does their KV. Scores of chunks are left
-    out: those of the three would say nothing side by side.
+    A reranker's scores cannot be compared with ranks, so scored passages come first, by score, and the others follow in
+    fused order. Scored passages keep their relative order: a later batch only inserts passages, so the passages above
+    the best newcomer keep their place and their KV. Chunks have no `score`, because the three kinds of scores are not
+    comparable.
 
-    A part that fails or takes too long ends the source with a `CutShort`, which says what is missing, unless no other
-    part has found anything. `Hint.num_chunks` counts the stages and batches still to come, and `Hint.end_s` is what
-    they took lately, once that is known.
+    If a part fails or takes too long, the source ends with a `CutShort` that names the part; it fails only if no other
+    part has found anything. `Hint.num_chunks` counts the remaining stages and batches, and `Hint.end_s` estimates their
+    duration from recent queries.
 
     index: the index's folder.
-    k: passages to find; all of them if the index has fewer.
-    reranker: "late-interaction", which compares the token embeddings of the index's embedder and needs nothing else; a
-        path or name of a sentence-transformers `CrossEncoder`; or `module:function`, a function from the query and a
-        list of texts to a list of numbers, larger for better. None stops after the fusion. It is imported or loaded.
-    sentences: give the best so many sentences of the `k` best passages, as the reranker scores them, and not whole
-        passages: for small models. Every update is narrowed so, the first as well, which takes it some tens of
-        milliseconds; a passage's sentences are scored once.
-    candidates: passages that each search contributes, and that are reranked. By default four times `k`, at least 20.
-    batch_size: passages that are scored at once.
-    rerank_timeout_s: how long reranking may take for a query, waiting for a worker included.
-    rerank_device: where a cross-encoder or the embedder runs, in the words of torch: "cpu", "cuda".
-    num_workers: processes that rerank, for all queries. Each holds the model. The keyword search and the vector search
-        have a process each beside them.
-    vectors: searches by vectors in place of `VectorSource(index, k=candidates, ladder=(4 * candidates,))`: one with a
-        longer ladder or more workers, or a source of another kind that has the same passages. It is started and closed
+    k: number of passages to find; all of them if the index has fewer.
+    reranker: "late-interaction", which compares the token embeddings of the index's embedder and needs no other model;
+        the path or name of a sentence-transformers `CrossEncoder`; or `module:function`, a function from the query and
+        a list of texts to a list of numbers, larger for better. It is imported or loaded. None stops after the fusion.
+    sentences: return this number of best sentences of the `k` best passages, as scored by the reranker, instead of
+        whole passages; for small models. It delays the first update by some tens of milliseconds.
+    candidates: number of passages that each search contributes, and that are reranked; by default 4 * `k`, at least 20.
+    batch_size: number of passages in one reranking job.
+    rerank_timeout_s: most seconds that reranking may take for a query, including the wait for a worker.
+    rerank_device: torch's device for the reranker: "cpu", "cuda".
+    num_workers: number of reranking processes for all queries, each with its own model. The keyword search and the
+        vector search have one process each.
+    vectors: a source for the vector search, in place of `VectorSource(index, k=candidates, ladder=(4 * candidates,))`:
+        one with a longer ladder or more workers, or another source with the same passages. It is started and closed
         with this one.
-    embedder: what the index was made with, if that is not the default; see `VectorSource`.
+    embedder: the embedder of the index, if it is not the default; see `VectorSource`.
 
-    :raises ConfigurationError: a value that cannot work.
+    :raises ConfigurationError: an option is invalid.
     """
 
     name = "HybridSource"
-    """Name for errors and schedulers; give two sources that behave differently two names."""
+    """Name for errors and schedulers; give sources that behave differently different names."""
 
     @validated
     def __init__(
@@ -121,7 +124,7 @@ class HybridSource:
         if self._candidates < k:
             raise ConfigurationError(f"candidates={candidates} must be at least k={k}")
         if sentences is not None and reranker is None:
-            raise ConfigurationError("sentences are scored by a reranker: name one")
+            raise ConfigurationError("sentences need a reranker to score them: name one")
         if vectors is not None and (isinstance(vectors, type) or not callable(getattr(vectors, "stream", None))):
             raise ConfigurationError(f"vectors={short(vectors)} is no source")
         self._reranker = reranker
@@ -134,46 +137,33 @@ class HybridSource:
         self._search_duration, self._batch_duration = MeanDuration(), MeanDuration()
 
     def _own_vectors(self) -> tuple[Source, int | None]:
-        """Return the source that searches the index by vectors, and its stages, at most."""
-        most = self._candidates
+        """Return the default source of the vector search, and its maximum number of stages."""
+        k = self._candidates
         if kind_in_manifest(self._folder) == "ivf":
-            return IvfSource(self._folder, k=most, embedder=self._embedder), NUM_STAGES
-        return VectorSource(self._folder, k=most, ladder=(4 * most,), embedder=self._embedder), 1
-
-    # ---------------------------------------------------------------------------------------------------- starting
+            return IvfSource(self._folder, k=k, embedder=self._embedder), NUM_STAGES
+        return VectorSource(self._folder, k=k, ladder=(4 * k,), embedder=self._embedder), 1
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Check the index, load embedder and reranker (many seconds), open the index.
+        """Check and open the index, and load the embedder and the reranker, which takes many seconds.
 
         :raises MissingDependencyError: a package is not installed.
         :raises IndexMissingError: there is no index.
         :raises IndexCorruptError: the index is damaged.
-        :raises IndexMismatchError: it was made with another embedder, with an embedder that must be named, or by a
-            version of streamrag that made no keyword index.
+        :raises IndexMismatchError: another embedder made it, or one that must be named, or it has no keyword index.
         :raises ConfigurationError: the embedder or the reranker cannot be loaded.
         :raises WorkerError: a worker cannot start.
         """
         manifest, manifest_sha256, place = await asyncio.to_thread(self._check)
-        num_passages = manifest.num_passages
-        options = {"folder": str(self._folder), "manifest_sha256": manifest_sha256, "num_passages": num_passages}
-        handler = "streamrag.sources.index.keywords:KeywordSearcher"
-        keywords = WorkerPool(handler, options, size=1, name="keyword search worker")
+        searcher = KeywordSearcher(str(self._folder), manifest_sha256, manifest.num_passages)
+        keywords = new_pool(searcher, size=1, name="keyword search worker")
         reranker = self._new_reranker(place) if place else None
-        opened = _Opened(num_passages, keywords, reranker, AsyncExitStack())
-        starting = (self._start_pools(opened, progress), self._start_vectors(opened, progress))
-        starts = [asyncio.create_task(each, name="hybrid source start") for each in starting]
-        try:
-            await asyncio.gather(*starts)
-        except BaseException:
-            await cancel_regardless(starts)
-            await opened.aclose()
-            raise
-        self._opened = opened
+        parts = await start_all([_KeywordSearch(keywords), reranker, self._vectors], progress)
+        self._opened = _Opened(manifest.num_passages, keywords, reranker, parts)
 
     def _check(self) -> tuple[Manifest, str, RerankerPlace | None]:
         manifest, manifest_sha256 = check_index(self._folder)
-        require_stemmer()
+        require_package("snowballstemmer")
         if KEYWORDS not in manifest.files:
             raise IndexMismatchError(
                 f"{self._folder} has no keyword index: it was made by an older streamrag. Build it again:  "
@@ -184,29 +174,17 @@ class HybridSource:
         embedder = embedder_of_index(self._folder, manifest.embedder, self._embedder)
         return manifest, manifest_sha256, find_reranker(self._reranker, embedder)
 
-    async def _start_pools(self, opened: _Opened, progress: Progress) -> None:
-        progress("opening the keyword index")
-        await opened.keywords.start()
-        await run_job(opened.keywords, {"do": "open"})
-        if opened.reranker:
-            await opened.reranker.start(progress)
-
-    async def _start_vectors(self, opened: _Opened, progress: Progress) -> None:
-        opened.vectors.push_async_callback((await start_all([self._vectors], progress)).aclose)
-
     async def aclose(self) -> None:
-        """Stop the search processes. Searches that are under way end with an error. Does nothing when not started."""
+        """Stop the search processes. Running searches fail. Does nothing when not started."""
         opened, self._opened, self.is_started = self._opened, None, False
         if opened:
-            await opened.aclose()
-
-    # --------------------------------------------------------------------------------------------------- searching
+            await opened.parts.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an `Update` whenever the best passages or their order change; a `CutShort` if a part fails.
+        """Yield an `Update` whenever the best passages or their order change, and a `CutShort` if a part fails.
 
         :raises ConfigurationError: the source is not started.
-        :raises SourceError: a part failed, and no other found anything.
+        :raises SourceError: a part failed, and no other part found anything.
         """
         if not self._opened:
             raise ConfigurationError("HybridSource is not started: use it in a Pipeline, or await its start() first")
@@ -214,8 +192,8 @@ class HybridSource:
         failures = Failures(lambda: self._opened is opened)
         async with aclosing(self._passages(opened, query, failures)) as events:
             if self._sentences and opened.reranker:
-                narrowed = BestSentences(self._sentences, opened.reranker.scorer(query))
-                events = narrowed.narrow_events(events, failures)
+                selection = BestSentences(self._sentences, opened.reranker.scorer(query))
+                events = selection.select_in_events(events, failures)
             async with aclosing(events):
                 async for event in events:
                     yield event
@@ -226,8 +204,8 @@ class HybridSource:
         refinement = Refinement(self._k)
         num_batches = ceil(min(self._candidates, opened.num_passages) / self._batch_size) if opened.reranker else 0
         queue: _Events = asyncio.Queue(MAX_WAITING_EVENTS)
-        began_s = _now()
-        pulling = asyncio.create_task(self._pull(query, queue), name="hybrid source vectors")
+        began_s = loop_time()
+        vector_task = asyncio.create_task(self._pull(query, queue), name="hybrid source vectors")
         try:
             with failures.record("the keyword search"):
                 refinement.rank("keywords", await self._by_keywords(opened.keywords, query))
@@ -236,61 +214,61 @@ class HybridSource:
             while (event := await queue.get()) is not None:
                 if isinstance(event, Skipped):
                     yield event
-                elif (num_stages := _use(event, refinement, failures)) is not None:
+                elif (num_stages := _apply(event, refinement, failures)) is not None:
                     yield Update(refinement.best, self._hint(num_stages, began_s, num_batches))
-            self._search_duration.add(_now() - began_s)
+            self._search_duration.add(loop_time() - began_s)
             if opened.reranker and refinement.best:
                 async with aclosing(self._rerank(opened.reranker, refinement, query, failures)) as updates:
                     async for update in updates:
                         yield update
         finally:
-            await cancel_regardless([pulling])
+            await cancel_regardless([vector_task])
         if failures.errors and not refinement.best:
             raise failures.errors[0]
 
     async def _by_keywords(self, workers: WorkerPool, query: str) -> tuple[Chunk, ...]:
         job = {"do": "search", "query": query, "k": self._candidates}
-        found = await run_job(workers, job, Share(), timeout_s=KEYWORD_TIMEOUT_S)
-        return tuple(Chunk(**fields) for fields in found["passages"])
+        answer = await run_job(workers, job, Share(), timeout_s=KEYWORD_TIMEOUT_S)
+        return tuple(Chunk(**fields) for fields in answer["passages"])
 
     async def _pull(self, query: str, queue: _Events) -> None:
         try:
             async with aclosing(Retrieval(self._vectors, query).events()) as events:
                 async for event in events:
                     await queue.put(event)
-        except Exception as error:  # raised again, or told, where the events are read
+        except Exception as error:  # handled by the reader of the queue
             await queue.put(error)
         await queue.put(None)
 
     async def _rerank(
         self, reranker: RerankerPool, refinement: Refinement, query: str, failures: Failures
     ) -> AsyncGenerator[Update, None]:
-        """Yield an update for each batch that changes what is best. A batch is a job: other queries' come between."""
+        """Yield an update for each batch that changes the best passages. Each batch is a job, to share the workers."""
         candidates = refinement.fused[: self._candidates]
         batches = [candidates[i : i + self._batch_size] for i in range(0, len(candidates), self._batch_size)]
         score = reranker.scorer(query, is_one_deadline=True)
         for number, batch in enumerate(batches):
-            began_s = _now()
+            began_s = loop_time()
             scores = None
             with failures.record(f"reranking, after {number} of {len(batches)} batches,"):
                 texts = [with_title(chunk.title, chunk.text) for chunk in batch]
                 scores = await score(texts)
             if scores is None:
                 return
-            self._batch_duration.add(_now() - began_s)
+            self._batch_duration.add(loop_time() - began_s)
             if refinement.score(batch, scores):
                 yield Update(refinement.best, self._hint(0, began_s, len(batches) - number - 1))
 
     def _hint(self, num_stages: int | None, began_s: float, num_batches: int) -> Hint:
         num_chunks = None if num_stages is None else num_stages + num_batches
-        search_s = max(0.0, self._search_duration.mean_s - (_now() - began_s)) if num_stages != 0 else 0.0
+        search_s = max(0.0, self._search_duration.mean_s - (loop_time() - began_s)) if num_stages != 0 else 0.0
         batches_s = num_batches * self._batch_duration.mean_s if num_batches else 0.0
         end_s = search_s + batches_s
         return Hint(num_chunks=num_chunks, end_s=end_s if end_s < inf else None)
 
 
-def _use(event: SourceEvent | Exception, refinement: Refinement, failures: Failures) -> int | None:
-    """Return how many stages the vector search has left if its event changes what is best; None if it does not."""
+def _apply(event: SourceEvent | Exception, refinement: Refinement, failures: Failures) -> int | None:
+    """Apply an event of the vector search. Return its number of remaining stages, or None if `best` did not change."""
     if isinstance(event, CutShort):
         failures.missing.append(event.reason)
         return None
@@ -304,7 +282,3 @@ def _use(event: SourceEvent | Exception, refinement: Refinement, failures: Failu
     if not refinement.rank("vectors", (*before, *after)):
         return None
     return (event.hint and event.hint.num_chunks) or 0
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

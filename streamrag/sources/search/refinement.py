@@ -1,4 +1,4 @@
-"""The state of one query's search while its parts answer, and how long the parts take."""
+"""The state of one hybrid search: its rankings, its failures and the durations of its parts."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -15,17 +15,17 @@ from streamrag.support.messages import message_of
 log = logging.getLogger("streamrag.sources")
 
 NEWEST_WEIGHT = 0.2
-"""Weight of the newest duration in a running mean."""
+"""Weight of the newest duration in the moving average."""
 
 
 class Refinement:
-    """The `k` best passages, by the rankings and scores that are known so far.
+    """The `k` best passages by the rankings and scores so far.
 
-        fused     a b c d e f g     by reciprocal rank, of all rankings
-        scored    c a | b d         the first of those, batch by batch; sorted by score, and put in front
-        best      c a b d e
+        fused     a b c d e f g     reciprocal rank fusion of all rankings
+        scored    c a | b d         its first passages, scored batch by batch, sorted by score
+        best      c a b d e         scored passages first
 
-    Passages that have been scored never change their order. So a batch changes nothing above the best of its passages.
+    Scored passages never change their relative order, so a batch changes nothing above its best passage.
     """
 
     def __init__(self, k: int) -> None:
@@ -36,38 +36,36 @@ class Refinement:
         self._scored: list[tuple[float, Chunk]] = []
 
     def rank(self, name: str, ranking: Sequence[Chunk]) -> bool:
-        """Put a ranking in the place of the one of that name; return whether that changes what is best."""
+        """Replace the ranking of that name. Return whether the best passages change."""
         self.rankings[name] = tuple(ranking)
         self.fused = reciprocal_rank_fusion(tuple(self.rankings.values()))
-        return self._become(self.fused)
+        return self._set_best(self.fused)
 
     def score(self, batch: Sequence[Chunk], scores: Sequence[float]) -> bool:
-        """Take the scores of the next passages of `fused`; return whether that changes what is best."""
+        """Add scores of the next passages of `fused`. Return whether the best passages change."""
         self._scored += zip(scores, batch, strict=True)
-        self._scored.sort(key=lambda scored: -scored[0])  # of equals, the one that was fused higher stays first
-        return self._become((*(chunk for _, chunk in self._scored), *self.fused[len(self._scored) :]))
+        self._scored.sort(key=lambda scored: -scored[0])  # stable: of equal scores, fused order decides
+        return self._set_best((*(chunk for _, chunk in self._scored), *self.fused[len(self._scored) :]))
 
-    def _become(self, ranked: Sequence[Chunk]) -> bool:
+    def _set_best(self, ranked: Sequence[Chunk]) -> bool:
         before, self.best = self.best, tuple(ranked[: self._k])
         return self.best != before
 
 
 class MeanDuration:
-    """A running mean of durations; infinity until one is known."""
+    """An exponential moving average of durations; infinity before the first one."""
 
     def __init__(self) -> None:
         self.mean_s = inf
 
-    def add(self, took_s: float) -> None:
-        """Add the newest duration."""
-        self.mean_s = took_s if self.mean_s == inf else self.mean_s + NEWEST_WEIGHT * (took_s - self.mean_s)
+    def add(self, duration_s: float) -> None:
+        self.mean_s = duration_s if self.mean_s == inf else self.mean_s + NEWEST_WEIGHT * (duration_s - self.mean_s)
 
 
 class Failures:
-    """The parts that failed for one query. Failures of a source that was closed are raised.
+    """The failed parts of one search.
 
-    `missing` says which parts failed, for clients of a service too. Their errors may name hosts, files and processes of
-    the inside, and are for the log.
+    `missing` names the parts and may be shown to clients. `errors` may name internal hosts, files and processes.
     """
 
     def __init__(self, is_open: Callable[[], bool]) -> None:
@@ -77,7 +75,7 @@ class Failures:
 
     @contextmanager
     def record(self, what: str) -> Iterator[None]:
-        """Record a failure of the block; mistakes of the program are raised."""
+        """Log and record an error of the block. A caller's mistake is raised, as is any error of a closed source."""
         try:
             yield
         except Exception as error:

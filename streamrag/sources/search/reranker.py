@@ -1,4 +1,4 @@
-"""Rerankers, which score passages for a query by reading both, slowly; in worker processes."""
+"""Rerankers in worker processes. They score a passage by reading it together with the query."""
 
 import asyncio
 import math
@@ -10,34 +10,33 @@ from typing import Any, TypeAlias
 from streamrag.core import Progress
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.sources.index.embedder import FUNCTION, NUM_CACHED_QUERIES, ModelPlace, find_model, load_function
-from streamrag.sources.index.worker_jobs import JobHandler, run_in_each, run_job
-from streamrag.sources.workers.pool import Share, WorkerPool
+from streamrag.sources.index.worker_jobs import JobHandler, new_pool, run_in_each, run_job, start_and_load
+from streamrag.sources.workers.pool import Share
 from streamrag.support.bounded_reading import without_lone_surrogates
 from streamrag.support.messages import message_of
 from streamrag.support.tasks import cancel_regardless
 
 LATE_INTERACTION = "late-interaction"
-
 Score: TypeAlias = Callable[[str, list[str]], Sequence[float]]
-"""A function of a query and passages to one score for each; larger is better."""
+"""A function of a query and passages that returns a score for each; larger is better."""
 
 
 class TooSlowError(SourceError):
-    """Reranking took longer than it may for one query."""
+    """Reranking took longer than its timeout."""
 
 
 @dataclass(frozen=True)
 class RerankerPlace(ModelPlace):
-    """The place that a worker loads a reranker from."""
+    """The place from which a worker loads a reranker."""
 
     kind: str
 
 
 def find_reranker(reranker: str, embedder: ModelPlace) -> RerankerPlace:
-    """Return where the reranker of this name is; see `find_model`.
+    """Return where the reranker of this name is, like `find_model`.
 
-    :raises ConfigurationError: there is none, or `embedder` has no token embeddings.
-    :raises MissingDependencyError: it needs a package that is not installed.
+    :raises ConfigurationError: there is no such reranker, or `embedder` has no token embeddings.
+    :raises MissingDependencyError: a package is not installed.
     """
     place, kind = find_model("reranker", reranker), "cross-encoder"
     if reranker == LATE_INTERACTION:
@@ -53,45 +52,45 @@ def find_reranker(reranker: str, embedder: ModelPlace) -> RerankerPlace:
 
 
 class RerankerPool:
-    """Processes that rerank, each with a model of its own.
+    """A pool of processes that rerank, each with its own model.
 
-    timeout_s: how long reranking may take for one query, waiting for a worker included.
+    timeout_s: most seconds that reranking may take for one query, including the wait for a worker.
     """
 
     def __init__(self, place: RerankerPlace, *, device: str, size: int, timeout_s: float) -> None:
-        options = {"kind": place.kind, "location": place.location, "name": place.name, "device": device}
-        handler = "streamrag.sources.search.reranker:RerankerHandler"
-        self.workers = WorkerPool(handler, options, size=size, name="reranking worker", env=place.env)
+        handler = RerankerHandler(place.kind, place.location, place.name, device)
+        self.workers = new_pool(handler, size=size, name="reranking worker", env=place.env)
         self._name = place.name
         self._timeout_s = timeout_s
         self.loading: asyncio.Task[object] | None = None
 
     async def start(self, progress: Progress) -> None:
-        """Load the reranker in each worker; a model may be downloaded.
+        """Load the reranker in each worker, which may download a model.
 
         :raises ConfigurationError: it cannot be loaded.
         :raises WorkerError: a worker cannot start.
         """
         progress(f"loading the reranker {self._name}")
-        await self.workers.start()
-        await run_in_each(self.workers, {"do": "load"})
+        await start_and_load(self.workers)
 
     async def aclose(self) -> None:
-        """Stop the workers, also while they are loading the reranker."""
+        """Stop the workers, even while they load the reranker."""
         if self.loading:
             await cancel_regardless([self.loading])
         await self.workers.aclose()
 
     def scorer(self, query: str, *, is_one_deadline: bool = False) -> Callable[[list[str]], Awaitable[list[float]]]:
-        """Return an async function of texts to a number for each, larger for better.
+        """Return an async function that scores texts for the query; larger is better.
 
-        It raises SourceError if reranking fails, and TooSlowError if a call takes too long; with `is_one_deadline`, if
-        all calls together do. A worker that was replaced loads its model again.
+        It raises SourceError if reranking fails, and TooSlowError on timeout. The timeout is that of each call, or
+        with `is_one_deadline` that of all calls together.
         """
-        share, began_s = Share(), _now()
+        share, began_s = Share(), loop_time()
 
         async def score(texts: list[str]) -> list[float]:
-            return await self._score(query, texts, share, (began_s if is_one_deadline else _now()) + self._timeout_s)
+            return await self._score(
+                query, texts, share, (began_s if is_one_deadline else loop_time()) + self._timeout_s
+            )
 
         return score
 
@@ -109,17 +108,15 @@ class RerankerPool:
             raise
 
     def _load_again(self) -> None:
-        """Load a replaced worker's model in the background, which no query whose time runs out stops again."""
+        """Load the model of a replaced worker in the background, where no query's timeout can cancel it."""
         if self.loading is None or self.loading.done():
             self.loading = asyncio.create_task(run_in_each(self.workers, {"do": "load"}), name="load a reranker")
             self.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
-def _now() -> float:
+def loop_time() -> float:
+    """Return the time of the event loop, in seconds."""
     return asyncio.get_running_loop().time()
-
-
-# --------------------------------------------------------------------------------------------------- in the workers
 
 
 def _cross_encoder(location: str, device: str) -> Score:
@@ -138,10 +135,10 @@ def _cross_encoder(location: str, device: str) -> Score:
 
 
 def _late_interaction(location: str, device: str) -> Score:
-    """Score by the most similar token of the passage for each token of the query: the mean of those similarities.
+    """Score by the mean, over the query's tokens, of the similarity to the most similar token of the passage.
 
-    Source: Khattab and Zaharia, "ColBERT", SIGIR 2020. Theirs are embeddings trained for it; these are whatever a model
-    for whole texts has inside.
+    Source: Khattab and Zaharia, "ColBERT", SIGIR 2020. ColBERT trains token embeddings for this; here they are those
+    of a model for whole texts.
     """
     import torch
     from sentence_transformers import SentenceTransformer
@@ -151,30 +148,30 @@ def _late_interaction(location: str, device: str) -> Score:
     special = torch.tensor(model.tokenizer.all_special_ids)
 
     def tokens(encode: Callable[..., Any], texts: list[str]) -> list[Any]:
-        """Return (number of tokens, dimension) for each text, rows of length 1, without [CLS] and the like."""
-        made = encode(texts, output_value=None, batch_size=len(texts), show_progress_bar=False)
-        kept = [row["token_embeddings"][_is_text(row, special)] for row in made]
-        return [torch.nn.functional.normalize(rows.float().cpu(), dim=-1) for rows in kept]
+        """Return (tokens, dimension) for each text, rows of length 1, without special tokens such as [CLS]."""
+        outputs = encode(texts, output_value=None, batch_size=len(texts), show_progress_bar=False)
+        embeddings = [output["token_embeddings"][_is_text(output, special)] for output in outputs]
+        return [torch.nn.functional.normalize(rows.float().cpu(), dim=-1) for rows in embeddings]
 
     @lru_cache(NUM_CACHED_QUERIES)
     def query_tokens(query: str) -> Any:
         return tokens(model.encode_query, [query])[0]
 
     def score(query: str, texts: list[str]) -> Sequence[float]:
-        wanted = query_tokens(query)
-        if not len(wanted):
+        query_rows = query_tokens(query)
+        if not len(query_rows):
             return [0.0] * len(texts)
         passages = tokens(model.encode_document, texts)
-        return [(wanted @ rows.T).amax(1).mean().item() if len(rows) else -1.0 for rows in passages]
+        return [(query_rows @ rows.T).amax(1).mean().item() if len(rows) else -1.0 for rows in passages]
 
     return score
 
 
-def _is_text(row: dict[str, Any], special: Any) -> Any:
+def _is_text(output: dict[str, Any], special: Any) -> Any:
     import torch
 
-    ids = row["input_ids"].cpu()
-    return (row["attention_mask"].cpu().bool() & ~torch.isin(ids, special)).to(row["token_embeddings"].device)
+    ids = output["input_ids"].cpu()
+    return (output["attention_mask"].cpu().bool() & ~torch.isin(ids, special)).to(output["token_embeddings"].device)
 
 
 _KINDS: dict[str, Callable[[str, str], Score]] = {
@@ -186,24 +183,24 @@ _KINDS: dict[str, Callable[[str, str], Score]] = {
 
 @dataclass
 class RerankerHandler(JobHandler):
-    """Answers the jobs of the pool."""
+    """A handler of the pool's jobs."""
 
     kind: str
     location: str
-    name: str
+    reranker: str
     device: str
 
     def load(self) -> dict[str, Any]:
-        """Load the model, and find out whether it is of another kind, as one with three classes."""
+        """Load the model, and score two passages to detect one of the wrong kind, such as one with three classes."""
         return self.score("What is this?", ["This is a passage.", "And another one."])
 
     def score(self, query: str, texts: list[str]) -> dict[str, Any]:
         """Return a score for each text."""
         score = self._score
         try:
-            found = score(without_lone_surrogates(query), [without_lone_surrogates(text) for text in texts])
-            scores = [float(each) for each in found]
-        except Exception as error:  # anybody's model or code
+            values = score(without_lone_surrogates(query), [without_lone_surrogates(text) for text in texts])
+            scores = [float(value) for value in values]
+        except Exception as error:  # the caller's model or code may raise anything
             raise self._error(f"failed: {type(error).__name__}: {message_of(error)}") from error
         if len(scores) != len(texts) or not all(map(math.isfinite, scores)):
             raise self._error(f"gave {str(scores)[:100]} for {len(texts)} passages; it must give a finite number each")
@@ -213,8 +210,8 @@ class RerankerHandler(JobHandler):
     def _score(self) -> Score:
         try:
             return _KINDS[self.kind](self.location, self.device)
-        except Exception as error:  # anybody's files or code: whatever it raises, it cannot be loaded
+        except Exception as error:  # the caller's files or code may raise anything
             raise self._error(f"cannot be loaded: {type(error).__name__}: {message_of(error)}") from error
 
-    def _error(self, what: str) -> ConfigurationError:
-        return ConfigurationError(f"reranker={self.name!r} {what}")
+    def _error(self, problem: str) -> ConfigurationError:
+        return ConfigurationError(f"reranker={self.reranker!r} {problem}")

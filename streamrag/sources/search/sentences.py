@@ -1,4 +1,4 @@
-"""Passages narrowed to the sentences that a reranker likes best."""
+"""Select the sentences of passages that a reranker scores best."""
 
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -10,38 +10,35 @@ from streamrag.sources.index.index_folder import with_title
 from streamrag.sources.search.refinement import Failures
 
 SENTENCE_END = re.compile(r"(?<=[.!?…])\s+(?=[^\W\d_a-z]|[a-z]\w*[_=(.]\w)|(?<=[。！？])")
-"""Before a capital, a letter of a script that has none, or a name as code has them."""
-
+"""Before a capital, a letter of a script without case, or an identifier of code."""
 ITEMS = ("- ", "* ", "• ")
-"""Beginnings of items of lists."""
-
+"""Markers of list items."""
 MAX_SENTENCES = 64
-"""Sentences of one passage; what comes behind them stays one."""
-
+"""Most sentences of one passage; the last one holds the rest."""
 MIN_WORDS_SHARE = 0.5
-"""Letters, digits and spaces among a sentence's characters; a line with fewer is a drawing."""
+"""Least share of letters, digits and spaces in a sentence; a line with fewer is a drawing."""
 
 
 def sentences(text: str) -> list[str]:
-    """Return the sentences, items of lists and other lines of a text, in order.
+    """Split a text into its sentences, list items and other lines.
 
     >>> sentences("It ends. So does this, e.g. here.\\n- Item: one.")
     ['It ends.', 'So does this, e.g. here.', 'Item: one.']
     """
     lines = (line.strip() for line in text.split("\n"))
-    whole = (line[2:].lstrip() if line.startswith(ITEMS) else line for line in lines)
-    found = [part for line in whole for part in SENTENCE_END.split(line) if part]
-    if len(found) > MAX_SENTENCES:
-        found[MAX_SENTENCES - 1 :] = [" ".join(found[MAX_SENTENCES - 1 :])]
-    return found
+    items = (line[2:].lstrip() if line.startswith(ITEMS) else line for line in lines)
+    parts = [part for item in items for part in SENTENCE_END.split(item) if part]
+    if len(parts) > MAX_SENTENCES:
+        parts[MAX_SENTENCES - 1 :] = [" ".join(parts[MAX_SENTENCES - 1 :])]
+    return parts
 
 
 class BestSentences:
-    """The best sentences of some passages, for one query. Each passage is scored once, when it first comes up.
+    """A selection of the best sentences of passages, for one query. Each passage is scored once.
 
-        a passage's chunk  ──sentences──▶  chunks of the same place, each with one sentence as its text
+        a passage's chunk  ──sentences──▶  chunks of the same uri and passage, each with one sentence as its text
 
-    A sentence is scored behind its document's title, as passages are: alone it may not say what it is about.
+    A sentence is scored behind its document's title, because alone it may not say what it is about.
     """
 
     def __init__(self, num_sentences: int, score: Callable[[list[str]], Awaitable[Sequence[float]]]) -> None:
@@ -49,10 +46,10 @@ class BestSentences:
         self._score = score
         self._scored: dict[Chunk, list[tuple[float, Chunk]]] = {}
 
-    async def narrow(self, passages: Sequence[Chunk]) -> tuple[Chunk, ...]:
-        """Return the best sentences of all `passages`, best first; what a document says twice is there once.
+    async def select(self, passages: Sequence[Chunk]) -> tuple[Chunk, ...]:
+        """Return the best sentences of all `passages`, best first, without repetitions within a document.
 
-        Of equals the one of the earlier passage goes first.
+        Of equal scores, the sentence of the earlier passage comes first.
         """
         for passage in passages:
             if passage not in self._scored:
@@ -60,27 +57,27 @@ class BestSentences:
                 scores = await self._score([with_title(passage.title, text) for text in texts]) if texts else []
                 chunks = (replace(passage, text=text) for text in texts)
                 self._scored[passage] = list(zip(scores, chunks, strict=True))
-        every = [scored for passage in passages for scored in self._scored[passage]]
+        candidates = [scored for passage in passages for scored in self._scored[passage]]
         best: dict[tuple[str, str], Chunk] = {}
-        for _, chunk in sorted(every, key=lambda scored: -scored[0]):
+        for _, chunk in sorted(candidates, key=lambda scored: -scored[0]):
             best.setdefault((chunk.uri, chunk.text), chunk)
         return tuple(best.values())[: self._num]
 
-    async def narrow_events(
+    async def select_in_events(
         self, events: AsyncGenerator[SourceEvent, None], failures: Failures
     ) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the events, updates with sentences; with whole passages from the first that cannot be scored."""
-        is_able = True
+        """Yield the events, updates with sentences. Once scoring fails, updates have whole passages."""
+        can_score = True
         sent: tuple[Chunk, ...] = ()
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, Update):
                     chunks = event.chunks
-                    if is_able:
-                        is_able = False
+                    if can_score:
+                        can_score = False
                         with failures.record("finding the best sentences"):
-                            chunks = await self.narrow(event.chunks)
-                            is_able = True
+                            chunks = await self.select(event.chunks)
+                            can_score = True
                     if chunks == sent:
                         continue
                     sent, event = chunks, replace(event, chunks=chunks)

@@ -1,4 +1,4 @@
-"""An index as a source: a progressive search, each stage of which looks at more of the index."""
+"""Sources that search an index in stages, each of which examines more of the index."""
 
 import heapq
 import os
@@ -10,9 +10,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from streamrag.errors import ConfigurationError
-from streamrag.sources.index.diskann import MAX_BEAM_WIDTH
+from streamrag.sources.index.diskann import MAX_BEAM_WIDTH, DiskAnnSearcher
 from streamrag.sources.index.index_folder import Manifest, kind_in_manifest
-from streamrag.sources.index.inverted_lists import MOST_LISTS
+from streamrag.sources.index.inverted_lists import MOST_LISTS, FaissSearcher
 from streamrag.sources.index.worker_jobs import NumWorkers
 from streamrag.sources.search.index_source import Hit, IndexSource, NumPassages
 from streamrag.support.validation import Count, GrowingCounts, validated
@@ -22,31 +22,30 @@ FIRST_PROBES = 4
 
 
 class VectorSource(IndexSource):
-    """Searches an index made by `build_index` or `streamrag index build`.
+    """A vector search of an index made by `build_index` or `streamrag index build`.
 
-    A search runs in stages, each with a longer list of candidates than the one before. A stage that changes the `k`
-    best passages, or their order, yields an `Update` with all of them, best first; `Hint.num_chunks` counts the stages
-    still to come. A chunk's `score` is the cosine similarity to the query.
+    A search runs in stages, each with a longer candidate list than the one before. A stage that changes the `k` best
+    passages or their order yields an `Update` with all of them, best first; `Hint.num_chunks` counts the remaining
+    stages. A chunk's `score` is the cosine similarity to the query.
 
     index: the index's folder.
-    k: passages to find; all of them if the index has fewer.
-    ladder: the lengths of the candidate list, one for each stage, growing from 2 * k or more: DiskANN finds too little
-        with shorter ones. By default five stages that double from 2 * k. Stages after one that covers the whole index
-        are left out.
-    beam_width: nodes of the graph that DiskANN reads at once.
-    num_workers: processes that embed and search, for all queries. Each holds the embedder (0.6 GB of memory with
-        all-MiniLM-L6-v2), the compressed vectors, and 8 bytes for each passage; this process holds none of it.
-    embedder: what the index was made with, if that is not the default: a name or path of a sentence-transformers model,
-        or `module:function`. It is imported or loaded, so it is never taken from the index.
+    k: number of passages to find; all of them if the index has fewer.
+    ladder: the length of the candidate list in each stage, increasing from at least 2 * k, below which DiskANN finds
+        too little; by default five stages that double from 2 * k. Stages beyond the size of the index are left out.
+    beam_width: number of graph nodes that DiskANN reads at once.
+    num_workers: number of processes that embed and search for all queries. Each holds the embedder (0.6 GB of memory
+        with all-MiniLM-L6-v2), the compressed vectors, and 8 bytes for each passage.
+    embedder: the embedder of the index, if it is not the default: the name or path of a sentence-transformers model, or
+        `module:function`. It is imported or loaded, so it is never taken from the index.
 
-    :raises ConfigurationError: a value that cannot work.
+    :raises ConfigurationError: an option is invalid.
     """
 
     name = "VectorSource"
-    """Name for errors and schedulers; give two sources that behave differently two names."""
+    """Name for errors and schedulers; give sources that behave differently different names."""
 
     _kind = "diskann"
-    _handler = "streamrag.sources.index.diskann:DiskAnnSearcher"
+    _searcher = DiskAnnSearcher
 
     @validated
     def __init__(
@@ -66,42 +65,39 @@ class VectorSource(IndexSource):
             raise ConfigurationError(f"ladder={ladder!r} must begin with at least 2 * k = {2 * k}")
 
     def _stages(self, manifest: Manifest) -> Sequence[Mapping[str, Any]]:
-        """Return the lengths of candidate lists, up to one that holds every passage."""
         lengths = dict.fromkeys(min(length, manifest.num_passages) for length in self._ladder)
         return [{"complexity": length, "beam_width": self._beam_width} for length in lengths]
 
-    def _merge(self, best: Sequence[Hit], found: Sequence[Hit], k: int) -> list[Hit]:
-        """Return what was found: each search repeats those before it, and finds what they found or better."""
-        return list(found)
+    def _merge(self, best: Sequence[Hit], hits: Sequence[Hit], k: int) -> list[Hit]:
+        return list(hits)  # a longer candidate list finds the same passages or better ones
 
 
 class IvfSource(IndexSource):
-    """Searches an index made by `build_index(kind="ivf")` or `streamrag index build --kind ivf`.
+    """A vector search of an index made by `build_index(kind="ivf")` or `streamrag index build --kind ivf`.
 
-    The passages lie in lists of similar ones. A search runs in stages: the first looks at the lists nearest to the
-    query, each later one at the next nearest, so that no work is done twice. A stage that changes the `k` best
-    passages, or their order, yields an `Update` with all of them, best first; `Hint.num_chunks` counts the stages still
-    to come. A chunk's `score` is the cosine similarity to the query, from the vectors as they were embedded.
+    Similar passages are in the same inverted list. A search runs in stages: the first scans the lists nearest to the
+    query, and each later one the next nearest, so no list is scanned twice. A stage that changes the `k` best passages
+    or their order yields an `Update` with all of them, best first; `Hint.num_chunks` counts the remaining stages. A
+    chunk's `score` is the exact cosine similarity to the query.
 
     index: the index's folder.
-    k: passages to find; all of them if the index has fewer.
-    probes: how many lists have been looked at after each stage, growing; by default 4, 8, 16, 32, 64. There are as many
-        lists as the root of the number of passages. Where the lists of the first stages hold fewer than k
-        passages, more are looked at; stages after one that looks at the last list are left out.
-    exact: a last stage looks at all other lists, so that its result is that of comparing every passage.
-    num_workers: processes that embed and search, for all queries. Each holds the embedder (0.6 GB of memory with
-        all-MiniLM-L6-v2) and 8 bytes for each passage; the lists are mapped from the file, and shared by all.
-    embedder: what the index was made with, if that is not the default: a name or path of a sentence-transformers model,
-        or `module:function`. It is imported or loaded, so it is never taken from the index.
+    k: number of passages to find; all of them if the index has fewer.
+    probes: the number of lists that have been scanned after each stage, increasing; by default 4, 8, 16, 32, 64. An
+        index has about as many lists as the square root of its number of passages. The first stages scan more lists if
+        theirs hold fewer than `k` passages; stages beyond the last list are left out.
+    exact: add a last stage that scans all remaining lists, so that the result is exact.
+    num_workers: number of processes that embed and search for all queries. Each holds the embedder (0.6 GB of memory
+        with all-MiniLM-L6-v2) and 8 bytes for each passage; the lists are mapped from the file and shared.
+    embedder: the embedder of the index, if it is not the default; see `VectorSource`.
 
-    :raises ConfigurationError: a value that cannot work.
+    :raises ConfigurationError: an option is invalid.
     """
 
     name = "IvfSource"
-    """Name for errors and schedulers; give two sources that behave differently two names."""
+    """Name for errors and schedulers; give sources that behave differently different names."""
 
     _kind = "ivf"
-    _handler = "streamrag.sources.index.inverted_lists:FaissSearcher"
+    _searcher = FaissSearcher
 
     @validated
     def __init__(
@@ -120,9 +116,6 @@ class IvfSource(IndexSource):
         if self._probes[-1] > MOST_LISTS:
             raise ConfigurationError(f"probes={probes!r} must be {MOST_LISTS} at most")
 
-    def _options(self, manifest: Manifest) -> Mapping[str, Any]:
-        return {"num_lists": manifest.num_lists}
-
     def _stages(self, manifest: Manifest) -> Sequence[Mapping[str, Any]]:
         assert manifest.num_lists is not None
         ends = [end for end in self._probes if end < manifest.num_lists]
@@ -133,18 +126,18 @@ class IvfSource(IndexSource):
     def _job(self, stage: Mapping[str, Any], best: Sequence[Hit], k: int) -> Mapping[str, Any]:
         return {**stage, "nearer_than": best[-1].distance if len(best) == k else None}
 
-    def _merge(self, best: Sequence[Hit], found: Sequence[Hit], k: int) -> list[Hit]:
-        return heapq.nsmallest(k, [*best, *found], key=lambda each: (each.distance, each.number))
+    def _merge(self, best: Sequence[Hit], hits: Sequence[Hit], k: int) -> list[Hit]:
+        return heapq.nsmallest(k, [*best, *hits], key=lambda each: (each.distance, each.number))
 
 
 def index_source(
     index: str | os.PathLike[str], *, k: int = 5, num_workers: int = 1, embedder: str | None = None
 ) -> VectorSource | IvfSource:
-    """Return the source for an index of either kind, with the defaults of that source.
+    """Return an `IvfSource` or a `VectorSource` with default options, depending on the kind of the index.
 
-    Reads the manifest only; what is wrong with an index, its source says when it is started.
+    Reads only the manifest. The source checks the index when it is started.
 
-    :raises ConfigurationError: a value that cannot work.
+    :raises ConfigurationError: an option is invalid.
     """
     kind = IvfSource if kind_in_manifest(Path(index).absolute()) == "ivf" else VectorSource
     return kind(index, k=k, num_workers=num_workers, embedder=embedder)
