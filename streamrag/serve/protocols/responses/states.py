@@ -1,4 +1,4 @@
-"""What is kept of responses: for `previous_response_id`, and for clients that get a response again."""
+"""Stored responses, for `previous_response_id` and for clients that fetch a response again."""
 
 import sys
 import time
@@ -10,8 +10,7 @@ from streamrag.core import Turn
 from streamrag.serve.failures import RequestError
 from streamrag.serve.limits import Limits
 
-TURN_BYTES = 200
-"""Memory of a turn without its text: the object, and the entry that counts it."""
+TURN_BYTES = 200  # memory of a turn without its text: the object, and its reference count
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,11 +18,9 @@ class State:
     """A response, and the conversation up to its end, without its instructions."""
 
     id: str
-    response: bytes
-    """The response as JSON. As objects, the fields that a client fills in take up to thirty times as much."""
+    response: bytes  # The response as JSON. As objects, a client's fields would take up to thirty times as much memory.
     turns: tuple[Turn, ...]
-    brings_context: bool
-    """Whether some of the conversation was prepared; its answers need no retrieval then."""
+    brings_context: bool  # whether part of the conversation was prepared, so that its answers need no retrieval
 
     @property
     def own_bytes(self) -> int:
@@ -32,12 +29,11 @@ class State:
 
 
 class StateStore:
-    """An LRU cache of states, within the limits. The client that has most loses first, so none can evict the others'.
+    """An LRU cache of states, with limits. It evicts from the client with the most, so no client can evict another's.
 
-    A client finds its own states only. One that a client does not want to store belongs to a connection, which alone
-    finds it.
+    States are private to their client. States with `store=false` are private to their connection.
 
-    clock: seconds; `time.monotonic` unless a test says otherwise.
+    clock: a monotonic clock, in seconds.
     """
 
     def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,7 +43,7 @@ class StateStore:
 
     @property
     def num_states(self) -> int:
-        """Number of states that are kept."""
+        """Number of stored states."""
         return sum(len(each.states) for each in self._clients.values())
 
     @property
@@ -56,7 +52,7 @@ class StateStore:
         return sum(each.num_bytes for each in self._clients.values())
 
     def add(self, state: State, client: str, connection: object = None) -> None:
-        """Keep a state of a client, or of a connection of the client, and evict those that are too old or too many."""
+        """Store a state for a client, or for its connection only, and evict expired and excess states."""
         self._clients.setdefault(client, _ClientStates()).add((connection, state.id), state, self._clock())
         for each in list(self._clients):
             self._expire(each)
@@ -66,24 +62,17 @@ class StateStore:
             self._evict_from(max(self._clients, key=lambda each: self._clients[each].num_bytes))
 
     def get(self, id: str, client: str, connection: object = None) -> State:
-        """Return the state of this id, of a client or of its connection.
-
-        :raises RequestError: there is none, or not any more.
-        """
+        """Return a state of a client or of its connection. Raises RequestError if there is none or it has expired."""
         self._expire(client)
         if (own := self._clients.get(client)) is not None:
             for key in ((None, id), (connection, id)):
                 if key in own.states:
                     return own.use(key, self._clock())
-        raise RequestError(
-            f"there is no response {id!r:.80} here, or not any more", status=404, code="response_not_found"
-        )
+        message = f"there is no response {id!r:.80}; it may have expired"
+        raise RequestError(message, status=404, code="response_not_found")
 
     def previous(self, id: str | None, client: str, connection: object = None) -> State | None:
-        """Return the state that a request continues, if it names one.
-
-        :raises RequestError: there is none of this id.
-        """
+        """Return the state that a request continues, if it names one. Raises RequestError if there is no such state."""
         try:
             return None if id is None else self.get(id, client, connection)
         except RequestError as error:
@@ -91,10 +80,7 @@ class StateStore:
             raise RequestError(str(error), status=404, code=code, param=param) from None
 
     def delete(self, id: str, client: str) -> None:
-        """Remove a state of a client. Responses that continued it keep their conversation.
-
-        :raises RequestError: there is none.
-        """
+        """Remove a state of a client. Responses that continued it keep their conversation."""
         self.get(id, client)
         self._remove(client, (None, id))
 
@@ -119,18 +105,16 @@ class StateStore:
             del self._clients[client]
 
 
-_Key = tuple[object, str]
-"""The connection that a state belongs to, or None, and its id."""
+_Key = tuple[object, str]  # a state's connection, or None, and its id
 
 
 class _ClientStates:
-    """The states of one client, least recently used first, and the memory that they take."""
+    """The states of one client, least recently used first, and their memory."""
 
     def __init__(self) -> None:
-        self.states: OrderedDict[_Key, tuple[State, float]] = OrderedDict()
-        """Each with the time of its last use."""
+        self.states: OrderedDict[_Key, tuple[State, float]] = OrderedDict()  # each state with its time of last use
         self.num_bytes = 0
-        self._turns: Counter[int] = Counter()  # by identity, because the states of a chain share them
+        self._turns: Counter[int] = Counter()  # reference counts by identity: the states of a chain share turns
 
     @property
     def first_used_s(self) -> float:
