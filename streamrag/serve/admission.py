@@ -23,8 +23,8 @@ AHEAD_SHARES = {
 of queued tokens is one engine step by default, which is how long other queries then wait."""
 
 BURST_S = 4.0  # burst of prompt tokens that a client may send, in seconds of its rate: a few prompts of ordinary length
-LEARNS_FROM = 32  # number of recent prompts whose mean length is the expected length of the next one
-WANTED_S = 30.0  # seconds for which a client that was refused a place counts as waiting for one
+NUM_RECENT = 32  # number of recent prompts whose mean length is the expected length of the next one
+REFUSED_S = 30.0  # seconds for which a client that was refused a place counts as waiting for one
 
 
 class Usage:
@@ -35,7 +35,7 @@ class Usage:
 
     def __init__(self, tokens_per_minute: int, now_s: float) -> None:
         self.starts_s: deque[float] = deque()  # start times of the queries of the last minute
-        self.prompts: deque[int] = deque(maxlen=LEARNS_FROM)  # token counts of the client's last prompts
+        self.prompts: deque[int] = deque(maxlen=NUM_RECENT)  # token counts of the client's last prompts
         self.changed_s = now_s
         self._tokens_per_minute = tokens_per_minute
         self._num_tokens = 0.0
@@ -105,10 +105,10 @@ class Admission:
         self._num_open_by_client: Counter[str] = Counter()
         self._usage: OrderedDict[str, Usage] = OrderedDict()
         """Usage by client, least recently used first; clients that were inactive for a minute are removed."""
-        self._wanted_s: dict[bool, OrderedDict[str, float]] = {False: OrderedDict(), True: OrderedDict()}
+        self._refused_s: dict[bool, OrderedDict[str, float]] = {False: OrderedDict(), True: OrderedDict()}
         """Time of each client's last refusal for lack of places, oldest first, by `is_ahead`."""
-        self._prompts: deque[int] = deque(maxlen=LEARNS_FROM)
-        self._stays_s: deque[float] = deque(maxlen=LEARNS_FROM)
+        self._prompts: deque[int] = deque(maxlen=NUM_RECENT)
+        self._stays_s: deque[float] = deque(maxlen=NUM_RECENT)
 
     @property
     def num_queries(self) -> int:
@@ -166,22 +166,22 @@ class Admission:
             message = f"{num_open} queries of yours are open, which is {why}"
             raise RefusedError(message, "client_queries", self._wait_s(1))
         if len(self._places) >= limits.max_queries:
-            wanted = self._wanted_s[is_ahead]
-            wanted[client] = self._clock()
-            wanted.move_to_end(client)
+            refused_s = self._refused_s[is_ahead]
+            refused_s[client] = self._clock()
+            refused_s.move_to_end(client)
             raise RefusedError(f"{limits.max_queries} queries are open, which is the most", "queries", self._wait_s(1))
 
     def _share_of(self, client: str, limits: Limits, is_ahead: bool) -> int:
         """Return the number of places a client may have: an even share while another client waits for one."""
-        since_s = self._clock() - WANTED_S
-        wanted = self._wanted_s[is_ahead]
-        while wanted and next(iter(wanted.values())) <= since_s:
-            wanted.popitem(last=False)
+        since_s = self._clock() - REFUSED_S
+        refused_s = self._refused_s[is_ahead]
+        while refused_s and next(iter(refused_s.values())) <= since_s:
+            refused_s.popitem(last=False)
         most = limits.max_queries_per_client
-        if len(wanted) == (client in wanted):
+        if len(refused_s) == (client in refused_s):
             return most
-        num_others = sum(name not in wanted for name in {client, *self._num_open_by_client})
-        return min(most, max(limits.max_queries // (len(wanted) + num_others), 1))
+        num_others = sum(name not in refused_s for name in {client, *self._num_open_by_client})
+        return min(most, max(limits.max_queries // (len(refused_s) + num_others), 1))
 
     def _check_queue(self, client: str, limits: Limits, is_ahead: bool, num_tokens: int) -> None:
         queued = self._queued_before(client, is_ahead)

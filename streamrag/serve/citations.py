@@ -27,7 +27,7 @@ class Mark:
     number: int
 
 
-def marks_in(text: str, num_passages: int, start: int = 0) -> list[Mark]:
+def find_marks(text: str, num_passages: int, start: int = 0) -> list[Mark]:
     """Return the citations in `text[start:]`, except those whose number has no passage."""
     return [
         Mark(match.start(), match.end(), number)
@@ -39,11 +39,11 @@ def marks_in(text: str, num_passages: int, start: int = 0) -> list[Mark]:
 
 def url_citations(text: str, passages: Sequence[Passage]) -> list[dict[str, Any]]:
     """Return the citations in `text` as annotations of OpenAI's chat completions."""
-    marks = marks_in(text, len(passages))
+    marks = find_marks(text, len(passages))
     return [{"type": "url_citation", "url_citation": _url_citation(mark, passages[mark.number - 1])} for mark in marks]
 
 
-def annotation_of(mark: Mark, passages: Sequence[Passage]) -> dict[str, Any]:
+def encode_annotation(mark: Mark, passages: Sequence[Passage]) -> dict[str, Any]:
     """Return a citation as an annotation of OpenAI's responses: of a URL for web pages, else of a file."""
     passage = passages[mark.number - 1]
     if passage.uri.lower().startswith(("http://", "https://")):

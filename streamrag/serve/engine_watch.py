@@ -12,9 +12,9 @@ from streamrag.serve.open_queries import OpenQueries
 from streamrag.support.messages import message_of
 
 CHECK_S = 0.5  # seconds between two health checks
-FIRST_WAIT_S = 1.0
-MOST_WAIT_S = 60.0
-"""Shortest and longest backoff. The first restart has none, the second `FIRST_WAIT_S`, doubled for each further one."""
+FIRST_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 60.0
+"""Shortest and longest backoff. The first restart has none; it doubles from the second restart on."""
 
 log = logging.getLogger("streamrag.serve")
 
@@ -47,7 +47,7 @@ class RestartBudget:
         if self.num_begun == self.at_most:
             return None
         self._starts_s.append(now_s)
-        return 0.0 if self.num_begun == 1 else min(FIRST_WAIT_S * 2.0 ** (self.num_begun - 2), MOST_WAIT_S)
+        return 0.0 if self.num_begun == 1 else min(FIRST_BACKOFF_S * 2.0 ** (self.num_begun - 2), MAX_BACKOFF_S)
 
 
 class EngineWatch:

@@ -23,9 +23,7 @@ class Limits(Checked):
     """Limits of a service. Requests that exceed them are refused with 429 or 413, without effect on other clients."""
 
     max_queries: int = Field(default=64, ge=1, description="open queries")
-    max_queued_tokens: int = Field(
-        default=262_144, ge=1, description="tokens of prompts and answers still to be computed for all open queries"
-    )
+    max_queued_tokens: int = Field(default=262_144, ge=1, description="tokens still to be computed for open queries")
     max_queries_per_client: int = Field(default=32, ge=1, description="open queries of one client")
     max_requests_per_minute: int = Field(default=600, ge=1, description="queries that one client may start in a minute")
     max_prompt_tokens_per_minute: int = Field(

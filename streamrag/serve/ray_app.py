@@ -24,15 +24,8 @@ from streamrag.backends.ray.source import RaySource
 from streamrag.core import Progress
 from streamrag.errors import ConfigurationError
 from streamrag.serve.app import create_app
+from streamrag.serve.config import factories
 from streamrag.serve.config.checks import hosts_of
-from streamrag.serve.config.factories import (
-    make_backend,
-    make_observers,
-    make_replicated,
-    make_sources,
-    replica_options,
-    service_of,
-)
 from streamrag.serve.config.keys import read_keys
 from streamrag.serve.config.layers import load
 from streamrag.serve.config.settings import Settings
@@ -64,10 +57,12 @@ class Front:
     ) -> None:
         bind_to_node_address()
         keys = read_keys(settings.keys)
-        observers, self._close_observers = make_observers(settings, keys)
-        backend = make_replicated(settings.model, settings.engine, settings.replicas, cluster=Attached(engines))
+        observers, self._close_observers = factories.make_observers(settings, keys)
+        backend = factories.make_replicated(
+            settings.model, settings.engine, settings.replicas, cluster=Attached(engines)
+        )
         source = make_source(settings.source) if sources is None else RaySource(Attached(sources))
-        self._service = service_of(settings, backend, source, observers)
+        self._service = factories.service_of(settings, backend, source, observers)
         await self._service.start(log.info)
         hosts = hosts_of(settings, has_keys=bool(keys))
         self._app = create_app(self._service, keys=keys, hosts=hosts, origins=frozenset(settings.server.origins))
@@ -98,10 +93,10 @@ def application(settings: Settings, *, make_engine: MakeBackend | None = None) -
     replicas, limits = settings.replicas, settings.limits
     if not replicas.number:
         raise ConfigurationError("replicas.number=0: a Ray Serve application needs at least one engine")
-    make_engine = make_engine or partial(make_backend, settings.model, settings.engine)
-    parts = [engines(make_engine, replica_options(replicas))]
+    make_engine = make_engine or partial(factories.make_backend, settings.model, settings.engine)
+    parts = [engines(make_engine, factories.replica_options(replicas))]
     if replicas.sources:
-        parts.append(make_sources(settings.source, replicas))
+        parts.append(factories.make_sources(settings.source, replicas))
     front = serve.deployment(
         name="front",
         ray_actor_options={"num_cpus": replicas.front_num_cpus},

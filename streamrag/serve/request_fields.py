@@ -35,7 +35,7 @@ def refuse_fields(request: BaseModel, harmless: AbstractSet[str], refused: Mappi
             raise RequestError(f"{name}: this service does not support it", code="unsupported_value", param=name)
 
 
-def text_of(content: object, param: str) -> str:
+def message_text(content: object, param: str) -> str:
     """Return the text of a message's content: a string, or a list of text parts. Raises RequestError for others."""
     if isinstance(content, str):
         return content
@@ -52,11 +52,11 @@ def text_of(content: object, param: str) -> str:
     return "".join(texts)
 
 
-def turn_of(role: str, content: object, param: str) -> Turn:
+def parse_turn(role: str, content: object, param: str) -> Turn:
     """Return a message as a turn. Raises RequestError if its role or content is unsupported."""
     if role not in ROLES:
         raise RequestError(f"role={role!r:.40} must be one of {', '.join(ROLES)}", param=f"{param}.role")
-    return Turn(ROLES[role], text_of(content, f"{param}.content"))  # type: ignore[arg-type]
+    return Turn(ROLES[role], message_text(content, f"{param}.content"))  # type: ignore[arg-type]
 
 
 def split_turns(turns: Sequence[Turn], param: str) -> tuple[str, tuple[Turn, ...], str]:

@@ -182,7 +182,7 @@ async def test_a_restart_that_takes_its_time_is_said_at_readyz() -> None:
 async def test_an_engine_that_cannot_be_started_again_ends_the_service(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_watch, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(engine_watch, "FIRST_BACKOFF_S", 0.01)
     backend = MortalBackend(answer="It is Paris.")
     async with serving(backend=backend, on_engine_death="restart", max_restarts=3) as served:
 

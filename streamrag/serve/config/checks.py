@@ -5,7 +5,7 @@ import ipaddress
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.routing import make_router
@@ -31,55 +31,45 @@ PACKAGES = {
 OTEL_PACKAGES = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 
 
-class Rule(NamedTuple):
-    """Settings of a section that have an effect only in some configurations, and the complaint if they have none."""
-
-    section: str
-    names: Sequence[str]
-    has_effect: Callable[[Settings], bool]
-    complaint: str
-
-
 def _has_source(*kinds: str) -> Callable[[Settings], bool]:
     return lambda settings: not set(kinds).isdisjoint(_source_kinds(settings.source))
 
 
-def _has_server(settings: Settings) -> bool:
-    return settings.model.server is not None
+def _has_vllm(settings: Settings) -> bool:
+    return settings.model.server is None
 
 
-RULES = (
-    Rule("source", CRAWL, _has_source("urls"), "is for source.urls, which is not set"),
-    Rule(
+def _may_have_server(settings: Settings) -> bool:
+    return settings.model.server is not None or not settings.model.name
+
+
+def _has_replicas(settings: Settings) -> bool:
+    return bool(settings.replicas.number)
+
+
+ON_RAY = {"number", "address", "name", "sources", "max_sources", "source_num_cpus", "place_s"}
+"""Settings of [replicas] that have an effect without replicas of the engine."""
+
+RULES: tuple[tuple[str, Sequence[str], Callable[[Settings], bool], str], ...] = (
+    ("source", CRAWL, _has_source("urls"), "is for source.urls, which is not set"),
+    (
         "source",
         ("embedder", "k"),
         _has_source("index", "postgres"),
         "is for source.index or source.postgres, which is not set",
     ),
-    Rule("source", ("hybrid", "rerank", "sentences"), _has_source("index"), "is for source.index, which is not set"),
-    Rule("source", ("table",), _has_source("postgres"), "is for source.postgres, which is not set"),
-    Rule(
-        "model",
-        ("api_key", "tokenizer", "timeout_s"),
-        lambda settings: _has_server(settings) or not settings.model.name,
-        "is for model.server, which is not set",
-    ),
-    Rule(
-        "engine",
-        tuple(EngineSettings.model_fields),
-        lambda settings: not _has_server(settings),
-        "is for an embedded vLLM, and model.server is set",
-    ),
-    Rule(
+    ("source", ("hybrid", "rerank", "sentences"), _has_source("index"), "is for source.index, which is not set"),
+    ("source", ("table",), _has_source("postgres"), "is for source.postgres, which is not set"),
+    ("model", ("api_key", "tokenizer", "timeout_s"), _may_have_server, "is for model.server, which is not set"),
+    ("engine", tuple(EngineSettings.model_fields), _has_vllm, "is for an embedded vLLM, and model.server is set"),
+    (
         "replicas",
-        tuple(
-            ReplicaSettings.model_fields.keys()
-            - {"number", "address", "name", "sources", "max_sources", "source_num_cpus", "place_s"}
-        ),
-        lambda settings: bool(settings.replicas.number),
+        tuple(ReplicaSettings.model_fields.keys() - ON_RAY),
+        _has_replicas,
         "is for replicas.number, which is 0",
     ),
 )
+"""Sections, settings in them, whether they have an effect, and the complaint if they have none."""
 
 
 def check(loaded: Loaded) -> list[Problem]:
@@ -114,11 +104,11 @@ def hosts_of(settings: Settings, *, has_keys: bool) -> frozenset[str] | None:
 
 
 def _without_effect(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    for rule in RULES:
-        if not rule.has_effect(settings):
-            for name in rule.names:
-                if (rule.section, name) in loaded.places:
-                    yield Problem(loaded.where(rule.section, name), rule.complaint)
+    for section, names, has_effect, complaint in RULES:
+        if not has_effect(settings):
+            for name in names:
+                if (section, name) in loaded.places:
+                    yield Problem(loaded.where(section, name), complaint)
 
 
 def _source_kinds(source: SourceSettings) -> list[str]:
@@ -169,7 +159,7 @@ def _engines(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
             yield from _packages(loaded.where("replicas", key), [("ray", "ray")])
     if not replicas.number:
         return
-    if _has_server(settings):
+    if not _has_vllm(settings):
         yield Problem(loaded.where("replicas", "number"), "is for an embedded vLLM, and model.server is set")
     if log_path is not None:
         what = "is one file, and each replica would write to it"

@@ -30,7 +30,7 @@ from streamrag.serve.observe.logs import QueryLog, log_to
 from streamrag.serve.observe.metrics import Metrics
 from streamrag.serve.observe.observer import Observer
 from streamrag.serve.service import Service
-from streamrag.serve.session_store.folder import SessionFolder
+from streamrag.serve.session_store.store import SessionFolder
 
 if TYPE_CHECKING:
     from streamrag.backends.ray.backend import Connects

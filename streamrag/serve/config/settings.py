@@ -40,9 +40,7 @@ class SourceSettings(Checked):
 
     urls: Words = Field(default=(), description="start addresses of a crawl")
     index: Path | None = Field(default=None, description="an index made by `streamrag index build`")
-    postgres: SecretStr | None = Field(
-        default=None, description="a pgvector database: postgresql://user@host/database, or env:NAME of a variable"
-    )
+    postgres: SecretStr | None = Field(default=None, description="a pgvector DSN, or env:NAME of a variable with one")
     trace: Path | None = Field(default=None, description="replay a recording of `streamrag record`")
     max_depth: int = Field(default=2, ge=0, description="links that a crawl follows from a start address")
     max_pages: int = Field(default=20, ge=1, description="maximum pages of a crawl")
@@ -55,9 +53,7 @@ class SourceSettings(Checked):
     cache_folder: Path | None = Field(default=None, description="cache of crawled pages")
     cdp_url: str | None = Field(default=None, description="render pages in the browser at this CDP address")
     table: str = Field(default="passages", description="the table of `postgres`")
-    embedder: str | None = Field(
-        default=None, description="embedder of the index or table, if not the default; its code is run, so trust it"
-    )
+    embedder: str | None = Field(default=None, description="embedder of the index or table; may run code, so trust it")
     hybrid: bool = Field(default=False, description="also search `index` by keywords, and fuse both rankings")
     rerank: str | None = Field(
         default=None,
@@ -93,9 +89,7 @@ class EngineSettings(Checked):
     dtype: str = Field(default="auto", description="of weights and KV; `streamrag doctor` shows what is chosen")
     max_num_batched_tokens: int | None = Field(default=None, ge=1, description="maximum tokens in one step")
     max_num_seqs: int | None = Field(default=None, ge=1, description="maximum requests in one step")
-    kv_cache_bytes: int | None = Field(
-        default=None, ge=1, description="size of the KV cache; 4 GiB by default on a CPU"
-    )
+    kv_cache_bytes: int | None = Field(default=None, ge=1, description="KV cache size; 4 GiB by default on a CPU")
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1, description="share of GPU memory to use")
     seed: int = Field(default=0, description="random seed for requests without one")
     log_path: Path | None = Field(default=None, description="file for the engine's own log")
@@ -123,22 +117,16 @@ class ReplicaSettings(Checked):
     upscale_delay_s: float = Field(default=10.0, gt=0, description="seconds of high load before an engine is added")
     downscale_delay_s: float = Field(default=600.0, ge=0, description="seconds of low load before one is removed")
     max_open: int = Field(default=64, ge=1, description="open queries in one engine")
-    max_replays: int = Field(
-        default=3, ge=0, description="retries of a query without output whose engine has been lost"
-    )
+    max_replays: int = Field(default=3, ge=0, description="retries of a query without output whose engine is lost")
     num_cpus: float = Field(default=1.0, ge=0, description="CPUs of its node that each engine reserves")
     num_gpus: float = Field(default=0.0, ge=0, description="GPUs that each engine reserves")
     accelerator: str | None = Field(default=None, description='accelerator of its node, as Ray names it: "H100"')
     resources: Table = Field(default={}, description="further Ray resources that each engine reserves, by name")
     drain_s: float = Field(default=600.0, gt=0, description="seconds for a stopped engine to finish its queries")
-    sources: int = Field(
-        default=0, ge=0, description="replicas of the source; 0 retrieves in the service's own process"
-    )
+    sources: int = Field(default=0, ge=0, description="replicas of the source; 0 retrieves in the service's process")
     max_sources: int | None = Field(default=None, ge=1, description="maximum replicas of the source under load")
     source_num_cpus: float = Field(default=0.0, ge=0, description="CPUs that each replica of the source reserves")
-    front_num_cpus: float = Field(
-        default=0.0, ge=0, description="CPUs that the service itself reserves as a Ray Serve application"
-    )
+    front_num_cpus: float = Field(default=0.0, ge=0, description="CPUs that the service reserves when deployed on Ray")
     place_s: float = Field(default=900.0, gt=0, description="seconds that replicas wait for a node with room for them")
 
 
@@ -186,16 +174,12 @@ class ServerSettings(Checked):
     host: str = Field(default="127.0.0.1", description="the address to listen on; any but loopback requires keys")
     port: int = Field(default=8080, ge=0, le=65535, description="0 takes a free one")
     no_keys: bool = Field(default=False, description="permit an address other than loopback without keys")
-    hosts: Words = Field(
-        default=(), description="permitted host names besides loopback; * permits any, which is the default with keys"
-    )
+    hosts: Words = Field(default=(), description="permitted host names besides loopback; * is any (default with keys)")
     origins: Words = Field(default=(), description="permitted origins besides its own; * permits any")
-    session_log_dir: Path | None = Field(
-        default=None, description="keep the text of sessions in this folder, and resume them after a restart"
-    )
+    session_log_dir: Path | None = Field(default=None, description="folder of session logs, to resume after a restart")
     on_engine_death: Literal["exit", "restart"] = Field(default="exit", description="what to do when the engine dies")
     max_restarts: int = Field(
-        default=5, ge=1, description="restarts of the engine within `restart_window_s`, after which the service exits"
+        default=5, ge=1, description="restarts within `restart_window_s` before the service exits"
     )
     restart_window_s: float = Field(default=3600.0, gt=0, description="window of `max_restarts` in seconds")
 

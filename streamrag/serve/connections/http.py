@@ -24,12 +24,12 @@ from streamrag.serve.failures import Failure, RequestError, failure_of
 from streamrag.serve.limits import Limits
 
 LINGER_S = 2.0  # seconds for the client to read the response and to stop sending, before the connection is aborted
-MOST_TOLD = 64  # number of connections beyond the limit that get an error; further ones are aborted
-AGAIN_S = 5.0  # Retry-After of these errors, in seconds
+MAX_REFUSED = 64  # number of connections beyond the limit that get an error; further ones are aborted
+RETRY_AFTER_S = 5.0  # Retry-After of these errors, in seconds
 MAX_LINES = 128  # Maximum lines of an unfinished head or of trailers. h11 parses them all at once, in 3 us per line.
 READ_BYTES = 4096  # bytes read from a connection per turn of the event loop: at most 8 ms of parsing
 
-WORST_S = 0.000_004
+MAX_S_PER_BYTE = 0.000_004
 """Maximum CPU seconds to parse one byte. Anything longer was something else, such as garbage collection."""
 
 
@@ -68,7 +68,7 @@ class Connection(asyncio.BufferedProtocol):
         self._protocol.data_received(bytes(self._buffer[:nbytes]))
         self._is_parsing = False
         self._flush()
-        pause_s = self._account.pause_s(min(time.thread_time() - start_s, nbytes * WORST_S))
+        pause_s = self._account.pause_s(min(time.thread_time() - start_s, nbytes * MAX_S_PER_BYTE))
         if pause_s and not self.is_closing():
             self._pause("busy")
             self._loop.call_later(pause_s, self._resume, "busy")
@@ -159,12 +159,12 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         most = self.limits.max_connections
-        if len(self.connections) > most + MOST_TOLD:
+        if len(self.connections) > most + MAX_REFUSED:
             transport.abort()
         elif len(self.connections) > most:
             message = f"{most:,} connections are open, which is the most"
             kind, code = "service_unavailable", "too_many_connections"
-            self._write(Failure(503, kind, code, message, "invalid", retry_after_s=AGAIN_S))
+            self._write(Failure(503, kind, code, message, "invalid", retry_after_s=RETRY_AFTER_S))
         else:
             self._start_timer()
 

@@ -64,7 +64,7 @@ async def respond(
 
     task = asyncio.create_task(work(), name="streamrag response")
     try:
-        first = await unless_gone(first_event(), receive or request.receive)
+        first = await unless_disconnected(first_event(), receive or request.receive)
     except BaseException:
         events.close()
         await cancel_regardless([task])
@@ -102,14 +102,14 @@ class _EventStream(EventSourceResponse):
             await cancel_regardless([self._task])
 
 
-async def unless_gone(work: Awaitable[T], receive: Receive) -> T:
+async def unless_disconnected(work: Awaitable[T], receive: Receive) -> T:
     """Return the result of `work`. If the client leaves, cancel it and raise ClientDisconnect. Read the body first."""
 
-    async def wait_until_gone() -> None:
+    async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(work), asyncio.create_task(wait_until_gone())]
+    tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(work), asyncio.create_task(wait_for_disconnect())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():

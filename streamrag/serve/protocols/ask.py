@@ -18,7 +18,7 @@ from streamrag.serve.connections.json_body import StrictModel, read_body
 from streamrag.serve.connections.sse import Write
 from streamrag.serve.protocols.chat import Message
 from streamrag.serve.protocols.event_stream import respond_with_events, write_events
-from streamrag.serve.request_fields import SAMPLING, sampling, turn_of
+from streamrag.serve.request_fields import SAMPLING, parse_turn, sampling
 from streamrag.serve.service import Service
 
 QUERY_FIELDS = {"max_context_tokens", "deadline_s", "late_share", "overlap"}
@@ -43,7 +43,7 @@ class QueryRequest(StrictModel):
     def query_options(self, service: Service) -> QueryOptions:
         """Return the options for the pipeline. Raises RequestError or ConfigurationError for invalid options."""
         params = sampling(service.params, **self.model_dump(include=SAMPLING))
-        history = [turn_of(each.role, each.content, f"history.{i}") for i, each in enumerate(self.history)]
+        history = [parse_turn(each.role, each.content, f"history.{i}") for i, each in enumerate(self.history)]
         options = self.model_dump(include=QUERY_FIELDS, exclude_none=True)
         if self.system:
             options["system"] = service.system_text(self.system)
@@ -57,8 +57,6 @@ class AskRequest(QueryRequest):
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the routes of this protocol."""
-
     async def ask(request: Request) -> Response:
         body = await read_body(request, AskRequest)
         options = body.query_options(service)

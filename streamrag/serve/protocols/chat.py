@@ -19,10 +19,10 @@ from streamrag.query.options import QueryOptions
 from streamrag.serve.citations import url_citations
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import encode_json, read_body
-from streamrag.serve.connections.sse import Write, respond, unless_gone
+from streamrag.serve.connections.sse import Write, respond, unless_disconnected
 from streamrag.serve.failures import Failure, RequestError
-from streamrag.serve.protocols.event_stream import answer_of
-from streamrag.serve.request_fields import SAMPLING, refuse_fields, sampling, split_turns, turn_of
+from streamrag.serve.protocols.event_stream import wait_for_answer
+from streamrag.serve.request_fields import SAMPLING, parse_turn, refuse_fields, sampling, split_turns
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer, Answered, RetrievalStarted, TokensGenerated
 
@@ -98,18 +98,16 @@ class ChatRequest(BaseModel):
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the routes of this protocol."""
-
     async def chat(request: Request) -> Response:
         body = await read_body(request, ChatRequest)
         body.check()
         check_model(service, body.model)
-        turns = [turn_of(each.role, each.content, f"messages.{i}") for i, each in enumerate(body.messages)]
+        turns = [parse_turn(each.role, each.content, f"messages.{i}") for i, each in enumerate(body.messages)]
         question, options = conversation_options(service, turns, "messages", body.params(service.params))
         encoder = ChatEncoder(service.model_name)
         query = service.events(request.scope[CALLER], "chat", question, **options)
         if not body.stream:
-            return JSONResponse(encoder.whole(await unless_gone(answer_of(query), request.receive)))
+            return JSONResponse(encoder.whole(await unless_disconnected(wait_for_answer(query), request.receive)))
         with_usage = body.stream_options is not None and body.stream_options.include_usage
 
         async def produce(write: Write) -> None:
@@ -167,8 +165,8 @@ class ChatEncoder:
             **self._common,
             "object": "chat.completion",
             "choices": [choice],
-            "usage": usage_of(answer),
-            "streamrag": {"citations": passages_of(answer)},
+            "usage": encode_usage(answer),
+            "streamrag": {"citations": encode_passages(answer)},
         }
 
     def chunks(self, event: object, *, with_usage: bool) -> list[dict[str, Any]]:
@@ -181,8 +179,8 @@ class ChatEncoder:
             case Answered(answer=answer):
                 annotations = url_citations(answer.text, answer.citations)
                 last = self._chunk({"annotations": annotations} if annotations else {}, answer.finish_reason)
-                last["streamrag"] = {"citations": passages_of(answer)}
-                usage = {**self._chunk({}), "choices": [], "usage": usage_of(answer)}
+                last["streamrag"] = {"citations": encode_passages(answer)}
+                usage = {**self._chunk({}), "choices": [], "usage": encode_usage(answer)}
                 return [last, *([usage] if with_usage else [])]
         return []
 
@@ -191,12 +189,12 @@ class ChatEncoder:
         return {**self._common, "object": "chat.completion.chunk", "choices": [choice]}
 
 
-def passages_of(answer: Answer) -> list[dict[str, Any]]:
+def encode_passages(answer: Answer) -> list[dict[str, Any]]:
     """Return the passages of the prompt without their text: an extension, for clients that show sources."""
     return [{"number": each.number, "uri": each.uri, "title": each.title} for each in answer.citations]
 
 
-def usage_of(answer: Answer) -> dict[str, Any]:
+def encode_usage(answer: Answer) -> dict[str, Any]:
     """Return the token counts. Tokens that were prefilled during retrieval do not count as cached."""
     num_prompt, num_output = answer.num_prompt_tokens, len(answer.token_ids)
     num_cached = 0 if answer.record is None else min(answer.record.num_from_cache, num_prompt)

@@ -100,7 +100,7 @@ async def respond_with_events(
     return await respond(request, produce, encode_failure=encode_failure, send_timeout_s=timeout_s, receive=receive)
 
 
-async def answer_of(query: AbstractAsyncContextManager[AsyncIterator[Event]]) -> Answer:
+async def wait_for_answer(query: AbstractAsyncContextManager[AsyncIterator[Event]]) -> Answer:
     """Wait for the complete answer to a query, and return it."""
     async with query as events:
         async for event in events:

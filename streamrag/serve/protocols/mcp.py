@@ -15,10 +15,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
-from streamrag.serve.citations import marks_in
+from streamrag.serve.citations import find_marks
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import checked_body
-from streamrag.serve.connections.sse import unless_gone
+from streamrag.serve.connections.sse import unless_disconnected
 from streamrag.serve.failures import failure_of
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer, Answered, ChunkArrived, ContextComplete, Event, TokensGenerated
@@ -77,7 +77,7 @@ class _Endpoint:
             if not is_read:
                 is_read = True
                 return {"type": "http.request", "body": body, "more_body": False}
-            await asyncio.Event().wait()  # forever: `unless_gone` detects a disconnect
+            await asyncio.Event().wait()  # forever: `unless_disconnected` detects a disconnect
             raise AssertionError
 
         async def work() -> None:
@@ -90,7 +90,7 @@ class _Endpoint:
                 await manager.handle_request(scope, receive_body, send)
 
         with suppress(ClientDisconnect):
-            await unless_gone(work(), receive)
+            await unless_disconnected(work(), receive)
 
 
 def make_server(service: Service) -> "MCPServer[Any]":
@@ -154,7 +154,7 @@ class _Progress:
 
 def _encode(answer: Answer) -> tuple[str, dict[str, Any]]:
     """Return the answer with its sources, as text for a model and as values for a program."""
-    cited = {mark.number for mark in marks_in(answer.text, len(answer.citations))}
+    cited = {mark.number for mark in find_marks(answer.text, len(answer.citations))}
     sources = [
         CitedPassage(number=each.number, title=each.title, uri=each.uri, is_cited=each.number in cited)
         for each in answer.citations

@@ -39,8 +39,6 @@ class RetrieveRequest(StrictModel):
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the routes of this protocol."""
-
     async def retrieve(request: Request) -> Response:
         body = await read_body(request, RetrieveRequest)
         if service.source is None:

@@ -59,8 +59,6 @@ _CODEC = LineCodec[Line](Line, "type")
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the routes of this protocol."""
-
     async def streams(request: Request) -> Response:
         body = StreamBody(request.receive, service)
         caller = request.scope[CALLER]
@@ -69,8 +67,8 @@ def routes(service: Service) -> list[Route]:
             reader = asyncio.create_task(body.read(), name="streamrag reads a stream")
             try:
                 first = await body.open_line()
-                options, source = first.query_options(service), PushedSource(body)
-                async with service.events(caller, "streams", first.query, source=source, **options) as events:
+                options = first.query_options(service)
+                async with service.events(caller, "streams", first.query, source=body, **options) as events:
                     await write_events(write, events)
             finally:
                 await cancel_regardless([reader])
@@ -78,19 +76,6 @@ def routes(service: Service) -> list[Route]:
         return await respond_with_events(request, service, produce, receive=body.wait_until_left)
 
     return [Route("/v1/streams", streams, methods=["POST"])]
-
-
-class PushedSource:
-    """A source whose events a client sends."""
-
-    name = "pushed by a client"
-
-    def __init__(self, body: "StreamBody") -> None:
-        self._body = body
-
-    def stream(self, query: str) -> AsyncIterator[SourceEvent]:
-        """Return the events of the client's lines."""
-        return self._body.events()
 
 
 def parse_line(line: bytes, number: int) -> Line:
@@ -110,11 +95,13 @@ def bad_line(number: int, message: str, param: str | None = None, *, status: int
 
 
 class StreamBody:
-    """A body of lines. It is the only caller of the request's `receive`, so it also detects that the client left.
+    """A body of lines, as a source. It alone calls the request's `receive`, so it also detects that the client left.
 
     `read` runs in a task of its own. It stops reading while the queued lines take more than `max_frame_bytes`, so that
     TCP applies backpressure to the client.
     """
+
+    name = "pushed by a client"
 
     def __init__(self, receive: Receive, service: Service) -> None:
         self._receive = receive
@@ -141,7 +128,7 @@ class StreamBody:
         assert isinstance(first, OpenLine)  # `_take` rejects others
         return first
 
-    async def events(self) -> AsyncIterator[SourceEvent]:
+    async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
         """Yield the events of the lines until `finish`. Raises RequestError for an invalid, late or missing line."""
         while not isinstance(line := await self._next(), FinishLine):
             assert not isinstance(line, OpenLine)

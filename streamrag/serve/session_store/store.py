@@ -2,22 +2,27 @@
 
 import asyncio
 import logging
+import os
+import re
+import stat
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
-from streamrag.errors import SessionLogError, SessionLogInUseError, TooManySessionsError
+from streamrag.errors import ConfigurationError, SessionLogError, SessionLogInUseError, TooManySessionsError
 from streamrag.serve.failures import RefusedError, RequestError
 from streamrag.serve.observe.observer import Refusal
 from streamrag.serve.service import Service
-from streamrag.serve.session_store.folder import SessionFolder
 from streamrag.serve.session_store.served_session import ServedSession
 from streamrag.sessions import Session, SessionLimits
 from streamrag.sessions.limits import SessionBooks
 from streamrag.sessions.log import SessionLog
+from streamrag.sessions.log.contents import Header
+from streamrag.sessions.log.file import LogFile, read_header
 from streamrag.sessions.question import Question
 from streamrag.support.tasks import cancel_regardless, run_regardless
 
@@ -26,7 +31,44 @@ TOUCH_SHARE = 0.05  # how far a log's time of last use may lag if the service is
 RETRY_S = 60.0  # retry-After for a refused session, in seconds: another session may have ended by then
 NO_SESSION = "there is no such session; it may have been closed after being idle"
 
+_LOG_NAME = re.compile(r"(sess_[0-9a-f]{32})\.sqlite")
+
 log = logging.getLogger("streamrag.serve")
+
+
+class SessionFolder:
+    """A folder of session logs, created for its owner only. Raises ConfigurationError if it is unusable."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"session_log_dir={path} cannot be created: {error.strerror or error}") from error
+        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigurationError(f"session_log_dir={path} cannot be written: make it writable, or choose another")
+
+    def path_of(self, id: str) -> Path:
+        """Return the path of this session's log."""
+        return self._path / f"{id}.sqlite"
+
+    def sessions(self) -> Iterator[tuple[str, Header, float]]:
+        """Yield each session's id, the header of its log, and the seconds since its last use. Skip unreadable logs."""
+        for path in sorted(self._path.iterdir()):
+            match = _LOG_NAME.fullmatch(path.name)
+            if match is None:
+                continue
+            try:
+                status = path.lstat()
+                if not stat.S_ISREG(status.st_mode):
+                    raise SessionLogError(f"{path} is not a regular file")
+                if not status.st_size:  # the service was killed before its first write
+                    with suppress(SessionLogInUseError):
+                        LogFile(path).remove()
+                    continue
+                yield match[1], read_header(path), max(time.time() - status.st_mtime, 0.0)
+            except (OSError, SessionLogError) as error:
+                log.error("a session is not resumed: %s", error)
 
 
 class SessionStore:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from streamrag.core import Chunk
-from streamrag.serve.citations import LONGEST_MARK, annotation_of, file_id, file_name, marks_in
+from streamrag.serve.citations import LONGEST_MARK, encode_annotation, file_id, file_name, find_marks
 from streamrag.serve.failures import Failure
-from streamrag.serve.protocols.chat import passages_of
+from streamrag.serve.protocols.chat import encode_passages
 from streamrag.serve.protocols.responses.requests import CheckedRequest
 from streamrag.telemetry import Answer, Answered, ContextComplete, Event, RetrievalStarted, TokensGenerated
 
@@ -122,10 +122,10 @@ class ResponseEncoder:
         num_before = len(self._text)
         self._text += text
         events = [self._event("response.output_text.delta", **self._at, delta=text, logprobs=[])]
-        for mark in marks_in(self._text, len(self._passages), max(0, num_before - LONGEST_MARK)):
+        for mark in find_marks(self._text, len(self._passages), max(0, num_before - LONGEST_MARK)):
             if mark.end <= num_before:
                 continue
-            annotation = annotation_of(mark, self._passages)
+            annotation = encode_annotation(mark, self._passages)
             values = {**self._at, "annotation_index": len(self._annotations), "annotation": annotation}
             events.append(self._event("response.output_text.annotation.added", **values))
             self._annotations.append(annotation)
@@ -141,7 +141,7 @@ class ResponseEncoder:
             status,
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             usage=_usage(answer.num_prompt_tokens, num_cached, len(answer.token_ids)),
-            streamrag={"citations": passages_of(answer)},
+            streamrag={"citations": encode_passages(answer)},
         )
         return [
             self._event("response.output_text.done", **self._at, text=self._text, logprobs=[]),

@@ -12,7 +12,7 @@ from streamrag.core import SamplingParams, Turn
 from streamrag.serve.failures import RequestError
 from streamrag.serve.protocols.chat import HARMLESS, check_model
 from streamrag.serve.protocols.responses.states import State
-from streamrag.serve.request_fields import refuse_fields, sampling, turn_of
+from streamrag.serve.request_fields import parse_turn, refuse_fields, sampling
 from streamrag.serve.service import Service
 
 INCLUDES = frozenset((
@@ -120,7 +120,7 @@ class ResponseRequest(BaseModel):
                 message = f"an item of type {kind!r:.40}: this service reads messages only"
                 raise RequestError(message, param=f"input.{i}.type")
             role = item.get("role")
-            turns.append(turn_of(role if isinstance(role, str) else repr(role), item.get("content"), f"input.{i}"))
+            turns.append(parse_turn(role if isinstance(role, str) else repr(role), item.get("content"), f"input.{i}"))
         return tuple(turns)
 
 

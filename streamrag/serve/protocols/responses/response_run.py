@@ -19,10 +19,6 @@ from streamrag.telemetry import Answered, Event
 Send: TypeAlias = Callable[[ServerEvent], Awaitable[None]]
 
 
-async def discard(event: ServerEvent) -> None:
-    """Drop an event, for a client without a stream."""
-
-
 @asynccontextmanager
 async def query_events(
     service: Service, caller: Caller, interface: Interface, request: CheckedRequest
@@ -56,7 +52,7 @@ class ResponseRun:
         model: str,
         *,
         keep: Callable[[State], None] | None = None,
-        send: Send = discard,
+        send: Send | None = None,
     ) -> None:
         self.request = request
         self.encoder = ResponseEncoder(request, model)
@@ -110,5 +106,6 @@ class ResponseRun:
             self._on_complete(State(request.id, response, (*request.turns, *more), request.brings_context))
 
     async def _send_all(self, events: list[ServerEvent]) -> None:
-        for event in events:
-            await self.send(event)
+        if self.send is not None:
+            for event in events:
+                await self.send(event)

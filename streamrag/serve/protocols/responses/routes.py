@@ -11,7 +11,7 @@ from starlette.websockets import WebSocket
 
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import encode_json, read_body
-from streamrag.serve.connections.sse import Write, respond, unless_gone
+from streamrag.serve.connections.sse import Write, respond, unless_disconnected
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.open_queries import Caller
 from streamrag.serve.protocols.responses.encoder import ServerEvent
@@ -23,7 +23,6 @@ from streamrag.serve.service import Service
 
 
 def routes(service: Service) -> list[BaseRoute]:
-    """Return the routes of this protocol."""
     handlers = _Handlers(service)
     return [
         Route("/v1/responses", handlers.create, methods=["POST"]),
@@ -48,7 +47,7 @@ class _Handlers:
         keep = partial(self._states.add, client=caller.client) if checked.is_stored else None
         run = ResponseRun(checked, self._service.model_name, keep=keep)
         if not body.stream:
-            await unless_gone(run.run(self._service, caller, "responses"), request.receive)
+            await unless_disconnected(run.run(self._service, caller, "responses"), request.receive)
             return JSONResponse(run.encoder.response)
 
         async def produce(write: Write) -> None:

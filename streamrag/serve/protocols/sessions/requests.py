@@ -146,7 +146,7 @@ def closed_error(service: Service, error: PipelineClosedError) -> StreamRagError
     return error if service.admission.is_draining else session_not_found("the session was closed")
 
 
-def state_of(served: ServedSession) -> dict[str, Any]:
+def encode_state(served: ServedSession) -> dict[str, Any]:
     """Return the state of a session for its client."""
     watches = {name: watch.question[:MAX_SHOWN] for name, (watch, _) in sorted(served.watches.items())}
     return {"id": served.id, **asdict(served.session.state), "watches": watches}

@@ -28,8 +28,8 @@ from streamrag.errors import PipelineClosedError, StreamRagError
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import encode_json, read_body
 from streamrag.serve.connections.json_socket import Frames
-from streamrag.serve.connections.sse import Write, unless_gone
-from streamrag.serve.protocols.event_stream import answer_of, encode, event_values, respond_with_events
+from streamrag.serve.connections.sse import Write, unless_disconnected
+from streamrag.serve.protocols.event_stream import encode, event_values, respond_with_events, wait_for_answer
 from streamrag.serve.protocols.sessions.requests import (
     Data,
     OpenSession,
@@ -39,8 +39,8 @@ from streamrag.serve.protocols.sessions.requests import (
     answer_events,
     append_data,
     closed_error,
+    encode_state,
     parse_id,
-    state_of,
 )
 from streamrag.serve.protocols.sessions.socket import SessionSocket
 from streamrag.serve.request_fields import sampling
@@ -54,7 +54,6 @@ MAX_DATA = 500  # maximum chunks that one request reads
 
 
 def routes(service: Service) -> list[BaseRoute]:
-    """Return the routes of this protocol."""
     handlers = _Handlers(service)
     one = "/v1/sessions/{id}"
     return [
@@ -85,10 +84,10 @@ class _Handlers:
     async def open(self, request: Request) -> Response:
         options = await read_body(request, OpenSession)
         opened = self._store.open(request.scope[CALLER].client, **options.model_dump())
-        return JSONResponse(state_of(await unless_gone(opened, request.receive)), 201)
+        return JSONResponse(encode_state(await unless_disconnected(opened, request.receive)), 201)
 
     async def state(self, request: Request) -> Response:
-        return JSONResponse(state_of(await self._find(request)))
+        return JSONResponse(encode_state(await self._find(request)))
 
     async def close(self, request: Request) -> Response:
         await self._store.close(await self._find(request, starts=False))
@@ -124,7 +123,7 @@ class _Handlers:
 
         if body.stream:
             return await respond_with_events(request, self._service, produce)
-        whole = await unless_gone(answer_of(answer), request.receive)
+        whole = await unless_disconnected(wait_for_answer(answer), request.receive)
         return JSONResponse(event_values(Answered(0.0, whole))["answer"])
 
     async def watch(self, request: Request) -> Response:
@@ -146,7 +145,7 @@ class _Handlers:
 
         async def produce(write: Write) -> None:
             with served.being_read(self._service.limits):
-                await write(ServerSentEvent(encode_json(state_of(served)), event="session"))
+                await write(ServerSentEvent(encode_json(encode_state(served)), event="session"))
                 async with aclosing(served.read(last, request.scope[CALLER])) as events:
                     async for event in events:
                         await write(ServerSentEvent(encode_json(event.values), event=event.name, id=str(event.id)))

@@ -24,7 +24,7 @@ from streamrag.serve.connections.json_socket import MAX_ID, Frames
 from streamrag.serve.failures import RequestError
 from streamrag.serve.open_queries import Caller
 from streamrag.serve.protocols.event_stream import event_name, event_values
-from streamrag.serve.protocols.sessions.requests import Data, Question, answer_events, append_data, state_of
+from streamrag.serve.protocols.sessions.requests import Data, Question, answer_events, append_data, encode_state
 from streamrag.serve.service import Service
 from streamrag.serve.session_store.served_session import ServedSession, SessionEvent
 from streamrag.telemetry import Answered
@@ -132,7 +132,7 @@ class SessionSocket(Frames):
         has_ended.set()
 
     async def _send_events(self, last_event_id: int) -> None:
-        await self.send({"type": "session", **state_of(self._served)})
+        await self.send({"type": "session", **encode_state(self._served)})
         num_before = self._served.num_events
         try:
             async with aclosing(self._served.read(last_event_id, self._caller)) as events:
