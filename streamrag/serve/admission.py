@@ -28,10 +28,7 @@ REFUSED_S = 30.0  # seconds for which a client that was refused a place counts a
 
 
 class Usage:
-    """One client's recent queries, and its leaky bucket of prompt tokens.
-
-    The bucket holds at most what leaks in a minute, so a client that is inactive for a minute can be forgotten.
-    """
+    """The recent queries of one client, and its leaky bucket of prompt tokens, which is empty after a minute."""
 
     def __init__(self, tokens_per_minute: int, now_s: float) -> None:
         self.starts_s: deque[float] = deque()  # start times of the queries of the last minute
@@ -52,7 +49,7 @@ class Usage:
 
 
 class Place:
-    """One query's claim on the limits: at first its expected tokens, then corrected by its events."""
+    """A query's claim on the limits: at first its expected tokens, then corrected by its events."""
 
     def __init__(
         self, client: str, num_prompt_tokens: int, num_answer_tokens: int, is_ahead: bool, charge: Callable[[int], None]

@@ -13,8 +13,7 @@ from streamrag.support.messages import message_of
 
 CHECK_S = 0.5  # seconds between two health checks
 FIRST_BACKOFF_S = 1.0
-MAX_BACKOFF_S = 60.0
-"""Shortest and longest backoff. The first restart has none; it doubles from the second restart on."""
+MAX_BACKOFF_S = 60.0  # Shortest and longest backoff. The first restart has none; it doubles from the second restart on.
 
 log = logging.getLogger("streamrag.serve")
 

@@ -118,9 +118,7 @@ class OpenQueries:
             with opened.scope:
                 yield opened
             if opened.scope.cancelled_caught:
-                if opened.aborted_by is not None:
-                    raise opened.aborted_by
-                raise DeadlineExceededError(f"the query's deadline of {deadline_s:g} s passed")
+                raise opened.aborted_by or DeadlineExceededError(f"the query's deadline of {deadline_s:g} s passed")
         except BaseException as raised:
             error = raised
             raise

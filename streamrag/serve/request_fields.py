@@ -18,12 +18,10 @@ TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
 def refuse_fields(request: BaseModel, harmless: AbstractSet[str], refused: Mapping[str, bool]) -> None:
-    """Raise an error for the first unsupported field: ignoring it could change the answer.
+    """Raise RequestError for the first unsupported field, which could change the answer if it was ignored.
 
     harmless: unknown fields that may be ignored; so may any unknown field that is null, false or empty.
     refused: whether to refuse each of these fields.
-
-    :raises RequestError: there is an unsupported field.
     """
     unknown = {
         name: not (value is None or value is False or value in ("", []) or name in harmless)

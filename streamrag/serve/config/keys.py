@@ -12,11 +12,7 @@ MIN_KEY_CHARACTERS = 16
 
 
 def read_keys(settings: KeySettings) -> dict[str, str]:
-    """Return client names by key; empty if no keys are configured.
-
-    :raises ConfigurationError: the file is unreadable, or readable by others; a key is too short or a duplicate. No
-        message contains a key.
-    """
+    """Return client names by key. Raises ConfigurationError, without any key in its message, for invalid keys."""
     pairs: list[tuple[str, str]] = []
     if settings.file is not None:
         pairs += _read_file(settings.file)

@@ -36,7 +36,7 @@ Table = Annotated[dict[str, Any], BeforeValidator(_parse_object)]  # a table, or
 
 
 class SourceSettings(Checked):
-    """Where to retrieve: one of `urls`, `index`, `postgres` and `trace`; with none, clients bring their context."""
+    """The source: one of `urls`, `index`, `postgres` and `trace`; with none, clients bring their context."""
 
     urls: Words = Field(default=(), description="start addresses of a crawl")
     index: Path | None = Field(default=None, description="an index made by `streamrag index build`")
@@ -60,7 +60,7 @@ class SourceSettings(Checked):
         description="as hybrid, then rerank: late-interaction, or a cross-encoder; its code is run, so trust it",
     )
     sentences: int | None = Field(
-        default=None, ge=1, le=4096, description="with `rerank`: this many best sentences in place of whole passages"
+        default=None, ge=1, le=4096, description="with `rerank`: best sentences, not passages"
     )
     k: int = Field(default=5, ge=1, le=1000, description="passages in the context")
 
@@ -101,9 +101,7 @@ class ReplicaSettings(Checked):
 
     number: int = Field(default=0, ge=0, description="engines at the start")
     router: str = Field(default="soonest", description="how the replica of a query is chosen")
-    address: str | None = Field(
-        default=None, description='a Ray cluster, as "auto" or "head:6379"; by default one is started on this machine'
-    )
+    address: str | None = Field(default=None, description='Ray cluster, "auto" or "head:6379"; by default a local one')
     name: str | None = Field(
         default=None,
         min_length=1,
@@ -111,9 +109,7 @@ class ReplicaSettings(Checked):
     )
     min_number: int | None = Field(default=None, ge=1, description="minimum engines when there is little load")
     max_number: int | None = Field(default=None, ge=1, description="maximum engines; by default no autoscaling")
-    queued_tokens: int = Field(
-        default=8192, ge=1, description="prompt tokens queued per engine above which another engine is started"
-    )
+    queued_tokens: int = Field(default=8192, ge=1, description="queued prompt tokens per engine before one is added")
     upscale_delay_s: float = Field(default=10.0, gt=0, description="seconds of high load before an engine is added")
     downscale_delay_s: float = Field(default=600.0, ge=0, description="seconds of low load before one is removed")
     max_open: int = Field(default=64, ge=1, description="open queries in one engine")
@@ -152,9 +148,7 @@ class AnswerSettings(Checked):
     top_p: float = Field(default=1.0, gt=0, le=1, description="the share of probability to sample from")
     top_k: int = Field(default=0, ge=0, description="number of tokens to sample from; 0 for all")
     overlap: bool = Field(default=True, description="prefill while retrieval runs")
-    on_source_error: Literal["raise", "answer"] = Field(
-        default="raise", description="when retrieval fails: fail, or answer with what it has found"
-    )
+    on_source_error: Literal["raise", "answer"] = Field(default="raise", description="what to do if retrieval fails")
 
 
 class LimitSettings(Limits):

@@ -49,9 +49,7 @@ async def read_body(request: Request, model: type[M]) -> M:
 async def checked_body(request: Request) -> bytes:
     """Return the request's body for a library that parses it; charge a large one as if it was parsed here.
 
-    Invalid JSON is left to the library.
-
-    :raises RequestError: the body holds too many values, or too many bodies of this client wait.
+    Invalid JSON is left to the library. Raises RequestError if the body has too many values, or too many bodies wait.
     """
     body = await request.body()
 

@@ -26,21 +26,16 @@ T = TypeVar("T")
 
 Write: TypeAlias = Callable[[ServerSentEvent], Awaitable[None]]
 Produce: TypeAlias = Callable[[Write], Awaitable[None]]
-EncodeFailure: TypeAlias = Callable[[Failure], Sequence[ServerSentEvent]]
+OnFailure: TypeAlias = Callable[[Failure], Sequence[ServerSentEvent]]
 
 
 async def respond(
-    request: Request,
-    produce: Produce,
-    *,
-    encode_failure: EncodeFailure,
-    send_timeout_s: float,
-    receive: Receive | None = None,
+    request: Request, produce: Produce, *, on_failure: OnFailure, send_timeout_s: float, receive: Receive | None = None
 ) -> Response:
     """Return a response that sends what `produce` writes, once there is a first event.
 
-    An error before the first event is raised here, and so becomes a status; a later one is sent as the events of
-    `encode_failure`. `receive`, by default the request's own, returns when the client has left.
+    An error before the first event is raised here, and so becomes a status; a later one is sent as the events that
+    `on_failure` returns. `receive`, by default the request's own, returns when the client has left.
     """
     send, events = anyio.create_memory_object_stream[ServerSentEvent](MAX_UNSENT)
     has_begun = False
@@ -51,7 +46,7 @@ async def respond(
                 await produce(send.send)
             except Exception as error:  # reported to the client, and raised for the log
                 if has_begun:
-                    for event in encode_failure(failure_of(error)):
+                    for event in on_failure(failure_of(error)):
                         await send.send(event)
                 raise
 

@@ -118,7 +118,7 @@ def routes(service: Service) -> list[Route]:
             await write(ServerSentEvent("[DONE]"))
 
         timeout_s = service.limits.send_timeout_s
-        return await respond(request, produce, encode_failure=encode_failure, send_timeout_s=timeout_s)
+        return await respond(request, produce, on_failure=encode_failure, send_timeout_s=timeout_s)
 
     return [Route("/v1/chat/completions", chat, methods=["POST"])]
 

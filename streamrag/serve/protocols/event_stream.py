@@ -97,7 +97,7 @@ async def respond_with_events(
 ) -> Response:
     """Respond with the events that `produce` writes. `receive` is as for `respond`."""
     timeout_s = service.limits.send_timeout_s
-    return await respond(request, produce, encode_failure=encode_failure, send_timeout_s=timeout_s, receive=receive)
+    return await respond(request, produce, on_failure=encode_failure, send_timeout_s=timeout_s, receive=receive)
 
 
 async def wait_for_answer(query: AbstractAsyncContextManager[AsyncIterator[Event]]) -> Answer:

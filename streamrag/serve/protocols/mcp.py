@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 NAME = "ask"
 
 DESCRIPTION = (
-    "Answers a question from documents that are retrieved for it, and says which passages the answer cites. "
-    "Each question stands for itself: put everything that it is about into it."
+    "Answers a question from documents that are retrieved for it, with citations of their passages. "
+    "Each question is independent: include everything that it refers to."
 )
 
 log = logging.getLogger("streamrag.serve")

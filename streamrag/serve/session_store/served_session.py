@@ -159,11 +159,7 @@ class ServedSession:
         self.news.wake()
 
     def watch(self, name: str, question: str, limits: Limits, **options: Any) -> None:
-        """Watch a question, in place of the watch with the same name. Takes the options of `Session.watch`.
-
-        :raises RequestError: there are too many watches, or the name or the question is too long.
-        :raises ConfigurationError: invalid options.
-        """
+        """Watch a question, in place of the watch with this name. Takes the options of `Session.watch`."""
         if len(name) > MAX_ID:
             raise RequestError(f"the name of a watch has at most {MAX_ID} characters")
         if len(question) + sum(map(len, options["answers"])) > MAX_WATCHED:

@@ -100,11 +100,7 @@ class SessionStore:
             self._start_sweeper()
 
     async def open(self, client: str, **options: Any) -> ServedSession:
-        """Open a session for a client.
-
-        :raises RefusedError: there are too many sessions, or too many tokens in their windows.
-        :raises ConfigurationError, PromptTooLongError: invalid options.
-        """
+        """Open a session for a client. Raises RefusedError for too many sessions, or tokens in their windows."""
         self._check_not_draining()
         self._start_sweeper()
         most = self._service.model.max_model_len  # the session itself rejects a longer window
@@ -123,11 +119,7 @@ class SessionStore:
         return served
 
     async def find(self, id: str, client: str, *, starts: bool = True) -> ServedSession:
-        """Return the client's session with this id. Resume it after a restart, unless `starts` is False.
-
-        :raises RequestError: this client has no such session, or it cannot be resumed.
-        :raises RefusedError: the service is stopping.
-        """
+        """Return the client's session, resumed after a restart if `starts`. Raises RequestError if there is none."""
         served = self._sessions.get(id)
         if served is None or served.client != client:
             self._check_not_draining()  # a restarted service may have it

@@ -61,11 +61,7 @@ class ResponseRun:
         self._last: list[ServerEvent] = []
 
     async def run(self, service: Service, caller: Caller, interface: Interface) -> None:
-        """Answer the request, and send all events.
-
-        :raises StreamRagError: as `query_events` does. If the response has begun, the caller must end it with
-            `ResponseEncoder.fail`.
-        """
+        """Answer the request and send all events. On an error, the caller must end the response with `encoder.fail`."""
         async with query_events(service, caller, interface, self.request) as events:
             if not self.request.retrieves:
                 await self.begin()

@@ -61,7 +61,7 @@ class _Handlers:
             return [_sse(event) for event in run.encoder.fail(failure)]
 
         timeout_s = self._service.limits.send_timeout_s
-        return await respond(request, produce, encode_failure=fail, send_timeout_s=timeout_s)
+        return await respond(request, produce, on_failure=fail, send_timeout_s=timeout_s)
 
     async def stored(self, request: Request) -> Response:
         id, client = request.path_params["id"], request.scope[CALLER].client

@@ -82,11 +82,8 @@ class WatchedQuestion(QuestionFields):
 async def append_data(service: Service, served: ServedSession, request: Data) -> dict[str, Any]:
     """Append all of the data or none, and return the version and the total number of dropped chunks.
 
-    :raises RequestError: the session is closed; or a flush was requested and the service has no logs; or the data are
-        in the session but could not be written to disk.
-    :raises ConfigurationError: the queue is too small for the data.
-    :raises SessionLogError: a chunk is too long for a log.
-    :raises PipelineClosedError: the service is stopping.
+    Raises RequestError if the session is closed, if the service has no logs to flush, or if the data are in the session
+    but could not be written to disk.
     """
     if request.flush and served.log is None:
         raise RequestError("this service does not store sessions: it has no session_log_dir", param="flush")
@@ -115,12 +112,7 @@ async def append_data(service: Service, served: ServedSession, request: Data) ->
 async def answer_events(
     service: Service, caller: Caller, served: ServedSession, question: Question
 ) -> AsyncGenerator[Event, None]:
-    """Yield the events of a question until it is answered.
-
-    :raises RefusedError: the question is not admitted.
-    :raises RequestError: the session is closed.
-    :raises StreamRagError: as `Session.ask_events` does.
-    """
+    """Yield the events of a question until it is answered."""
     params = service.answering(
         sampling(service.params, max_tokens=question.max_tokens, temperature=question.temperature, seed=question.seed)
     )
