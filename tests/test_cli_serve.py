@@ -206,7 +206,10 @@ def test_check_prints_what_holds(
     ("options", "said"),
     [
         ((), "model.name: there is no model\n  Name one"),
-        (("--host", "0.0.0.0"), "option --server.host: listens on 0.0.0.0, where everybody could ask\n  Give it keys"),
+        (
+            ("--host", "0.0.0.0"),
+            "option --server.host: listens on 0.0.0.0 without keys, where anybody could send requests\n  Give it keys",
+        ),
         (("--url", "http://a.example", "--trace", "x"), "option --source.urls and option --source.trace: only one of"),
         (("--trace", "/nowhere/x"), "option --source.trace: there is no /nowhere/x"),
         (("--model", "./nowhere"), "option --model.name: there is no model at nowhere"),
@@ -218,7 +221,7 @@ def test_check_prints_what_holds(
         (("--replicas", "2", "--engine.log_path", "/tmp/log"), "option --engine.log_path: is one file, and each"),
         (("--replicas.max_open", "8"), "option --replicas.max_open: is for replicas.number, which is 0"),
         (("--engine.log_path", "/nowhere/log"), "option --engine.log_path: nothing can be written to /nowhere"),
-        (("--observe.otel_endpoint", "collector:4318"), "'collector:4318' is no http or https address"),
+        (("--observe.otel_endpoint", "collector:4318"), "'collector:4318' is not an http or https address"),
         (("--postgres", "env:NOT_THERE"), "there is no environment variable NOT_THERE"),
     ],
 )

@@ -1,8 +1,11 @@
-"""A pipeline served over HTTP: to any OpenAI client, and to programs that bring their own retrieval.
+"""An HTTP service around a pipeline, for OpenAI clients and for programs that bring their own retrieval.
 
-`streamrag serve` runs it; `create_app` makes the same ASGI application for a server of your own. A request passes the
-gate (key, origin, size), an interface reads it and has the service answer it, and writes the events as its protocol has
-them; observers are told of each query.
+`streamrag serve` runs it; `create_app` returns the same ASGI application for a server of your own.
+
+    client ──▶ gate ──▶ protocol ──▶ service ──▶ pipeline       observers see each query
+               key,     parses,      admits
+               origin,  encodes
+               size
 """
 
 from typing import TYPE_CHECKING
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from streamrag.serve.ray_app import ray_application as ray_application
     from streamrag.serve.service import Service as Service
 
-_HOMES = {
+_MODULES = {
     "Limits": "streamrag.serve.limits",
     "Live": "streamrag.serve.observe.live",
     "Metrics": "streamrag.serve.observe.metrics",
@@ -34,18 +37,7 @@ _HOMES = {
     "to_otlp": "streamrag.serve.observe.tracing",
 }
 
-__all__ = [
-    "Limits",
-    "Live",
-    "Metrics",
-    "QueryLog",
-    "Service",
-    "Tracing",
-    "create_app",
-    "log_to",
-    "ray_application",
-    "to_otlp",
-]
+__all__ = list(_MODULES)
 
 if not TYPE_CHECKING:
-    __getattr__ = attributes(__name__, _HOMES)
+    __getattr__ = attributes(__name__, _MODULES)

@@ -1,4 +1,4 @@
-"""Admission control: bounds on queries, their rate, and tokens, for all clients together and for each one."""
+"""Admission control: bounds on open queries, their rate and their tokens, for all clients together and for each one."""
 
 import math
 import time
@@ -19,47 +19,37 @@ AHEAD_SHARES = {
     "max_prompt_tokens_per_minute": 2,
     "max_queued_tokens": 64,
 }
-"""Parts into which a bound is divided, one of which is for watched questions: these leave the rest for what is awaited.
-Of waiting tokens that part is one step of the engine by default, which is how long others then wait for it."""
+"""Divisors of the limits for watched questions, so that these leave room for queries that a client waits for. The share
+of queued tokens is one engine step by default, which is how long other queries then wait."""
 
-BURST_S = 4.0
-"""Prompt tokens that a client may have computed at once, as seconds of its rate: some prompts of an ordinary length."""
-
-LEARNS_FROM = 32
-"""Number of prompts whose mean length the next one is expected to have."""
-
-WANTED_S = 30.0
-"""Seconds for which a client that found no place counts as waiting for one."""
+BURST_S = 4.0  # burst of prompt tokens that a client may send, in seconds of its rate: a few prompts of ordinary length
+NUM_RECENT = 32  # number of recent prompts whose mean length is the expected length of the next one
+REFUSED_S = 30.0  # seconds for which a client that was refused a place counts as waiting for one
 
 
 class Usage:
-    """The usage of one client: when its queries began, and a leaky bucket of prompt tokens.
-
-    The bucket holds at most what leaks in a minute, so that a client which stays away for that long can be forgotten.
-    """
+    """The recent queries of one client, and its leaky bucket of prompt tokens, which is empty after a minute."""
 
     def __init__(self, tokens_per_minute: int, now_s: float) -> None:
-        self.begun_s: deque[float] = deque()
-        """When each query of the last minute began."""
-        self.prompts: deque[int] = deque(maxlen=LEARNS_FROM)
-        """Tokens of its last prompts: those of others say little of its next one."""
+        self.starts_s: deque[float] = deque()  # start times of the queries of the last minute
+        self.prompts: deque[int] = deque(maxlen=NUM_RECENT)  # token counts of the client's last prompts
         self.changed_s = now_s
         self._tokens_per_minute = tokens_per_minute
         self._num_tokens = 0.0
 
     def num_tokens(self, now_s: float) -> float:
-        """Return the number of prompt tokens that have not leaked yet."""
+        """Return the number of prompt tokens in the bucket."""
         leaked = (now_s - self.changed_s) * self._tokens_per_minute / MINUTE_S
         return max(self._num_tokens - leaked, 0.0)
 
     def add_tokens(self, num: int, now_s: float) -> None:
-        """Count prompt tokens; a negative number takes back what was expected and did not come."""
+        """Add prompt tokens to the bucket; a negative number corrects an estimate that was too high."""
         self._num_tokens = min(max(self.num_tokens(now_s) + num, 0.0), self._tokens_per_minute)
         self.changed_s = now_s
 
 
 class Place:
-    """The claim of one query. It starts with what is expected of the query, and follows what comes of it."""
+    """A query's claim on the limits: at first its expected tokens, then corrected by its events."""
 
     def __init__(
         self, client: str, num_prompt_tokens: int, num_answer_tokens: int, is_ahead: bool, charge: Callable[[int], None]
@@ -72,16 +62,16 @@ class Place:
         self._num_expected = num_prompt_tokens
         self._charge = charge
         self.num_context_tokens = 0
-        """Number of tokens of the newest prompt whose context grew. Retrieval and sessions have none."""
+        """Tokens of the newest prompt, for queries whose context grows; 0 for retrieval and sessions."""
         charge(num_prompt_tokens)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Number of tokens of prompt and answer that are still to be computed."""
+        """Number of tokens of the prompt and the answer that remain to be computed."""
         return max(self._num_prompt - self._num_computed, 0) + max(self._num_answer, 0)
 
     def follow(self, event: Event) -> None:
-        """Update the claim by an event of the query."""
+        """Update the claim from an event of the query."""
         match event:
             case ContextChanged():
                 self._charge(event.num_tokens - event.num_shared - self._num_expected)
@@ -96,7 +86,7 @@ class Place:
 
 
 class Admission:
-    """A count of what open queries claim. Nothing waits here: a query without a place is refused, with a time to retry.
+    """Admission control over open queries. It has no queue: it admits a query or refuses it with a time to retry.
 
     clock: a monotonic clock, in seconds.
     """
@@ -109,13 +99,13 @@ class Admission:
         self.is_ready = True
         self._clock = clock
         self._places: set[Place] = set()
-        self._of_client: Counter[str] = Counter()
+        self._num_open_by_client: Counter[str] = Counter()
         self._usage: OrderedDict[str, Usage] = OrderedDict()
-        """Usage of the clients that were active in the last minute, in the order of their last use."""
-        self._wanted_s: dict[bool, OrderedDict[str, float]] = {False: OrderedDict(), True: OrderedDict()}
-        """When clients last found no place, oldest first, for questions and for what is computed ahead (True)."""
-        self._prompts: deque[int] = deque(maxlen=LEARNS_FROM)
-        self._stays: deque[float] = deque(maxlen=LEARNS_FROM)
+        """Usage by client, least recently used first; clients that were inactive for a minute are removed."""
+        self._refused_s: dict[bool, OrderedDict[str, float]] = {False: OrderedDict(), True: OrderedDict()}
+        """Time of each client's last refusal for lack of places, oldest first, by `is_ahead`."""
+        self._prompts: deque[int] = deque(maxlen=NUM_RECENT)
+        self._stays_s: deque[float] = deque(maxlen=NUM_RECENT)
 
     @property
     def num_queries(self) -> int:
@@ -124,23 +114,23 @@ class Admission:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Number of tokens that are still to be computed for them."""
+        """Number of tokens that remain to be computed for all open queries."""
         return sum(place.num_queued_tokens for place in self._places)
 
     def enter(
         self, client: str, *, max_tokens: int, num_prompt_tokens: int | None = None, is_ahead: bool = False
     ) -> Place:
-        """Claim a place for one query, to be given back with `leave`.
+        """Admit one query. The caller must `leave` the returned place.
 
-        max_tokens: of its answer. num_prompt_tokens: of its prompt; None if it is not known, and expected to be as long
-        as those before. is_ahead: whether nobody waits for the answer yet. It counts as others do, and has a share of
-        each bound.
+        max_tokens: bound on the answer's tokens.
+        num_prompt_tokens: tokens of the prompt; if None, the mean of recent prompts is assumed.
+        is_ahead: whether the query is computed ahead of demand, which gives it only a share of each limit.
 
-        :raises RefusedError: there is none.
+        :raises RefusedError: the query exceeds a limit.
         """
         limits = self._limits_ahead if is_ahead else self.limits
         if self.is_draining:
-            raise RefusedError("the service is stopping: ask another one, or later", "draining", 5.0)
+            raise RefusedError("the service is stopping: send the query to another one, or later", "draining", 5.0)
         if not self.is_ready:
             raise RefusedError("the engine is starting: try again", "not_ready", 5.0)
         self._check_places(client, limits, is_ahead)
@@ -149,72 +139,68 @@ class Admission:
         num_prompt = round(_mean(usage.prompts or self._prompts)) if num_prompt_tokens is None else num_prompt_tokens
         self._check_prompt_rate(usage, limits, num_prompt)
         self._check_queue(client, limits, is_ahead, num_prompt + max_tokens)
-        usage.begun_s.append(self._clock())
+        usage.starts_s.append(self._clock())
         place = Place(client, num_prompt, max_tokens, is_ahead, partial(self._charge, client))
         self._places.add(place)
-        self._of_client[client] += 1
+        self._num_open_by_client[client] += 1
         return place
 
     def leave(self, place: Place, *, stayed_s: float) -> None:
-        """Give a place back, after the query's `stayed_s` seconds."""
+        """Release a place. `stayed_s` is the query's duration, from which retry times are estimated."""
         self._places.remove(place)
-        self._of_client[place.client] -= 1
-        if not self._of_client[place.client]:
-            del self._of_client[place.client]
+        self._num_open_by_client[place.client] -= 1
+        if not self._num_open_by_client[place.client]:
+            del self._num_open_by_client[place.client]
         if place.num_context_tokens:
             self._prompts.append(place.num_context_tokens)
             self._usage_of(place.client).prompts.append(place.num_context_tokens)
-        self._stays.append(stayed_s)
+        self._stays_s.append(stayed_s)
 
     def _check_places(self, client: str, limits: Limits, is_ahead: bool) -> None:
-        most, num_open = self._share_of(client, limits, is_ahead), self._of_client[client]
+        most, num_open = self._share_of(client, limits, is_ahead), self._num_open_by_client[client]
         if num_open >= most:
             why = "the most" if most == limits.max_queries_per_client else "your share while others find no place"
-            raise RefusedError(
-                f"{num_open} queries of yours are open, which is {why}", "client_queries", self._wait_s(1)
-            )
+            message = f"{num_open} queries of yours are open, which is {why}"
+            raise RefusedError(message, "client_queries", self._wait_s(1))
         if len(self._places) >= limits.max_queries:
-            wanted = self._wanted_s[is_ahead]
-            wanted[client] = self._clock()
-            wanted.move_to_end(client)
+            refused_s = self._refused_s[is_ahead]
+            refused_s[client] = self._clock()
+            refused_s.move_to_end(client)
             raise RefusedError(f"{limits.max_queries} queries are open, which is the most", "queries", self._wait_s(1))
 
     def _share_of(self, client: str, limits: Limits, is_ahead: bool) -> int:
-        """Return how many places a client may have. While another one has found none, each has an even share."""
-        since_s = self._clock() - WANTED_S
-        wanted = self._wanted_s[is_ahead]
-        while wanted and next(iter(wanted.values())) <= since_s:
-            wanted.popitem(last=False)
+        """Return the number of places a client may have: an even share while another client waits for one."""
+        since_s = self._clock() - REFUSED_S
+        refused_s = self._refused_s[is_ahead]
+        while refused_s and next(iter(refused_s.values())) <= since_s:
+            refused_s.popitem(last=False)
         most = limits.max_queries_per_client
-        if len(wanted) == (client in wanted):
+        if len(refused_s) == (client in refused_s):
             return most
-        num_others = sum(name not in wanted for name in {client, *self._of_client})
-        return min(most, max(limits.max_queries // (len(wanted) + num_others), 1))
+        num_others = sum(name not in refused_s for name in {client, *self._num_open_by_client})
+        return min(most, max(limits.max_queries // (len(refused_s) + num_others), 1))
 
     def _check_queue(self, client: str, limits: Limits, is_ahead: bool, num_tokens: int) -> None:
         queued = self._queued_before(client, is_ahead)
         if queued and queued + num_tokens > limits.max_queued_tokens:
             share = (queued + num_tokens - limits.max_queued_tokens) / queued
-            raise RefusedError(
-                f"{queued:,} tokens wait to be computed, and {limits.max_queued_tokens:,} is the most",
-                "tokens",
-                self._wait_s(math.ceil(share * len(self._places))),
-            )
+            message = f"{queued:,} tokens wait to be computed, and {limits.max_queued_tokens:,} is the most"
+            raise RefusedError(message, "tokens", self._wait_s(math.ceil(share * len(self._places))))
 
     def _queued_before(self, client: str, is_ahead: bool) -> int:
-        """Count the tokens that wait, of each other client no more than its share, so that none keeps out all others.
+        """Count queued tokens, capping each other client at an even share so that none can starve the rest.
 
-        Before what is computed ahead, count the same of this client only.
+        For a query that is computed ahead, count only this client's other queries that are computed ahead.
         """
-        waiting = Counter({client: 0})
+        queued = Counter({client: 0})
         for place in self._places:
             if not is_ahead or (place.is_ahead and place.client == client):
-                waiting[place.client] += place.num_queued_tokens
-        share = self.limits.max_queued_tokens // len(waiting)
-        return sum(num if name == client else min(num, share) for name, num in waiting.items())
+                queued[place.client] += place.num_queued_tokens
+        share = self.limits.max_queued_tokens // len(queued)
+        return sum(num if name == client else min(num, share) for name, num in queued.items())
 
     def _usage_of(self, client: str) -> Usage:
-        """Return what a client has used, and forget those who have used nothing for a minute."""
+        """Return a client's usage, after removing clients that were inactive for a minute."""
         now_s = self._clock()
         while self._usage and next(iter(self._usage.values())).changed_s <= now_s - MINUTE_S:
             self._usage.popitem(last=False)
@@ -227,31 +213,30 @@ class Admission:
         self._usage.move_to_end(client)
 
     def _check_rate(self, usage: Usage, limits: Limits, is_ahead: bool) -> None:
-        now_s, begun_s = self._clock(), usage.begun_s
-        while begun_s and begun_s[0] <= now_s - MINUTE_S:
-            begun_s.popleft()
-        most_of_second = max(limits.max_requests_per_minute // 60, 1)
-        for most, window_s in ((limits.max_requests_per_minute, MINUTE_S), (most_of_second, 1.0))[: 1 + is_ahead]:
-            if len(begun_s) >= most and begun_s[-most] > now_s - window_s:
-                raise RefusedError(
-                    f"{most} queries in {window_s:g} s are the most", "client_rate", begun_s[-most] + window_s - now_s
-                )
+        now_s, starts_s = self._clock(), usage.starts_s
+        while starts_s and starts_s[0] <= now_s - MINUTE_S:
+            starts_s.popleft()
+        windows = [(limits.max_requests_per_minute, MINUTE_S)]
+        if is_ahead:
+            windows.append((max(limits.max_requests_per_minute // 60, 1), 1.0))
+        for most, window_s in windows:
+            if len(starts_s) >= most and starts_s[-most] > now_s - window_s:
+                retry_after_s = starts_s[-most] + window_s - now_s
+                raise RefusedError(f"{most} queries in {window_s:g} s are the most", "client_rate", retry_after_s)
 
     def _check_prompt_rate(self, usage: Usage, limits: Limits, num_prompt_tokens: int) -> None:
-        """Refuse a prompt that does not fit into the client's bucket. One that never would needs an empty one."""
+        """Refuse a prompt that does not fit into the client's bucket. A prompt that never would needs an empty one."""
         most = limits.max_prompt_tokens_per_minute
         num_used = usage.num_tokens(self._clock())
         excess = min(num_used, num_used + num_prompt_tokens - most * BURST_S / MINUTE_S)
         if num_prompt_tokens and excess > 0:
-            raise RefusedError(
-                f"your prompts have more than {most:,} tokens a minute, which is the most",
-                "client_tokens",
-                excess * MINUTE_S / self.limits.max_prompt_tokens_per_minute,
-            )
+            message = f"your prompts have more than {most:,} tokens a minute, which is the most"
+            retry_after_s = excess * MINUTE_S / self.limits.max_prompt_tokens_per_minute
+            raise RefusedError(message, "client_tokens", retry_after_s)
 
     def _wait_s(self, num_to_end: int) -> float:
-        """Return the expected seconds until `num_to_end` of the open queries have ended."""
-        mean_s = _mean(self._stays) if self._stays else 1.0
+        """Estimate the seconds until `num_to_end` of the open queries have ended."""
+        mean_s = _mean(self._stays_s) if self._stays_s else 1.0
         return min(max(mean_s * num_to_end / max(len(self._places), 1), 1.0), MINUTE_S)
 
 

@@ -1,4 +1,4 @@
-"""The ASGI application: a gate, and the routes of every protocol."""
+"""The ASGI application: the gate, and the routes of all protocols."""
 
 import logging
 import time
@@ -14,7 +14,7 @@ from streamrag.errors import StreamRagError
 from streamrag.serve.connections.gate import LOOPBACK, Gate
 from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.observe import live, metrics
-from streamrag.serve.observe.logs import OF_ERROR
+from streamrag.serve.observe.logs import QUERY_OF_ERROR
 from streamrag.serve.page import routes as page
 from streamrag.serve.protocols import ask, chat, mcp, retrieve, streams
 from streamrag.serve.protocols.responses import routes as responses
@@ -22,7 +22,7 @@ from streamrag.serve.protocols.sessions import routes as sessions
 from streamrag.serve.service import Service
 
 PROTOCOLS = (chat, metrics, live, mcp, sessions, ask, retrieve, streams, page, responses)
-"""Modules whose `routes` make the routes of one protocol."""
+"""Modules whose `routes(service)` returns the routes of one protocol."""
 
 log = logging.getLogger("streamrag.serve")
 
@@ -35,31 +35,31 @@ def create_app(
     origins: frozenset[str] = frozenset(),
     more_routes: Sequence[BaseRoute] = (),
 ) -> Gate:
-    """Return the application that serves `service`, which the caller starts and closes.
+    """Return the ASGI application for `service`. The caller starts and closes the service.
 
-    keys: names of clients, by API key; without any, everybody may ask.
-    hosts: names that it may be asked by; None for any.
-    origins: origins of pages that may ask it, besides its own.
-    more_routes: for protocols of your own.
+    keys: client names by API key; without keys, anybody may send requests.
+    hosts: permitted names in the Host header; None permits any.
+    origins: origins whose pages may send requests, besides the service's own.
+    more_routes: routes of your own protocols.
     """
     app = Starlette(
         routes=[
             *_status_routes(service),
-            *(route for each in PROTOCOLS for route in each.routes(service)),
+            *(route for protocol in PROTOCOLS for route in protocol.routes(service)),
             *more_routes,
         ],
         exception_handlers={
-            StreamRagError: _explain,
-            HTTPException: _explain_http,
+            StreamRagError: _respond_to_error,
+            HTTPException: _respond_to_http_error,
             ClientDisconnect: _end_silently,
-            Exception: _explain,
+            Exception: _respond_to_error,
         },
     )
     return Gate(app, limits=service.limits, keys=keys, hosts=hosts, origins=origins, share=service.share)
 
 
 def _status_routes(service: Service) -> list[BaseRoute]:
-    """Return the routes that say what the service is and whether it works."""
+    """Return the routes for the model list, liveness and readiness."""
 
     async def models(request: Request) -> Response:
         model = {
@@ -82,21 +82,21 @@ def _status_routes(service: Service) -> list[BaseRoute]:
     return [Route("/healthz", healthz), Route("/readyz", readyz), Route("/v1/models", models)]
 
 
-async def _explain(request: Request, error: Exception) -> Response:
+async def _respond_to_error(request: Request, error: Exception) -> Response:
     failure = failure_of(error)
-    if failure.outcome == "internal_error" or (
-        failure.status == 502 and not hasattr(error, OF_ERROR)  # which no query's line has
-    ):
+    is_logged = hasattr(error, QUERY_OF_ERROR)  # by the log of queries
+    if failure.outcome == "internal_error" or (failure.status == 502 and not is_logged):
         log.error("a request failed", exc_info=error)
     return JSONResponse(failure.body(), failure.status, failure.headers())
 
 
-async def _explain_http(request: Request, error: Exception) -> Response:
+async def _respond_to_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = {404: f"there is no {request.url.path:.80} here", 405: f"{request.method} is not for this address"}
-    failure = failure_of(RequestError(what.get(error.status_code, error.detail), status=error.status_code, code="http"))
+    path, method = f"{request.url.path:.80}", request.method
+    message = {404: f"there is no {path} here", 405: f"{method} is not allowed for this path"}.get(error.status_code)
+    failure = failure_of(RequestError(message or error.detail, status=error.status_code, code="http"))
     return JSONResponse(failure.body(), error.status_code, error.headers)
 
 
 async def _end_silently(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # the client has gone
+    return Response(status_code=499)  # the client has disconnected

@@ -4,39 +4,31 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, TypeAlias
 from urllib.parse import unquote
+
+from streamrag.core import Chunk
+from streamrag.telemetry import Citation
 
 _CITED = re.compile(r"\[(\d{1,4}(?:\s?,\s?\d{1,4}){0,15})\]", re.ASCII)
 
-LONGEST_MARK = 112
-"""Most characters of a mark that is taken for a citation, brackets included."""
+LONGEST_MARK = 112  # maximum characters of a citation mark, brackets included
 
 
-class Passage(Protocol):
-    """A passage that can be cited: a `Chunk`, or a `Citation`."""
-
-    @property
-    def uri(self) -> str: ...
-
-    @property
-    def title(self) -> str: ...
-
-
-P = TypeVar("P", bound=Passage)
+Passage: TypeAlias = Chunk | Citation
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Characters `start` to `end` of an answer cite the passage of this number, from 1."""
+    """A citation: characters `start` to `end` of an answer cite passage `number`, counted from 1."""
 
     start: int
     end: int
     number: int
 
 
-def marks_in(text: str, num_passages: int, start: int = 0) -> list[Mark]:
-    """Return the citations in `text` from `start` on; numbers without a passage do not count."""
+def find_marks(text: str, num_passages: int, start: int = 0) -> list[Mark]:
+    """Return the citations in `text[start:]`, except those whose number has no passage."""
     return [
         Mark(match.start(), match.end(), number)
         for match in _CITED.finditer(text, start)
@@ -45,39 +37,23 @@ def marks_in(text: str, num_passages: int, start: int = 0) -> list[Mark]:
     ]
 
 
-def url_citations(text: str, passages: Sequence[P]) -> list[dict[str, object]]:
-    """Return the citations in `text` in the form of OpenAI's chat completions."""
-    return [
-        {
-            "type": "url_citation",
-            "url_citation": {
-                "start_index": mark.start,
-                "end_index": mark.end,
-                "title": passages[mark.number - 1].title,
-                "url": passages[mark.number - 1].uri,
-            },
-        }
-        for mark in marks_in(text, len(passages))
-    ]
+def url_citations(text: str, passages: Sequence[Passage]) -> list[dict[str, Any]]:
+    """Return the citations in `text` as annotations of OpenAI's chat completions."""
+    marks = find_marks(text, len(passages))
+    return [{"type": "url_citation", "url_citation": _url_citation(mark, passages[mark.number - 1])} for mark in marks]
 
 
-def annotation_of(mark: Mark, passages: Sequence[P]) -> dict[str, object]:
-    """Return a citation in the form of OpenAI's responses: of a page, or of a file for all that is not on the web."""
+def encode_annotation(mark: Mark, passages: Sequence[Passage]) -> dict[str, Any]:
+    """Return a citation as an annotation of OpenAI's responses: of a URL for web pages, else of a file."""
     passage = passages[mark.number - 1]
     if passage.uri.lower().startswith(("http://", "https://")):
-        return {
-            "type": "url_citation",
-            "start_index": mark.start,
-            "end_index": mark.end,
-            "title": passage.title,
-            "url": passage.uri,
-        }
-    return {
-        "type": "file_citation",
-        "index": mark.start,
-        "file_id": file_id(passage),
-        "filename": file_name(passage),
-    }
+        return {"type": "url_citation", **_url_citation(mark, passage)}
+    name, id = file_name(passage), file_id(passage)
+    return {"type": "file_citation", "index": mark.start, "file_id": id, "filename": name}
+
+
+def _url_citation(mark: Mark, passage: Passage) -> dict[str, Any]:
+    return {"start_index": mark.start, "end_index": mark.end, "title": passage.title, "url": passage.uri}
 
 
 def file_id(passage: Passage) -> str:

@@ -20,10 +20,7 @@ ANONYMOUS = "anonymous"
 
 
 class RequestError(StreamRagError):
-    """A request that is refused as it stands.
-
-    status: of HTTP. param: the field that is wrong. line: its number, in a body of lines.
-    """
+    """An invalid request. `param` is the invalid field, and `line` the number of the line in a body of lines."""
 
     def __init__(
         self,
@@ -42,7 +39,7 @@ class RequestError(StreamRagError):
 
 
 class RefusedError(TooManyQueriesError):
-    """A query that was not admitted: the service is full, or not ready. `retry_after_s` says when to try again."""
+    """A query that was not admitted, because the service is full or not ready. It may be retried after a while."""
 
     def __init__(self, message: str, why: Refusal, retry_after_s: float) -> None:
         super().__init__(message)
@@ -52,7 +49,7 @@ class RefusedError(TooManyQueriesError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error as it goes to a client."""
+    """The public part of an error, without internals."""
 
     status: int
     type: str
@@ -69,25 +66,25 @@ class Failure:
         return {"error": error if self.line is None else {**error, "line": self.line}}
 
     def json(self) -> str:
-        """Return `body` as text."""
+        """Return `body` as JSON text."""
         return json.dumps(self.body())
 
     def headers(self) -> dict[str, str]:
-        """Return its headers of the response."""
+        """Return the HTTP headers of the error."""
         return {} if self.retry_after_s is None else {"retry-after": str(max(1, round(self.retry_after_s)))}
 
 
-RETRIEVAL_FAILED = "retrieval failed; the service's log says why"
-ENGINE_DIED = "the engine died; ask again when it runs again"
-ENGINE_FAILED = "the engine failed; the service's log says why"
-INTERNAL_ERROR = "an error inside the service; its log says more"
+RETRIEVAL_FAILED = "retrieval failed; see the service's log"
+ENGINE_DIED = "the engine died; try again once it is running"
+ENGINE_FAILED = "the engine failed; see the service's log"
+INTERNAL_ERROR = "internal error; see the service's log"
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return an error as a client may see it.
+    """Return the public part of an error.
 
-    Unforeseen errors, and the messages of sources and engines, may name hosts, addresses and files of the inside. They
-    are for the log.
+    Messages of unexpected errors, of sources and of engines may name internal hosts, addresses and files. They are
+    replaced here and only logged.
     """
     message = str(error)
     match error:

@@ -1,11 +1,10 @@
-"""The open queries of a service: admitted, shown to observers, and aborted when the service or its engine ends."""
+"""The open queries of a service: admitted, reported to observers, and aborted when the service or its engine ends."""
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypedDict, Unpack
 
 import anyio
 
@@ -27,14 +26,14 @@ class Caller:
     traceparent: str | None = None
     tracestate: str | None = None
     has_key: Callable[[], bool] = lambda: True
-    """Whether the client's key is still valid, for requests that last: keys may be read again meanwhile."""
+    """Whether the client's key is still valid: keys may be reloaded during a long request."""
     account: Account = field(default_factory=lambda: Account(FairShare()), repr=False, compare=False)
-    """The account of all open requests of the client. Without keys there is one for everybody."""
+    """The client's account of event loop time, over all of its requests. Without keys, all clients share one."""
 
 
 @dataclass(slots=True, eq=False)
 class OpenQuery:
-    """A query that was admitted; made by `Service.open`."""
+    """An admitted query; made by `Service.open`."""
 
     query: ServedQuery
     place: Place
@@ -42,24 +41,23 @@ class OpenQuery:
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     answer: Answer | None = None
     is_answered: bool = False
-    """To be set by code that has no `Answered` to pass on."""
-    aborted_by: StreamRagError | None = None
-    """The reason why the service cancelled it."""
+    """Whether it ended well. `note` sets it for `Answered`; code without such an event must set it."""
+    aborted_by: StreamRagError | None = None  # the reason why the service cancelled it
 
     def abort(self, error: StreamRagError) -> None:
-        """Cancel the query; its block raises `error`, or that of an earlier call."""
+        """Cancel the query. The block of `open` raises the error of the first `abort`."""
         self.aborted_by = self.aborted_by or error
         self.scope.cancel()
 
     def note(self, event: Event) -> None:
-        """Pass an event on to the observers and to admission."""
+        """Report an event to admission and to the observers."""
         self.place.follow(event)
         if isinstance(event, Answered):
             self.answer, self.is_answered = event.answer, True
         self.observer.query_event(self.query, event)
 
     async def noted(self, events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
-        """Yield `events`, each noted before it is passed on."""
+        """Yield `events`, each after it was reported."""
         async for event in events:
             self.note(event)
             yield event
@@ -73,19 +71,6 @@ class OpenQuery:
         return failure_of(error).outcome
 
 
-class Claim(TypedDict, total=False):
-    """A claim of a query on a service."""
-
-    max_tokens: int
-    """Most tokens of its answer; 0 by default."""
-    num_prompt_tokens: int | None
-    """Tokens of its prompt, if they are known."""
-    deadline_s: float | None
-    """Seconds after which its block is cancelled; a pipeline has a deadline of its own."""
-    first_question: str | None
-    """The first question of its conversation, if that is another: it leads to the engine that has earlier turns."""
-
-
 class OpenQueries:
     """All open queries of a service, oldest first."""
 
@@ -93,8 +78,7 @@ class OpenQueries:
         self._admission = admission
         self._observer = observer
         self._open: dict[OpenQuery, None] = {}
-        self.is_empty = asyncio.Event()
-        """Set while no query is open."""
+        self.is_empty = asyncio.Event()  # set while no query is open
         self.is_empty.set()
 
     def __iter__(self) -> Iterator[OpenQuery]:
@@ -102,66 +86,77 @@ class OpenQueries:
 
     @asynccontextmanager
     async def open(
-        self, caller: Caller, interface: Interface, text: str, **claim: Unpack[Claim]
+        self,
+        caller: Caller,
+        interface: Interface,
+        text: str,
+        *,
+        max_tokens: int = 0,
+        num_prompt_tokens: int | None = None,
+        deadline_s: float | None = None,
+        first_question: str | None = None,
     ) -> AsyncIterator[OpenQuery]:
-        """Claim a place for one query; it ends with the block, which raises what ended it.
+        """Admit one query for the length of the block, and report its end with the error that the block raised.
 
-        :raises RefusedError: there is no place for it.
-        :raises PipelineClosedError: the service was stopped meanwhile.
-        :raises DeadlineExceededError: it took too long.
+        max_tokens: bound on the answer's tokens.
+        num_prompt_tokens: tokens of the prompt, if known.
+        deadline_s: seconds until the block is cancelled; None for queries of a pipeline, which has its own deadline.
+        first_question: first question of the conversation, by which the router finds the engine with earlier turns.
+
+        :raises RefusedError: the query is not admitted.
+        :raises PipelineClosedError: the service stops during the query.
+        :raises DeadlineExceededError: the deadline has passed.
         """
-        deadline_s = claim.get("deadline_s")
-        place = self._enter(caller.client, interface, claim)
-        query = ServedQuery(
-            caller.id, interface, caller.client, time.monotonic(), text, caller.traceparent, caller.tracestate
-        )
-        opened = OpenQuery(query, place, self._observer)
+        opened = self._admit(caller, interface, text, max_tokens, num_prompt_tokens)
         if deadline_s is not None:
             opened.scope.deadline = anyio.current_time() + deadline_s
-        self._open[opened] = None
-        self.is_empty.clear()
         error: BaseException | None = None
+        query_token = current_query.set(opened.query)
+        conversation_token = conversation.set(conversation_of(caller.client, first_question or text))
         try:
-            with _current(query, conversation_of(caller.client, claim.get("first_question") or text)):
-                self._observer.query_started(query)
-                with opened.scope:
-                    yield opened
-                if opened.scope.cancelled_caught:
-                    if opened.aborted_by is not None:
-                        raise opened.aborted_by
-                    raise DeadlineExceededError(f"the query's deadline of {deadline_s:g} s passed")
+            self._observer.query_started(opened.query)
+            with opened.scope:
+                yield opened
+            if opened.scope.cancelled_caught:
+                raise opened.aborted_by or DeadlineExceededError(f"the query's deadline of {deadline_s:g} s passed")
         except BaseException as raised:
             error = raised
             raise
         finally:
+            conversation.reset(conversation_token)
+            current_query.reset(query_token)
             self._end(opened, error)
-
-    # How the watch over the engine uses them; see `engine_watch.Guarded`.
 
     @property
     def wants_engine(self) -> bool:
-        """Whether a dead engine is worth starting again."""
+        """Whether a dead engine is worth restarting."""
         return not self._admission.is_draining
 
     def engine_died(self, error: EngineDeadError) -> None:
-        """Admit no queries, and abort those that need the engine, also those that it has left without an error."""
+        """Stop admitting queries, and abort those that use the engine: it may have left some without an error."""
         self._admission.is_ready = False
         for each in self:
             if each.query.interface != "retrieve":
                 each.abort(EngineDeadError(str(error)))
 
     def engine_restarted(self) -> None:
-        """Admit queries again, which the new engine answers."""
+        """Admit queries again."""
         self._admission.is_ready = True
 
-    def _enter(self, client: str, interface: Interface, claim: Claim) -> Place:
+    def _admit(
+        self, caller: Caller, interface: Interface, text: str, max_tokens: int, num_prompt_tokens: int | None
+    ) -> OpenQuery:
+        client = caller.client
         try:
-            return self._admission.enter(
-                client, max_tokens=claim.get("max_tokens", 0), num_prompt_tokens=claim.get("num_prompt_tokens")
-            )
+            place = self._admission.enter(client, max_tokens=max_tokens, num_prompt_tokens=num_prompt_tokens)
         except RefusedError as error:
             self._observer.query_refused(client, interface, error.why)
             raise
+        query = ServedQuery(caller.id, interface, client, time.monotonic(), text, caller.traceparent, caller.tracestate)
+        opened = OpenQuery(query, place, self._observer)
+        self._open[opened] = None
+        self.is_empty.clear()
+        return opened
 
     def _end(self, opened: OpenQuery, error: BaseException | None) -> None:
         del self._open[opened]
@@ -169,14 +164,3 @@ class OpenQueries:
             self.is_empty.set()
         self._admission.leave(opened.place, stayed_s=opened.query.age_s)
         self._observer.query_ended(opened.query, opened.outcome(error), opened.answer, error)
-
-
-@contextmanager
-def _current(query: ServedQuery, name: str) -> Iterator[None]:
-    """Set the query and its conversation's name for the tasks that work for it."""
-    tokens = current_query.set(query), conversation.set(name)
-    try:
-        yield
-    finally:
-        conversation.reset(tokens[1])
-        current_query.reset(tokens[0])

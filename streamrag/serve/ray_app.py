@@ -1,12 +1,12 @@
-"""The service as an application of Ray Serve's, for `serve run` and `serve deploy`.
+"""The service as a Ray Serve application, for `serve run` and `serve deploy`.
 
     serve run streamrag.serve:ray_application config=service.toml
     serve deploy FILE, such as the one in deploy/ray
 
-    proxy ──▶ Front: gate, interfaces, sessions, pipeline ──▶ engines      each a deployment that scales on its own
-                                                          └─▶ sources
+    proxy ──▶ Front: gate, protocols, sessions, pipeline ──▶ engines      each a deployment that scales on its own
+                                                         └─▶ sources
 
-There is one front: sessions, limits and the router's state are in its memory.
+There is a single front, because sessions, limits and the router's state live in its memory.
 """
 
 import logging
@@ -24,35 +24,25 @@ from streamrag.backends.ray.source import RaySource
 from streamrag.core import Progress
 from streamrag.errors import ConfigurationError
 from streamrag.serve.app import create_app
+from streamrag.serve.config import factories
 from streamrag.serve.config.checks import hosts_of
-from streamrag.serve.config.factories import (
-    make_backend,
-    make_observers,
-    make_replicated,
-    make_sources,
-    replica_options,
-    service_of,
-)
 from streamrag.serve.config.keys import read_keys
 from streamrag.serve.config.layers import load
 from streamrag.serve.config.settings import Settings
 from streamrag.serve.config.source_factory import make_source
 from streamrag.serve.connections.gate import Gate
 
-FRONT = "front"
-"""The deployment's name."""
-
 log = logging.getLogger("streamrag.serve")
 
 
 class Attached:
-    """Replicas that are deployed with the service, and outlive it. See `backends.ray.backend.Connects`."""
+    """Replicas that are deployed with the service and outlive it. See `backends.ray.backend.Connects`."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
 
     async def start(self, progress: Progress) -> DeploymentHandle:
-        """Return the handle at once: the replicas are running already."""
+        """Return the handle at once: the replicas are already running."""
         return self._handle
 
     async def aclose(self) -> None:
@@ -60,18 +50,19 @@ class Attached:
 
 
 class Front:
-    """The service in a replica: everything but engines and pooled sources."""
+    """The service in a replica: everything except engines and pooled sources."""
 
     async def __init__(  # type: ignore[misc]
         self, settings: Settings, engines: DeploymentHandle, sources: DeploymentHandle | None = None
     ) -> None:
         bind_to_node_address()
         keys = read_keys(settings.keys)
-        observers, self._close_observers = make_observers(settings, keys)
-        backend = make_replicated(settings.model, settings.engine, settings.replicas, cluster=Attached(engines))
+        observers, self._close_observers = factories.make_observers(settings, keys)
+        backend = factories.make_replicated(
+            settings.model, settings.engine, settings.replicas, cluster=Attached(engines)
+        )
         source = make_source(settings.source) if sources is None else RaySource(Attached(sources))
-        self._drain_s = settings.limits.drain_s
-        self._service = service_of(settings, backend, source, observers)
+        self._service = factories.service_of(settings, backend, source, observers)
         await self._service.start(log.info)
         hosts = hosts_of(settings, has_keys=bool(keys))
         self._app = create_app(self._service, keys=keys, hosts=hosts, origins=frozenset(settings.server.origins))
@@ -80,39 +71,34 @@ class Front:
         return self._app
 
     async def __del__(self) -> None:
-        """Drain and close the service. Ray Serve calls it once, when the replica has no requests any more."""
-        await self._service.aclose(drain_s=self._drain_s)
+        """Drain and close the service. Ray Serve calls it once the replica has no requests left."""
+        await self._service.aclose(drain_s=self._service.limits.drain_s)
         await self._close_observers()
 
 
 def ray_application(options: dict[str, str]) -> Any:
-    """Return the service as an application of Ray Serve's, for `serve run` and `serve deploy`.
+    """Return the service as a Ray Serve application, for `serve run` and `serve deploy`.
 
-    options: `config`, the path of a TOML file, and any setting by name, as "replicas.number".
+    options: `config`, the path of a TOML file, and any setting by name, such as "replicas.number".
 
-    :raises ConfigurationError: something is wrong with them; says all of it.
+    :raises ConfigurationError: the options or settings are invalid; lists every problem.
     """
     options = dict(options)
     config = options.pop("config", None)
-    settings = load(None if config is None else Path(config), os.environ, options).settings
-    return application(settings)
+    return application(load(None if config is None else Path(config), os.environ, options).settings)
 
 
 def application(settings: Settings, *, make_engine: MakeBackend | None = None) -> Any:
-    """Return the service with these settings; `make_engine` makes another engine than theirs.
-
-    :raises ConfigurationError: there are no replicas to be made.
-    """
-    replicas = settings.replicas
+    """Return the service with these settings; `make_engine` replaces their engine."""
+    replicas, limits = settings.replicas, settings.limits
     if not replicas.number:
-        raise ConfigurationError("replicas.number is 0: an application of Ray Serve's has one engine at least")
-    make_engine = make_engine or partial(make_backend, settings.model, settings.engine)
-    parts = [engines(make_engine, replica_options(replicas))]
+        raise ConfigurationError("replicas.number=0: a Ray Serve application needs at least one engine")
+    make_engine = make_engine or partial(factories.make_backend, settings.model, settings.engine)
+    parts = [engines(make_engine, factories.replica_options(replicas))]
     if replicas.sources:
-        parts.append(make_sources(settings.source, replicas))
-    limits = settings.limits
+        parts.append(factories.make_sources(settings.source, replicas))
     front = serve.deployment(
-        name=FRONT,
+        name="front",
         ray_actor_options={"num_cpus": replicas.front_num_cpus},
         max_ongoing_requests=limits.max_connections,
         graceful_shutdown_timeout_s=limits.drain_s,

@@ -1,4 +1,4 @@
-"""The fields that the requests of several protocols share: messages, sampling parameters, and what is not supported."""
+"""Request fields that several protocols share: messages, sampling parameters, and unsupported fields."""
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -18,9 +18,10 @@ TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
 def refuse_fields(request: BaseModel, harmless: AbstractSet[str], refused: Mapping[str, bool]) -> None:
-    """Refuse the fields of `refused` that are true, and unknown ones that ask for something, but for harmless ones.
+    """Raise RequestError for the first unsupported field, which could change the answer if it was ignored.
 
-    :raises RequestError: there is one; it would change the answer, and be ignored.
+    harmless: unknown fields that may be ignored; so may any unknown field that is null, false or empty.
+    refused: whether to refuse each of these fields.
     """
     unknown = {
         name: not (value is None or value is False or value in ("", []) or name in harmless)
@@ -29,14 +30,11 @@ def refuse_fields(request: BaseModel, harmless: AbstractSet[str], refused: Mappi
     for name, is_refused in {**unknown, **refused}.items():
         if is_refused:
             name = f"{name:.80}"
-            raise RequestError(f"{name}: this service does not do that", code="unsupported_value", param=name)
+            raise RequestError(f"{name}: this service does not support it", code="unsupported_value", param=name)
 
 
-def text_of(content: object, param: str) -> str:
-    """Return the text of a message's content: a text, or parts of text.
-
-    :raises RequestError: there is something else in it.
-    """
+def message_text(content: object, param: str) -> str:
+    """Return the text of a message's content: a string, or a list of text parts. Raises RequestError for others."""
     if isinstance(content, str):
         return content
     if content is None:
@@ -48,25 +46,19 @@ def text_of(content: object, param: str) -> str:
             raise RequestError(f"a part of type {kind!r:.40}: this service reads text only", param=param)
         texts.append(part["text"])
     if not texts:
-        raise RequestError("the content must be a text, or a list of parts of text", param=param)
+        raise RequestError("the content must be a string or a list of text parts", param=param)
     return "".join(texts)
 
 
-def turn_of(role: str, content: object, param: str) -> Turn:
-    """Return a message of a request as a turn of the conversation.
-
-    :raises RequestError: a role or a content that this service does not have.
-    """
+def parse_turn(role: str, content: object, param: str) -> Turn:
+    """Return a message as a turn. Raises RequestError if its role or content is unsupported."""
     if role not in ROLES:
         raise RequestError(f"role={role!r:.40} must be one of {', '.join(ROLES)}", param=f"{param}.role")
-    return Turn(ROLES[role], text_of(content, f"{param}.content"))  # type: ignore[arg-type]
+    return Turn(ROLES[role], message_text(content, f"{param}.content"))  # type: ignore[arg-type]
 
 
 def split_turns(turns: Sequence[Turn], param: str) -> tuple[str, tuple[Turn, ...], str]:
-    """Return the system texts in front, the turns between, and the question, which is the last user message.
-
-    :raises RequestError: the last message is not a user's.
-    """
+    """Return the leading system text, the turns in between, and the last message, which must be a user's."""
     if not turns or turns[-1].role != "user":
         raise RequestError("the last message must be a user's: it is the question", param=param)
     num_system = next(i for i, turn in enumerate(turns) if turn.role != "system")
@@ -74,8 +66,8 @@ def split_turns(turns: Sequence[Turn], param: str) -> tuple[str, tuple[Turn, ...
     return system, tuple(turns[num_system:-1]), turns[-1].text
 
 
-def sampling(default: SamplingParams, **given: Any) -> SamplingParams:
-    """Return `default` with the values that the client gave; null counts as not given."""
-    named = {name: value for name, value in given.items() if value is not None and name != "extra"}
-    extra = {name: value for name, value in given.get("extra", {}).items() if value is not None}
-    return replace(default, **named, extra={**default.extra, **extra})
+def sampling(default: SamplingParams, *, extra: Mapping[str, Any] | None = None, **fields: Any) -> SamplingParams:
+    """Return `default` with the fields that are not None replaced."""
+    changes = {name: value for name, value in fields.items() if value is not None}
+    more = {name: value for name, value in (extra or {}).items() if value is not None}
+    return replace(default, **changes, extra={**default.extra, **more})

@@ -1,4 +1,4 @@
-"""The service on a socket: uvicorn, signals, and an exit status that says how it ended."""
+"""The service on a socket: uvicorn, signal handling, and exit statuses."""
 
 import asyncio
 import logging
@@ -17,17 +17,14 @@ from streamrag.serve.limits import Limits
 from streamrag.serve.service import Service
 
 DRAINED, ABORTED, ENGINE_DEAD = 0, 3, 4
-"""Exit statuses: all open queries came to their end; some were aborted; the engine died. 1 is an error at the start."""
+"""Exit statuses: all open queries ended by themselves; some were aborted; the engine died. 1 is a failed start."""
 
-CLOSE_S = 5
-"""Seconds that connections have to close once their queries have ended."""
-
-KEEPALIVE_S = 15
-"""Seconds of silence after which TCP asks the peer's machine whether it is there."""
+CLOSE_S = 5  # seconds that connections have to close once their queries have ended
+KEEPALIVE_S = 15  # seconds of silence after which TCP sends keepalive probes
 
 
 class QuietServer(uvicorn.Server):
-    """uvicorn without its signal handlers, so that open queries end before connections do."""
+    """A uvicorn server without signal handlers, so that open queries end before connections do."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -45,22 +42,22 @@ class QuietServer(uvicorn.Server):
 def listen(host: str, port: int, *, send_timeout_s: float = Limits().send_timeout_s) -> socket.socket:
     """Return a socket bound to an address; port 0 takes a free one. It refuses connections until it is served.
 
-    Connections inherit its options. Each event is sent when it is written: Nagle's algorithm, beside a delayed ACK,
-    held the first up for 40 ms. A peer that acknowledges nothing is noticed, later than one that reads too slowly.
+    Connections inherit its options. TCP_NODELAY sends each event at once: Nagle's algorithm with delayed ACKs held
+    events up for 40 ms. TCP_USER_TIMEOUT drops peers that acknowledge nothing.
 
-    :raises ConfigurationError: the address is in use, or none of this machine.
+    :raises ConfigurationError: the address is in use, or not one of this machine's.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # only on Linux
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux only
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(send_timeout_s * 2000))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-    except (OSError, ValueError, TypeError) as error:  # the others: of a text that is no name at all
+    except (OSError, ValueError, TypeError) as error:  # ValueError, TypeError: malformed host names
         sock.close()
         reason = getattr(error, "strerror", None) or error
         raise ConfigurationError(f"cannot listen on {host}:{port}: {reason}") from error
@@ -69,7 +66,7 @@ def listen(host: str, port: int, *, send_timeout_s: float = Limits().send_timeou
 
 def config_of(app: ASGIApp, limits: Limits) -> uvicorn.Config:
     """Return uvicorn's configuration for `app`."""
-    logging.getLogger("sse_starlette").setLevel(logging.WARNING)  # it would log what is sent
+    logging.getLogger("sse_starlette").setLevel(logging.WARNING)  # it logs the content of events
     return uvicorn.Config(
         app,
         lifespan="off",
@@ -78,7 +75,7 @@ def config_of(app: ASGIApp, limits: Limits) -> uvicorn.Config:
         http=bounded_protocol(limits),  # type: ignore[arg-type]
         timeout_graceful_shutdown=CLOSE_S,
         h11_max_incomplete_event_size=limits.max_head_bytes,
-        ws_max_size=2 * limits.max_frame_bytes,  # up to here the client is told; beyond, the socket is closed
+        ws_max_size=2 * limits.max_frame_bytes,  # frames up to this size get an error; larger ones close the socket
         ws="wsproto",
         ws_per_message_deflate=False,
         server_header=False,
@@ -86,30 +83,27 @@ def config_of(app: ASGIApp, limits: Limits) -> uvicorn.Config:
 
 
 class Signals:
-    """SIGTERM, SIGINT and SIGHUP, which are this service's until the event loop ends: a third one does not end the
-    process before its exit status is known."""
+    """Handlers of SIGTERM, SIGINT and SIGHUP until the event loop ends; a third signal is ignored."""
 
     def __init__(self) -> None:
-        self.stop = asyncio.Event()
-        """Set by the first signal."""
-        self.hurry = asyncio.Event()
-        """Set by the second one."""
+        self.stop = asyncio.Event()  # set by the first signal
+        self.abort = asyncio.Event()  # set by the second signal
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-                asyncio.get_running_loop().add_signal_handler(number, self._note)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
-    def _note(self) -> None:
-        (self.hurry if self.stop.is_set() else self.stop).set()
+    def _on_signal(self) -> None:
+        (self.abort if self.stop.is_set() else self.stop).set()
 
 
 async def serve(
     app: ASGIApp, service: Service, sock: socket.socket, *, on_ready: Callable[[], None] = lambda: None
 ) -> int:
-    """Serve until a signal, or until the engine has died, and return the exit status. A second signal aborts at once.
+    """Serve until a signal or the engine's death, close the service, and return the exit status.
 
-    The service must have been started; it is closed here.
+    The caller must have started the service. The first signal drains open queries; a second one aborts them.
 
-    :raises ConfigurationError: another program listens there already.
+    :raises ConfigurationError: another program already listens on the address.
     """
     server, signals = QuietServer(config_of(app, service.limits)), Signals()
     serving = asyncio.create_task(server.serve(sockets=[sock]), name="uvicorn")
@@ -119,7 +113,7 @@ async def serve(
             on_ready()
             await _wait_for_any(serving, signals.stop, service.dead)
         closing = asyncio.create_task(service.aclose(drain_s=service.limits.drain_s))
-        await _wait_for_any(closing, signals.hurry)
+        await _wait_for_any(closing, signals.abort)
         if not closing.done():
             await service.aclose()
         was_drained = await closing

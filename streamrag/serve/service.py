@@ -1,9 +1,9 @@
-"""The service behind all protocols: it admits queries, answers them with one pipeline, and stops in order."""
+"""The service behind all protocols: admits queries, answers them with one pipeline, and drains them when it stops."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, Unpack
@@ -16,10 +16,10 @@ from streamrag.pipeline import Pipeline
 from streamrag.query.options import QueryOptions
 from streamrag.serve.admission import Admission
 from streamrag.serve.connections.fair_share import FairShare
-from streamrag.serve.engine_watch import EngineWatch, Restarts
+from streamrag.serve.engine_watch import EngineWatch, RestartBudget
 from streamrag.serve.limits import Limits
 from streamrag.serve.observe.observer import Interface, Observer, Observers, ServedQuery
-from streamrag.serve.open_queries import Caller, Claim, OpenQueries, OpenQuery
+from streamrag.serve.open_queries import Caller, OpenQueries
 from streamrag.support.tasks import cancel_regardless, run_regardless
 from streamrag.telemetry import Event
 
@@ -29,12 +29,12 @@ OnEngineDeath: TypeAlias = Literal["exit", "restart"]
 
 
 class NoSource:
-    """The retrieval of a service that has none: its clients bring their own context."""
+    """An empty source, for a service whose clients bring their own context."""
 
     name = "no source"
 
     async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
-        """Yield no events at all."""
+        """Yield no events."""
         return
         yield
 
@@ -42,23 +42,23 @@ class NoSource:
 class Service:
     """A backend and a source that answer the queries of many clients. Starts and closes both.
 
-    source: retrieval for queries that bring no context; None if all do.
-    mode, template, overlap, on_source_error: as of `Pipeline`.
-    limits: what clients may do at once.
-    params: how answers are sampled where a client does not say.
-    max_context_tokens: most tokens of context where a client does not say.
+    source: retrieval for queries that bring no context; None if all of them do.
+    mode, template, overlap, on_source_error: as for `Pipeline`.
+    limits: bounds on the requests of clients.
+    params: default sampling parameters.
+    max_context_tokens: default bound on the tokens of context.
     observers: are notified of every query.
-    model_name: as clients name it; by default the last part of the backend's name.
-    session_log_dir: keeps the text of sessions there, so that a service that is started again resumes them.
-    on_engine_death: "restart" starts the engine again, "exit" leaves it: `dead` is set then.
-    max_restarts, restart_window_s: how often it is started again within so many seconds, each time after a longer wait;
-        then `dead` is set too.
+    model_name: the model's name for clients; by default the last part of the backend's name.
+    session_log_dir: folder for the text of sessions, from which a restarted service resumes them.
+    on_engine_death: "restart" restarts a dead engine; "exit" does not, and sets `dead`.
+    max_restarts, restart_window_s: restart budget. Restarts have an exponential backoff; once `max_restarts` restarts
+        within `restart_window_s` seconds are spent, `dead` is set.
 
-    :raises ConfigurationError: values that cannot work.
+    :raises ConfigurationError: invalid options.
     """
 
     _has_aborted = False
-    _watching: "asyncio.Task[None] | None" = None
+    _watch_task: "asyncio.Task[None] | None" = None
 
     def __init__(
         self,
@@ -88,11 +88,13 @@ class Service:
         self.started_s = time.monotonic()
         self.share = FairShare()
         self.closers: list[Callable[[], Awaitable[None]]] = []
-        """Called when the service is closed, before its engine is: for what lives longer than a query."""
+        """Callbacks that close what outlives single queries; called by `aclose`, before the engine is closed."""
         self.admission = Admission(self.limits)
-        self._open = OpenQueries(self.admission, Observers(self.observers))
-        restarts = Restarts(max_restarts if on_engine_death == "restart" else 0, restart_window_s)
-        self._engine = EngineWatch(backend, restarts, self._open)
+        self._queries = OpenQueries(self.admission, Observers(self.observers))
+        self.open = self._queries.open
+        """Admits one query and holds its place for an `async with` block; see `OpenQueries.open`."""
+        budget = RestartBudget(max_restarts if on_engine_death == "restart" else 0, restart_window_s)
+        self._engine = EngineWatch(backend, budget, self._queries)
         self._model_name = model_name
         self._options: QueryOptions = {} if max_context_tokens is None else {"max_context_tokens": max_context_tokens}
         self._template = template or PromptTemplate()
@@ -100,8 +102,6 @@ class Service:
         self._pipeline = self._make_pipeline(NoSource() if source is None else source)
         self._progress: Progress = lambda line: None
         self._started = AsyncExitStack()
-
-    # ------------------------------------------------------------------------------------------------------------ state
 
     @property
     def model(self) -> ModelInfo:
@@ -113,43 +113,41 @@ class Service:
         """The model's name for clients."""
         return self._model_name or self.model.name.rstrip("/").rpartition("/")[2]
 
-    def system_text(self, given: str) -> str:
-        """Return the service's own system text, which says how to cite, followed by that of a client."""
-        return f"{self._template.system}\n\n{given}" if self._template.system else given
+    def system_text(self, client_text: str) -> str:
+        """Return the service's own system text, which explains citations, followed by the client's."""
+        return f"{self._template.system}\n\n{client_text}" if self._template.system else client_text
 
     @property
     def is_ready(self) -> bool:
         """Whether queries are admitted, if there is room."""
-        return self._watching is not None and self.admission.is_ready and not self.admission.is_draining
+        return self._watch_task is not None and self.admission.is_ready and not self.admission.is_draining
 
     @property
     def not_ready(self) -> str:
-        """The reason why no queries are admitted, for people; empty if they are."""
+        """The reason why no queries are admitted; empty if they are."""
         if self.is_ready:
             return ""
-        return STOPPING if self.admission.is_draining else self._engine.restarting or "the engine does not run"
+        return STOPPING if self.admission.is_draining else self._engine.restarting or "the engine is not running"
 
     @property
     def dead(self) -> asyncio.Event:
-        """An event that is set when the engine has died and will not be started again."""
+        """An event that is set when the engine has died and will not be restarted."""
         return self._engine.given_up
 
     @property
     def num_restarts(self) -> int:
-        """Number of times that a dead engine was started again."""
+        """Number of restarts of a dead engine."""
         return self._engine.num_restarts
 
     @property
     def queries(self) -> list[ServedQuery]:
         """The open queries, oldest first."""
-        return [each.query for each in self._open]
-
-    # ------------------------------------------------------------------------------------------- starting and stopping
+        return [each.query for each in self._queries]
 
     async def start(self, progress: Progress = lambda line: None) -> None:
-        """Start engine and source.
+        """Start the engine and the source.
 
-        :raises ConfigurationError, BackendError: one of them cannot; nothing is left running.
+        :raises ConfigurationError, BackendError: one of them fails to start; nothing is left running.
         """
         self._progress = progress
         try:
@@ -158,15 +156,15 @@ class Service:
         except BaseException:
             await self.aclose()
             raise
-        self._watching = asyncio.create_task(self._engine.run(progress), name="streamrag watches its engine")
+        self._watch_task = asyncio.create_task(self._engine.run(progress), name="streamrag watches its engine")
 
     async def aclose(self, *, drain_s: float = 0.0) -> bool:
-        """Refuse new queries, let the open ones go on for up to `drain_s` seconds, abort the rest, stop all.
+        """Reject new queries, drain the open ones for up to `drain_s` seconds, abort the rest, and stop everything.
 
-        Return whether all that were open ended by themselves. A second call meanwhile aborts them at once.
+        Returns whether all open queries ended by themselves. A second call while the first one drains aborts them.
         """
         self.admission.is_draining = True
-        waits = [asyncio.create_task(event.wait()) for event in (self._open.is_empty, self.dead)]
+        waits = [asyncio.create_task(event.wait()) for event in (self._queries.is_empty, self.dead)]
         try:
             await asyncio.wait(waits, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -176,29 +174,21 @@ class Service:
         return not self._has_aborted
 
     async def _close(self) -> None:
-        if self._watching is not None:
-            if not self._engine.restarting and self._engine.death():  # its queries may have ended before it was seen
+        if self._watch_task is not None:
+            if not self._engine.restarting and self._engine.death():  # may have died since the last health check
                 self.dead.set()
-            await cancel_regardless([self._watching])
-        for each in self._open:
+            await cancel_regardless([self._watch_task])
+        for each in self._queries:
             self._has_aborted = True
             each.abort(PipelineClosedError(STOPPING))
-        while self.closers:  # a second call may come meanwhile
+        while self.closers:  # a second call may run concurrently
             await self.closers.pop(0)()
         await self._pipeline.aclose()
         await self._started.aclose()
 
-    # ------------------------------------------------------------------------------------------------------- answering
-
     def answering(self, given: SamplingParams) -> SamplingParams:
-        """Return `given` with as many tokens at most as the service allows."""
+        """Return `given` with `max_tokens` capped at the service's limit."""
         return replace(given, max_tokens=min(given.max_tokens, self.limits.max_tokens))
-
-    def open(
-        self, caller: Caller, interface: Interface, text: str, **claim: Unpack[Claim]
-    ) -> AbstractAsyncContextManager[OpenQuery]:
-        """Claim a place for one query; see `OpenQueries.open`."""
-        return self._open.open(caller, interface, text, **claim)
 
     @asynccontextmanager
     async def events(
@@ -210,28 +200,28 @@ class Service:
         source: Source | None = None,
         **options: Unpack[QueryOptions],
     ) -> AsyncIterator[AsyncIterator[Event]]:
-        """Answer `text` from the service's retrieval, or from `source`; the block has an iterator of all events.
+        """Answer `text` with the service's retrieval, or with `source`. Use as `async with`; gives an event iterator.
 
-        Options as of `Pipeline.stream`; answers and deadlines are bounded by the limits.
+        Takes the options of `Pipeline.stream`; the limits cap `max_tokens` and `deadline_s`.
 
-        :raises RefusedError: there is no place for it.
+        :raises RefusedError: the query is not admitted.
         :raises StreamRagError: as `Pipeline.stream` does.
         """
         params = self.answering(options.get("params", self.params))
-        most_s = self.limits.deadline_s if source is None else self.limits.stream_s
-        deadline_s = min(options.get("deadline_s", most_s), most_s)
+        max_s = self.limits.deadline_s if source is None else self.limits.stream_s
+        deadline_s = min(options.get("deadline_s", max_s), max_s)
         effective: Any = {**self._options, **options, "params": params, "deadline_s": deadline_s}
-        async with AsyncExitStack() as ends:
+        async with AsyncExitStack() as stack:
             pipeline = self._pipeline
             if source is not None:
                 pipeline = self._make_pipeline(source)
-                ends.push_async_callback(pipeline.aclose)
-            handle = pipeline.events(text, **effective)  # raises for what cannot work, before it takes a place
+                stack.push_async_callback(pipeline.aclose)
+            stream = pipeline.events(text, **effective)  # validates the options before the query takes a place
             first = first_question(options.get("history", ()))
             place = self.open(caller, interface, text, max_tokens=params.max_tokens, first_question=first)
-            opened = await ends.enter_async_context(place)
-            events = await ends.enter_async_context(handle)
-            yield await ends.enter_async_context(aclosing(opened.noted(events)))
+            opened = await stack.enter_async_context(place)
+            events = await stack.enter_async_context(stream)
+            yield await stack.enter_async_context(aclosing(opened.noted(events)))
 
     def _make_pipeline(self, source: Source) -> Pipeline:
         return Pipeline(
@@ -247,5 +237,5 @@ class Service:
 
 
 def first_question(turns: Sequence[Turn]) -> str | None:
-    """Return the first question of a conversation; None if it has none."""
+    """Return the text of the first user turn, or None."""
     return next((turn.text for turn in turns if turn.role == "user"), None)

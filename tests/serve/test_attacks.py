@@ -243,7 +243,7 @@ def test_thousands_of_clients_who_found_no_place_cost_the_next_one_nothing() -> 
     admission.leave(place, stayed_s=1.0)
     now_s = 31.0
     admission.enter("ada", max_tokens=1)
-    assert not admission._wanted_s[False]
+    assert not admission._refused_s[False]
 
 
 def test_a_key_among_ten_thousand_costs_no_more_than_one() -> None:

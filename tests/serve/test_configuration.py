@@ -56,7 +56,7 @@ def test_all_that_is_wrong_is_said_at_once_each_with_its_place(tmp_path: Path) -
         "environment STREAMRAG__SORCE__K: there is no such setting. Did you mean STREAMRAG__SOURCE__?",
         "environment STREAMRAG__SOURCE__K: input should be a valid integer, unable to parse string as an integer, "
         "and is 'many'",
-        "environment STREAMRAG__ENGINE__ENGINE_ARGS: is no JSON: Expecting property name enclosed in double quotes: "
+        "environment STREAMRAG__ENGINE__ENGINE_ARGS: is not JSON: Expecting property name enclosed in double quotes: "
         "line 1 column 2 (char 1), and is '{'",
         "option --answers.top_p: input should be less than or equal to 1, and is '2'",
         f"{file}, line 3: limits.max_tokens: input should be greater than or equal to 1, and is '0'",
@@ -76,7 +76,7 @@ def test_what_is_right_in_a_section_stands_though_something_else_is_wrong(tmp_pa
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[limits\n", r"is no TOML: .*line 1"),
+        ("[limits\n", r"is not TOML: .*line 1"),
         ("limits = 3\n", r"line 1: limits is a section: write \[limits\]"),
         ("max_queries = 3\n", r"line 1: there is no section \[max_queries\]"),
     ],

@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 
 from streamrag import Append
 from streamrag.serve import Limits, Service, create_app
-from streamrag.serve.connections.http import MOST_TOLD, READ_BYTES, BoundedProtocol
+from streamrag.serve.connections.http import MAX_REFUSED, READ_BYTES, BoundedProtocol
 from streamrag.serve.server import config_of, listen
 from streamrag.testing import ScriptedBackend, Step
 from tests.serve.raw import Raw, raw
@@ -330,7 +330,7 @@ async def test_connections_beyond_the_limit_are_told_so() -> None:
 
 async def test_far_more_connections_than_the_limit_are_hung_up_on() -> None:
     async with serving(limits=Limits(max_connections=5, head_s=60)) as served, AsyncExitStack() as clients:
-        many = [await clients.enter_async_context(raw(served.url)) for _ in range(5 + MOST_TOLD + 3)]
+        many = [await clients.enter_async_context(raw(served.url)) for _ in range(5 + MAX_REFUSED + 3)]
         for client in many[-3:]:
             assert await client.is_closed()
         await many[0].post("/v1/ask", ASKED)

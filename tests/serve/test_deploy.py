@@ -16,8 +16,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from streamrag.serve.config.layers import load
 from streamrag.serve.observe.metrics import Metrics
-from streamrag.serve.observe.observer import Interface, Outcome, Refusal
-from streamrag.serve.observe.progress import Phase
+from streamrag.serve.observe.observer import Interface, Outcome, Phase, Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = json.loads((ROOT / "deploy/grafana/streamrag.json").read_text())

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from streamrag.errors import EngineDeadError
-from streamrag.serve.engine_watch import EngineWatch, Restarts
+from streamrag.serve.engine_watch import EngineWatch, RestartBudget
 from streamrag.testing import ScriptedBackend
 from tests.serve.serving import serving
 
@@ -35,7 +35,7 @@ async def test_an_engine_whose_health_check_fails_is_taken_for_dead_and_started_
         engine_died = deaths.append
         engine_restarted = lives.set
 
-    watch = EngineWatch(backend, Restarts(1, 60.0), Guarded())
+    watch = EngineWatch(backend, RestartBudget(1, 60.0), Guarded())
     await backend.start(lambda line: None)
     watching = asyncio.create_task(watch.run(lambda line: None))
     backend.num_requests = 1

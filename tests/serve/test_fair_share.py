@@ -26,7 +26,7 @@ from streamrag.serve.connections.json_body import (
     parse_in_turn,
 )
 from streamrag.serve.failures import RequestError
-from streamrag.serve.protocols.stream_body import LINE_BYTES, LINES_A_TURN, StreamBody
+from streamrag.serve.protocols.streams import LINE_BYTES, LINES_A_TURN, StreamBody
 from streamrag.testing import ScriptedBackend
 from tests.serve.responses.talking import talking
 from tests.serve.serving import serving
@@ -206,7 +206,7 @@ async def test_short_lines_that_wait_count_with_the_memory_that_they_take() -> N
     line = b'{"type":"skipped","uri":"","reason":""}\n'
     lines, counts = await reading(OPEN + line * 20_000)
     assert counts[-1] == counts[-100], "it waits for room"
-    assert lines._waiting.qsize() <= Limits().max_frame_bytes / LINE_BYTES + LINES_A_TURN
+    assert lines._queue.qsize() <= Limits().max_frame_bytes / LINE_BYTES + LINES_A_TURN
 
 
 # ------------------------------------------------------------------------------------------------------- large bodies
@@ -255,7 +255,7 @@ async def test_no_more_than_some_large_bodies_of_one_client_wait() -> None:
     account = Account(FairShare())
     tasks = [asyncio.create_task(parse_in_turn(large(), Words, account)) for _ in range(MAX_WAITING)]
     await asyncio.sleep(0)
-    with pytest.raises(RequestError, match="wait to be read") as told:
+    with pytest.raises(RequestError, match="wait to be parsed") as told:
         await parse_in_turn(large(), Words, account)
     assert told.value.status == 429
     for task in tasks:

@@ -43,8 +43,8 @@ def test_a_file_may_have_the_keys_of_ten_thousand_clients(tmp_path: Path) -> Non
         ('alice = "geheim geheim geheim"', 0o600, "the key of 'alice' must"),
         ('alice = "geheimgeheimgeheimé"', 0o600, "the key of 'alice' must"),
         (f'alice = "{ALICE}"\nbob = "{ALICE}"', 0o600, "'alice' and 'bob' have the same key"),
-        ("alice = 7", 0o600, "'alice' must be a text"),
-        ("geheim", 0o600, "is no TOML"),
+        ("alice = 7", 0o600, "'alice' must be a string"),
+        ("geheim", 0o600, "is not TOML"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_explained_without_a_key(tmp_path: Path, text: str, mode: int, said: str) -> None:
@@ -56,13 +56,13 @@ def test_a_file_that_cannot_be_used_is_explained_without_a_key(tmp_path: Path, t
 
 @pytest.mark.parametrize("value", ["[" * 5000, "1" * 5000])
 def test_a_file_that_no_parser_bears_is_explained(tmp_path: Path, value: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no TOML"):
+    with pytest.raises(ConfigurationError, match="is not TOML"):
         read_keys(KeySettings(file=file_of(tmp_path, f"alice = {value}")))
     (tmp_path / "service.toml").write_text(f"[engine]\nengine_args = {{ a = {value} }}\n")
     environment = {"STREAMRAG__ENGINE__ENGINE_ARGS": value}
     problems = [str(each) for each in load(tmp_path / "service.toml", environment, {}).problems]
     assert len(problems) == 2
-    assert "is no TOML" in problems[0]
+    assert "is not TOML" in problems[0]
 
 
 def test_an_address_that_is_none_is_explained() -> None:

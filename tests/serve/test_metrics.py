@@ -15,7 +15,7 @@ from streamrag import Append, BackendError, Skipped, Update
 from streamrag.records import KvHeld, KvUse, PreemptionRecord, RequestRecord, RestoreRecord
 from streamrag.serve import Limits
 from streamrag.serve.observe.metrics import Metrics
-from streamrag.serve.observe.progress import Phase
+from streamrag.serve.observe.observer import Phase
 from streamrag.telemetry import ChunkArrived, ContextChanged
 from streamrag.testing import ScriptedBackend
 from tests.serve.scripted_server import MortalBackend

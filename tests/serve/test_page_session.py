@@ -99,7 +99,7 @@ async def test_what_was_dropped_or_cannot_be_kept_is_told(tmp_path: Path, monkey
         monkeypatch.setattr("streamrag.sessions.log.file.LogFile.write", full)
         await served.http.put(f"/v1/sessions/{session}/watches/alarm", json={"question": "Any?"})
         notice = seen.page.locator("#notice")
-        await expect(notice).to_contain_text("cannot keep the session's text at the moment: No space left")
+        await expect(notice).to_contain_text("cannot store the session's text at the moment: No space left")
         monkeypatch.undo()
         hold.set()
 

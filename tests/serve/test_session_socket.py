@@ -182,7 +182,7 @@ async def test_an_engine_that_fails_is_an_error_with_the_questions_id() -> None:
             assert (error["id"], error["status"], error["error"]["message"]) == (
                 id,
                 502,
-                "the engine failed; the service's log says why",
+                "the engine failed; see the service's log",
             )
 
 

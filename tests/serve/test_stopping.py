@@ -12,7 +12,7 @@ import pytest
 
 from streamrag.errors import ConfigurationError
 from streamrag.serve import Service, create_app, engine_watch
-from streamrag.serve.engine_watch import Restarts
+from streamrag.serve.engine_watch import RestartBudget
 from streamrag.serve.server import listen, serve
 from streamrag.testing import ScriptedBackend
 from tests.serve.raw import FINISH, OPEN, raw
@@ -182,7 +182,7 @@ async def test_a_restart_that_takes_its_time_is_said_at_readyz() -> None:
 async def test_an_engine_that_cannot_be_started_again_ends_the_service(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_watch, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(engine_watch, "FIRST_BACKOFF_S", 0.01)
     backend = MortalBackend(answer="It is Paris.")
     async with serving(backend=backend, on_engine_death="restart", max_restarts=3) as served:
 
@@ -199,12 +199,12 @@ async def test_an_engine_that_cannot_be_started_again_ends_the_service(
         "the engine died; restart 1 of at most 3, in 0 s: the engine was killed",
         "the engine died; restart 2 of at most 3, in 0.01 s: no device",
         "the engine died; restart 3 of at most 3, in 0.02 s: no device",
-        "the engine died, and is not started again: no device",
+        "the engine died and will not be restarted: no device",
     ]
 
 
 def test_restarts_wait_longer_each_time_end_at_a_limit_and_are_forgotten() -> None:
-    restarts = Restarts(9, 300.0)
+    restarts = RestartBudget(9, 300.0)
     assert [restarts.begin(float(i)) for i in range(10)] == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, None]
     assert [restarts.begin(303.0) for _ in range(5)] == [16.0, 32.0, 60.0, 60.0, None], "four are of long ago"
     assert restarts.begin(1000.0) == 0.0

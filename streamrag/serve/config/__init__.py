@@ -1,1 +1,1 @@
-"""The configuration of a service: settings, where they come from, what is wrong with them, and the parts they name."""
+"""Configuration: settings from a file, the environment and the command line, and the service made from them."""

@@ -1,10 +1,9 @@
-"""All that is wrong with a configuration on this machine, found at once and before anything is started."""
+"""Checks that find every problem of a configuration on this machine before anything is started."""
 
 import importlib.util
 import ipaddress
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,74 +19,65 @@ from streamrag.serve.server import listen
 from streamrag.sources.index.index_folder import check_index
 from streamrag.support.versions import installed_versions
 
-SOURCES = ("urls", "index", "postgres", "trace")
-"""Settings of which one names the source."""
+SOURCES = ("urls", "index", "postgres", "trace")  # settings that each name a source
 
 PACKAGES = {
     "urls": [("crawl4ai", "crawl")],
     "index": [("numpy", "embed")],
     "postgres": [("psycopg", "postgres"), ("psycopg_pool", "postgres")],
 }
-"""Modules that a source needs, with the extra that has each."""
+"""Modules that a source needs, each with the extra that installs it."""
 
 OTEL_PACKAGES = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Settings of a section that have an effect only in some configurations."""
-
-    section: str
-    names: Sequence[str]
-    has_effect: Callable[[Settings], bool]
-    what: str
-    """The complaint about one that is set in vain."""
 
 
 def _has_source(*kinds: str) -> Callable[[Settings], bool]:
     return lambda settings: not set(kinds).isdisjoint(_source_kinds(settings.source))
 
 
-RULES = (
-    Rule("source", CRAWL, _has_source("urls"), "is for source.urls, which is not set"),
-    Rule(
+def _has_vllm(settings: Settings) -> bool:
+    return settings.model.server is None
+
+
+def _may_have_server(settings: Settings) -> bool:
+    return settings.model.server is not None or not settings.model.name
+
+
+def _has_replicas(settings: Settings) -> bool:
+    return bool(settings.replicas.number)
+
+
+ON_RAY = {"number", "address", "name", "sources", "max_sources", "source_num_cpus", "place_s"}
+"""Settings of [replicas] that have an effect without replicas of the engine."""
+
+RULES: tuple[tuple[str, Sequence[str], Callable[[Settings], bool], str], ...] = (
+    ("source", CRAWL, _has_source("urls"), "is for source.urls, which is not set"),
+    (
         "source",
         ("embedder", "k"),
         _has_source("index", "postgres"),
         "is for source.index or source.postgres, which is not set",
     ),
-    Rule("source", ("hybrid", "rerank", "sentences"), _has_source("index"), "is for source.index, which is not set"),
-    Rule("source", ("table",), _has_source("postgres"), "is for source.postgres, which is not set"),
-    Rule(
-        "model",
-        ("api_key", "tokenizer", "timeout_s"),
-        lambda settings: settings.model.server is not None or not settings.model.name,
-        "is for model.server, which is not set",
-    ),
-    Rule(
-        "engine",
-        tuple(EngineSettings.model_fields),
-        lambda settings: settings.model.server is None,
-        "is for an embedded vLLM, and model.server is set",
-    ),
-    Rule(
+    ("source", ("hybrid", "rerank", "sentences"), _has_source("index"), "is for source.index, which is not set"),
+    ("source", ("table",), _has_source("postgres"), "is for source.postgres, which is not set"),
+    ("model", ("api_key", "tokenizer", "timeout_s"), _may_have_server, "is for model.server, which is not set"),
+    ("engine", tuple(EngineSettings.model_fields), _has_vllm, "is for an embedded vLLM, and model.server is set"),
+    (
         "replicas",
-        tuple(
-            ReplicaSettings.model_fields.keys()
-            - {"number", "address", "name", "sources", "max_sources", "source_num_cpus", "place_s"}
-        ),
-        lambda settings: bool(settings.replicas.number),
+        tuple(ReplicaSettings.model_fields.keys() - ON_RAY),
+        _has_replicas,
         "is for replicas.number, which is 0",
     ),
 )
+"""Sections, settings in them, whether they have an effect, and the complaint if they have none."""
 
 
 def check(loaded: Loaded) -> list[Problem]:
-    """Return everything that is wrong, beginning with what was found in reading. Takes seconds for a large index."""
+    """Return all problems, beginning with those found while loading. Takes seconds for a large index."""
     settings = Settings.model_construct(**loaded.sections)  # type: ignore[arg-type]
-    problems = [*loaded.problems, *_in_vain(loaded, settings)]
-    for look in (_source, _model, _engine, _replicas, _prompt, _keys, _server, _observe):
-        problems += look(loaded, settings)
+    problems = list(loaded.problems)
+    for find_problems in (_without_effect, _source, _model, _engines, _texts_and_keys, _server, _observe):
+        problems += find_problems(loaded, settings)
     return problems
 
 
@@ -102,10 +92,10 @@ def is_loopback(host: str) -> bool:
 
 
 def hosts_of(settings: Settings, *, has_keys: bool) -> frozenset[str] | None:
-    """Return the names that the service may be asked by; None for any.
+    """Return the permitted names in the Host header; None permits any.
 
-    A foreign page that makes its own name resolve to this address has no key. Where none is needed, only names count
-    that are known to be this machine's.
+    Prevents DNS rebinding, by which a foreign page resolves its own name to this address. Such a page has no key, so
+    only a service without keys permits nothing but names of this machine.
     """
     server = settings.server
     if "*" in server.hosts or (has_keys and not server.hosts and not is_loopback(server.host)):
@@ -113,15 +103,12 @@ def hosts_of(settings: Settings, *, has_keys: bool) -> frozenset[str] | None:
     return LOOPBACK | {server.host, *server.hosts}
 
 
-# ------------------------------------------------------------------------------------------------------------ sections
-
-
-def _in_vain(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    for rule in RULES:
-        if not rule.has_effect(settings):
-            for name in rule.names:
-                if (rule.section, name) in loaded.places:
-                    yield Problem(loaded.where(rule.section, name), rule.what)
+def _without_effect(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
+    for section, names, has_effect, complaint in RULES:
+        if not has_effect(settings):
+            for name in names:
+                if (section, name) in loaded.places:
+                    yield Problem(loaded.where(section, name), complaint)
 
 
 def _source_kinds(source: SourceSettings) -> list[str]:
@@ -159,37 +146,30 @@ def _model(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
         folder = Path(model.name).expanduser()
         if folder.is_dir() and not (folder / "config.json").is_file():
             yield Problem(where, f"{folder} has no config.json", "Name a folder that holds a model")
-    of_model = list(_errors(where, lambda: make_backend(model, EngineSettings())))
-    yield from of_model or _errors("engine", lambda: make_backend(model, engine))
+    model_errors = list(_errors(where, lambda: make_backend(model, EngineSettings())))
+    yield from model_errors or _errors("engine", lambda: make_backend(model, engine))
 
 
-def _engine(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    path = settings.engine.log_path
-    if path is not None and not os.access(path.parent, os.W_OK):
-        yield Problem(loaded.where("engine", "log_path"), f"nothing can be written to {path.parent}")
-
-
-def _replicas(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    replicas = settings.replicas
+def _engines(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
+    log_path, replicas = settings.engine.log_path, settings.replicas
+    if log_path is not None and not os.access(log_path.parent, os.W_OK):
+        yield Problem(loaded.where("engine", "log_path"), f"nothing can be written to {log_path.parent}")
     for key in ("number", "sources"):
         if getattr(replicas, key):
             yield from _packages(loaded.where("replicas", key), [("ray", "ray")])
     if not replicas.number:
         return
-    if settings.model.server is not None:
+    if not _has_vllm(settings):
         yield Problem(loaded.where("replicas", "number"), "is for an embedded vLLM, and model.server is set")
-    if settings.engine.log_path is not None:
+    if log_path is not None:
         what = "is one file, and each replica would write to it"
         yield Problem(loaded.where("engine", "log_path"), what, "Leave it out")
     yield from _errors(loaded.where("replicas", "router"), lambda: make_router(replicas.router))
     yield from _errors("replicas", lambda: replica_options(replicas))
 
 
-def _prompt(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
+def _texts_and_keys(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
     yield from _errors("prompt", lambda: make_template(settings.prompt))
-
-
-def _keys(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
     name = "file" if settings.keys.file is not None else "pairs"
     yield from _errors(loaded.where("keys", name), lambda: read_keys(settings.keys))
 
@@ -200,8 +180,8 @@ def _server(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
     if not (is_loopback(server.host) or has_keys or server.no_keys):
         yield Problem(
             loaded.where("server", "host"),
-            f"listens on {server.host}, where everybody could ask",
-            "Give it keys with --keys FILE, or --no-keys if that is meant",
+            f"listens on {server.host} without keys, where anybody could send requests",
+            "Give it keys with --keys FILE, or --no-keys if that is intended",
         )
     if ("server", "port") not in loaded.wrong:
         yield from _errors(loaded.where("server", "port"), lambda: listen(server.host, server.port).close())
@@ -213,15 +193,15 @@ def _observe(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
         return
     where = loaded.where("observe", "otel_endpoint")
     if not endpoint.startswith(("http://", "https://")):
-        yield Problem(where, f"{endpoint!r:.80} is no http or https address")
+        yield Problem(where, f"{endpoint!r:.80} is not an http or https address")
     installed = installed_versions(*OTEL_PACKAGES)
     for name in OTEL_PACKAGES:
         if name not in installed:
             yield Problem(where, f"{name} is not installed", "pip install 'streamrag[otel]'")
 
 
-def _packages(where: str, wanted: Sequence[tuple[str, str]]) -> Iterator[Problem]:
-    for module, extra in wanted:
+def _packages(where: str, modules: Sequence[tuple[str, str]]) -> Iterator[Problem]:
+    for module, extra in modules:
         if importlib.util.find_spec(module) is None:
             name = module.replace("_", "-")
             yield Problem(where, f"{name} is not installed", f"pip install 'streamrag[{extra}]'")

@@ -1,10 +1,11 @@
-"""Makes a service and its parts from settings."""
+"""Makes a service and its parts from settings. Raises ConfigurationError for invalid ones."""
 
 import importlib.util
 import secrets
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,17 +30,18 @@ from streamrag.serve.observe.logs import QueryLog, log_to
 from streamrag.serve.observe.metrics import Metrics
 from streamrag.serve.observe.observer import Observer
 from streamrag.serve.service import Service
-from streamrag.serve.session_store.folder import SessionFolder
+from streamrag.serve.session_store.store import SessionFolder
 
 if TYPE_CHECKING:
     from streamrag.backends.ray.backend import Connects
+    from streamrag.backends.ray.cluster import Cluster
+
+MAX_COUNTED_CLIENTS = 100
+"""Maximum keys whose clients metrics distinguish. With 10,000, each scrape took two seconds of a core and 4 MiB."""
 
 
 def make_backend(model: ModelSettings, engine: EngineSettings) -> Backend:
-    """Return the backend, not started.
-
-    :raises ConfigurationError: values that cannot work.
-    """
+    """Return the backend, not started."""
     if model.server is not None:
         from streamrag.backends.openai import OpenAIBackend
 
@@ -64,79 +66,58 @@ def make_replicated(
     cluster: "Connects | None" = None,
     name: str = "streamrag",
 ) -> Backend:
-    """Return engines in replicas, not started: those of `cluster`, or else new ones with this name on Ray.
-
-    :raises ConfigurationError: values that cannot work.
-    """
-    _require_ray()
+    """Return a backend of replicas, not started: those of `cluster`, or else new ones that are named after `name`."""
+    cluster = cluster or _make_cluster(partial(_make_engines, model, engine, replicas), replicas, f"{name}-engines")
     from streamrag.backends.ray import RayBackend
-    from streamrag.backends.ray.cluster import Cluster
 
     return RayBackend(
-        cluster
-        or Cluster(
-            partial(make_engines, model, engine, replicas),
-            address=replicas.address,
-            app_name=f"{name}-engines",
-            place_s=replicas.place_s,
-        ),
+        cluster,
         make_tokenizer=partial(HuggingFaceTokenizer.of_engine, model.name, engine.engine_args),
         router=make_router(replicas.router),
         max_replays=replicas.max_replays,
     )
 
 
-def make_engines(model: ModelSettings, engine: EngineSettings, replicas: ReplicaSettings) -> Any:
-    """Return the engines as an application of Ray Serve's.
-
-    :raises ConfigurationError: values that cannot work.
-    """
+def _make_engines(model: ModelSettings, engine: EngineSettings, replicas: ReplicaSettings) -> Any:
     from streamrag.backends.ray.deployment import engines
 
     return engines(partial(make_backend, model, engine), replica_options(replicas))
 
 
 def replica_options(replicas: ReplicaSettings) -> ReplicaOptions:
-    """Return the options of replicas.
-
-    :raises ConfigurationError: values that cannot work.
-    """
+    """Return the options of engine replicas."""
     return ReplicaOptions(**replicas.model_dump(include={field.name for field in fields(ReplicaOptions)}))
 
 
 def make_pooled(source: SourceSettings, replicas: ReplicaSettings, *, name: str = "streamrag") -> Source:
-    """Return the source in replicas of its own, not started, with this name on Ray.
-
-    :raises MissingDependencyError: Ray is not installed.
-    """
-    _require_ray()
-    from streamrag.backends.ray.cluster import Cluster
+    """Return a source of replicas, not started, that are named after `name`."""
+    cluster = _make_cluster(partial(make_sources, source, replicas), replicas, f"{name}-sources")
     from streamrag.backends.ray.source import RaySource
 
-    return RaySource(
-        Cluster(
-            partial(make_sources, source, replicas),
-            address=replicas.address,
-            app_name=f"{name}-sources",
-            place_s=replicas.place_s,
-        )
-    )
+    return RaySource(cluster)
 
 
 def make_sources(source: SourceSettings, replicas: ReplicaSettings) -> Any:
-    """Return the sources as an application of Ray Serve's."""
+    """Return the source's replicas as a Ray Serve application."""
     from streamrag.backends.ray.deployment import sources
 
-    return sources(
-        partial(make_source, source), replicas.sources, replicas.max_sources, num_cpus=replicas.source_num_cpus
-    )
+    make = partial(make_source, source)
+    return sources(make, replicas.sources, replicas.max_sources, num_cpus=replicas.source_num_cpus)
+
+
+def _make_cluster(make_application: Callable[[], Any], replicas: ReplicaSettings, app_name: str) -> "Cluster":
+    if importlib.util.find_spec("ray") is None:
+        raise MissingDependencyError("ray", "pip install 'streamrag[ray]'")
+    from streamrag.backends.ray.cluster import Cluster
+
+    return Cluster(make_application, address=replicas.address, app_name=app_name, place_s=replicas.place_s)
 
 
 def name_on_ray(settings: Settings) -> str:
-    """Return the prefix of the names of its engines and sources on Ray.
+    """Return the prefix of the names of the service's engines and sources on Ray.
 
-    Of two services with one name on a cluster, the second would take over those of the first, and end them when it
-    ends. The same service, started again, is to take over what it has left behind.
+    It must be unique on a cluster, because a service takes over the replicas of its name and ends them with itself. It
+    must be the same after a restart, so that the service takes over the replicas that it has left behind.
     """
     replicas, port = settings.replicas, settings.server.port
     if replicas.name is not None or replicas.address is None:
@@ -144,24 +125,13 @@ def name_on_ray(settings: Settings) -> str:
     return f"streamrag-{socket.gethostname()}-{port or secrets.token_hex(4)}"
 
 
-def _require_ray() -> None:
-    if importlib.util.find_spec("ray") is None:
-        raise MissingDependencyError("ray", "pip install 'streamrag[ray]'")
-
-
 def make_template(prompt: PromptSettings) -> PromptTemplate:
-    """Return the words around the context.
-
-    :raises ConfigurationError: a part names a placeholder that it does not have.
-    """
+    """Return the prompt template. Raises ConfigurationError if a text has an unknown placeholder."""
     return PromptTemplate(**prompt.model_dump(exclude={"max_context_tokens"}))
 
 
 def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> Service:
-    """Return the service, not started.
-
-    :raises ConfigurationError: values that cannot work.
-    """
+    """Return the service, not started."""
     replicas, name = settings.replicas, name_on_ray(settings)
     return service_of(
         settings,
@@ -176,13 +146,10 @@ def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> S
 def service_of(
     settings: Settings, backend: Backend, source: Source | None, observers: Sequence[Observer] = ()
 ) -> Service:
-    """Return the service with this backend and source, not started.
-
-    :raises ConfigurationError: values that cannot work.
-    """
-    answers, session_log_dir = settings.answers, settings.server.session_log_dir
-    if session_log_dir is not None:
-        SessionFolder(session_log_dir)  # whether it can be had, before an engine is started
+    """Return the service with this backend and source, not started."""
+    answers, server = settings.answers, settings.server
+    if server.session_log_dir is not None:
+        SessionFolder(server.session_log_dir)  # fails early, before an engine is started
     return Service(
         backend,
         source,
@@ -191,27 +158,18 @@ def service_of(
         overlap=answers.overlap,
         on_source_error=answers.on_source_error,
         limits=settings.limits,
-        params=SamplingParams(
-            max_tokens=answers.max_tokens, temperature=answers.temperature, top_p=answers.top_p, top_k=answers.top_k
-        ),
+        params=SamplingParams(**answers.model_dump(exclude={"overlap", "on_source_error"})),
         observers=observers,
         model_name=settings.model.served_name,
-        session_log_dir=session_log_dir,
-        on_engine_death=settings.server.on_engine_death,
-        max_restarts=settings.server.max_restarts,
-        restart_window_s=settings.server.restart_window_s,
+        session_log_dir=server.session_log_dir,
+        on_engine_death=server.on_engine_death,
+        max_restarts=server.max_restarts,
+        restart_window_s=server.restart_window_s,
     )
 
 
-MAX_COUNTED_CLIENTS = 100
-"""Most keys whose clients metrics tell apart. With 10,000, each scrape took two seconds of a core and 4 MiB."""
-
-
 def make_observers(settings: Settings, keys: Mapping[str, str]) -> tuple[list[Observer], Callable[[], Awaitable[None]]]:
-    """Return the observers of the service and what closes them, and set up the program's log.
-
-    :raises MissingDependencyError: traces are to be sent, and what sends them is not installed.
-    """
+    """Set up the process's log. Return the service's observers and a callback that closes them."""
     observe = settings.observe
     log_to(sys.stderr, form=observe.logs, with_text=observe.content)
     observers: list[Observer] = [
@@ -220,13 +178,9 @@ def make_observers(settings: Settings, keys: Mapping[str, str]) -> tuple[list[Ob
         QueryLog(with_text=observe.content),
     ]
     if observe.otel_endpoint is None:
-        return observers, _nothing
+        return observers, AsyncExitStack().aclose
     from streamrag.serve.observe.tracing import Tracing, to_otlp
 
     model = settings.model.served_name or settings.model.name
     tracing = Tracing(to_otlp(observe.otel_endpoint), model=model or None, with_text=observe.content)
     return [*observers, tracing], tracing.aclose
-
-
-async def _nothing() -> None:
-    pass

@@ -1,6 +1,6 @@
-"""Settings from a file, the environment and the command line, with all of their errors at once.
+"""Loads settings from a file, the environment and the command line, and collects all problems.
 
-options  ▶  environment  ▶  file  ▶  defaults          what stands further left wins
+options  ▶  environment  ▶  file  ▶  defaults          layers further left take precedence
 """
 
 import os
@@ -18,21 +18,20 @@ from pydantic import BaseModel, ValidationError
 from streamrag.errors import ConfigurationError
 from streamrag.serve.config.settings import Settings
 
-PREFIX = "STREAMRAG__"
-"""Prefix of variables in the environment, as in STREAMRAG__LIMITS__MAX_QUERIES."""
-
+PREFIX = "STREAMRAG__"  # prefix of environment variables, as in STREAMRAG__LIMITS__MAX_QUERIES
 MAX_FILE_BYTES = 1 << 20
 
 NAMES_OR_PATHS = frozenset(
     {("model", "name"), ("model", "tokenizer"), ("engine", "profile"), ("source", "embedder"), ("source", "rerank")}
 )
+"""Settings that are either a name or a path."""
 
 SECTIONS: Mapping[str, type[BaseModel]] = {name: type(section) for name, section in Settings()}
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error in the configuration: its place, what it is, and a remedy."""
+    """A problem in the configuration: its place, a description, and a remedy."""
 
     where: str
     what: str
@@ -44,12 +43,12 @@ class Problem:
 
 @dataclass(slots=True)
 class Loaded:
-    """Settings as they were read. Invalid values are left out of the sections and listed in `wrong`."""
+    """Settings as loaded. Invalid values are left out of `sections` and listed in `wrong`."""
 
     sections: dict[str, BaseModel] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     places: dict[tuple[str, str], str] = field(default_factory=dict)
-    """The place of each value that is not a default, by section and key."""
+    """The place of each value that is not a default, by section and key, for messages."""
     wrong: set[tuple[str, str]] = field(default_factory=set)
 
     def where(self, section: str, key: str) -> str:
@@ -58,22 +57,19 @@ class Loaded:
 
     @property
     def settings(self) -> Settings:
-        """The settings of all sections.
-
-        :raises ConfigurationError: something is wrong; says all of it.
-        """
+        """The settings of all sections. Raises ConfigurationError with all problems, if there are any."""
         if self.problems:
             raise ConfigurationError("the configuration is wrong:\n  " + "\n  ".join(map(str, self.problems)))
         return Settings.model_validate(self.sections)
 
     def validate(self, section: str, values: Mapping[str, Any]) -> None:
-        """Add a section, or as much of it as is valid."""
+        """Add the valid values of a section, and the problems of the others."""
         model = SECTIONS[section]
         try:
             self.sections[section] = model.model_validate(values)
         except ValidationError as error:
             for each in error.errors(include_url=False):
-                self.problems.append(_explained(self, section, model, each))
+                self.problems.append(_problem_of(self, section, model, each))
                 self.wrong.add((section, str(each["loc"][0])))
             valid = {key: value for key, value in values.items() if (section, key) not in self.wrong}
             self.sections[section] = model.model_validate(valid)
@@ -86,17 +82,18 @@ def load(
     *,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Loaded:
-    """Load the settings of a file, the environment and the command line.
+    """Load settings from a file, the environment and the command line.
 
-    environment: as `os.environ`. options: by name, as "limits.max_queries"; texts are read as of the environment.
-    defaults: by name too, in place of those that settings have.
+    environment: variables, such as `os.environ`.
+    options: values by name, such as "limits.max_queries"; strings are parsed as in the environment.
+    defaults: values by name that replace the settings' own defaults.
     """
     loaded = Loaded()
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for layer in (
         ((name, f"default {name}", value) for name, value in defaults.items()),
-        _of_file(file, loaded) if file is not None else (),
-        _of_environment(environment, loaded),
+        _read_file(file, loaded) if file is not None else (),
+        _read_environment(environment, loaded),
         ((name, f"option --{name}", value) for name, value in options.items()),
     ):
         for name, place, value in layer:
@@ -104,12 +101,12 @@ def load(
             if section in values:
                 values[section][key] = value
                 loaded.places[section, key] = place
-    for section, given in values.items():
-        loaded.validate(section, given)
+    for section, section_values in values.items():
+        loaded.validate(section, section_values)
     return loaded
 
 
-def _explained(loaded: Loaded, section: str, model: type[BaseModel], error: Any) -> Problem:
+def _problem_of(loaded: Loaded, section: str, model: type[BaseModel], error: Any) -> Problem:
     key = str(error["loc"][0])
     place = loaded.where(section, key)
     if error["type"] == "extra_forbidden":
@@ -117,8 +114,8 @@ def _explained(loaded: Loaded, section: str, model: type[BaseModel], error: Any)
     what = error["msg"].removeprefix("Value error, ")
     inner = ".".join(map(str, error["loc"][1:]))
     is_secret = "Secret" in str(model.model_fields[key].annotation)
-    given = "" if is_secret else f", and is {str(error['input'])!r:.80}"
-    return Problem(place, f"{inner + ': ' if inner else ''}{what[:1].lower()}{what[1:]}{given}")
+    value = "" if is_secret else f", and is {str(error['input'])!r:.80}"
+    return Problem(place, f"{inner + ': ' if inner else ''}{what[:1].lower()}{what[1:]}{value}")
 
 
 def _suggested(name: str, known: Any) -> str:
@@ -126,7 +123,7 @@ def _suggested(name: str, known: Any) -> str:
     return f"Did you mean {close[0]}?" if close else f"There are {', '.join(known)}"
 
 
-def _of_environment(environment: Mapping[str, str], loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
+def _read_environment(environment: Mapping[str, str], loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
     names = [f"{PREFIX}{name.upper()}__" for name in SECTIONS]
     for variable, text in environment.items():
         if not variable.startswith(PREFIX):
@@ -139,7 +136,7 @@ def _of_environment(environment: Mapping[str, str], loaded: Loaded) -> Iterator[
             loaded.problems.append(Problem(f"environment {variable}", "there is no such setting", remedy))
 
 
-def _of_file(file: Path, loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
+def _read_file(file: Path, loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
     try:
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
@@ -149,8 +146,8 @@ def _of_file(file: Path, loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
     except OSError as error:
         loaded.problems.append(Problem(str(file), f"cannot be read: {error.strerror or error}"))
         return
-    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8; of arrays in arrays
-        loaded.problems.append(Problem(str(file), f"is no TOML: {error}"))
+    except (ValueError, RecursionError) as error:  # invalid TOML or UTF-8, deep arrays
+        loaded.problems.append(Problem(str(file), f"is not TOML: {error}"))
         return
     lines = _lines_of(text)
     for section, table in values.items():
@@ -164,11 +161,11 @@ def _of_file(file: Path, loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
         else:
             for key, value in table.items():
                 place = f"{_place(file, lines.get((section, key), 0))}: {section}.{key}"
-                yield f"{section}.{key}", place, _beside(file, section, key, value)
+                yield f"{section}.{key}", place, _resolve_path(file, section, key, value)
 
 
-def _beside(file: Path, section: str, key: str, value: Any) -> Any:
-    """Return a value with a path made relative to the file; a text that may be a name too, if it begins like a path."""
+def _resolve_path(file: Path, section: str, key: str, value: Any) -> Any:
+    """Return a value; a path is made relative to the file. A name or path counts as a path if it begins with a dot."""
     field = SECTIONS[section].model_fields.get(key)
     if not isinstance(value, str) or field is None:
         return value
@@ -187,13 +184,13 @@ _KEY = re.compile(r"\s*(?:([\w-]+)\s*\.\s*)?([\w-]+)\s*=")
 
 
 def _lines_of(text: str) -> dict[tuple[str, str], int]:
-    """Return the line of each section and key, as far as single lines tell."""
-    found: dict[tuple[str, str], int] = {}
+    """Return the line number of each section and key. Looks at single lines, so it may miss some."""
+    numbers: dict[tuple[str, str], int] = {}
     section = ""
     for number, line in enumerate(text.splitlines(), 1):
         if header := _HEADER.match(line):
             section = header[1]
-            found.setdefault((section, header[2] or ""), number)
+            numbers.setdefault((section, header[2] or ""), number)
         elif key := _KEY.match(line):
-            found.setdefault((section or key[1] or "", key[2]), number)
-    return found
+            numbers.setdefault((section or key[1] or "", key[2]), number)
+    return numbers

@@ -1,4 +1,4 @@
-"""All settings of a service: sections of a TOML file, of the environment and of the command line.
+"""All settings of a service, as sections of a TOML file, of the environment and of the command line.
 
 [source]                                STREAMRAG__SOURCE__INDEX=./handbook-index
 index = "./handbook-index"              streamrag serve --source.index ./handbook-index
@@ -18,226 +18,175 @@ from streamrag.serve.limits import Checked, Limits
 _PROMPT = PromptTemplate()
 
 
-def _words(value: Any) -> Any:
-    """Return a list, of a text too: words between commas or spaces."""
+def _split_words(value: Any) -> Any:
     return value.replace(",", " ").split() if isinstance(value, str) else value
 
 
-def _object(value: Any) -> Any:
-    """Return a table, of JSON too."""
+def _parse_object(value: Any) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is no JSON: {error}") from None
+        raise ValueError(f"is not JSON: {error}") from None
 
 
-Words = Annotated[tuple[str, ...], BeforeValidator(_words)]
-Table = Annotated[dict[str, Any], BeforeValidator(_object)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_split_words)]
+"""A list, or a string of words with commas or spaces between them."""
+
+Table = Annotated[dict[str, Any], BeforeValidator(_parse_object)]  # a table, or a string with a JSON object
 
 
-class Section(Checked):
-    """A section; unknown names are errors."""
+class SourceSettings(Checked):
+    """The source: one of `urls`, `index`, `postgres` and `trace`; with none, clients bring their context."""
 
-
-class SourceSettings(Section):
-    """The place to search: one of `urls`, `index`, `postgres` and `trace`; with none, clients bring their context."""
-
-    urls: Words = Field(default=(), description="crawl from these addresses")
-    index: Path | None = Field(default=None, description="search an index made by `streamrag index build`")
-    postgres: SecretStr | None = Field(
-        default=None,
-        description="search a table with pgvector: postgresql://user@host/database, or env:NAME of a variable",
-    )
-    trace: Path | None = Field(default=None, description="replay what `streamrag record` recorded")
+    urls: Words = Field(default=(), description="start addresses of a crawl")
+    index: Path | None = Field(default=None, description="an index made by `streamrag index build`")
+    postgres: SecretStr | None = Field(default=None, description="a pgvector DSN, or env:NAME of a variable with one")
+    trace: Path | None = Field(default=None, description="replay a recording of `streamrag record`")
     max_depth: int = Field(default=2, ge=0, description="links that a crawl follows from a start address")
-    max_pages: int = Field(default=20, ge=1, description="pages that a crawl fetches at most")
+    max_pages: int = Field(default=20, ge=1, description="maximum pages of a crawl")
     crawl_timeout_s: float = Field(default=30.0, gt=0, description="seconds for a whole crawl")
     same_host: bool = Field(default=True, description="follow only links within the hosts of the start addresses")
-    allow_private: bool = Field(default=False, description="crawl private and loopback addresses too")
+    allow_private: bool = Field(default=False, description="also crawl private and loopback addresses")
     obey_robots: bool = Field(default=True, description="fetch only what robots.txt allows")
-    sitemaps: bool = Field(default=False, description="look for pages in sitemaps too")
-    send_traceparent: bool = Field(
-        default=False, description="tell crawled sites the trace of a query, as where they are one's own"
-    )
-    cache_folder: Path | None = Field(default=None, description="keep pages there for later questions")
+    sitemaps: bool = Field(default=False, description="also look for pages in sitemaps")
+    send_traceparent: bool = Field(default=False, description="send each query's trace context to crawled sites")
+    cache_folder: Path | None = Field(default=None, description="cache of crawled pages")
     cdp_url: str | None = Field(default=None, description="render pages in the browser at this CDP address")
     table: str = Field(default="passages", description="the table of `postgres`")
-    embedder: str | None = Field(
-        default=None, description="what index or table was made with, if not the default; it is loaded, so trust it"
-    )
-    hybrid: bool = Field(default=False, description="search `index` by keywords too, and fuse both rankings")
+    embedder: str | None = Field(default=None, description="embedder of the index or table; may run code, so trust it")
+    hybrid: bool = Field(default=False, description="also search `index` by keywords, and fuse both rankings")
     rerank: str | None = Field(
         default=None,
-        description="as hybrid, then rerank: late-interaction, or a cross-encoder; it is loaded, so trust it",
+        description="as hybrid, then rerank: late-interaction, or a cross-encoder; its code is run, so trust it",
     )
     sentences: int | None = Field(
-        default=None, ge=1, le=4096, description="with `rerank`: the best so many sentences in place of whole passages"
+        default=None, ge=1, le=4096, description="with `rerank`: best sentences, not passages"
     )
     k: int = Field(default=5, ge=1, le=1000, description="passages in the context")
 
 
-class ModelSettings(Section):
-    """The model that answers: one that vLLM loads here, or one of a server."""
+class ModelSettings(Checked):
+    """The model that answers: loaded by an embedded vLLM, or on a server."""
 
     name: str = Field(default="", description="path or name of a model for vLLM, or its name at `server`")
-    server: str | None = Field(
-        default=None, description="use this OpenAI-compatible server in place of an embedded vLLM"
-    )
+    server: str | None = Field(default=None, description="an OpenAI-compatible server in place of an embedded vLLM")
     api_key: SecretStr | None = Field(default=None, description="for `server`; from the environment or the file only")
     tokenizer: str | None = Field(default=None, description="the model's tokenizer, for exact prompts with `server`")
-    timeout_s: float = Field(default=60.0, gt=0, description="the longest silence of `server`, seconds")
-    max_model_len: int | None = Field(default=None, ge=16, description="most tokens of prompt and answer together")
-    served_name: str | None = Field(default=None, description="as clients name it, if not by the last part of its name")
+    timeout_s: float = Field(default=60.0, gt=0, description="seconds without data from `server` until it fails")
+    max_model_len: int | None = Field(default=None, ge=16, description="maximum tokens of prompt and answer together")
+    served_name: str | None = Field(default=None, description="name for clients; by default the last part of `name`")
 
 
-class EngineSettings(Section):
-    """The embedded vLLM; what is not set is its choice."""
+class EngineSettings(Checked):
+    """The embedded vLLM. Without a value, vLLM's own default holds."""
 
     strategy: Literal["streaming", "warming"] = Field(default="streaming", description="how it prefills early")
-    policy: str = Field(default=DEFAULT_POLICY, description="whom it serves first")
-    can_partial_evict: bool | None = Field(
-        default=None, description="whether unfinished prompts may take others' memory"
-    )
-    eviction: EvictionMode | None = Field(default=None, description="what becomes of the KV of those that make room")
+    policy: str = Field(default=DEFAULT_POLICY, description="order in which it serves requests")
+    can_partial_evict: bool | None = Field(default=None, description="whether partial prompts may preempt others")
+    eviction: EvictionMode | None = Field(default=None, description="what happens to the KV of preempted requests")
     host_kv_bytes: int | None = Field(default=None, ge=0, description="host memory for KV, for each worker")
-    profile: str | None = Field(default=None, description="name or path of the hardware's costs")
-    dtype: str = Field(default="auto", description="of weights and KV; `streamrag doctor` says what is chosen")
-    max_num_batched_tokens: int | None = Field(default=None, ge=1, description="most tokens computed in one step")
-    max_num_seqs: int | None = Field(default=None, ge=1, description="most requests computed in one step")
-    kv_cache_bytes: int | None = Field(
-        default=None, ge=1, description="size of the KV cache; 4 GiB by default on a CPU"
-    )
-    gpu_memory_utilization: float | None = Field(
-        default=None, gt=0, le=1, description="share of the device's memory to use"
-    )
-    seed: int = Field(default=0, description="of random numbers, for requests that have none")
-    log_path: Path | None = Field(default=None, description="where the engine's own log goes")
-    engine_args: Table = Field(
-        default={}, description="further arguments of vLLM's AsyncEngineArgs; they take precedence"
-    )
+    profile: str | None = Field(default=None, description="name or path of the hardware's cost profile")
+    dtype: str = Field(default="auto", description="of weights and KV; `streamrag doctor` shows what is chosen")
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, description="maximum tokens in one step")
+    max_num_seqs: int | None = Field(default=None, ge=1, description="maximum requests in one step")
+    kv_cache_bytes: int | None = Field(default=None, ge=1, description="KV cache size; 4 GiB by default on a CPU")
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1, description="share of GPU memory to use")
+    seed: int = Field(default=0, description="random seed for requests without one")
+    log_path: Path | None = Field(default=None, description="file for the engine's own log")
+    engine_args: Table = Field(default={}, description="more of vLLM's AsyncEngineArgs, which take precedence")
 
 
-class ReplicaSettings(Section):
-    """Engines in replicas of Ray Serve's; with `number` 0 there is one engine, in the service's own process."""
+class ReplicaSettings(Checked):
+    """Engines as Ray Serve replicas; with `number` 0 there is one engine, in the service's own process."""
 
-    number: int = Field(default=0, ge=0, description="engines to start with")
-    router: str = Field(default="soonest", description="who chooses the replica of a query")
-    address: str | None = Field(
-        default=None, description='a Ray cluster, as "auto" or "head:6379"; else one is started on this machine'
-    )
+    number: int = Field(default=0, ge=0, description="engines at the start")
+    router: str = Field(default="soonest", description="how the replica of a query is chosen")
+    address: str | None = Field(default=None, description='Ray cluster, "auto" or "head:6379"; by default a local one')
     name: str | None = Field(
         default=None,
         min_length=1,
-        description="what engines and sources are called on a cluster, each service's its own; else by host and port",
+        description="unique prefix of the engines and sources on a cluster; by default of host and port",
     )
-    min_number: int | None = Field(default=None, ge=1, description="fewest engines when there is little to do")
-    max_number: int | None = Field(
-        default=None, ge=1, description="most engines under load; else their number stays as it is"
-    )
-    queued_tokens: int = Field(
-        default=8192, ge=1, description="tokens of prompts that wait in each engine before there is another one"
-    )
-    upscale_delay_s: float = Field(
-        default=10.0, gt=0, description="seconds for which too much must have waited before there is another engine"
-    )
-    downscale_delay_s: float = Field(
-        default=600.0, ge=0, description="seconds with too little to do before there is one less"
-    )
-    max_open: int = Field(default=64, ge=1, description="queries that are open in one engine at once")
-    max_replays: int = Field(
-        default=3, ge=0, description="times that a query which has shown nothing is asked again when its engine is lost"
-    )
-    num_cpus: float = Field(default=1.0, ge=0, description="CPUs that each takes of its node's")
-    num_gpus: float = Field(default=0.0, ge=0, description="GPUs that each takes")
-    accelerator: str | None = Field(default=None, description='what its node must have, as Ray names it: "H100"')
-    resources: Table = Field(default={}, description="further resources of Ray's that each takes, by name")
-    drain_s: float = Field(
-        default=600.0, gt=0, description="seconds that an engine which is stopped goes on with its queries"
-    )
-    sources: int = Field(
-        default=0, ge=0, description="replicas of the source; 0 retrieves in the service's own process"
-    )
-    max_sources: int | None = Field(default=None, ge=1, description="most replicas of the source under load")
-    source_num_cpus: float = Field(default=0.0, ge=0, description="CPUs that each replica of the source takes")
-    front_num_cpus: float = Field(
-        default=0.0, ge=0, description="CPUs that the service itself takes as an application of Ray Serve's"
-    )
-    place_s: float = Field(
-        default=900.0,
-        gt=0,
-        description="longest that replicas wait for a node of a cluster with room for them, seconds",
-    )
+    min_number: int | None = Field(default=None, ge=1, description="minimum engines when there is little load")
+    max_number: int | None = Field(default=None, ge=1, description="maximum engines; by default no autoscaling")
+    queued_tokens: int = Field(default=8192, ge=1, description="queued prompt tokens per engine before one is added")
+    upscale_delay_s: float = Field(default=10.0, gt=0, description="seconds of high load before an engine is added")
+    downscale_delay_s: float = Field(default=600.0, ge=0, description="seconds of low load before one is removed")
+    max_open: int = Field(default=64, ge=1, description="open queries in one engine")
+    max_replays: int = Field(default=3, ge=0, description="retries of a query without output whose engine is lost")
+    num_cpus: float = Field(default=1.0, ge=0, description="CPUs of its node that each engine reserves")
+    num_gpus: float = Field(default=0.0, ge=0, description="GPUs that each engine reserves")
+    accelerator: str | None = Field(default=None, description='accelerator of its node, as Ray names it: "H100"')
+    resources: Table = Field(default={}, description="further Ray resources that each engine reserves, by name")
+    drain_s: float = Field(default=600.0, gt=0, description="seconds for a stopped engine to finish its queries")
+    sources: int = Field(default=0, ge=0, description="replicas of the source; 0 retrieves in the service's process")
+    max_sources: int | None = Field(default=None, ge=1, description="maximum replicas of the source under load")
+    source_num_cpus: float = Field(default=0.0, ge=0, description="CPUs that each replica of the source reserves")
+    front_num_cpus: float = Field(default=0.0, ge=0, description="CPUs that the service reserves when deployed on Ray")
+    place_s: float = Field(default=900.0, gt=0, description="seconds that replicas wait for a node with room for them")
 
 
-class PromptSettings(Section):
-    """The words around the context."""
+class PromptSettings(Checked):
+    """The text around the context."""
 
-    system: str = Field(default=_PROMPT.system, description="the system text, which says how to cite")
-    before_context: str = Field(default=_PROMPT.before_context, description="what stands before the passages")
+    system: str = Field(default=_PROMPT.system, description="the system text, which explains how to cite")
+    before_context: str = Field(default=_PROMPT.before_context, description="text before the passages")
     passage: str = Field(default=_PROMPT.passage, description="a passage, with {number}, {title}, {uri} and {text}")
-    no_context: str = Field(default=_PROMPT.no_context, description="in place of passages where there are none")
-    cut_short: str = Field(default=_PROMPT.cut_short, description="behind the passages when retrieval was cut short")
-    after_context: str = Field(default=_PROMPT.after_context, description="the end, with {question}")
-    max_context_tokens: int | None = Field(
-        default=None, ge=0, description="most tokens of passages; the rest is left out"
+    no_context: str = Field(default=_PROMPT.no_context, description="text in place of passages if there are none")
+    cut_short: str = Field(
+        default=_PROMPT.cut_short, description="text after passages of a retrieval that was cut short"
     )
+    after_context: str = Field(default=_PROMPT.after_context, description="the end, with {question}")
+    max_context_tokens: int | None = Field(default=None, ge=0, description="maximum tokens of passages")
 
 
-class AnswerSettings(Section):
-    """Sampling of answers, where a client does not say."""
+class AnswerSettings(Checked):
+    """Default sampling parameters."""
 
-    max_tokens: int = Field(default=256, ge=1, description="most tokens of an answer")
+    max_tokens: int = Field(default=256, ge=1, description="maximum tokens of an answer")
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy")
     top_p: float = Field(default=1.0, gt=0, le=1, description="the share of probability to sample from")
-    top_k: int = Field(default=0, ge=0, description="how many tokens to sample from; 0 for all")
+    top_k: int = Field(default=0, ge=0, description="number of tokens to sample from; 0 for all")
     overlap: bool = Field(default=True, description="prefill while retrieval runs")
-    on_source_error: Literal["raise", "answer"] = Field(
-        default="raise", description="fail when retrieval fails, or answer with what it found"
-    )
+    on_source_error: Literal["raise", "answer"] = Field(default="raise", description="what to do if retrieval fails")
 
 
 class LimitSettings(Limits):
-    """Bounds on what clients may do at once. What exceeds them is refused with 429 or 413."""
+    """Limits on the requests of clients. Requests that exceed them are refused with 429 or 413."""
 
 
-class KeySettings(Section):
-    """Keys of API clients: `file` has lines `name = "key"`. Never on the command line, where everybody can read it."""
+class KeySettings(Checked):
+    """API keys of clients: `file` has lines `name = "key"`. Never on the command line, which every user can read."""
 
     file: Path | None = Field(default=None, description='lines of name = "key", readable by its owner only')
     pairs: SecretStr | None = Field(default=None, description="name=key pairs between spaces, for the environment")
 
 
-class ServerSettings(Section):
-    """The address to listen on, and the names and pages that may use it."""
+class ServerSettings(Checked):
+    """The address to listen on, and the host names and origins that may use it."""
 
-    host: str = Field(
-        default="127.0.0.1", description="the address to listen on; elsewhere than loopback it wants keys"
-    )
+    host: str = Field(default="127.0.0.1", description="the address to listen on; any but loopback requires keys")
     port: int = Field(default=8080, ge=0, le=65535, description="0 takes a free one")
-    no_keys: bool = Field(default=False, description="listen elsewhere than on loopback though anybody may ask")
-    hosts: Words = Field(
-        default=(), description="names that it is asked by beside loopback's; * for any, the default with keys"
-    )
-    origins: Words = Field(default=(), description="origins of pages that may ask it beside its own; * for any")
-    session_log_dir: Path | None = Field(
-        default=None, description="keep the text of sessions in this folder, and resume them after a restart"
-    )
+    no_keys: bool = Field(default=False, description="permit an address other than loopback without keys")
+    hosts: Words = Field(default=(), description="permitted host names besides loopback; * is any (default with keys)")
+    origins: Words = Field(default=(), description="permitted origins besides its own; * permits any")
+    session_log_dir: Path | None = Field(default=None, description="folder of session logs, to resume after a restart")
     on_engine_death: Literal["exit", "restart"] = Field(default="exit", description="what to do when the engine dies")
     max_restarts: int = Field(
-        default=5, ge=1, description="restarts of the engine within `restart_window_s`; when it dies again, it is exit"
+        default=5, ge=1, description="restarts within `restart_window_s` before the service exits"
     )
-    restart_window_s: float = Field(default=3600.0, gt=0, description="seconds in which `max_restarts` are too many")
+    restart_window_s: float = Field(default=3600.0, gt=0, description="window of `max_restarts` in seconds")
 
 
-class ObserveSettings(Section):
+class ObserveSettings(Checked):
     """Logs and traces for the operator."""
 
-    logs: Literal["text", "json"] = Field(default="text", description="how lines of the log are written")
-    content: bool = Field(default=False, description="questions and answers in logs and traces too")
+    logs: Literal["text", "json"] = Field(default="text", description="format of the log")
+    content: bool = Field(default=False, description="include questions and answers in logs and traces")
     otel_endpoint: str | None = Field(default=None, description="send traces to this OTLP address over HTTP")
 
 
-class Settings(Section):
+class Settings(Checked):
     """The settings of all sections."""
 
     source: SourceSettings = SourceSettings()

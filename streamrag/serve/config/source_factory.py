@@ -1,8 +1,7 @@
-"""Makes the source of a service, or of a command that retrieves, without the packages that a service needs."""
+"""Makes the source of a service or of a command, without importing the packages that only a service needs."""
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from streamrag.core import Source
@@ -17,12 +16,16 @@ CRAWL = (
 
 
 def make_source(settings: SourceSettings) -> Source | None:
-    """Return the source, or None if clients bring their context.
-
-    :raises ConfigurationError: values that cannot work.
-    """
+    """Return the source, or None if clients bring their context. Raises ConfigurationError for invalid settings."""
     if settings.index is not None:
-        return _index_source(settings.index, settings)
+        options: dict[str, Any] = {"k": settings.k, "embedder": settings.embedder}
+        if settings.hybrid or settings.rerank is not None or settings.sentences is not None:
+            from streamrag.sources.search.hybrid import HybridSource
+
+            return HybridSource(settings.index, reranker=settings.rerank, sentences=settings.sentences, **options)
+        from streamrag.sources.search.vector import index_source
+
+        return index_source(settings.index, **options)
     if settings.postgres is not None:
         from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
         from streamrag.sources.postgres.source import PgVectorSource
@@ -41,22 +44,8 @@ def make_source(settings: SourceSettings) -> Source | None:
     return WebSource(list(settings.urls), **{name: getattr(settings, name) for name in CRAWL})
 
 
-def _index_source(index: Path, settings: SourceSettings) -> Source:
-    options: dict[str, Any] = {"k": settings.k, "embedder": settings.embedder}
-    if settings.hybrid or settings.rerank is not None or settings.sentences is not None:
-        from streamrag.sources.search.hybrid import HybridSource
-
-        return HybridSource(index, reranker=settings.rerank, sentences=settings.sentences, **options)
-    from streamrag.sources.search.vector import index_source
-
-    return index_source(index, **options)
-
-
 def dsn_of(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return a DSN, or that in an environment variable, as `env:NAME`.
-
-    :raises ConfigurationError: there is no such variable.
-    """
+    """Return a DSN; `env:NAME` is read from the environment. Raises ConfigurationError if NAME is not set."""
     if not text.startswith("env:"):
         return text
     name = text.removeprefix("env:")

@@ -1,4 +1,4 @@
-"""Settings as TOML: all defaults with their meaning, or those in effect, without secrets."""
+"""Settings as TOML: all defaults with their descriptions, or the effective ones without secrets."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ HIDDEN = "(hidden)"
 
 
 def commented_defaults() -> str:
-    """Return a file with every setting, its meaning and its default; a setting without one is commented out."""
+    """Return a file with each setting's description and default; settings without a default are commented out."""
     lines = [
-        "# What `streamrag serve --config FILE` reads. Everything is at its default; a line that begins with #",
-        "# and has a name has none. What is left out keeps its default.",
+        "# A configuration for `streamrag serve --config FILE`, with every setting at its default.",
+        "# Settings without a default are commented out. A setting that is left out has its default.",
     ]
     for section, values in Settings():
         lines += ["", f"# {type(values).__doc__ or ''}".rstrip(), f"[{section}]"]
@@ -28,7 +28,7 @@ def commented_defaults() -> str:
 
 
 def effective(settings: Settings) -> str:
-    """Return the settings in effect as a file; secrets are hidden."""
+    """Return the effective settings as a file; secrets are hidden."""
     lines = []
     for section, values in settings:
         lines += ["", f"[{section}]"]
@@ -37,7 +37,7 @@ def effective(settings: Settings) -> str:
 
 
 def toml_of(value: Any) -> str:
-    """Return a value in TOML."""
+    """Return a value as TOML."""
     match value:
         case SecretStr():
             return toml_of(HIDDEN)
@@ -53,4 +53,4 @@ def toml_of(value: Any) -> str:
             return "[" + ", ".join(map(toml_of, value)) + "]"
         case BaseModel():
             return toml_of(dict(value))
-    raise TypeError(f"{value!r:.80} has no form in TOML")
+    raise TypeError(f"{value!r:.80} has no TOML form")

@@ -1,1 +1,1 @@
-"""How requests come in and answers go out: connections, the gate, JSON bodies, WebSockets, streams of events."""
+"""Transport: connections, the gate, JSON bodies, WebSockets, and event streams."""

@@ -1,4 +1,4 @@
-"""Event loop time for work that a client causes by sending bytes: a little is free, and the rest is shared."""
+"""Fair shares of the event loop for the parsing work that clients cause."""
 
 import asyncio
 import time
@@ -7,23 +7,18 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-FREE_S = 0.002
-"""CPU seconds that an account has free at first. A request of some KiB needs .3 ms."""
-
-FREE_SHARE = 0.01
-"""CPU seconds that an account has free in each further second."""
-
-BUSY_SHARE = 0.2
-"""Share of the event loop for all accounts together that need more than what is free."""
+FREE_S = 0.002  # Free CPU seconds of a new account. A request of a few KiB takes 0.3 ms.
+FREE_SHARE = 0.01  # free CPU seconds that an account gains per second
+BUSY_SHARE = 0.2  # maximum share of the event loop for all accounts together that have used up their free part
 
 
 class FairShare:
-    """Pauses between pieces of work, so that clients who cause much of it leave time for all others.
+    """A scheduler of pauses between pieces of work, so that expensive clients leave time for all others.
 
-    The pauses of an account grow with the number of accounts that pause. What goes beyond the free part of each account
-    therefore takes no more than `BUSY_SHARE` of the event loop in total, however many accounts there are. The free part
-    is per account: the total of these grows with the accounts, and where an account belongs to a connection, a client
-    gets `FREE_S` more with each connection that it opens. Only a limit of the rate of connections bounds that.
+    The pauses of an account grow with the number of paused accounts. Work beyond the free parts therefore takes at most
+    `BUSY_SHARE` of the event loop, however many accounts there are. The free parts are per account and add up: where
+    each connection has an account, a client gets another `FREE_S` with each connection that it opens. Only a rate limit
+    of connections bounds that.
 
     now_s: the clock.
     """
@@ -34,18 +29,17 @@ class FairShare:
 
 
 class Account:
-    """Work that one client, connection or stream has caused."""
+    """The CPU time used on behalf of one client, connection or stream."""
 
     def __init__(self, share: FairShare) -> None:
-        self.num_waiting = 0
-        """Number of pieces of work in `take_turn` that have not begun, or whose pause is not over."""
+        self.num_waiting = 0  # number of calls of `take_turn` in progress, including those in their pause
         self._share = share
         self._lock = asyncio.Lock()
         self._used_s = 0.0
         self._since_s = share.now_s()
 
     def pause_s(self, took_s: float) -> float:
-        """Return the seconds to pause after a piece of work that took `took_s` of CPU time."""
+        """Charge `took_s` of CPU time, and return the seconds to pause."""
         now_s = self._share.now_s()
         self._used_s = max(self._used_s - FREE_SHARE * (now_s - self._since_s), 0.0) + took_s
         self._since_s = now_s
@@ -60,18 +54,18 @@ class Account:
         return pause_s
 
     async def take_turn(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, called once the turns before it are over, and pause for as long as it costs.
+        """Return `work()`, called after the account's earlier turns and their pauses, and then pause for its cost.
 
-        For large pieces: those that arrive at the same moment on several connections would else be done one right after
-        the other, each before the pause of any.
+        For large pieces: without turns, pieces that arrive at once on several connections would run back to back,
+        before any of the pauses.
         """
         self.num_waiting += 1
         try:
             async with self._lock:
-                began_s = time.thread_time()
+                start_s = time.thread_time()
                 try:
                     return work()
                 finally:
-                    await asyncio.sleep(self.pause_s(time.thread_time() - began_s))
+                    await asyncio.sleep(self.pause_s(time.thread_time() - start_s))
         finally:
             self.num_waiting -= 1

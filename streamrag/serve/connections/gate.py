@@ -1,4 +1,4 @@
-"""The gate that every request passes before it is read: host, origin, key, length, and an id of its own."""
+"""The gate that checks each request before it is parsed: host, origin, key and length. Sets the request's id."""
 
 import asyncio
 import base64
@@ -7,8 +7,7 @@ import hashlib
 import re
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from urllib.parse import SplitResult, urlsplit
 from weakref import WeakValueDictionary
 
@@ -21,30 +20,36 @@ from streamrag.serve.failures import ANONYMOUS, RequestError, failure_of
 from streamrag.serve.limits import Limits
 from streamrag.serve.open_queries import Caller
 
-CALLER = "streamrag.caller"
-"""Key of the `Caller` in a request's scope."""
+CALLER = "streamrag.caller"  # key of the `Caller` in a request's scope
 
 OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})
-"""Paths that need no key: for load balancers, and for a browser that has none yet. Nor does anything below /page/."""
+"""Paths that need no key, for load balancers and for browsers without one. Paths below /page/ need none either."""
 
 SUBPROTOCOL = "streamrag"
-"""Subprotocol of WebSockets. A browser can set no headers: it offers its key beside this one, base64url behind
-`KEY_PREFIX`."""
+"""Subprotocol of WebSockets. Browsers cannot set headers, so they offer a second subprotocol: `KEY_PREFIX` and the key
+as base64url."""
 
 KEY_PREFIX = "streamrag-key."
 
-_REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+
+_REQUEST_ID = re.compile(r"[\w.:-]{1,64}", re.ASCII)
+
+_PREFLIGHT = {
+    "access-control-allow-methods": "GET, POST, PUT, DELETE",
+    "access-control-allow-headers": "authorization, content-type, x-request-id, traceparent, tracestate, last-event-id",
+    "access-control-max-age": "600",
+}
 
 
 class Gate:
-    """ASGI middleware that lets requests in, or refuses them.
+    """ASGI middleware that admits or refuses requests.
 
-    keys: names of clients, by key. Without any, everybody is "anonymous".
-    hosts: names that the service may be asked by, in the Host header; None for any. It keeps out a foreign page that
-        makes its own name resolve to 127.0.0.1.
-    origins: origins whose pages may ask, besides the service's own; "*" is any.
-    share: of the event loop, for what clients cause.
+    keys: client names by key. Without keys, every client is "anonymous".
+    hosts: permitted names in the Host header; None permits any. Prevents DNS rebinding: a foreign page that resolves
+        its own name to 127.0.0.1.
+    origins: origins whose pages may send requests, besides the service's own; "*" permits any.
+    share: shares the event loop among clients.
     """
 
     def __init__(
@@ -64,16 +69,16 @@ class Gate:
         self._origins = origins
         self._share = share or FairShare()
         self._accounts: WeakValueDictionary[str, Account] = WeakValueDictionary()
-        self._open: Counter[str] = Counter()
+        self._num_open: Counter[str] = Counter()
 
     @property
     def has_keys(self) -> bool:
-        """Whether clients must have a key."""
+        """Whether clients must send a key."""
         return bool(self._keys)
 
     def set_keys(self, keys: Mapping[str, str]) -> None:
-        """Accept these keys alone from now on. Open requests go on, and a WebSocket until its next frame."""
-        # By digest: one among thousands costs as much as one, and no time tells how near a guess was.
+        """Replace the valid keys. Open requests continue; a WebSocket is checked again at its next frame."""
+        # Digests: a lookup costs the same for any number of keys, and leaks no timing about near misses.
         self._keys = {_digest(key.encode()): client for key, client in keys.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,8 +86,8 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        client_id = headers.get("x-request-id", "")
+        request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
         cors = self._cors(headers.get("origin"))
         body = _Body(scope["path"], headers, receive, self._limits)
 
@@ -106,25 +111,19 @@ class Gate:
         except RequestError as error:
             await _refuse(error, scope, receive, send_with_id)
             return
-        with self._counted(caller.client):
+        self._num_open[caller.client] += 1
+        try:
             if scope["type"] == "http":
                 await self._app(scope, body.receive, send_with_id)
             else:
-                await self._connect(scope, receive, send_with_id, caller)
-
-    @contextmanager
-    def _counted(self, client: str) -> Iterator[None]:
-        """Count an open request of a client."""
-        self._open[client] += 1
-        try:
-            yield
+                await self._run_socket(scope, receive, send_with_id, caller)
         finally:
-            self._open[client] -= 1
-            if not self._open[client]:
-                del self._open[client]
+            self._num_open[caller.client] -= 1
+            if not self._num_open[caller.client]:
+                del self._num_open[caller.client]
 
-    async def _connect(self, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
-        """Run a WebSocket for as long as its client has a key."""
+    async def _run_socket(self, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
+        """Run a WebSocket until its client leaves or its key is revoked."""
         has_key = True
 
         async def receive_with_key() -> Message:
@@ -139,9 +138,8 @@ class Gate:
 
     def _caller(self, scope: Scope, headers: Headers, request_id: str) -> Caller:
         if (client := self._client(scope)) is None:
-            raise RequestError(
-                "this service wants an API key: send `Authorization: Bearer KEY`", status=401, code="invalid_api_key"
-            )
+            message = "an API key is required: send `Authorization: Bearer KEY`"
+            raise RequestError(message, status=401, code="invalid_api_key")
         return Caller(
             request_id,
             client,
@@ -152,36 +150,29 @@ class Gate:
         )
 
     def _client(self, scope: Scope) -> str | None:
-        """Return the name of the client whose key a request has; None if it should have one."""
+        """Return the client's name, or None if a key is required and the request has no valid one."""
         if not self._keys or scope["path"] in OPEN_PATHS or scope["path"].startswith("/page/"):
             return ANONYMOUS
         return self._keys.get(_digest(key)) if (key := _key(scope)) else None
 
     def _check_open(self, client: str) -> None:
         most = self._limits.max_connections_per_client
-        if client != ANONYMOUS and self._open[client] >= most:
-            raise RequestError(
-                f"{most:,} requests of yours are open, which is the most", status=429, code="too_many_connections"
-            )
+        if client != ANONYMOUS and self._num_open[client] >= most:
+            message = f"{most:,} requests of yours are open, which is the most"
+            raise RequestError(message, status=429, code="too_many_connections")
 
     def _check_host(self, headers: Headers) -> None:
         host = _split(f"//{headers.get('host', '')}").hostname or ""
         if self._hosts is not None and host not in self._hosts:
-            raise RequestError(
-                f"this service is not asked by the name {host[:80]!r}: configure it as one of its hosts",
-                status=421,
-                code="wrong_host",
-            )
+            message = f"host {host[:80]!r} is not one of this service's names: add it to its configured hosts"
+            raise RequestError(message, status=421, code="wrong_host")
 
     def _check_origin(self, headers: Headers) -> None:
         origin = headers.get("origin")
         if origin is None or self._is_listed(origin) or _split(origin).netloc == headers.get("host"):
             return
-        raise RequestError(
-            f"pages of {origin[:80]!r} may not ask this service: configure it as one of its origins",
-            status=403,
-            code="wrong_origin",
-        )
+        message = f"pages of {origin[:80]!r} may not use this service: add it to its configured origins"
+        raise RequestError(message, status=403, code="wrong_origin")
 
     def _is_listed(self, origin: str) -> bool:
         return "*" in self._origins or origin in self._origins
@@ -197,55 +188,47 @@ class Gate:
 
 
 class _Body:
-    """A request's body, bounded in length and in time; that of a stream may take as long as it needs."""
+    """A request's body, bounded in length and in time; the body of a stream has no time limit here."""
 
     def __init__(self, path: str, headers: Headers, receive: Receive, limits: Limits) -> None:
         is_stream = path == "/v1/streams"
         self._headers = headers
         self._receive = receive
-        self._most = limits.max_stream_bytes if is_stream else limits.max_body_bytes
-        self._most_s = None if is_stream else limits.body_s
-        self._end_s: float | None = None
+        self._max_bytes = limits.max_stream_bytes if is_stream else limits.max_body_bytes
+        self._max_s = None if is_stream else limits.body_s
+        self._deadline_s: float | None = None
         self._num_bytes = 0
         self.is_read = "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
-        """Whether nothing more will come. An answer before that is the connection's last."""
+        """Whether the whole body was received. A response before that closes the connection."""
 
     def check_length(self) -> None:
-        """Check the length that the headers announce.
-
-        :raises RequestError: it is too long.
-        """
+        """Check the announced Content-Length. Raises RequestError if the body is too long."""
         length = self._headers.get("content-length", "")
-        if length.isdecimal() and int(length[:20]) > self._most:
+        if length.isdecimal() and int(length[:20]) > self._max_bytes:
             raise self._too_long()
 
     async def receive(self) -> Message:
-        """Return the next message.
-
-        :raises RequestError: it is too long, or too late.
-        """
-        if self.is_read or self._most_s is None:
+        """Return the next message. Raises RequestError if the body is too long or too late."""
+        if self.is_read or self._max_s is None:
             message = await self._receive()
         else:
             now = asyncio.get_running_loop().time
-            self._end_s = now() + self._most_s if self._end_s is None else self._end_s
+            self._deadline_s = now() + self._max_s if self._deadline_s is None else self._deadline_s
             try:
-                async with asyncio.timeout_at(self._end_s):
+                async with asyncio.timeout_at(self._deadline_s):
                     message = await self._receive()
             except TimeoutError:
-                raise RequestError(
-                    f"the body has not come within {self._most_s:g} s", status=408, code="body_too_slow"
-                ) from None
+                error = f"the body was not received within {self._max_s:g} s"
+                raise RequestError(error, status=408, code="body_too_slow") from None
         self.is_read = self.is_read or not message.get("more_body", False)
         self._num_bytes += len(message.get("body", b""))
-        if self._num_bytes > self._most:
+        if self._num_bytes > self._max_bytes:
             raise self._too_long()
         return message
 
     def _too_long(self) -> RequestError:
-        return RequestError(
-            f"the body has more than {self._most:,} bytes, which is the most", status=413, code="body_too_long"
-        )
+        message = f"the body has more than {self._max_bytes:,} bytes, which is the most"
+        return RequestError(message, status=413, code="body_too_long")
 
 
 def _digest(key: bytes) -> bytes:
@@ -253,15 +236,16 @@ def _digest(key: bytes) -> bytes:
 
 
 def _key(scope: Scope) -> bytes:
-    scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+    """Return the key of the Authorization header, or of a WebSocket's subprotocols; empty without a valid one."""
+    scheme, _, credentials = Headers(scope=scope).get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
-        return given.strip().encode()
-    for offered in scope.get("subprotocols", ()):
-        if offered.startswith(KEY_PREFIX):
-            coded = offered[len(KEY_PREFIX) :]
+        return credentials.strip().encode()
+    for offer in scope.get("subprotocols", ()):
+        if offer.startswith(KEY_PREFIX):
+            code = offer.removeprefix(KEY_PREFIX)
             try:
-                return base64.b64decode(coded + "=" * (-len(coded) % 4), "-_", validate=True)
-            except (binascii.Error, ValueError):  # the latter: of letters that are not ASCII
+                return base64.b64decode(code + "=" * (-len(code) % 4), "-_", validate=True)
+            except (binascii.Error, ValueError):  # ValueError: non-ASCII letters
                 return b""
     return b""
 
@@ -269,15 +253,8 @@ def _key(scope: Scope) -> bytes:
 def _split(url: str) -> SplitResult:
     try:
         return urlsplit(url)
-    except ValueError:  # of brackets that hold no address
+    except ValueError:  # invalid IPv6 brackets
         return urlsplit("")
-
-
-_PREFLIGHT = {
-    "access-control-allow-methods": "GET, POST, PUT, DELETE",
-    "access-control-allow-headers": "authorization, content-type, x-request-id, traceparent, tracestate, last-event-id",
-    "access-control-max-age": "600",
-}
 
 
 async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,14 +1,13 @@
-"""uvicorn's connections with a bounded head, one request at a time, fair turns, and a close that ends.
+"""uvicorn's connections, with limits on heads and CPU time, one request at a time, and a close that always ends.
 
-uvicorn parses with h11 and wsproto here, which bound what they store: heads, trailers, extensions of chunks, frames,
-fragments. This module bounds what parsing costs other clients, and other things that uvicorn leaves open:
+uvicorn parses with h11 and wsproto here, which bound what they buffer: heads, trailers, chunk extensions, frames,
+fragments. This module bounds the CPU time of parsing, and fixes what uvicorn leaves open:
 
-- uvicorn waits for a request's head without a time limit.
-- While a pipelined request waits, uvicorn does not read on, and does not notice when its client leaves. Here, what is
-  sent behind a request before its answer is dropped and the connection closed after that answer, as RFC 9112 allows;
-  the client sends it again.
-- A refused body is read for a moment longer, because a reset would discard the refusal before the client reads it.
-- A client that comes when there are too many connections gets an error in the form of all errors.
+- uvicorn waits for a request's head without a timeout.
+- While a pipelined request waits, uvicorn stops reading and does not notice a disconnect. Here, pipelined bytes are
+  dropped and the connection is closed after the current response, as RFC 9112 allows; the client sends them again.
+- After a refused body, reading continues for a moment: a reset would discard the response before the client reads it.
+- A client beyond the connection limit gets an error in the usual form.
 """
 
 import asyncio
@@ -24,30 +23,21 @@ from streamrag.serve.connections.fair_share import Account, FairShare
 from streamrag.serve.failures import Failure, RequestError, failure_of
 from streamrag.serve.limits import Limits
 
-LINGER_S = 2.0
-"""Seconds for the client to read what was written, and to stop sending, before a connection is reset."""
+LINGER_S = 2.0  # seconds for the client to read the response and to stop sending, before the connection is aborted
+MAX_REFUSED = 64  # number of connections beyond the limit that get an error; further ones are aborted
+RETRY_AFTER_S = 5.0  # Retry-After of these errors, in seconds
+MAX_LINES = 128  # Maximum lines of an unfinished head or of trailers. h11 parses them all at once, in 3 us per line.
+READ_BYTES = 4096  # bytes read from a connection per turn of the event loop: at most 8 ms of parsing
 
-MOST_TOLD = 64
-"""Number of connections beyond the limit that get an error; further ones are closed without one."""
-
-AGAIN_S = 5.0
-"""Seconds after which such a client may try again."""
-
-MAX_LINES = 128
-"""Most lines of an unfinished head, or of trailers. h11 parses all of them at once, and takes 3 us for each line."""
-
-READ_BYTES = 4096
-"""Bytes that are read from a connection in one turn of the event loop. Parsing them takes 8 ms at most."""
-
-WORST_S = 0.000_004
-"""CPU seconds that parsing one byte takes at most. What takes longer was something else, such as garbage collection."""
+MAX_S_PER_BYTE = 0.000_004
+"""Maximum CPU seconds to parse one byte. Anything longer was something else, such as garbage collection."""
 
 
 class Connection(asyncio.BufferedProtocol):
-    """A connection between asyncio's transport and uvicorn's protocol, in place of each for the other.
+    """A proxy between asyncio's transport and uvicorn's protocol: a protocol for one, a transport for the other.
 
-    Reads little in one turn of the event loop, and pauses if parsing takes much of it. Closing ends, also if the client
-    reads nothing or sends without end.
+    Reads little per turn of the event loop, and pauses if parsing takes too much CPU time. `close` takes effect even if
+    the client reads nothing or sends forever.
     """
 
     def __init__(self, protocol: "BoundedProtocol", account: Account) -> None:
@@ -61,7 +51,7 @@ class Connection(asyncio.BufferedProtocol):
         self._unsent: list[bytes] = []
         self._is_lingering = False
 
-    # ----------------------------------------------------------------------------------------- a protocol, for asyncio
+    # asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -73,12 +63,12 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if self.is_closing():
             return
-        began_s = time.thread_time()
+        start_s = time.thread_time()
         self._is_parsing = True
         self._protocol.data_received(bytes(self._buffer[:nbytes]))
         self._is_parsing = False
         self._flush()
-        pause_s = self._account.pause_s(min(time.thread_time() - began_s, nbytes * WORST_S))
+        pause_s = self._account.pause_s(min(time.thread_time() - start_s, nbytes * MAX_S_PER_BYTE))
         if pause_s and not self.is_closing():
             self._pause("busy")
             self._loop.call_later(pause_s, self._resume, "busy")
@@ -92,13 +82,13 @@ class Connection(asyncio.BufferedProtocol):
     def pause_writing(self) -> None:
         self._protocol.pause_writing()
         if self._protocol is not self._http:
-            self._pause("unread")  # a WebSocket answers each ping, and stores what is not read
+            self._pause("unread")  # wsproto answers each ping and buffers the pongs
 
     def resume_writing(self) -> None:
         self._protocol.resume_writing()
         self._resume("unread")
 
-    # --------------------------------------------------------------------------------------- a transport, for uvicorn
+    # asyncio.Transport
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -108,7 +98,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def write(self, data: bytes) -> None:
         self._unsent.append(data)
-        if not self._is_parsing:  # else it is a pong, with many others perhaps, which go out together
+        if not self._is_parsing:  # pongs that are written while parsing are sent together
             self._flush()
 
     def pause_reading(self) -> None:
@@ -129,7 +119,7 @@ class Connection(asyncio.BufferedProtocol):
             self._loop.call_later(LINGER_S, self._transport.abort)
 
     def close_once_read(self) -> None:
-        """Close after the client has read what was written, or after `LINGER_S`; drop what it still sends."""
+        """Close after the client has read the response, or after `LINGER_S`; drop what it still sends."""
         if not self.is_closing():
             self._is_lingering = True
             self._flush()
@@ -154,7 +144,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's protocol of HTTP, with limits."""
+    """uvicorn's HTTP protocol, with limits."""
 
     limits: Limits
     transport: Connection  # type: ignore[assignment]
@@ -163,20 +153,20 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def is_receiving(self) -> bool:
-        """Whether the client is still to send the rest of a request's body."""
+        """Whether part of a request's body is still to come."""
         return self.cycle is not None and self.cycle.more_body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         most = self.limits.max_connections
-        if len(self.connections) > most + MOST_TOLD:
+        if len(self.connections) > most + MAX_REFUSED:
             transport.abort()
         elif len(self.connections) > most:
             message = f"{most:,} connections are open, which is the most"
             kind, code = "service_unavailable", "too_many_connections"
-            self._write(Failure(503, kind, code, message, "invalid", retry_after_s=AGAIN_S))
+            self._write(Failure(503, kind, code, message, "invalid", retry_after_s=RETRY_AFTER_S))
         else:
-            self._time_head()
+            self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -184,7 +174,7 @@ class BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.conn.their_state is h11.IDLE:
-            self._time_head()
+            self._start_timer()
         elif not self.is_receiving:
             self._is_pipelined = True
             return
@@ -194,9 +184,9 @@ class BoundedProtocol(H11Protocol):
         unparsed = self.conn.trailing_data[0]
         if self.conn.their_state is h11.DONE and unparsed:
             self._is_pipelined = True
-            self.flow.resume_reading()  # to see the client leave
+            self.flow.resume_reading()  # to notice a disconnect
         elif unparsed.count(b"\n") > MAX_LINES and not self.transport.is_closing():
-            self._refuse(431, f"the head, or its trailers, have more than {MAX_LINES} lines, which is the most")
+            self._refuse(431, f"the head or the trailers have more than {MAX_LINES} lines, which is the most")
 
     def on_response_complete(self) -> None:
         if self._is_pipelined or self.is_receiving:
@@ -210,7 +200,7 @@ class BoundedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, msg)
 
-    def _time_head(self) -> None:
+    def _start_timer(self) -> None:
         if self._timer is None:
             self._timer = self.loop.call_later(self.limits.head_s, self.transport.close)
 
@@ -220,12 +210,12 @@ class BoundedProtocol(H11Protocol):
             self._timer = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Write an error on the connection itself, unless an answer has begun, and close."""
+        """Write an error to the connection, unless a response has begun, and close."""
         if self.cycle and not self.cycle.response_complete:
             if self.cycle.response_started:
                 self.transport.abort()
                 return
-            self.cycle.disconnected = True  # so that no other answer is sent
+            self.cycle.disconnected = True  # suppresses the application's response
             self.cycle.message_event.set()
         self._write(failure_of(RequestError(message, status=status, code="http")))
 
@@ -243,7 +233,7 @@ class BoundedProtocol(H11Protocol):
 
 
 def bounded_protocol(limits: Limits) -> Callable[..., asyncio.BaseProtocol]:
-    """Return what makes the protocol of each connection for uvicorn."""
+    """Return a protocol factory for uvicorn."""
     share = FairShare()
 
     def connect(*args: Any, **options: Any) -> Connection:

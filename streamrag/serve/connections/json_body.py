@@ -1,14 +1,15 @@
-"""JSON that clients send, in bodies and frames, read as pydantic models.
+"""JSON that clients send, in bodies and frames, parsed into pydantic models with bounded CPU time.
 
-JSON of a megabyte can hold 350,000 lists, which take 120 ms to parse, or half a million values of a wrong type, which
-take more than a second to describe. No other client is served meanwhile. Therefore the number of values is bounded, too
-many errors are not described, and large bodies of one client are parsed in turn, with pauses.
+A megabyte of JSON can hold 350,000 lists, which take 120 ms to parse, or half a million values of a wrong type, which
+take more than a second to describe, and block the event loop meanwhile. Therefore the number of values is bounded,
+error reports are bounded, and large bodies of one client are parsed in turn, with pauses.
 """
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -23,27 +24,22 @@ from streamrag.trace.events import first_error
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
-SMALL_BYTES = 16_384
-"""Bytes of JSON that are parsed at once: 2 ms at most."""
+SMALL_BYTES = 16_384  # bytes of JSON that are parsed immediately: at most 2 ms
 
 MAX_VALUES = 32_768
-"""Values that a body, a frame or a line may hold: 11 ms of parsing at most. An update of 4,096 chunks has 25,000."""
+"""Values in a body, a frame or a line: at most 11 ms of parsing. An update of 4,096 chunks has 25,000."""
 
-MAX_WAITING = 32
-"""Large bodies of one client that wait to be parsed."""
+MAX_WAITING = 32  # large bodies of one client that may wait to be parsed
 
 
 class StrictModel(BaseModel):
-    """A base of what clients send. It refuses unknown fields: to ignore one could change the answer."""
+    """A base of requests that rejects unknown fields: ignoring one could change the answer."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 async def read_body(request: Request, model: type[M]) -> M:
-    """Return the request's body as `model`.
-
-    :raises RequestError: it is no JSON object, or not such a one; says where. Or too many of this client's bodies wait.
-    """
+    """Return the body as `model`. Raises RequestError if it is invalid, or too many bodies of this client wait."""
     body = await request.body()
     if len(body) <= SMALL_BYTES:
         return parse(body, model)
@@ -51,11 +47,9 @@ async def read_body(request: Request, model: type[M]) -> M:
 
 
 async def checked_body(request: Request) -> bytes:
-    """Return the request's body for a library that parses it, a large one in the client's turn.
+    """Return the request's body for a library that parses it; charge a large one as if it was parsed here.
 
-    The turn is as long as if it was parsed here. Errors in the JSON are left to the library.
-
-    :raises RequestError: it holds too many values, or too many bodies of this client wait.
+    Invalid JSON is left to the library. Raises RequestError if the body has too many values, or too many bodies wait.
     """
     body = await request.body()
 
@@ -70,46 +64,38 @@ async def checked_body(request: Request) -> bytes:
 
 
 async def parse_in_turn(body: bytes, model: type[M], account: Account) -> M:
-    """Return `body` as `model`, parsed once earlier large bodies of the same account are and their pauses are over.
-
-    :raises RequestError: as of `parse`; or too many bodies wait.
-    """
+    """Return `body` as `model`, parsed after earlier large bodies of the account and their pauses."""
     return await _in_turn(lambda: parse(body, model), account)
+
+
+async def parse_frame(frame: str | bytes, model: type[M], client: Account, socket: Account) -> M:
+    """Return a frame as `model`. Large ones wait for the client's turn; small ones cause a pause of the socket."""
+    if len(frame) > SMALL_BYTES:
+        code = frame.encode() if isinstance(frame, str) else frame
+        return await parse_in_turn(code, model, client)
+    start_s = time.thread_time()
+    try:
+        return parse(frame, model)
+    finally:
+        if pause_s := socket.pause_s(time.thread_time() - start_s):
+            await anyio.sleep(pause_s)
 
 
 async def _in_turn(work: Callable[[], T], account: Account) -> T:
     if account.num_waiting >= MAX_WAITING:
-        message = f"{MAX_WAITING} large requests of yours wait to be read, which is the most"
+        message = f"{MAX_WAITING} large requests of yours wait to be parsed, which is the most"
         raise RequestError(message, status=429, code="too_many_waiting")
     return await account.take_turn(work)
 
 
-async def parse_frame(frame: str | bytes, model: type[M], client: Account, socket: Account) -> M:
-    """Return a frame of a WebSocket as `model`, a large one in the client's turn, others with the socket's pauses.
-
-    :raises RequestError: as of `parse_in_turn`.
-    """
-    if len(frame) > SMALL_BYTES:
-        return await parse_in_turn(frame.encode() if isinstance(frame, str) else frame, model, client)
-    began_s = time.thread_time()
-    try:
-        return parse(frame, model)
-    finally:
-        if pause_s := socket.pause_s(time.thread_time() - began_s):
-            await anyio.sleep(pause_s)
-
-
 def parse(body: bytes | str, model: type[M]) -> M:
-    """Return `body` as `model`.
-
-    :raises RequestError: it is no JSON object, or not such a one; says where.
-    """
+    """Return `body` as `model`. Raises RequestError, with the invalid field, if it is no such JSON object."""
     check_num_values(body)
     try:
-        # No half characters, as json.loads has them, and no NaN, which no answer can hold.
+        # Unlike json.loads, this rejects lone surrogates and NaN, which no answer can hold.
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise RequestError(f"the body is no JSON: {error}", code="invalid_json") from None
+        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
         raise RequestError("the body must be a JSON object", code="invalid_json")
     try:
@@ -120,20 +106,22 @@ def parse(body: bytes | str, model: type[M]) -> M:
 
 
 def check_num_values(body: bytes | str) -> None:
-    """Check that JSON does not hold so many values that parsing it takes long. Takes 5 ms at most for a megabyte.
-
-    :raises RequestError: it has more than `MAX_VALUES`.
-    """
+    """Raise RequestError if JSON has more than `MAX_VALUES` values. Takes at most 5 ms per megabyte."""
     if len(body) <= MAX_VALUES:
         return
     code = body.encode() if isinstance(body, str) else body
-    if _num_marks(code) > MAX_VALUES:  # in texts too
-        code = code.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote that is left begins or ends a text
+    if _num_marks(code) > MAX_VALUES:  # counts marks in strings too
+        code = code.replace(b"\\\\", b"").replace(b'\\"', b"")  # every remaining quote begins or ends a string
         if code.count(b'"') > 4 * MAX_VALUES or _num_marks(b"".join(code.split(b'"')[::2])) > MAX_VALUES:
             message = f"it holds more than {MAX_VALUES:,} values, which is the most"
             raise RequestError(message, status=413, code="too_many_values")
 
 
 def _num_marks(code: bytes) -> int:
-    """Count what stands in front of values. There is at most one value more."""
+    """Count the characters that precede values. There is at most one value more."""
     return code.count(b",") + code.count(b"[") + code.count(b"{")
+
+
+def encode_json(values: Any) -> str:
+    """Return `values` as JSON on one line, in ASCII, so that no reader finds a line end in it."""
+    return json.dumps(values, separators=(",", ":"))

@@ -1,8 +1,7 @@
-"""Streams of events as responses: a task produces the events, and a response sends them meanwhile.
+"""Event streams as responses: one task produces the events while the response sends them.
 
-The work stays in one task from its first step to its last, because what it holds (a query, a scope) belongs to a task.
-The task is cancelled, and waited for, when the response ends in whatever way: all was sent, or the client is gone, or
-slow.
+The work runs in a single task from start to end, because what it holds (a query, a cancel scope) belongs to a task. The
+task is cancelled and awaited when the response ends for any reason: all events are sent, or the client left or is slow.
 """
 
 import asyncio
@@ -20,25 +19,23 @@ from starlette.types import Receive, Scope, Send
 from streamrag.serve.failures import Failure, failure_of
 from streamrag.support.tasks import cancel_regardless
 
-MAX_UNSENT = 16
-"""Most events that wait for a slow reader; then its query waits, and no other."""
-
+MAX_UNSENT = 16  # events that are buffered for a slow reader, before backpressure stops its query
 PING_S = 15
 
 T = TypeVar("T")
 
 Write: TypeAlias = Callable[[ServerSentEvent], Awaitable[None]]
 Produce: TypeAlias = Callable[[Write], Awaitable[None]]
-TellFailure: TypeAlias = Callable[[Failure], Sequence[ServerSentEvent]]
+OnFailure: TypeAlias = Callable[[Failure], Sequence[ServerSentEvent]]
 
 
 async def respond(
-    request: Request, produce: Produce, *, failed: TellFailure, send_timeout_s: float, receive: Receive | None = None
+    request: Request, produce: Produce, *, on_failure: OnFailure, send_timeout_s: float, receive: Receive | None = None
 ) -> Response:
     """Return a response that sends what `produce` writes, once there is a first event.
 
-    An error of `produce` before the first event is raised here, so that it becomes a status; after it, `failed` makes
-    the events that report it. `receive` replaces the request's own, which reports that the client has gone.
+    An error before the first event is raised here, and so becomes a status; a later one is sent as the events that
+    `on_failure` returns. `receive`, by default the request's own, returns when the client has left.
     """
     send, events = anyio.create_memory_object_stream[ServerSentEvent](MAX_UNSENT)
     has_begun = False
@@ -47,9 +44,9 @@ async def respond(
         async with send:
             try:
                 await produce(send.send)
-            except Exception as error:  # whatever it is, the client is told, and it is raised on
+            except Exception as error:  # reported to the client, and raised for the log
                 if has_begun:
-                    for event in failed(failure_of(error)):
+                    for event in on_failure(failure_of(error)):
                         await send.send(event)
                 raise
 
@@ -62,7 +59,7 @@ async def respond(
 
     task = asyncio.create_task(work(), name="streamrag response")
     try:
-        first = await unless_gone(first_event(), receive or request.receive)
+        first = await unless_disconnected(first_event(), receive or request.receive)
     except BaseException:
         events.close()
         await cancel_regardless([task])
@@ -94,23 +91,20 @@ class _EventStream(EventSourceResponse):
         try:
             await super().__call__(scope, self._receive or receive, send)
         except SendTimeoutError:
-            pass  # it reads too slowly: uvicorn closes an answer that is left so
+            pass  # the client reads too slowly: uvicorn closes the unfinished response
         finally:
             self._events.close()
             await cancel_regardless([self._task])
 
 
-async def unless_gone(work: Awaitable[T], receive: Receive) -> T:
-    """Return the result of `work`, which is cancelled when the client goes away. The body must have been read.
+async def unless_disconnected(work: Awaitable[T], receive: Receive) -> T:
+    """Return the result of `work`. If the client leaves, cancel it and raise ClientDisconnect. Read the body first."""
 
-    :raises ClientDisconnect: it has gone.
-    """
-
-    async def wait_until_gone() -> None:
+    async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(work), asyncio.create_task(wait_until_gone())]
+    tasks: list[asyncio.Task[Any]] = [asyncio.ensure_future(work), asyncio.create_task(wait_for_disconnect())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():

@@ -1,1 +1,1 @@
-"""Observers of queries: metrics, traces, logs, the live view."""
+"""Observers of queries: metrics, traces, logs, and the live view."""

@@ -1,4 +1,4 @@
-"""`GET /v1/live`: which queries are open and what they are doing, as `streamrag top` shows it.
+"""`GET /v1/live`: the open queries and their progress, as `streamrag top` shows them.
 
 {"model": "...", "is_ready": true, "uptime_s": 3600.0, "open": [{"id": "...", "phase": "prefilling", ...}],
  "ended": [{"id": "...", "outcome": "answered", ...}], "minute": {...}, "total": {...}, "ttft_s": {...}, "kv": ...}
@@ -21,22 +21,23 @@ from streamrag.serve.observe.observer import Interface, Observer, Outcome, Refus
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer, Event, TokensGenerated
 
-NUM_ENDED = 20
-"""Number of ended queries that are kept."""
-NUM_TTFTS = 256
-"""Number of queries whose times to the first token the percentiles are of."""
-NUM_OPEN = 500
-"""Number of open queries that are shown, the oldest; `num_open` counts all."""
-MAX_TEXT = 200
-"""Most characters of a question."""
+NUM_ENDED = 20  # number of ended queries that are kept
+NUM_TTFTS = 256  # number of recent queries in the percentiles of the time to first token
+NUM_OPEN = 500  # number of open queries that are listed, oldest first; `num_open` counts all
+MAX_TEXT = 200  # maximum characters of a question
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+
+QUERY_FIELDS = ("phase", "ttft_s", "num_chunks", "num_prompt_tokens", "num_prefilled", "num_output_tokens")
+"""Fields of `QueryProgress` that are listed for each query."""
+
+COUNTED = ("started", "ended", "answered", "refused", "output_tokens")
 
 
 class Live(Observer):
-    """An observer that shows what every open query is doing, and how the last ones ended.
+    """An observer that lists the open queries and the last ended ones.
 
-    with_text: whether to show the beginnings of questions: to everybody those of their own, to `clients` all.
-    clients: names of the clients that may see the queries of all; None for everybody who has a key.
+    with_text: whether to include the beginnings of questions: each client's own, and all of them for `clients`.
+    clients: names of the clients that may see all queries; None for every client with a key.
     clock: a monotonic clock, in seconds.
     """
 
@@ -67,27 +68,22 @@ class Live(Observer):
         self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
     ) -> None:
         self._ended.appendleft({**self._describe(query), "outcome": outcome})
-        for name in ("ended", "answered") if outcome == "answered" else ("ended",):
-            self._count(name, 1)
-        progress = query.progress
-        for times_s, value_s in (
-            (self._ttfts_s, progress.ttft_s),
-            (self._ttfts_after_s, progress.ttft_after_retrieval_s),
-        ):
-            if value_s is not None:
-                times_s.append(value_s)
+        self._count("ended", 1)
+        if outcome == "answered":
+            self._count("answered", 1)
+        if query.progress.ttft_s is not None:
+            self._ttfts_s.append(query.progress.ttft_s)
+        if query.progress.ttft_after_retrieval_s is not None:
+            self._ttfts_after_s.append(query.progress.ttft_after_retrieval_s)
 
     def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
         self._refused[why] += 1
         self._count("refused", 1)
 
     def check(self, client: str) -> None:
-        """Check that this client may look.
-
-        :raises RequestError: it may not.
-        """
+        """Check that this client may see all queries. Raises RequestError if it may not."""
         if self._clients is not None and client not in self._clients:
-            raise RequestError("this key is not for looking at what others ask", status=403, code="not_an_operator")
+            raise RequestError("this key may not see the queries of others", status=403, code="not_an_operator")
 
     def snapshot(self, service: Service, client: str) -> dict[str, Any]:
         """Return everything that `client` may see, for JSON."""
@@ -102,10 +98,10 @@ class Live(Observer):
             "num_queued_tokens": service.admission.num_queued_tokens,
             "max_queued_tokens": service.limits.max_queued_tokens,
             "num_open": service.admission.num_queries,
-            "open": [self._seen(self._describe(query), client) for query in service.queries[:NUM_OPEN]],
-            "ended": [self._seen(each, client) for each in self._ended],
-            "minute": {name: self._minute.count(name) for name in _COUNTED},
-            "total": {name: self._total[name] for name in _COUNTED},
+            "open": [self._visible(self._describe(query), client) for query in service.queries[:NUM_OPEN]],
+            "ended": [self._visible(each, client) for each in self._ended],
+            "minute": {name: self._minute.count(name) for name in COUNTED},
+            "total": {name: self._total[name] for name in COUNTED},
             "refused": dict(self._refused),
             "ttft_s": percentiles(self._ttfts_s),
             "ttft_after_retrieval_s": percentiles(self._ttfts_after_s),
@@ -116,49 +112,44 @@ class Live(Observer):
         self._total[name] += num
         self._minute.add(name, num)
 
-    def _seen(self, shown: dict[str, Any], client: str) -> dict[str, Any]:
-        if self._clients is not None or shown["client"] == client:
-            return shown
-        return {name: value for name, value in shown.items() if name != "text"}
+    def _visible(self, description: dict[str, Any], client: str) -> dict[str, Any]:
+        if self._clients is not None or description["client"] == client:
+            return description
+        return {name: value for name, value in description.items() if name != "text"}
 
     def _describe(self, query: ServedQuery) -> dict[str, Any]:
-        progress = query.progress
         return {
             "id": query.id,
             "interface": query.interface,
             "client": query.client,
             "age_s": round(query.age_s, 3),
-            **{name: getattr(progress, name) for name in _SHOWN},
+            **{name: getattr(query.progress, name) for name in QUERY_FIELDS},
             **({"text": query.text[:MAX_TEXT]} if self._with_text else {}),
         }
 
 
-_SHOWN = ("phase", "ttft_s", "num_chunks", "num_prompt_tokens", "num_prefilled", "num_output_tokens")
-_COUNTED = ("started", "ended", "answered", "refused", "output_tokens")
-
-
 class Minute:
-    """Counts of events in the last sixty seconds, by the second."""
+    """Counts of events in the last sixty seconds, in slots of one second."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._slots: deque[tuple[int, Counter[str]]] = deque(maxlen=61)
 
     def add(self, name: str, num: int) -> None:
-        """Count `num` events that happened now."""
+        """Count `num` events now."""
         second = int(self._clock())
         if not self._slots or self._slots[-1][0] != second:
             self._slots.append((second, Counter()))
         self._slots[-1][1][name] += num
 
     def count(self, name: str) -> int:
-        """Return how many happened in the last minute."""
+        """Return the number of events in the last minute."""
         first = self._clock() - 60
         return sum(counts[name] for second, counts in self._slots if second > first)
 
 
 def percentiles(values_s: Iterable[float]) -> dict[str, float]:
-    """Return percentiles by name; none if there are no values."""
+    """Return percentiles by name; empty if there are no values."""
     ordered = sorted(values_s)
     if not ordered:
         return {}
@@ -166,12 +157,14 @@ def percentiles(values_s: Iterable[float]) -> dict[str, float]:
 
 
 def routes(service: Service) -> list[Route]:
-    """Return `GET /v1/live`, if one of the service's observers shows it."""
-    found = [observer for observer in service.observers if isinstance(observer, Live)]
+    """Return `GET /v1/live` if the service has a `Live` observer."""
+    observer = next((each for each in service.observers if isinstance(each, Live)), None)
+    if observer is None:
+        return []
 
     async def live(request: Request) -> Response:
         client = request.scope[CALLER].client
-        found[0].check(client)
-        return JSONResponse(found[0].snapshot(service, client), headers={"cache-control": "no-store"})
+        observer.check(client)
+        return JSONResponse(observer.snapshot(service, client), headers={"cache-control": "no-store"})
 
-    return [Route("/v1/live", live)] if found else []
+    return [Route("/v1/live", live)]

@@ -1,10 +1,10 @@
-"""The log of a service: one line for each query, and the query's id in every line that is logged for it.
+"""The log of a service: one line per query, and the query's id in every line that is logged on its behalf.
 
     {"time": "2026-11-23T02:03:04.567Z", "level": "info", "logger": "streamrag.serve.queries", "request_id": "8f0c…",
      "message": "answered", "interface": "chat", "client": "ada", "status": 200, "total_s": 1.93, "ttft_s": 0.84, …}
 
-Questions and answers are not logged unless that is switched on. Where a line has the question all the same, as the
-address has that was asked of a search engine, it is taken out.
+Questions and answers are logged only if the operator enables it. Otherwise the question is redacted from every line,
+for example from the URL of a search engine.
 """
 
 import json
@@ -22,36 +22,35 @@ from streamrag.telemetry import Answer
 
 Form: TypeAlias = Literal["json", "text"]
 
-OF_QUERIES = "streamrag.serve.queries"
-"""The logger of lines whose message is how a query ended."""
+QUERY_LOGGER = "streamrag.serve.queries"  # logger of the lines whose message is the outcome of a query
 
-log = logging.getLogger(OF_QUERIES)
+log = logging.getLogger(QUERY_LOGGER)
 
-FIELDS = "streamrag_fields"
-"""Attribute of a log record with values of its own."""
-QUESTION = "streamrag_question"
-"""Attribute of a log record with the question that must not be in it."""
+FIELDS = "streamrag_fields"  # attribute of a log record with further values
+QUESTION = "streamrag_question"  # attribute of a log record with the question to redact
 
-OF_ERROR = "streamrag_query"
-"""Attribute of an error with the query that it ended: the server logs it after the query has been left."""
+QUERY_OF_ERROR = "streamrag_query"
+"""Attribute of an error with the query that it ended: the server logs the error outside of the query's context."""
 
 HIDDEN = "[question]"
 QUOTING = ("reason", "source_error", "cut_short")
-"""Fields that may hold a question. In others it is not searched for: asking for a client's name must not hide it."""
-MAX_CHARACTERS = 2_000
-"""Most characters of one value; a traceback may have ten times as many."""
-MIN_HIDDEN = 4
-"""Fewest characters of a question that is searched for: a shorter one is in half of all words."""
+"""Fields that may quote a question. Other fields are not redacted: a question about a client must not hide its name."""
+MAX_CHARACTERS = 2_000  # maximum characters of one value; a traceback may have ten times as many
+MIN_HIDDEN = 4  # minimum characters of a question that is redacted: shorter ones are part of too many words
 
 CHATTY = ("httpx", "httpcore", "uvicorn.access", "uvicorn.error", "sse_starlette", "vllm")
-"""Loggers that would log addresses and what is sent for each request, and vLLM's, each step of its start."""
+"""Loggers that log addresses and content for each request, and vLLM's, which logs each step of its start."""
 
-STATUS_OF_LEFT = 499
-"""Status that nginx logs for a client that has gone."""
+TIMES_S = ("queued_s", "retrieval_s", "ttft_s", "ttft_after_retrieval_s")
+COUNTS = (
+    "num_chunks", "num_skipped", "num_prompts", "num_updates",
+    "num_prompt_tokens", "num_invalidated", "num_output_tokens",
+)  # fmt: skip
+ENGINE_COUNTS = ("num_computed", "num_recomputed", "num_from_cache", "num_loaded")
 
 
 class QueryLog(Observer):
-    """An observer that logs each query when it has ended, and each refusal.
+    """An observer that logs the end of each query, and each refusal.
 
     with_text: whether to log questions and answers.
     """
@@ -62,13 +61,13 @@ class QueryLog(Observer):
     def query_ended(
         self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
     ) -> None:
-        fields = {**_of_query(query), **_of_error(outcome, error)}
+        fields = {**_query_fields(query), **_error_fields(outcome, error)}
         if answer is not None:
-            fields |= _of_answer(answer)
+            fields |= _answer_fields(answer)
         if self._with_text:
             fields |= {"question": query.text, "answer": None if answer is None else answer.text}
         if error is not None:
-            setattr(error, OF_ERROR, query)
+            setattr(error, QUERY_OF_ERROR, query)
         is_ours = outcome in ("internal_error", "engine_dead")
         log.log(
             logging.ERROR if is_ours else logging.WARNING if outcome.endswith("_error") else logging.INFO,
@@ -81,15 +80,7 @@ class QueryLog(Observer):
         log.warning("refused", extra={FIELDS: {"interface": interface, "client": client, "reason": why}})
 
 
-TIMES_S = ("queued_s", "retrieval_s", "ttft_s", "ttft_after_retrieval_s")
-COUNTS = (
-    "num_chunks", "num_skipped", "num_prompts", "num_updates",
-    "num_prompt_tokens", "num_invalidated", "num_output_tokens",
-)  # fmt: skip
-ENGINE_COUNTS = ("num_computed", "num_recomputed", "num_from_cache", "num_loaded")
-
-
-def _of_query(query: ServedQuery) -> dict[str, Any]:
+def _query_fields(query: ServedQuery) -> dict[str, Any]:
     times_s = {"total_s": query.age_s} | {name: getattr(query.progress, name) for name in TIMES_S}
     return {
         "interface": query.interface,
@@ -99,7 +90,7 @@ def _of_query(query: ServedQuery) -> dict[str, Any]:
     }
 
 
-def _of_answer(answer: Answer) -> dict[str, Any]:
+def _answer_fields(answer: Answer) -> dict[str, Any]:
     fields: dict[str, Any] = {"finish_reason": answer.finish_reason, "cut_short": answer.cut_short}
     if answer.source_error is not None:
         fields["source_error"] = str(answer.source_error)
@@ -109,21 +100,21 @@ def _of_answer(answer: Answer) -> dict[str, Any]:
     return fields
 
 
-def _of_error(outcome: Outcome, error: BaseException | None) -> dict[str, Any]:
+def _error_fields(outcome: Outcome, error: BaseException | None) -> dict[str, Any]:
     if outcome == "answered":
         return {"status": 200}
     if outcome == "left" or error is None:
-        return {"status": STATUS_OF_LEFT}
+        return {"status": 499}  # nginx's status for a client that has disconnected
     return {"status": failure_of(error).status, "error": type(error).__name__, "reason": str(error)}
 
 
 class _WithQuery(logging.Filter):
-    """A filter that adds the query a line was logged for: that of its task, or the one that ended with its error."""
+    """A filter that adds the query of a line: that of the current task, or the one that ended with the logged error."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         query = current_query.get()
         if query is None and record.exc_info:
-            query = getattr(record.exc_info[1], OF_ERROR, None)
+            query = getattr(record.exc_info[1], QUERY_OF_ERROR, None)
         if not hasattr(record, "request_id"):
             record.request_id = None if query is None else query.id
         if not hasattr(record, QUESTION):
@@ -137,7 +128,7 @@ class _Formatter(logging.Formatter):
         self._with_text = with_text
 
     def values(self, record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
-        """Yield what the line has, without the question."""
+        """Yield the names and values of a line, with the question redacted."""
         question = "" if self._with_text else getattr(record, QUESTION, "")
         yield "time", f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
         yield "level", record.levelname.lower()
@@ -145,7 +136,7 @@ class _Formatter(logging.Formatter):
         if request_id := getattr(record, "request_id", None):
             yield "request_id", request_id
         message = record.getMessage()
-        yield "message", message if record.name == OF_QUERIES else hide(message, question)[:MAX_CHARACTERS]
+        yield "message", message if record.name == QUERY_LOGGER else hide(message, question)[:MAX_CHARACTERS]
         for name, value in getattr(record, FIELDS, {}).items():
             if value is not None:
                 is_text = isinstance(value, str) and name in QUOTING
@@ -155,15 +146,15 @@ class _Formatter(logging.Formatter):
             yield "traceback", traceback[-10 * MAX_CHARACTERS :]
 
 
-class JsonLines(_Formatter):
-    """A line of JSON, in ASCII: nothing in it can end the line, or be obeyed by a terminal."""
+class JsonFormatter(_Formatter):
+    """A formatter of JSON lines in ASCII, without line breaks or terminal escapes."""
 
     def format(self, record: logging.LogRecord) -> str:
         return json.dumps(dict(self.values(record)), separators=(",", ":"), default=str)
 
 
-class ForPeople(_Formatter):
-    """A line for a terminal; a traceback follows, indented, so that nothing in it looks like a line of the log."""
+class TextFormatter(_Formatter):
+    """A formatter for terminals. Tracebacks are indented, so that nothing in them looks like a log line."""
 
     def format(self, record: logging.LogRecord) -> str:
         values = dict(self.values(record))
@@ -175,45 +166,40 @@ class ForPeople(_Formatter):
 
 
 def hide(text: str, question: str) -> str:
-    """Return `text` without the question, as it is or as an address has it, in upper or lower case.
-
-    The time grows with both lengths only: a question is untrusted, and may be as long as a book.
-    """
+    """Return `text` with the question redacted in any letter case, also URL-encoded or escaped. Takes linear time."""
     stripped = question.strip()
-    if len(stripped) < MIN_HIDDEN or len(stripped) > len(text):  # no form of it is shorter
+    if len(stripped) < MIN_HIDDEN or len(stripped) > len(text):  # no form is shorter than the question
         return text
     forms = {stripped, quote(stripped), quote_plus(stripped), quote(stripped, safe=""), repr(stripped)[1:-1]}
     parts = [text]
-    for form in sorted(map(_small, forms), key=len, reverse=True):
+    for form in sorted(map(_lower, forms), key=len, reverse=True):
         parts = [piece for part in parts for piece in _split(part, form)]
     return HIDDEN.join(parts)
 
 
 def _split(text: str, form: str) -> list[str]:
-    small, pieces, start = _small(text), [], 0
-    while (found := small.find(form, start)) >= 0:
-        pieces.append(text[start:found])
-        start = found + len(form)
+    lower, pieces, start = _lower(text), [], 0
+    while (index := lower.find(form, start)) >= 0:
+        pieces.append(text[start:index])
+        start = index + len(form)
     return [*pieces, text[start:]]
 
 
-def _small(text: str) -> str:
-    """Return `text` in lower case, each letter in its place."""
-    small = text.lower()
-    return small if len(small) == len(text) else "".join(map(_small_letter, text))
-
-
-def _small_letter(letter: str) -> str:
-    return small if len(small := letter.lower()) == 1 else letter
+def _lower(text: str) -> str:
+    """Return `text` in lower case, at the same length."""
+    lower = text.lower()
+    if len(lower) == len(text):
+        return lower
+    return "".join(small if len(small := letter.lower()) == 1 else letter for letter in text)
 
 
 def log_to(stream: TextIO, *, form: Form = "json", level: int = logging.INFO, with_text: bool = False) -> None:
-    """Write everything that this program logs to `stream`, in place of what was set up before.
+    """Log everything in this process to `stream`, in place of the handlers set up before.
 
-    with_text: whether questions may stand in it. Libraries that log addresses are quieted all the same.
+    with_text: whether log lines may contain questions. Libraries that log addresses are silenced in any case.
     """
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(JsonLines(with_text=with_text) if form == "json" else ForPeople(with_text=with_text))
+    handler.setFormatter(JsonFormatter(with_text=with_text) if form == "json" else TextFormatter(with_text=with_text))
     handler.addFilter(_WithQuery())
     root = logging.getLogger()
     root.handlers[:] = [handler]

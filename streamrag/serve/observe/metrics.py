@@ -1,7 +1,7 @@
-"""`GET /metrics` for Prometheus: what queries took and cost, followed by vLLM's own metrics.
+"""`GET /metrics` for Prometheus: durations and token counts of queries, followed by vLLM's own metrics.
 
-Names follow vLLM's conventions: `streamrag:ttft_after_retrieval_seconds`. Labels have few values, and none of them is
-text of a client.
+Names follow vLLM's conventions: `streamrag:ttft_after_retrieval_seconds`. Labels have few values, and never a client's
+text.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -17,8 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from streamrag.records import KvUse, RequestRecord
-from streamrag.serve.observe.observer import Interface, Observer, Outcome, Refusal, ServedQuery
-from streamrag.serve.observe.progress import Phase
+from streamrag.serve.observe.observer import Interface, Observer, Outcome, Phase, Refusal, ServedQuery
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer
 
@@ -59,7 +58,7 @@ WORK = {
     "num_loaded": ("loaded_tokens", "Prompt tokens loaded from host memory"),
     "num_written_through": ("written_through_tokens", "Prompt tokens copied to host memory while they were still held"),
 }
-"""Counters, by field of `RequestRecord`; only answered queries have a record."""
+"""Counters, by field of `RequestRecord`, which only answered queries have."""
 
 KV = {
     "num_capacity": ("kv_capacity_tokens", "Tokens whose KV the device has room for"),
@@ -68,36 +67,34 @@ KV = {
 }
 """Gauges, by field of `KvUse`."""
 
-OTHER = "other"
-"""Label of clients that are not told apart."""
+OTHER = "other"  # label of clients that are not distinguished
 
 
 @runtime_checkable
-class TellsKvUse(Protocol):
-    """A backend that reports what its KV memory is used for."""
+class HasKvUse(Protocol):
+    """A backend that reports the use of its KV memory."""
 
     @property
     def kv_use(self) -> KvUse | None:
-        """The use in the engine's last step; None if that is not known."""
+        """The use after the engine's last step, or None if unknown."""
 
 
 def kv_use_of(service: Service) -> KvUse | None:
-    """Return the use of the engine's KV memory, if its backend reports it."""
-    return service.backend.kv_use if isinstance(service.backend, TellsKvUse) else None
+    """Return the use of the engine's KV memory, if the backend reports it."""
+    return service.backend.kv_use if isinstance(service.backend, HasKvUse) else None
 
 
 class Metrics(Observer):
-    """An observer that counts. Costs a query some microseconds.
+    """An observer that collects Prometheus metrics. Takes a few microseconds per query.
 
-    clients: names of clients that are told apart in `streamrag:queries` and `streamrag:refusals`; others are "other".
-        They must be few, such as the names of the configured keys. None for no such label.
-    with_default_registry: whether what other code has registered with prometheus_client is shown too, such as vLLM's
-        own metrics.
+    clients: names of the few clients that `streamrag:queries` and `streamrag:refusals` distinguish by a label; all
+        others are "other". None for no such label.
+    with_default_registry: whether to include prometheus_client's default registry, which has vLLM's metrics.
     """
 
     def __init__(self, *, clients: Collection[str] | None = None, with_default_registry: bool = True) -> None:
         self.registry = CollectorRegistry()
-        self._kv_registry = CollectorRegistry()  # shown once the engine has reported it
+        self._kv_registry = CollectorRegistry()  # exposed once the engine reports it
         self._others = [REGISTRY] if with_default_registry else []
         self._clients = None if clients is None else frozenset(clients)
         self._num_restarts = 0
@@ -121,8 +118,6 @@ class Metrics(Observer):
         self.kv_tokens = self._kv_gauge("kv_tokens", "Tokens whose KV requests hold on the device, by state", "state")
         self.kv_requests = self._kv_gauge("kv_requests", "Requests in the engine, by state", "state")
         self.kv = {field: self._kv_gauge(*what) for field, what in KV.items()}
-
-    # ------------------------------------------------------------------------------------------------ as an observer
 
     def query_ended(
         self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
@@ -157,20 +152,18 @@ class Metrics(Observer):
             return ()
         return (client if client in self._clients else OTHER,)
 
-    # --------------------------------------------------------------------------------------------------- as a scrape
-
     async def render(self, service: Service) -> bytes:
-        """Return all metrics as they are now, in Prometheus' text format.
+        """Return the current metrics in Prometheus' text format.
 
-        Not as OpenMetrics, which Prometheus asks for first: prometheus_client 0.26 writes the names of samples with
-        an underscore there, in which vLLM's and ours have a colon.
+        Not as OpenMetrics, which Prometheus prefers: prometheus_client 0.26 replaces the colons in the names of vLLM's
+        metrics and ours there.
         """
         self._read_state(service)
         if use := kv_use_of(service):
             self._read_kv(use)
-        shown = _Registries([self.registry, *([self._kv_registry] if use else []), *self._others])
-        # vLLM's are thousands of lines.
-        return await anyio.to_thread.run_sync(generate_latest, shown, limiter=self._rendering)
+        registries = _Registries([self.registry, *([self._kv_registry] if use else []), *self._others])
+        # In a thread: vLLM's metrics are thousands of lines.
+        return await anyio.to_thread.run_sync(generate_latest, registries, limiter=self._rendering)
 
     def _read_state(self, service: Service) -> None:
         phases = [query.progress.phase for query in service.queries]
@@ -182,13 +175,11 @@ class Metrics(Observer):
         self.ready.set(service.is_ready)
 
     def _read_kv(self, use: KvUse) -> None:
-        for state, of_state in use.by_state.items():
-            self.kv_tokens.labels(state).set(of_state.num_tokens)
-            self.kv_requests.labels(state).set(of_state.num_requests)
+        for state, state_use in use.by_state.items():
+            self.kv_tokens.labels(state).set(state_use.num_tokens)
+            self.kv_requests.labels(state).set(state_use.num_requests)
         for field, gauge in self.kv.items():
             gauge.set(getattr(use, field))
-
-    # ------------------------------------------------------------------------------------------------------- metrics
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"streamrag:{name}", f"{what}.", labels, registry=self.registry)
@@ -200,16 +191,15 @@ class Metrics(Observer):
         return Gauge(f"streamrag:{name}", f"{what}.", labels, registry=self._kv_registry)
 
     def _seconds(self, name: str, what: str) -> Histogram:
-        return Histogram(
-            f"streamrag:{name}_seconds", f"{what}.", ("interface",), buckets=SECONDS, registry=self.registry
-        )
+        name = f"streamrag:{name}_seconds"
+        return Histogram(name, f"{what}.", ("interface",), buckets=SECONDS, registry=self.registry)
 
     def _sizes(self, name: str, what: str, buckets: tuple[int, ...]) -> Histogram:
         return Histogram(f"streamrag:{name}", f"{what}.", buckets=buckets, registry=self.registry)
 
 
 class _Registries(Collector):
-    """The metrics of several registries, without the times at which each series was made, which double them."""
+    """The metrics of several registries, without the `_created` samples, which would double their number."""
 
     def __init__(self, registries: Sequence[CollectorRegistry]) -> None:
         self._registries = registries
@@ -222,10 +212,12 @@ class _Registries(Collector):
 
 
 def routes(service: Service) -> list[Route]:
-    """Return `GET /metrics`, if one of the service's observers counts."""
-    found = [observer for observer in service.observers if isinstance(observer, Metrics)]
+    """Return `GET /metrics` if the service has a `Metrics` observer."""
+    observer = next((each for each in service.observers if isinstance(each, Metrics)), None)
+    if observer is None:
+        return []
 
     async def metrics(request: Request) -> Response:
-        return Response(await found[0].render(service), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+        return Response(await observer.render(service), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
-    return [Route("/metrics", metrics)] if found else []
+    return [Route("/metrics", metrics)]

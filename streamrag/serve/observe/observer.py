@@ -1,4 +1,4 @@
-"""Observers of the queries that a service answers: metrics, traces, logs, the live view."""
+"""The interface of observers, and the queries that they see, each with its progress."""
 
 import logging
 import time
@@ -7,87 +7,155 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
-from streamrag.serve.observe.progress import QueryProgress
-from streamrag.telemetry import Answer, Event
+from streamrag.telemetry import (
+    Answer,
+    ChunkArrived,
+    ContextChanged,
+    ContextComplete,
+    DocumentSkipped,
+    Event,
+    PrefillProgressed,
+    RetrievalStarted,
+    TokensGenerated,
+)
 
 Interface: TypeAlias = Literal["chat", "responses", "websocket", "retrieve", "streams", "ask", "mcp", "sessions"]
 
 Outcome: TypeAlias = Literal[
     "answered",
-    "left",  # the client went away, or cancelled
+    "left",  # the client left or cancelled
     "deadline",
     "too_long",  # the prompt
-    "invalid",  # options that cannot work
+    "invalid",  # invalid options
     "source_error",
     "backend_error",
     "engine_dead",
-    "shut_down",  # the service was stopped meanwhile
+    "shut_down",  # the service stopped during the query
     "internal_error",
 ]
 
 Refusal: TypeAlias = Literal[
-    "queries",
-    "tokens",
-    "client_queries",
-    "client_rate",
-    "client_tokens",
-    "sessions",
-    "client_sessions",
-    "session_tokens",
-    "client_session_tokens",
-    "draining",
-    "not_ready",
-]
+    "queries", "tokens", "client_queries", "client_rate", "client_tokens",
+    "sessions", "client_sessions", "session_tokens", "client_session_tokens", "draining", "not_ready",
+]  # fmt: skip
+
+Phase: TypeAlias = Literal["queued", "retrieving", "prefilling", "answering"]
 
 log = logging.getLogger("streamrag.serve")
+
+
+@dataclass(slots=True)
+class QueryProgress:
+    """The progress of one query of any protocol. Times are seconds since its admission, or None until known."""
+
+    phase: Phase = "queued"
+    """Queued: admitted but not started. Prefilling: the context is complete, and the answer has no token yet."""
+    queued_s: float | None = None  # time at which retrieval began, or at which the first prompt was sent to the engine
+    first_chunk_s: float | None = None
+    retrieval_s: float | None = None  # time at which the context was complete
+    ttft_s: float | None = None
+    num_chunks: int = 0
+    num_skipped: int = 0  # number of documents that the source could not use
+    num_prompts: int = 0  # number of prompts that were sent to the engine
+    num_updates: int = 0  # number of prompts that invalidated part of the previous prompt
+    num_prompt_tokens: int = 0  # length of the newest prompt
+    num_shared: int = 0  # number of tokens shared with the previous prompt, over all prompts
+    num_invalidated: int = 0  # number of tokens invalidated by the next prompt, over all prompts
+    num_prefilled: int = 0  # number of leading tokens of the newest prompt whose KV is known to be computed
+    num_output_tokens: int = 0
+
+    def follow(self, event: Event) -> None:
+        """Update the progress from an event."""
+        match event:
+            case TokensGenerated():
+                self.num_output_tokens += len(event.token_ids)
+                if self.ttft_s is None and (event.token_ids or event.text):
+                    self.ttft_s = event.at_s
+                    self.phase = "answering"
+                    self.num_prefilled = self.num_prompt_tokens
+            case PrefillProgressed():
+                self.num_prefilled = event.num_tokens
+            case ContextChanged():
+                self._begin(event.at_s)
+                self.num_prompts += 1
+                self.num_updates += event.num_invalidated > 0
+                self.num_prompt_tokens = event.num_tokens
+                self.num_shared += event.num_shared
+                self.num_invalidated += event.num_invalidated
+                self.num_prefilled = min(self.num_prefilled, event.num_shared)
+            case ChunkArrived():
+                self.num_chunks += 1
+                if self.first_chunk_s is None:
+                    self.first_chunk_s = event.at_s
+            case ContextComplete():
+                self._begin(event.at_s)
+                self.retrieval_s = event.at_s
+                self.phase = "prefilling"
+            case RetrievalStarted():
+                self._begin(event.at_s)
+            case DocumentSkipped():
+                self.num_skipped += 1
+
+    def end(self, answer: Answer | None) -> None:
+        """Take over the times of an answer, which are more precise."""
+        if answer is not None:
+            timings = answer.timings
+            self.queued_s, self.first_chunk_s = timings.queued_s, timings.first_chunk_s
+            self.retrieval_s, self.ttft_s = timings.retrieval_s, timings.ttft_s
+
+    @property
+    def ttft_after_retrieval_s(self) -> float | None:
+        """Seconds from the end of retrieval to the first token."""
+        return None if self.ttft_s is None or self.retrieval_s is None else self.ttft_s - self.retrieval_s
+
+    def _begin(self, at_s: float) -> None:
+        if self.queued_s is None:
+            self.queued_s = at_s
+            self.phase = "retrieving"
 
 
 @dataclass(frozen=True, slots=True)
 class ServedQuery:
     """A query of one client, from its admission to its end."""
 
-    id: str
-    """The request's id, which its answer's headers and every line of the log have."""
+    id: str  # the request's id, which is in the response's headers and in every log line
     interface: Interface
-    client: str
-    """Name of the key that it came with; "anonymous" without keys."""
+    client: str  # name of the client's key; "anonymous" without keys
     started_s: float
-    """Time of its admission, on `time.monotonic`. `at_s` of its events counts from a moment that is hardly later."""
-    text: str = field(repr=False)
-    """The question. Not to be logged unless that is switched on."""
-    traceparent: str | None = None
-    """W3C trace context, as the caller sent it: untrusted text."""
+    """Time of admission, on `time.monotonic`. `at_s` of its events counts from this time, within microseconds."""
+    text: str = field(repr=False)  # The question. Must not be logged unless the operator enables that.
+    traceparent: str | None = None  # W3C trace context, as the caller sent it: untrusted text
     tracestate: str | None = None
     progress: QueryProgress = field(default_factory=QueryProgress, repr=False, compare=False)
-    """The query's progress, with the event that observers are notified of."""
+    """The query's progress, including the event that observers are being notified of."""
 
     @property
     def age_s(self) -> float:
-        """Seconds since it was admitted."""
+        """Seconds since admission."""
         return time.monotonic() - self.started_s
 
 
 class Observer(Protocol):
-    """An object that is notified of every query; a subclass overrides what it needs.
+    """An object that is notified of every query; a subclass overrides the methods it needs.
 
-    Called in the event loop: must be quick. What it raises is logged, and harms no query.
+    Called in the event loop, so it must be quick. Exceptions are logged and do not affect the query.
     """
 
     def query_started(self, query: ServedQuery) -> None:
-        """React to a query that was admitted.
+        """React to the admission of a query.
 
-        Called in the query's own task, so a context variable that is set here is set in its source and its backend too.
+        Called in the query's own task: a context variable set here is visible to its source and its backend.
         """
         return
 
     def query_event(self, query: ServedQuery, event: Event) -> None:
-        """React to an event of a query, before it goes to the client."""
+        """React to an event of a query, before the client gets it."""
         return
 
     def query_ended(
         self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
     ) -> None:
-        """React to a query's end, which comes once. There is an answer if it was answered, else perhaps an error."""
+        """React to the end of a query; called once. `answer` is set if it was answered; otherwise `error` may be."""
         return
 
     def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
@@ -96,9 +164,9 @@ class Observer(Protocol):
 
 
 class Observers(Observer):
-    """Several observers as one, which also updates the query's progress before they are notified.
+    """A fan-out to several observers, which first updates the query's progress.
 
-    An observer that fails is logged, once for each of its methods; the query goes on.
+    An observer's exceptions are logged once per method.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
@@ -125,11 +193,11 @@ class Observers(Observer):
         for observer in self._observers:
             try:
                 getattr(observer, method)(*values)
-            except Exception:  # a query is worth more than what observes it
+            except Exception:  # observers must not fail queries
                 if (id(observer), method) not in self._has_failed:
                     self._has_failed.add((id(observer), method))
                     log.exception("%s.%s failed; this is logged once", type(observer).__name__, method)
 
 
 current_query: ContextVar[ServedQuery | None] = ContextVar("streamrag_current_query", default=None)
-"""The query that this task works for, for logs and traces."""
+"""The query that the current task works for, for logs and traces."""

@@ -1,20 +1,18 @@
 """OpenTelemetry traces: a span for each query, and below it retrieval, prefill, decode and preemptions.
 
-    chat MODEL                    the caller's `traceparent` is its parent; what a source asks is below it
-    ├── retrieval                 an event for each chunk that arrived and each prompt that was sent
+    chat MODEL                    child of the caller's `traceparent`; parent of the source's own requests
+    ├── retrieval                 an event for each chunk that arrives and each prompt that is sent
     ├── prefill                   from the engine's first step to the KV of the whole prompt
-    │   └── preemption            from losing its KV until it runs again
+    │   └── preemption            from the loss of its KV until it runs again
     └── decode                    from the first token to the last
 
-The names of attributes are those of the conventions for generative AI, which are still in development; what these have
-no name for is `streamrag.*`.
+Attributes are named by OpenTelemetry's conventions for generative AI, which are still in development, or `streamrag.*`.
 """
 
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import anyio.to_thread
@@ -24,8 +22,7 @@ from streamrag.errors import MissingDependencyError
 from streamrag.records import RequestRecord
 from streamrag.serve.failures import failure_of
 from streamrag.serve.observe.logs import hide
-from streamrag.serve.observe.observer import Observer, Outcome, ServedQuery
-from streamrag.serve.observe.progress import QueryProgress
+from streamrag.serve.observe.observer import Observer, Outcome, QueryProgress, ServedQuery
 from streamrag.support.versions import __version__
 from streamrag.telemetry import (
     Answer,
@@ -49,39 +46,28 @@ try:
 except ImportError as error:
     raise MissingDependencyError("opentelemetry-sdk", "pip install 'streamrag[otel]'") from error
 
-MAX_EVENTS = 100
-"""Most events of one retrieval; `streamrag.num_events_left_out` counts the others."""
-MAX_PREEMPTIONS = 32
-"""Most spans of preemptions of one query; `streamrag.num_preemptions` counts all."""
-MAX_TEXT = 4_000
-"""Most characters of a text, where texts are switched on."""
-
+MAX_EVENTS = 100  # maximum events of one retrieval; `streamrag.num_events_left_out` counts the others
+MAX_PREEMPTIONS = 32  # maximum preemption spans of one query; `streamrag.num_preemptions` counts all
+MAX_TEXT = 4_000  # maximum characters of a text attribute
 EXPORT_TIMEOUT_S = 5
 
 _TRACEPARENT = re.compile(r"[0-9a-f-]{55,80}", re.ASCII)
 _TRACESTATE = re.compile(r"[\x20-\x7e]{1,512}", re.ASCII)
-_NO_TEXTS: Mapping[str, str] = MappingProxyType({})
 _PROPAGATOR = TraceContextTextMapPropagator()
-
-OPERATION = {"retrieve": "retrieval"}
-"""Operation by protocol; the others are chats."""
 
 
 @dataclass(slots=True)
 class _Traced:
-    """An open query with its spans."""
+    """An open query and its spans."""
 
     query: ServedQuery
     span: Span
-    before: Context
-    """The context that was current when it began."""
-    wall_ns: int
-    """Nanoseconds to be added to those of `time.monotonic`."""
+    before: Context  # the context that was current before the query
+    wall_ns: int  # offset from `time.monotonic` to the wall clock, in nanoseconds; read once, when the query starts
     retrieval: Span | None = None
     num_events: int = 0
 
     def at_ns(self, monotonic_s: float) -> int:
-        """Return a time of the monotonic clock on the wall clock, which was read once, when the query began."""
         return self.wall_ns + int(monotonic_s * 1e9)
 
     def event_ns(self, at_s: float) -> int:
@@ -89,12 +75,12 @@ class _Traced:
 
 
 class Tracing(Observer):
-    """An observer that makes spans.
+    """An observer that creates spans.
 
-    provider: makes and exports them; `to_otlp` makes one. `aclose` shuts it down.
-    model: name of the model, for the spans.
-    data_source: name of what is retrieved from.
-    with_text: whether questions, answers, addresses and texts of chunks stand in the spans.
+    provider: exports the spans; `to_otlp` makes one. `aclose` shuts it down.
+    model: name of the model.
+    data_source: name of the data source.
+    with_text: whether spans include questions, answers, and the URIs and texts of chunks.
     """
 
     def __init__(
@@ -113,12 +99,12 @@ class Tracing(Observer):
         self._traced: dict[int, _Traced] = {}
 
     async def aclose(self) -> None:
-        """Export what is left, and stop. Takes seconds if no collector takes it."""
+        """Export the remaining spans and stop. Takes seconds if no collector responds."""
         await anyio.to_thread.run_sync(self._provider.shutdown)
 
     def query_started(self, query: ServedQuery) -> None:
         wall_ns = time.time_ns() - time.monotonic_ns()
-        operation = OPERATION.get(query.interface, "chat")
+        operation = "retrieval" if query.interface == "retrieve" else "chat"
         span = self._tracer.start_span(
             f"{operation} {self._model}" if self._model else operation,
             context=context_of(query),
@@ -137,7 +123,7 @@ class Tracing(Observer):
             ),
         )
         self._traced[id(query)] = _Traced(query, span, get_current(), wall_ns)
-        attach(current := set_span_in_context(span))  # for this task, and those that it starts
+        attach(current := set_span_in_context(span))  # for this task and the tasks that it starts
         headers: dict[str, str] = {}
         _PROPAGATOR.inject(headers, current)
         trace_headers.set(headers)
@@ -170,7 +156,7 @@ class Tracing(Observer):
         now_s = time.monotonic()
         self._end_retrieval(traced, now_s - query.started_s)
         self._add_generation(traced, answer, now_s)
-        traced.span.set_attributes(_without_none(self._of_end(traced.query.progress, outcome, answer)))
+        traced.span.set_attributes(_without_none(self._end_attributes(traced.query.progress, outcome, answer)))
         if error is not None and outcome not in ("answered", "left"):
             kind = type(error).__name__
             reason = str(error) if self._with_text else hide(str(error), query.text)
@@ -178,7 +164,7 @@ class Tracing(Observer):
             traced.span.set_status(StatusCode.ERROR, f"{kind}: {reason[:MAX_TEXT]}")
         traced.span.end(traced.at_ns(now_s))
 
-    def _of_end(self, progress: QueryProgress, outcome: Outcome, answer: Answer | None) -> dict[str, Any]:
+    def _end_attributes(self, progress: QueryProgress, outcome: Outcome, answer: Answer | None) -> dict[str, Any]:
         record = None if answer is None else answer.record
         return {
             "streamrag.outcome": outcome,
@@ -197,7 +183,7 @@ class Tracing(Observer):
         }
 
     def _add_generation(self, traced: _Traced, answer: Answer | None, now_s: float) -> None:
-        """Add the spans of prefill and decode, by the engine's record if there is one, else by the events."""
+        """Add the spans of prefill and decode, timed by the engine's record if there is one, else by the events."""
         progress, started_s = traced.query.progress, traced.query.started_s
         record = None if answer is None else answer.record
         first_s = None if progress.queued_s is None else started_s + progress.queued_s
@@ -219,13 +205,8 @@ class Tracing(Observer):
     def _add_preemptions(self, traced: _Traced, parent: Span, record: RequestRecord) -> None:
         for preemption in record.preemptions[:MAX_PREEMPTIONS]:
             again_s = next((each.at_s for each in record.restores if each.at_s >= preemption.at_s), preemption.at_s)
-            span = self._child(
-                traced,
-                "preemption",
-                traced.at_ns(preemption.at_s),
-                {"streamrag.fate": preemption.fate, "streamrag.num_tokens": preemption.num_tokens_lost},
-                parent=parent,
-            )
+            attributes = {"streamrag.fate": preemption.fate, "streamrag.num_tokens": preemption.num_tokens_lost}
+            span = self._child(traced, "preemption", traced.at_ns(preemption.at_s), attributes, parent)
             span.end(traced.at_ns(again_s))
 
     def _child(
@@ -244,18 +225,18 @@ class Tracing(Observer):
         traced.retrieval = None
 
     def _add_event(
-        self, traced: _Traced, name: str, at_s: float, sizes: Mapping[str, Any], texts: Mapping[str, str] = _NO_TEXTS
+        self, traced: _Traced, name: str, at_s: float, sizes: Mapping[str, Any], texts: Mapping[str, str] | None = None
     ) -> None:
         span = traced.retrieval or traced.span
         traced.num_events += 1
         if traced.num_events <= MAX_EVENTS:
-            cut = {key: text[:MAX_TEXT] for key, text in texts.items()} if self._with_text else {}
-            attributes = {f"streamrag.{key}": value for key, value in {**sizes, **cut}.items()}
+            short_texts = {key: text[:MAX_TEXT] for key, text in (texts or {}).items()} if self._with_text else {}
+            attributes = {f"streamrag.{key}": value for key, value in {**sizes, **short_texts}.items()}
             span.add_event(f"streamrag.{name}", attributes, traced.event_ns(at_s))
 
 
 def context_of(query: ServedQuery) -> Context:
-    """Return the trace context of the caller's headers; an empty one if they are not as W3C defines them."""
+    """Return the trace context of the caller's headers, or an empty one if they violate the W3C format."""
     carrier = {}
     if query.traceparent and _TRACEPARENT.fullmatch(query.traceparent):
         carrier["traceparent"] = query.traceparent
@@ -267,21 +248,19 @@ def context_of(query: ServedQuery) -> Context:
 def to_otlp(
     endpoint: str, *, headers: Mapping[str, str] | None = None, service_name: str = "streamrag"
 ) -> TracerProvider:
-    """Return a provider that sends spans to a collector in the background: OTLP over HTTP, with protobuf.
+    """Return a provider that sends spans to a collector in the background, by OTLP over HTTP with protobuf.
 
-    endpoint: of the collector, as in "http://127.0.0.1:4318"; "/v1/traces" is added.
-    headers: sent along, such as a key.
+    endpoint: the collector's address, such as "http://127.0.0.1:4318"; "/v1/traces" is appended.
+    headers: additional HTTP headers, such as a key.
 
     :raises MissingDependencyError: the exporter is not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        raise MissingDependencyError(
-            "opentelemetry-exporter-otlp-proto-http", "pip install 'streamrag[otel]'"
-        ) from error
-    address = endpoint.rstrip("/")
-    address = address if address.endswith("/v1/traces") else f"{address}/v1/traces"
+        package = "opentelemetry-exporter-otlp-proto-http"
+        raise MissingDependencyError(package, "pip install 'streamrag[otel]'") from error
+    address = endpoint.rstrip("/").removesuffix("/v1/traces") + "/v1/traces"
     exporter = OTLPSpanExporter(address, headers=dict(headers or {}), timeout=EXPORT_TIMEOUT_S)
     resource = Resource.create({"service.name": service_name, "service.version": __version__})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)

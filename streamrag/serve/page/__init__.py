@@ -1,1 +1,1 @@
-"""The web page of a service: ask in the browser, and watch passages arrive and the answer grow."""
+"""The service's web page, for questions and sessions in the browser."""

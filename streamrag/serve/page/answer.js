@@ -1,4 +1,4 @@
-// The answer as it grows. [2] and [1, 3] become links to the passages of these numbers.
+// The growing answer. [2] and [1, 3] become links to the passages with these numbers.
 
 import { element, plain } from "./text.js";
 
@@ -6,14 +6,14 @@ const MARK = /\[(\d{1,4}(?:\s?,\s?\d{1,4}){0,15})\]/g;
 const UNFINISHED = /\[[\d\s,]{0,94}$/;
 
 export class Answer {
-  // passages: has `byNumber(n)` and `show(n)`. spoken: where sentences go for those who listen.
+  // passages: has `byNumber(n)` and `show(n)`. spoken: the live region for screen readers.
   constructor(place, passages, spoken) {
     this.text = "";
     this._place = place;
     this._passages = passages;
     this._spoken = spoken;
-    this._waiting = ""; // arrived, not drawn
-    this._held = null; // a text node with what may become a mark
+    this._waiting = ""; // received, not yet drawn
+    this._held = null; // a text node whose end may become a citation
     this._unsaid = "";
     this._frame = 0;
   }

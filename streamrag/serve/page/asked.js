@@ -1,9 +1,9 @@
-// Questions to a session: those that are asked once, and those that are kept answered.
+// Questions to a session: those that are answered once, and watched ones.
 
 import { Refused, inWords } from "./stream.js";
 import { count, element, plain, seconds } from "./text.js";
 
-const MOST_ASKS = 50; // that are shown
+const MOST_ASKS = 50; // maximum questions that are displayed
 
 const ago = (s) => {
   if (s < 60) return `${Math.floor(s)} s ago`;
@@ -11,7 +11,7 @@ const ago = (s) => {
   return `${Math.floor(s / 3600)} h ago`;
 };
 
-// One question, its newest answer, and what there is to say of it.
+// One question with its newest answer and its state.
 class Question {
   constructor(question) {
     this.node = element("li", "question waiting");
@@ -48,7 +48,7 @@ class Question {
 }
 
 export class Asks {
-  // changed: called with how many are open. tokensAt: tokens of the data's version, if they are known.
+  // changed: called with the number of open questions. tokensAt: returns the tokens of a version, if known.
   constructor(list, session, { changed, tokensAt, say }) {
     this._list = list;
     this._session = session;
@@ -120,7 +120,7 @@ export class Asks {
 }
 
 export class Watches {
-  // dropped: called with the name of one that is to go.
+  // dropped: called with the name of a watch to remove.
   constructor(list, { dropped, say }) {
     this._list = list;
     this._dropped = dropped;
@@ -151,7 +151,7 @@ export class Watches {
     this._all.delete(name);
   }
 
-  // questions: those that the session has, by name.
+  // questions: the watched questions of the session, by name.
   keep(questions) {
     for (const name of [...this._all.keys()].filter((each) => !Object.hasOwn(questions, each))) this.remove(name);
     for (const [name, question] of Object.entries(questions)) this.add(name, question);

@@ -1,16 +1,15 @@
-// What is appended to a session: lines that are typed or pasted, files, and what others append. Each line is one chunk
-// of data.
+// The data of a session: lines that are typed or pasted, files, and the data of other clients. Each line is one chunk.
 
 import { count, element, plain } from "./text.js";
 
-const MOST_LINES = 500; // that are shown
-const LONGEST_LINE = 50_000; // characters; a longer one becomes several
+const MOST_LINES = 500; // maximum lines that are displayed
+const LONGEST_LINE = 50_000; // characters; longer lines are split
 const MOST_OF_BATCH = 500; // lines
 const LONGEST_BATCH = 100_000; // characters
 
 const wellFormed = (text) => text.toWellFormed?.() ?? text;
 
-// Lines that have something in them, none of them too long.
+// Returns the lines that are not blank, split where they are too long.
 function* lines(text) {
   for (const line of text.split(/\r\n|[\n\r]/)) {
     if (!line.trim()) continue;
@@ -18,7 +17,7 @@ function* lines(text) {
   }
 }
 
-// The same of a file, while it is read.
+// Yields the lines of a file while it is read.
 async function* linesOf(file) {
   const reader = file.stream().pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -34,7 +33,7 @@ async function* linesOf(file) {
     }
     yield* lines(rest);
   } finally {
-    reader.cancel().catch(() => {}); // it is at its end, or was left
+    reader.cancel().catch(() => {}); // already at its end or cancelled
   }
 }
 
@@ -53,8 +52,8 @@ async function* batches(all) {
 }
 
 export class Feed {
-  // session: has `append(lines)`, `stands(version)`, a promise, and `newest(behind)`, what its window has behind a
-  // version. told: called with what goes wrong.
+  // session: has `append(lines)`; `stands(version)`, a promise; and `newest(behind)`, the data of the window after a
+  // version. told: called with errors.
   constructor(section, session, told) {
     this._session = session;
     this._told = told;
@@ -68,8 +67,8 @@ export class Feed {
     this._isReading = false;
     this._wasStopped = false;
     this._isCatchingUp = false;
-    this._shown = new Map(); // items by version
-    this._seen = 0; // all lines up to this version are shown, or are too old for that
+    this._shown = new Map(); // list items by version
+    this._seen = 0; // all lines up to this version are displayed, or too old
     this._stop.onclick = () => (this._wasStopped = true);
     this._say("or drop one on this page");
   }
@@ -78,7 +77,7 @@ export class Feed {
     this._count.textContent = `${count(numAppended)} appended`;
   }
 
-  // Shows what others have appended up to this version.
+  // Displays the data of other clients up to this version.
   async catchUp(version) {
     this._newest = version;
     if (this._isCatchingUp) return;
@@ -87,7 +86,7 @@ export class Feed {
       while (this._seen < this._newest && !this._wasLeft) {
         const to = this._newest;
         let from = Math.max(this._seen, to - MOST_LINES);
-        while (from < to && this._shown.has(from + 1)) from += 1; // our own
+        while (from < to && this._shown.has(from + 1)) from += 1; // sent by this page
         if (from < to) for (const each of await this._session.newest(from)) this._put(each.text, each.version);
         this._seen = to;
       }
@@ -98,7 +97,7 @@ export class Feed {
     }
   }
 
-  // Whether all of it is on its way.
+  // Returns whether all lines were sent.
   async appendText(text) {
     try {
       for await (const _ of this._append(batches(lines(text))));
@@ -109,7 +108,7 @@ export class Feed {
     }
   }
 
-  // No faster than the session takes it in: a file's beginning is not dropped for its end.
+  // Sends no faster than the session ingests, so that the beginning of a file is not dropped.
   async appendFile(file) {
     if (this._isReading) return;
     this._isReading = true;
@@ -138,7 +137,7 @@ export class Feed {
     this._wasStopped = this._wasLeft = true;
   }
 
-  // Yields how many lines have gone, after each batch; one more is on its way while the session takes the one before in.
+  // Yields the number of lines sent after each batch. The next batch is sent while the session ingests the last one.
   async *_append(all) {
     let [before, last] = [0, 0];
     for await (const batch of all) {
@@ -150,7 +149,7 @@ export class Feed {
     }
   }
 
-  // The newest first, each with the version that it made.
+  // Inserts lines, newest first, each with its version.
   _show(batch, version) {
     const first = version - batch.length + 1;
     batch.forEach((line, i) => this._put(line, first + i));

@@ -1,11 +1,11 @@
-// How the prompt changed, and when things happened. All seconds count from the moment the query was submitted.
+// The changes of the prompt, and the timeline of the query. Times are seconds since the query was submitted.
 
 import { count, element, seconds } from "./text.js";
 
 const MOST_BARS = 8;
 const MOST_TICKS = 400;
-const STEPS = [1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10]; // times a power of ten: where the axis may end
-const MARKS = [0.2, 0.25, 0.5, 1, 2, 2.5, 5, 10]; // times a power of ten: what lies between its marks
+const STEPS = [1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10]; // times a power of ten: possible ends of the axis
+const MARKS = [0.2, 0.25, 0.5, 1, 2, 2.5, 5, 10]; // times a power of ten: possible distances of its marks
 
 const firstOf = (steps, least) => {
   const power = 10 ** Math.floor(Math.log10(least));
@@ -24,7 +24,7 @@ class Bars {
     this._rows = [];
     this._numChanges = 0;
     this._numInvalidated = 0;
-    this.numPrefilled = null; // None is known until the backend says so.
+    this.numPrefilled = null; // null until the backend reports it
   }
 
   changed(context) {
@@ -74,7 +74,7 @@ class Timeline {
     );
     this._axis = section.querySelector(".axis");
     this._most = 0;
-    this._marks = []; // {node, from, to}: `to` is null for a moment, undefined while it goes on
+    this._marks = []; // {node, from, to}: `to` is null for a point in time, undefined for an open interval
     this._numTicks = 0;
     this.fit(0.8);
   }
@@ -93,7 +93,7 @@ class Timeline {
     if (this._numTicks++ < MOST_TICKS) this._add(lane, { node: element("i", className), from: at, to: null });
   }
 
-  // Nothing goes on any more.
+  // Ends all open intervals.
   stop(at) {
     for (const mark of this._marks) this.end(mark, at);
     this.fit(at);
@@ -178,7 +178,7 @@ export class Flow {
     if (name !== "answered") this._frame ||= requestAnimationFrame(() => this._go());
   }
 
-  // The query has ended, in whatever way.
+  // Called when the query has ended, for any reason.
   stop() {
     cancelAnimationFrame(this._frame);
     this._frame = -1;

@@ -1,10 +1,10 @@
-// The API key: kept in this tab, until it is closed or the key is forgotten.
+// The API key, stored until the tab is closed or the key is forgotten.
 
 import { element } from "./text.js";
 
 const NAME = "streamrag.key";
 
-let kept = null; // where storage is switched off: until the page is left
+let kept = null; // used where storage is disabled, until the page is left
 
 export const key = {
   get() {
@@ -20,13 +20,13 @@ export const key = {
       if (value === null) sessionStorage.removeItem(NAME);
       else sessionStorage.setItem(NAME, value);
     } catch {
-      // it is kept here
+      // storage is disabled
     }
     document.getElementById("forget").hidden = value === null;
   },
 };
 
-// A form for it at the end of `place`; `then` is called once there is one.
+// Appends a form for the key to `place`; calls `then` once there is a key.
 export function askForKey(place, id, wasRefused, then) {
   const form = element("form", "failure key");
   const label = element("label", "", "API key");
@@ -35,7 +35,7 @@ export function askForKey(place, id, wasRefused, then) {
   input.autocomplete = "off";
   input.required = true;
   input.id = label.htmlFor = id;
-  const why = wasRefused ? "The service does not accept this key." : "The service wants an API key.";
+  const why = wasRefused ? "The service does not accept this key." : "The service requires an API key.";
   const words = element("p", "", why);
   words.setAttribute("role", "alert");
   form.append(words, label, input, element("button", "", "Use this key"));
@@ -44,7 +44,7 @@ export function askForKey(place, id, wasRefused, then) {
     event.preventDefault();
     const given = input.value.trim();
     if (!/^[\x21-\x7e]+$/.test(given)) {
-      input.setCustomValidity("A key has only letters, digits and signs of ASCII.");
+      input.setCustomValidity("A key has only printable ASCII characters.");
       input.reportValidity();
       return;
     }

@@ -5,7 +5,7 @@ import { Gone, Refused, ask } from "./stream.js";
 import { isStill, plain } from "./text.js";
 import { Turn } from "./turn.js";
 
-const LONGEST_PAUSE_MS = 10_000; // between looks at whether the service is back
+const LONGEST_PAUSE_MS = 10_000; // maximum time between two checks whether the service is back
 
 const byId = (id) => document.getElementById(id);
 const conversation = byId("conversation");
@@ -15,9 +15,9 @@ const send = byId("send");
 const spoken = byId("spoken");
 
 let turns = [];
-let current = null; // the turn that is being answered
+let current = null; // the turn in progress
 
-// instead: a turn that failed, whose place the new one takes.
+// instead: a failed turn that the new one replaces.
 async function begin(question, instead = null) {
   if (current) return;
   const at = instead ? turns.indexOf(instead) : turns.length;
@@ -69,7 +69,7 @@ function failed(turn, error, given) {
   }
 }
 
-// Looks now and then whether the service is back, for as long as the turn is shown.
+// Polls whether the service is back, for as long as the turn is displayed.
 async function waitUntilBack(turn, words, button) {
   button.disabled = true;
   for (let pauseMs = 500; turn.node.isConnected; pauseMs = Math.min(2 * pauseMs, LONGEST_PAUSE_MS)) {
@@ -77,7 +77,7 @@ async function waitUntilBack(turn, words, button) {
     try {
       if (!(await fetch("readyz", { cache: "no-store" })).ok) continue;
     } catch {
-      continue; // still gone
+      continue; // still unreachable
     }
     words.textContent = "The service is back.";
     button.disabled = false;
@@ -107,7 +107,7 @@ composer.addEventListener("submit", (event) => {
 send.addEventListener("click", (event) => {
   if (!current) return;
   event.preventDefault();
-  if (event.detail < 2) stop(); // the second of a double click on "Ask" means nothing
+  if (event.detail < 2) stop(); // ignores the second click of a double click on "Ask"
 });
 
 field.addEventListener("keydown", (event) => {

@@ -1,8 +1,8 @@
-// The passages of one query, in the order of its prompt.
+// The passages of one query, in prompt order.
 
 import { address, count, element, isStill, link, plain } from "./text.js";
 
-const LONG = 90; // characters of a text that two lines may not hold
+const LONG = 90; // characters that may not fit into two lines
 const MOVE_MS = 350;
 
 const keyOf = (chunk) => JSON.stringify([chunk.uri, chunk.passage]);
@@ -47,7 +47,7 @@ class Passage {
     this._more.setAttribute("aria-label", `more of ${this.title}`);
   }
 
-  // numbers: those that the model sees; none if it sees it not. fate: why it does not, or "".
+  // numbers: the passage's numbers in the prompt, if any. fate: why it is not in the prompt, or "".
   place(numbers, fate) {
     this._number.textContent = numbers.join(", ");
     this._fate.textContent = fate;
@@ -55,7 +55,7 @@ class Passage {
     this.item.classList.toggle("dropped", this.isDropped);
   }
 
-  // So that it can be seen, its list is scrolled, but not the page.
+  // Scrolls the list, but not the page, until the passage is visible.
   light(isOn) {
     this.item.classList.toggle("lit", isOn);
     const box = this.item.closest(".passages");
@@ -84,7 +84,7 @@ export class Passages {
     this._byKey = new Map();
     this._byNumber = [];
     this._wereIn = new Set();
-    this._ranked = []; // as they shall stand
+    this._ranked = []; // in the order to display
     this._frame = 0;
   }
 
@@ -111,7 +111,7 @@ export class Passages {
     if (!this.size) this._tell(`${count(this._byKey.size)} found`);
   }
 
-  // chunks: those of the prompt, in its order. Of the others, those that it had before were dropped.
+  // chunks: the chunks in the prompt, in its order. Earlier ones that are missing were dropped.
   order(chunks, { isComplete = false } = {}) {
     const numbers = new Map();
     this._byNumber = chunks.map((chunk, i) => {
@@ -137,13 +137,13 @@ export class Passages {
     this._notes.append(element("li", "", plain(text)));
   }
 
-  // Everything stands where it shall.
+  // Puts all items in order.
   finish() {
     cancelAnimationFrame(this._frame);
     this._arrange();
   }
 
-  // Scrolls to it, and back to where it was cited with Escape.
+  // Scrolls to a passage; Escape scrolls back to its citation.
   show(passage, cite) {
     this._reveal();
     passage.item.scrollIntoView({ block: "nearest", inline: "nearest", behavior: isStill() ? "auto" : "smooth" });
@@ -160,12 +160,12 @@ export class Passages {
     this._count.textContent = text;
   }
 
-  // However much comes, the list changes once for each picture.
+  // Updates the list at most once per animation frame.
   _soon() {
     this._frame ||= requestAnimationFrame(() => this._arrange());
   }
 
-  // Lets what has moved be seen moving, where it can be seen.
+  // Animates moved items that are visible.
   _arrange() {
     this._frame = 0;
     const had = document.activeElement;

@@ -1,8 +1,8 @@
-// The three regions of a session's prompt: what is frozen, the data that slide, and the questions, which come and go.
+// The three regions of a session's prompt: the frozen system text, the sliding data, and the questions.
 
 import { count, element } from "./text.js";
 
-const MOST_QUESTIONS = 12; // that are drawn
+const MOST_QUESTIONS = 12; // maximum questions that are drawn
 
 export class Regions {
   constructor(section) {
@@ -16,7 +16,7 @@ export class Regions {
     );
   }
 
-  // As a session says how it stands.
+  // Draws the state of a session.
   draw(state) {
     const frozen = state.num_frozen_tokens;
     const sliding = state.num_tokens - frozen;

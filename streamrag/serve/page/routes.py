@@ -1,4 +1,4 @@
-"""Routes of the page at `/`: plain files, served as they are."""
+"""Routes of the web page at `/`: static files."""
 
 import hashlib
 from pathlib import Path
@@ -23,12 +23,12 @@ POLICY = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
-        "img-src 'self'",  # its icon
+        "img-src 'self'",  # the icon
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",
         "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",  # no mistake can turn a text into markup
+        "require-trusted-types-for 'script'",  # a mistake cannot turn text into markup
     )
 )
 
@@ -38,12 +38,12 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
-    "cache-control": "no-cache",  # stored, and revalidated by its etag
+    "cache-control": "no-cache",  # cached, and revalidated by etag
 }
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the routes of the page, and of its parts below /page/."""
+    """Return the routes of the page, and of its files below /page/."""
     return [_route(path) for path in sorted(FOLDER.iterdir()) if path.suffix in TYPES]
 
 
@@ -53,7 +53,7 @@ def _route(path: Path) -> Route:
     headers = {**HEADERS, "content-type": TYPES[path.suffix], "etag": etag}
 
     async def get(request: Request) -> Response:
-        known = [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]
-        return Response(status_code=304, headers=headers) if etag in known else Response(content, headers=headers)
+        etags = [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]
+        return Response(status_code=304, headers=headers) if etag in etags else Response(content, headers=headers)
 
     return Route("/" if path.name == "index.html" else f"/page/{path.name}", get)

@@ -1,4 +1,4 @@
-// The second view: a session, what is appended to it, and what is asked of it.
+// The second view: a session, its data and its questions.
 
 import { Asks, Watches } from "./asked.js";
 import { Feed } from "./feed.js";
@@ -8,9 +8,9 @@ import { SessionSocket } from "./socket.js";
 import { Gone, Refused, call, inWords } from "./stream.js";
 import { count, element, plain } from "./text.js";
 
-const NAME = "streamrag.session"; // in the tab's storage: a page that is loaded anew finds its session
-const MOST_VERSIONS = 1000; // whose size is remembered
-const MOST_SAID = 20; // to those who listen
+const NAME = "streamrag.session"; // in the tab's storage, so that a reloaded page finds its session
+const MOST_VERSIONS = 1000; // maximum versions whose size is stored
+const MOST_SAID = 20; // maximum messages for screen readers
 
 const byId = (id) => document.getElementById(id);
 const opening = byId("opening");
@@ -26,7 +26,7 @@ const kept = {
     try {
       return sessionStorage.getItem(NAME);
     } catch {
-      return null; // storage is switched off
+      return null; // storage is disabled
     }
   },
   set(id) {
@@ -34,7 +34,7 @@ const kept = {
       if (id === null) sessionStorage.removeItem(NAME);
       else sessionStorage.setItem(NAME, id);
     } catch {
-      // the session ends with the page then
+      // the session ends with the page
     }
   },
 };
@@ -86,13 +86,13 @@ class Session {
     this._socket.cancel(id);
   }
 
-  // Resolves once questions are answered from this version, or a newer one.
+  // Resolves once questions are answered from this version or a newer one.
   stands(version) {
     if (version <= this.version) return Promise.resolve();
     return new Promise((resolve, reject) => this._waiting.push({ version, resolve, reject }));
   }
 
-  // Whether it could be.
+  // Watches a question; returns whether the service accepted it.
   async watch(question, answers) {
     const name = `page-${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 8)}`;
     try {
@@ -101,7 +101,7 @@ class Session {
       tell(wordsOf(error));
       return false;
     }
-    this.watches.add(name, question).ask(question); // of which there may be news already
+    this.watches.add(name, question).ask(question); // its first answer may have arrived already
     return true;
   }
 
@@ -152,7 +152,7 @@ class Session {
         tell(`${count(frame.num_chunks)} chunks of data were dropped: more came than could be taken in.`);
         break;
       case "log_failed":
-        tell(plain(`The service cannot keep the session's text at the moment: ${frame.reason}`));
+        tell(plain(`The service cannot store the session's text at the moment: ${frame.reason}`));
         break;
       case "error":
         tell(plain(inWords(frame.error)));
@@ -162,7 +162,7 @@ class Session {
   _stand(state) {
     this._tokens.set(state.version, state.num_tokens);
     if (this._tokens.size > MOST_VERSIONS) this._tokens.delete(this._tokens.keys().next().value);
-    if (state.version < this.version) return; // it was missed, and is told of late
+    if (state.version < this.version) return; // an outdated event
     this.version = state.version;
     regions.draw(state);
     this.feed.drawCount(state.num_appended);
@@ -228,7 +228,7 @@ async function open() {
   }
 }
 
-// Enter sends, Shift and Enter begins a new line.
+// Enter sends; Shift and Enter starts a new line.
 function sends(field) {
   field.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -242,7 +242,7 @@ async function emptied(field, work) {
   const text = field.value;
   if (!text.trim()) return;
   field.value = "";
-  if (!(await work(text)) && !field.value) field.value = text; // it did not arrive
+  if (!(await work(text)) && !field.value) field.value = text; // it was not accepted
 }
 
 opening.addEventListener("submit", (event) => {
@@ -284,7 +284,7 @@ byId("file").addEventListener("change", (event) => {
 for (const name of ["dragover", "drop"]) {
   document.addEventListener(name, (event) => {
     if (byId("session").hidden || !event.dataTransfer.types.includes("Files")) return;
-    event.preventDefault(); // the browser would leave the page for the file
+    event.preventDefault(); // prevents the browser from opening the file
     const [file] = event.dataTransfer.files;
     if (name === "drop" && file && current) current.feed.appendFile(file);
   });

@@ -1,4 +1,4 @@
-// The WebSocket of a session. It comes back when it breaks, and goes on behind the last event that was seen.
+// The WebSocket of a session. It reconnects when the connection is lost, and resumes after the last event received.
 
 import { key } from "./key.js";
 import { Gone, Refused, call } from "./stream.js";
@@ -7,21 +7,21 @@ const LONGEST_PAUSE_MS = 10_000; // between attempts
 const CLOSED = 1000;
 const REFUSED = 1008;
 
-// A browser's WebSocket can send no headers: the key goes along as a subprotocol.
+// A browser's WebSocket cannot send headers, so the key is sent as a subprotocol.
 const protocols = (given) => {
   const coded = given && btoa(given).replaceAll("+", "-").replaceAll("/", "_").replace(/=+$/, "");
   return given ? ["streamrag", `streamrag-key.${coded}`] : ["streamrag"];
 };
 
 export class SessionSocket {
-  // heard: called with each frame that belongs to nothing that was sent. lost: called when the connection broke, and is
-  // made again. ended: called once, with the reason, when the session is not there any more.
+  // heard: called with each frame that answers no request. lost: called when the connection is lost, before it
+  // reconnects. ended: called once, with the reason, when the session has ended.
   constructor(id, { heard, lost, ended }) {
     this._id = id;
     this._heard = heard;
     this._lost = lost;
     this._ended = ended;
-    this._open = new Map(); // by id: who waits for frames
+    this._open = new Map(); // handlers of open requests by id
     this._numSent = 0;
     this._lastEvent = 0;
     this._pauseMs = 500;
@@ -29,12 +29,12 @@ export class SessionSocket {
     this._connect();
   }
 
-  // Resolves with what the service says of it; rejects with Refused or Gone.
+  // Resolves with the response frame; rejects with Refused or Gone.
   append(data) {
     return new Promise((resolve, reject) => this._send("append", { data }, { appended: resolve, failed: reject }));
   }
 
-  // hears: `tokens_generated`, then one of `answered`, `cancelled` and `failed`. The id, for `cancel`.
+  // hears: handlers: `tokens_generated`, then one of `answered`, `cancelled` and `failed`. Returns the id, for `cancel`.
   ask(question, hears) {
     return this._send("ask", { question }, hears);
   }
@@ -75,7 +75,7 @@ export class SessionSocket {
     if (frame.type === "session") this._pauseMs = 500;
     const hears = this._open.get(frame.id);
     if (frame.type === "session" || !hears) {
-      if (frame.error?.code !== "ask_not_found") this._heard(frame); // its answer and `cancel` have crossed
+      if (frame.error?.code !== "ask_not_found") this._heard(frame); // the answer and `cancel` have crossed
     } else if (frame.type === "error") {
       this._open.delete(frame.id);
       hears.failed(new Refused(frame.status, frame.error, null));
@@ -98,11 +98,11 @@ export class SessionSocket {
       this._end(new Refused(404, { message: "The session has ended" }, null));
       return;
     }
-    if (code !== REFUSED) this._lost(); // else it was said why; it may be there later, as after a restart
+    if (code !== REFUSED) this._lost(); // otherwise an error frame came before; a restarted service may have the session again
     try {
       await call("GET", `v1/sessions/${encodeURIComponent(this._id)}`, undefined, key.get());
     } catch (error) {
-      // A WebSocket does not say why it is refused; this does.
+      // A failed handshake has no reason, but this request gets one.
       if (error instanceof Refused && (error.status === 401 || error.status === 404)) {
         this._end(error);
         return;

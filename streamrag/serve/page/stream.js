@@ -1,4 +1,4 @@
-// Server-sent events of a POST: EventSource can only GET.
+// Server-sent events of a POST request, which EventSource does not support.
 
 export class Refused extends Error {
   constructor(status, error, waitS) {
@@ -8,7 +8,7 @@ export class Refused extends Error {
   }
 }
 
-// The connection broke, or there was none.
+// The connection failed or was lost.
 export class Gone extends Error {}
 
 const reaching = (promise, signal) =>
@@ -22,7 +22,7 @@ const MEANINGS = {
   engine_dead: "The engine has died",
 };
 
-// An error of the service, in OpenAI's form, for a person.
+// Returns the message for an error in OpenAI's form.
 export function inWords(error) {
   const meaning = Object.hasOwn(MEANINGS, error?.code ?? "") ? `${MEANINGS[error.code]}: ` : "";
   const message = String(error?.message ?? "");
@@ -35,7 +35,7 @@ const headersOf = (key) => ({
   ...(key ? { authorization: `Bearer ${key}` } : {}),
 });
 
-// What the service answers, as JSON; null if it says nothing. Throws Refused, or Gone when there is no connection.
+// Returns the JSON of a response, or null if it is empty. Throws Refused, or Gone without a connection.
 export async function call(method, path, body, key) {
   const sent = { method, headers: headersOf(key), body: body && JSON.stringify(body), cache: "no-store" };
   const answer = await reaching(fetch(path, sent), {});
@@ -43,8 +43,8 @@ export async function call(method, path, body, key) {
   return answer.status === 204 ? null : reaching(answer.json(), {});
 }
 
-// Each event as {name, values}, until the stream ends. Throws Refused for an answer that is not a stream, Gone when the
-// connection breaks, AbortError when `signal` says so.
+// Yields each event as {name, values}. Throws Refused for a response that is not a stream, Gone if the connection is
+// lost, and AbortError if `signal` is aborted.
 export async function* ask(body, key, signal) {
   const headers = { ...headersOf(key), accept: "text/event-stream" };
   const sent = { method: "POST", headers, body: JSON.stringify(body), signal, cache: "no-store" };
@@ -58,7 +58,7 @@ async function refusal(answer) {
   try {
     error = (await answer.json()).error;
   } catch {
-    // something on the way here has answered, not the service
+    // the response comes from a proxy, not from the service
   }
   const waitS = Number.parseInt(answer.headers.get("retry-after") ?? "", 10);
   return new Refused(answer.status, error, Number.isFinite(waitS) ? Math.max(waitS, 1) : null);
@@ -89,6 +89,6 @@ async function* events(body, signal) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // it was aborted, or is at its end
+    reader.cancel().catch(() => {}); // already aborted or at its end
   }
 }

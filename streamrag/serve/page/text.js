@@ -1,6 +1,6 @@
-// Text of strangers. It becomes text nodes, never markup; here it loses what could deceive the eye.
+// Sanitizes untrusted text. It is only ever put into text nodes, never into markup.
 
-// Controls, marks that turn the direction of writing around, and letters that nobody sees.
+// Control characters, bidirectional marks, and invisible characters.
 const UNSEEN =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu;
 const UNSEEN_IN_ADDRESSES = /[\s\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u3164\uffa0]/gu;
@@ -9,7 +9,7 @@ export function plain(text) {
   return String(text ?? "").replace(/\r\n?|[\u2028\u2029]/g, "\n").replace(UNSEEN, "");
 }
 
-// Where a passage comes from: what is shown of it, and a link if it is one that may be followed.
+// The origin of a passage: its label, and a link if its scheme is safe.
 export function address(uri) {
   const shown = plain(uri).replace(UNSEEN_IN_ADDRESSES, "");
   let url;
@@ -24,7 +24,7 @@ export function address(uri) {
   try {
     rest = decodeURI(rest);
   } catch {
-    // not UTF-8: it is shown as it stands
+    // invalid UTF-8: displayed as it is
   }
   rest = plain(rest).replace(UNSEEN_IN_ADDRESSES, "");
   return { shown: url.host + (rest === "/" ? "" : rest), href: url.href };

@@ -1,4 +1,4 @@
-// One question: what comes of it, and what stands on the page.
+// One question with its answer, passages and timeline.
 
 import { Answer } from "./answer.js";
 import { Flow } from "./flow.js";
@@ -10,17 +10,17 @@ import { element, plain } from "./text.js";
 let numTurns = 0;
 
 export class Turn {
-  // again: called with the turn when its question is to be asked anew. spoken: what is read to those who listen.
+  // again: called with the turn to retry its question. spoken: the live region for screen readers.
   constructor(question, again, spoken) {
     this.question = question;
     this._again = again;
     this._spoken = spoken;
     this.id = `t${++numTurns}`;
     this.aborter = new AbortController();
-    this.isOver = false; // the service has said its last word
+    this.isOver = false; // the query has ended
     this.isAnswered = false;
-    this._context = []; // the passages of the newest prompt, in its order
-    this.hasBegun = false; // there is something to be seen of it
+    this._context = []; // passages of the newest prompt, in prompt order
+    this.hasBegun = false; // an event was received
     this.node = document.getElementById("turn").content.firstElementChild.cloneNode(true);
     this._state = this.node.querySelector(".state");
     this._after = this.node.querySelector(".after");
@@ -40,7 +40,7 @@ export class Turn {
     this.tell("Asking");
   }
 
-  // What the model is told of it later on.
+  // The messages of this turn, for the history of later ones.
   get history() {
     if (!this.answer.text.trim()) return [];
     return [
@@ -57,7 +57,7 @@ export class Turn {
     this._spoken.append(element("p", "", text));
   }
 
-  // Hides all but question and answer.
+  // Hides everything except the question and the answer.
   fold(isFolded) {
     this.node.classList.toggle("folded", isFolded);
     this._fold.textContent = `${isFolded ? "Show" : "Hide"} passages and timeline`;
@@ -116,7 +116,7 @@ export class Turn {
     }
   }
 
-  // Nothing more will come.
+  // Marks the end of the turn.
   end() {
     this.flow.stop();
     this.passages.finish();
@@ -125,7 +125,7 @@ export class Turn {
     if (!this.hasBegun) this.fold(true);
   }
 
-  // message: what went wrong. again: whether asking again may help; waitS: when, at the earliest.
+  // message: the error. again: whether to offer a retry. waitS: seconds until it is possible.
   fail(message, { again = false, waitS = null } = {}) {
     this.end();
     const box = element("div", "failure");

@@ -1,9 +1,9 @@
-"""What clients speak to a service: one module or folder per protocol, each with its routes and its encoder of events.
+"""The protocols of a service: one module or folder each, with its routes and its encoder of events.
 
 chat, responses/    OpenAI's chat completions and Responses
 mcp                 one tool, for agents
-ask, streams        a question, answered by every event of its query; the client's own context, streamed in
-retrieve            what retrieval finds, without an answer
+ask, streams        a question, answered by every event of its query; with the client's own context, streamed in
+retrieve            retrieval without an answer
 sessions/           context that streams in for hours
 event_stream        the encoder of ask, streams, retrieve and sessions: the service's own events, as SSE
 """

@@ -1,4 +1,4 @@
-"""`POST /v1/ask`: one question, answered by every event of its query, in the service's own form, as SSE.
+"""`POST /v1/ask`: one question, answered by every event of its query as SSE.
 
     retrieval_started, chunk_arrived, context_changed, ..., tokens_generated, ..., answered
 
@@ -18,14 +18,14 @@ from streamrag.serve.connections.json_body import StrictModel, read_body
 from streamrag.serve.connections.sse import Write
 from streamrag.serve.protocols.chat import Message
 from streamrag.serve.protocols.event_stream import respond_with_events, write_events
-from streamrag.serve.request_fields import SAMPLING, sampling, turn_of
+from streamrag.serve.request_fields import SAMPLING, parse_turn, sampling
 from streamrag.serve.service import Service
 
 QUERY_FIELDS = {"max_context_tokens", "deadline_s", "late_share", "overlap"}
 
 
 class QueryRequest(StrictModel):
-    """A base of requests that ask a question: the options of a query that a client may choose."""
+    """The query options that a client may set."""
 
     system: str | None = None
     history: list[Message] = Field(default=[], max_length=1000)
@@ -41,16 +41,13 @@ class QueryRequest(StrictModel):
     overlap: bool | None = None
 
     def query_options(self, service: Service) -> QueryOptions:
-        """Return the options that a pipeline takes.
-
-        :raises RequestError, ConfigurationError: one of them cannot work.
-        """
+        """Return the options for the pipeline. Raises RequestError or ConfigurationError for invalid options."""
         params = sampling(service.params, **self.model_dump(include=SAMPLING))
-        history = [turn_of(each.role, each.content, f"history.{i}") for i, each in enumerate(self.history)]
-        given = self.model_dump(include=QUERY_FIELDS, exclude_none=True)
+        history = [parse_turn(each.role, each.content, f"history.{i}") for i, each in enumerate(self.history)]
+        options = self.model_dump(include=QUERY_FIELDS, exclude_none=True)
         if self.system:
-            given["system"] = service.system_text(self.system)
-        return cast(QueryOptions, {"params": params, "history": history, **given})
+            options["system"] = service.system_text(self.system)
+        return cast(QueryOptions, {"params": params, "history": history, **options})
 
 
 class AskRequest(QueryRequest):
@@ -60,8 +57,6 @@ class AskRequest(QueryRequest):
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the routes of this protocol."""
-
     async def ask(request: Request) -> Response:
         body = await read_body(request, AskRequest)
         options = body.query_options(service)

@@ -1,6 +1,6 @@
-"""`POST /v1/chat/completions`, as OpenAI's clients speak it.
+"""`POST /v1/chat/completions`, compatible with OpenAI's clients.
 
-The last user message is the question, for which the service retrieves; the turns before it are history.
+The last user message is the question, for which the service retrieves; the messages before it are history.
 """
 
 import time
@@ -18,13 +18,12 @@ from streamrag.core import MAX_INT, SamplingParams, Turn
 from streamrag.query.options import QueryOptions
 from streamrag.serve.citations import url_citations
 from streamrag.serve.connections.gate import CALLER
-from streamrag.serve.connections.json_body import read_body
-from streamrag.serve.connections.sse import Write, respond, unless_gone
+from streamrag.serve.connections.json_body import encode_json, read_body
+from streamrag.serve.connections.sse import Write, respond, unless_disconnected
 from streamrag.serve.failures import Failure, RequestError
-from streamrag.serve.protocols.event_stream import answer_of
-from streamrag.serve.request_fields import SAMPLING, refuse_fields, sampling, split_turns, turn_of
+from streamrag.serve.protocols.event_stream import wait_for_answer
+from streamrag.serve.request_fields import SAMPLING, parse_turn, refuse_fields, sampling, split_turns
 from streamrag.serve.service import Service
-from streamrag.serve.wire import json_of
 from streamrag.telemetry import Answer, Answered, RetrievalStarted, TokensGenerated
 
 TokenId: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -44,27 +43,18 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-HARMLESS = frozenset(
-    {
-        "metadata",
-        "parallel_tool_calls",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
-"""Fields that change no answer, and are ignored."""
+HARMLESS = frozenset((
+    "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "store", "user",
+))  # fmt: skip
+"""Fields that do not change the answer and are ignored."""
 
 EXTRA = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
-"""Fields that go to the engine unchanged."""
+"""Fields that are passed to the engine unchanged."""
 
 
 class ChatRequest(BaseModel):
-    """A request as OpenAI defines it. What this service cannot do is refused, not ignored."""
+    """A request as OpenAI defines it. Unsupported fields are refused, not ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -89,19 +79,16 @@ class ChatRequest(BaseModel):
     tool_choice: Any = None
 
     def params(self, default: SamplingParams) -> SamplingParams:
-        """Return how to sample the answer."""
-        given = self.model_dump(include=SAMPLING)
+        """Return the sampling parameters."""
+        fields = self.model_dump(include=SAMPLING)
         if self.max_completion_tokens is not None:
-            given["max_tokens"] = self.max_completion_tokens
+            fields["max_tokens"] = self.max_completion_tokens
         if isinstance(self.stop, str):
-            given["stop"] = (self.stop,)
-        return sampling(default, **given, extra=self.model_dump(include=EXTRA))
+            fields["stop"] = (self.stop,)
+        return sampling(default, **fields, extra=self.model_dump(include=EXTRA))
 
     def check(self) -> None:
-        """Refuse what this service does not do.
-
-        :raises RequestError: the request asks for it.
-        """
+        """Check that the service supports the request. Raises RequestError if it does not."""
         refused = {
             "n": self.n not in (None, 1),
             "response_format": (self.response_format or {}).get("type", "text") != "text",
@@ -111,28 +98,27 @@ class ChatRequest(BaseModel):
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the routes of this protocol."""
-
     async def chat(request: Request) -> Response:
         body = await read_body(request, ChatRequest)
         body.check()
         check_model(service, body.model)
-        turns = [turn_of(each.role, each.content, f"messages.{i}") for i, each in enumerate(body.messages)]
+        turns = [parse_turn(each.role, each.content, f"messages.{i}") for i, each in enumerate(body.messages)]
         question, options = conversation_options(service, turns, "messages", body.params(service.params))
         encoder = ChatEncoder(service.model_name)
         query = service.events(request.scope[CALLER], "chat", question, **options)
         if not body.stream:
-            return JSONResponse(encoder.whole(await unless_gone(answer_of(query), request.receive)))
+            return JSONResponse(encoder.whole(await unless_disconnected(wait_for_answer(query), request.receive)))
         with_usage = body.stream_options is not None and body.stream_options.include_usage
 
         async def produce(write: Write) -> None:
             async with query as events:
                 async for event in events:
                     for chunk in encoder.chunks(event, with_usage=with_usage):
-                        await write(ServerSentEvent(json_of(chunk)))
+                        await write(ServerSentEvent(encode_json(chunk)))
             await write(ServerSentEvent("[DONE]"))
 
-        return await respond(request, produce, failed=encode_failure, send_timeout_s=service.limits.send_timeout_s)
+        timeout_s = service.limits.send_timeout_s
+        return await respond(request, produce, on_failure=encode_failure, send_timeout_s=timeout_s)
 
     return [Route("/v1/chat/completions", chat, methods=["POST"])]
 
@@ -140,10 +126,7 @@ def routes(service: Service) -> list[Route]:
 def conversation_options(
     service: Service, turns: Sequence[Turn], param: str, params: SamplingParams
 ) -> tuple[str, QueryOptions]:
-    """Return the question of a conversation, and the options of its query.
-
-    :raises RequestError: the last message is not a user's.
-    """
+    """Return the question and the query options of a conversation whose last message is a user's."""
     system, history, question = split_turns(turns, param)
     options = QueryOptions(history=history, params=params)
     if system:
@@ -152,21 +135,14 @@ def conversation_options(
 
 
 def check_model(service: Service, name: str | None) -> None:
-    """Check the name of a model that a client gives.
-
-    :raises RequestError: the service has another model.
-    """
+    """Check the model's name in a request. Raises RequestError if the service has another model."""
     if name not in (None, "", service.model_name):
-        raise RequestError(
-            f"there is no model {name!r:.80} here, only {service.model_name!r}",
-            status=404,
-            code="model_not_found",
-            param="model",
-        )
+        message = f"there is no model {name!r:.80} here, only {service.model_name!r}"
+        raise RequestError(message, status=404, code="model_not_found", param="model")
 
 
 def encode_failure(failure: Failure) -> Sequence[ServerSentEvent]:
-    """Return the end of a stream that fails: OpenAI's client raises APIError for it."""
+    """Return the end of a failed stream, for which OpenAI's client raises APIError."""
     return [ServerSentEvent(failure.json())]
 
 
@@ -177,7 +153,7 @@ class ChatEncoder:
         self._common = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the body of a response."""
+        """Return the body of a response without a stream."""
         message = {
             "role": "assistant",
             "content": answer.text,
@@ -189,22 +165,22 @@ class ChatEncoder:
             **self._common,
             "object": "chat.completion",
             "choices": [choice],
-            "usage": usage_of(answer),
-            "streamrag": {"citations": passages_of(answer)},
+            "usage": encode_usage(answer),
+            "streamrag": {"citations": encode_passages(answer)},
         }
 
     def chunks(self, event: object, *, with_usage: bool) -> list[dict[str, Any]]:
         """Return the chunks that `event` adds to a stream."""
         match event:
-            case RetrievalStarted():  # tells the client that its query was admitted
+            case RetrievalStarted():  # signals the admission of the query
                 return [self._chunk({"role": "assistant", "content": ""})]
             case TokensGenerated(text=text) if text:
                 return [self._chunk({"content": text})]
             case Answered(answer=answer):
                 annotations = url_citations(answer.text, answer.citations)
                 last = self._chunk({"annotations": annotations} if annotations else {}, answer.finish_reason)
-                last["streamrag"] = {"citations": passages_of(answer)}
-                usage = {**self._chunk({}), "choices": [], "usage": usage_of(answer)}
+                last["streamrag"] = {"citations": encode_passages(answer)}
+                usage = {**self._chunk({}), "choices": [], "usage": encode_usage(answer)}
                 return [last, *([usage] if with_usage else [])]
         return []
 
@@ -213,19 +189,18 @@ class ChatEncoder:
         return {**self._common, "object": "chat.completion.chunk", "choices": [choice]}
 
 
-def passages_of(answer: Answer) -> list[dict[str, Any]]:
-    """Return the passages of the prompt, without their text, for clients that show sources: an extension."""
+def encode_passages(answer: Answer) -> list[dict[str, Any]]:
+    """Return the passages of the prompt without their text: an extension, for clients that show sources."""
     return [{"number": each.number, "uri": each.uri, "title": each.title} for each in answer.citations]
 
 
-def usage_of(answer: Answer) -> dict[str, Any]:
-    """Return the numbers of tokens. Tokens that were computed while retrieval ran are not "cached"."""
-    num_output = len(answer.token_ids)
+def encode_usage(answer: Answer) -> dict[str, Any]:
+    """Return the token counts. Tokens that were prefilled during retrieval do not count as cached."""
+    num_prompt, num_output = answer.num_prompt_tokens, len(answer.token_ids)
+    num_cached = 0 if answer.record is None else min(answer.record.num_from_cache, num_prompt)
     return {
-        "prompt_tokens": answer.num_prompt_tokens,
+        "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
-        "total_tokens": answer.num_prompt_tokens + num_output,
-        "prompt_tokens_details": {
-            "cached_tokens": 0 if answer.record is None else min(answer.record.num_from_cache, answer.num_prompt_tokens)
-        },
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }

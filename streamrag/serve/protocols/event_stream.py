@@ -1,7 +1,16 @@
-"""The service's own protocol: each event of a query as one event of SSE, ended by `answered` or `error`."""
+"""The service's own events: each event of a query as JSON, sent as one event of SSE.
 
+    event: chunk_arrived
+    data: {"at_s": 0.12, "chunk": {"text": "...", "uri": "...", "title": "...", "passage": 0, "score": null}}
+
+The name of an event is that of its class in `streamrag.telemetry`, in snake case. `answered` or `error` is the last.
+"""
+
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, replace
+from typing import Any
 
 from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
@@ -9,15 +18,20 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from streamrag.core import Chunk
+from streamrag.serve.connections.json_body import encode_json
 from streamrag.serve.connections.sse import Produce, Write, respond
-from streamrag.serve.failures import Failure
+from streamrag.serve.failures import Failure, failure_of
 from streamrag.serve.service import Service
-from streamrag.serve.wire import json_of, name_of, values_of
-from streamrag.telemetry import Answer, Answered, ContextChanged, Event
+from streamrag.telemetry import Answer, Answered, ContextChanged, Event, SourceFailed
+
+PRIVATE_FIELDS = ("token_ids", "record", "source_error", "submitted_s")
+"""Fields of an answer that are not sent, or not as they are."""
+
+_INNER_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 async def write_events(write: Write, events: AsyncIterator[Event]) -> None:
-    """Write the events of one query, in order; a changed context is written as its difference to the one before."""
+    """Write the events of one query in order, each changed context as a splice of the previous one."""
     context: tuple[Chunk, ...] = ()
     async for event in events:
         await write(encode(event, context))
@@ -26,25 +40,68 @@ async def write_events(write: Write, events: AsyncIterator[Event]) -> None:
 
 
 def encode(event: Event, context: tuple[Chunk, ...] = ()) -> ServerSentEvent:
-    """Return an event as SSE, given the context before it."""
-    return ServerSentEvent(json_of(values_of(event, context)), event=name_of(event))
+    """Return an event as SSE; `context` is the one before it."""
+    return ServerSentEvent(encode_json(event_values(event, context)), event=event_name(event))
+
+
+def event_name(event: Event) -> str:
+    """Return an event's name, such as "chunk_arrived"."""
+    return _INNER_CAPITAL.sub("_", type(event).__name__).lower()
+
+
+def event_values(event: Event, context: tuple[Chunk, ...] = ()) -> dict[str, Any]:
+    """Return an event's fields, for JSON. An answer's token ids and engine record are left out.
+
+    A changed context is a splice of `context`: after its first `at` chunks, `num_removed` are removed and `chunks`
+    inserted. These were sent when they arrived, so `uri` and `passage` identify them.
+    """
+    if isinstance(event, SourceFailed):
+        return {"at_s": event.at_s, "error": failure_of(event.error).message}
+    if isinstance(event, ContextChanged):
+        values = asdict(replace(event, chunks=()))
+        del values["chunks"]
+        return {**values, "splice": _splice(context, event.chunks)}
+    if isinstance(event, Answered):
+        answer = event.answer
+        values = {name: value for name, value in asdict(answer).items() if name not in PRIVATE_FIELDS}
+        values["source_error"] = answer.source_error and failure_of(answer.source_error).message
+        values["num_output_tokens"] = len(answer.token_ids)
+        values["num_cached_tokens"] = None if answer.record is None else answer.record.num_from_cache
+        return {"at_s": event.at_s, "answer": values}
+    return asdict(event)
+
+
+def _splice(before: tuple[Chunk, ...], after: tuple[Chunk, ...]) -> dict[str, Any]:
+    at = len(before)
+    if after[:at] != before:  # the fast path: most contexts only grow
+        at = _num_shared(before, after)
+    num_last = _num_shared(before[at:][::-1], after[at:][::-1])
+    chunks = [{"uri": chunk.uri, "passage": chunk.passage} for chunk in after[at : len(after) - num_last]]
+    return {"at": at, "num_removed": len(before) - at - num_last, "chunks": chunks}
+
+
+def _num_shared(one: Sequence[Chunk], other: Sequence[Chunk]) -> int:
+    """Count the leading chunks with equal `uri` and `passage`."""
+    pairs = enumerate(zip(one, other, strict=False))
+    differ = (i for i, (a, b) in pairs if (a.uri, a.passage) != (b.uri, b.passage))
+    return next(differ, min(len(one), len(other)))
 
 
 def encode_failure(failure: Failure) -> Sequence[ServerSentEvent]:
-    """Return the event that ends a stream which fails."""
+    """Return the event that ends a failed stream."""
     return [ServerSentEvent(failure.json(), event="error")]
 
 
 async def respond_with_events(
     request: Request, service: Service, produce: Produce, *, receive: Receive | None = None
 ) -> Response:
-    """Respond with the events that `produce` writes. `receive` returns when the client has left, as of `respond`."""
+    """Respond with the events that `produce` writes. `receive` is as for `respond`."""
     timeout_s = service.limits.send_timeout_s
-    return await respond(request, produce, failed=encode_failure, send_timeout_s=timeout_s, receive=receive)
+    return await respond(request, produce, on_failure=encode_failure, send_timeout_s=timeout_s, receive=receive)
 
 
-async def answer_of(query: AbstractAsyncContextManager[AsyncIterator[Event]]) -> Answer:
-    """Return the answer to a query, once it is whole."""
+async def wait_for_answer(query: AbstractAsyncContextManager[AsyncIterator[Event]]) -> Answer:
+    """Wait for the complete answer to a query, and return it."""
     async with query as events:
         async for event in events:
             if isinstance(event, Answered):

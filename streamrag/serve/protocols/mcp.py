@@ -1,7 +1,7 @@
 """`/mcp`: one tool, `ask`, for agents that speak the Model Context Protocol over streamable HTTP.
 
-Requests are independent: no session is kept between them, so a client that leaves leaves nothing behind. Progress
-tells what retrieval has found so far; a tool's result comes in one piece, as the protocol demands.
+Requests are stateless, so a client that leaves has no session to clean up. Progress notifications count the passages
+found so far; a tool's result comes in one piece, as the protocol requires.
 """
 
 import asyncio
@@ -15,10 +15,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
-from streamrag.serve.citations import marks_in
+from streamrag.serve.citations import find_marks
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import checked_body
-from streamrag.serve.connections.sse import unless_gone
+from streamrag.serve.connections.sse import unless_disconnected
 from streamrag.serve.failures import failure_of
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer, Answered, ChunkArrived, ContextComplete, Event, TokensGenerated
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 NAME = "ask"
 
 DESCRIPTION = (
-    "Answers a question from documents that are retrieved for it, and says which passages the answer cites. "
-    "Each question stands for itself: put everything that it is about into it."
+    "Answers a question from documents that are retrieved for it, with citations of their passages. "
+    "Each question is independent: include everything that it refers to."
 )
 
 log = logging.getLogger("streamrag.serve")
 
 
 class CitedPassage(BaseModel):
-    """A passage that the answer was written from."""
+    """A passage of the answer's prompt."""
 
     number: int = Field(description="the number that stands for it in the answer, in brackets")
     title: str
@@ -46,7 +46,7 @@ class CitedPassage(BaseModel):
 
 
 class AskResult(BaseModel):
-    """An answer, and where it comes from."""
+    """An answer and its passages."""
 
     answer: str
     sources: list[CitedPassage]
@@ -77,7 +77,7 @@ class _Endpoint:
             if not is_read:
                 is_read = True
                 return {"type": "http.request", "body": body, "more_body": False}
-            await asyncio.Event().wait()  # for ever: `unless_gone` sees the client leave
+            await asyncio.Event().wait()  # forever: `unless_disconnected` detects a disconnect
             raise AssertionError
 
         async def work() -> None:
@@ -89,12 +89,12 @@ class _Endpoint:
             async with manager.run():
                 await manager.handle_request(scope, receive_body, send)
 
-        with suppress(ClientDisconnect):  # nobody is left to be told
-            await unless_gone(work(), receive)
+        with suppress(ClientDisconnect):
+            await unless_disconnected(work(), receive)
 
 
 def make_server(service: Service) -> "MCPServer[Any]":
-    """Return an MCP server with the one tool."""
+    """Return an MCP server with the `ask` tool."""
     from mcp.server import MCPServer
     from mcp.server.mcpserver import Context
     from mcp.server.mcpserver.exceptions import ToolError
@@ -114,12 +114,12 @@ def make_server(service: Service) -> "MCPServer[Any]":
                         return CallToolResult(content=[TextContent(type="text", text=text)], structured_content=values)
                     if (message := progress.message(event)) is not None:
                         await context.report_progress(progress.num_steps, message=message)
-        except Exception as error:  # the tool reports any error as other protocols do
+        except Exception as error:  # reported as in other protocols
             failure = failure_of(error)
             if failure.status == 500:
                 log.error("a tool call failed", exc_info=error)
-            again = "" if failure.retry_after_s is None else f" (try again in {failure.retry_after_s:.0f} s)"
-            raise ToolError(failure.message + again) from None
+            retry = "" if failure.retry_after_s is None else f" (try again in {failure.retry_after_s:.0f} s)"
+            raise ToolError(failure.message + retry) from None
         raise RuntimeError("a query ended without an answer and without an error")
 
     server.add_tool(
@@ -129,7 +129,7 @@ def make_server(service: Service) -> "MCPServer[Any]":
 
 
 class _Progress:
-    """Messages for a client that waits: the passages found so far, and that the answer is being written."""
+    """Progress messages: the number of passages found so far, and the start of the answer."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -137,7 +137,7 @@ class _Progress:
         self._is_answering = False
 
     def message(self, event: Event) -> str | None:
-        """Return a message about `event`, if it is worth one."""
+        """Return a message about `event`, or None if it needs none."""
         message = None
         match event:
             case ChunkArrived():
@@ -153,8 +153,8 @@ class _Progress:
 
 
 def _encode(answer: Answer) -> tuple[str, dict[str, Any]]:
-    """Return the answer with a list of its sources, as text for a model, and as values for a program."""
-    cited = {mark.number for mark in marks_in(answer.text, len(answer.citations))}
+    """Return the answer with its sources, as text for a model and as values for a program."""
+    cited = {mark.number for mark in find_marks(answer.text, len(answer.citations))}
     sources = [
         CitedPassage(number=each.number, title=each.title, uri=each.uri, is_cited=each.number in cited)
         for each in answer.citations

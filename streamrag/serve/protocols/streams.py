@@ -1,42 +1,64 @@
-"""`POST /v1/streams`: a client brings its own context, and sends it while it retrieves.
+"""`POST /v1/streams`: a client streams in its own context while it retrieves, and gets every event of the query as SSE.
 
-One request has the question and the context as lines of JSON (see `stream_body`), and is answered on the same
-connection, from its first line on, by every event of the query as SSE. The model computes the context that has come
-while more is on its way.
+The request's body has lines of JSON. The response begins with the first of them, on the same connection, and the model
+computes the context while more is on its way.
+
+{"type": "open", "query": "...", ...options}
+{"type": "append", "chunk": {"text": "...", "uri": "..."}, "hint": {"num_chunks": 2}}
+{"type": "update", "chunks": [...]}
+{"type": "skipped", "uri": "...", "reason": "..."}
+{"type": "cut_short", "reason": "..."}
+{"type": "finish"}
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from typing import Literal, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Message, Receive
 
 from streamrag.core import SourceEvent
+from streamrag.serve.connections.fair_share import Account
 from streamrag.serve.connections.gate import CALLER
+from streamrag.serve.connections.json_body import StrictModel, check_num_values
 from streamrag.serve.connections.sse import Write
+from streamrag.serve.failures import RequestError
+from streamrag.serve.protocols.ask import QueryRequest
 from streamrag.serve.protocols.event_stream import respond_with_events, write_events
-from streamrag.serve.protocols.stream_body import StreamBody
 from streamrag.serve.service import Service
 from streamrag.support.tasks import cancel_regardless
+from streamrag.trace.events import EventLine, LineCodec, LineError
+
+LINES_A_TURN = 64  # lines that are parsed in one turn of the event loop: a few hundred microseconds
+LINE_S = 0.000_1  # CPU seconds that the pipeline takes for a line
+LINE_BYTES = 1024  # memory of a queued line besides its text
 
 
-class PushedSource:
-    """The retrieval of a client, which sends what it finds."""
+class OpenLine(QueryRequest):
+    """The question with its options: the first line of a body, and only the first."""
 
-    name = "pushed by a client"
+    type: Literal["open"]
+    query: str
+    finish_at_end: bool = False
+    """Whether the end of the body counts as `finish`. Otherwise a body without `finish` is an error."""
 
-    def __init__(self, body: StreamBody) -> None:
-        self._body = body
 
-    def stream(self, query: str) -> AsyncIterator[SourceEvent]:
-        """Return the events of the client's lines."""
-        return self._body.events()
+class FinishLine(StrictModel):
+    """The end of the context."""
+
+    type: Literal["finish"]
+
+
+Line: TypeAlias = OpenLine | EventLine | FinishLine
+
+_CODEC = LineCodec[Line](Line, "type")
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the routes of this protocol."""
-
     async def streams(request: Request) -> Response:
         body = StreamBody(request.receive, service)
         caller = request.scope[CALLER]
@@ -45,8 +67,8 @@ def routes(service: Service) -> list[Route]:
             reader = asyncio.create_task(body.read(), name="streamrag reads a stream")
             try:
                 first = await body.open_line()
-                options, source = first.query_options(service), PushedSource(body)
-                async with service.events(caller, "streams", first.query, source=source, **options) as events:
+                options = first.query_options(service)
+                async with service.events(caller, "streams", first.query, source=body, **options) as events:
                     await write_events(write, events)
             finally:
                 await cancel_regardless([reader])
@@ -54,3 +76,169 @@ def routes(service: Service) -> list[Route]:
         return await respond_with_events(request, service, produce, receive=body.wait_until_left)
 
     return [Route("/v1/streams", streams, methods=["POST"])]
+
+
+def parse_line(line: bytes, number: int) -> Line:
+    """Return one line of a body. Raises RequestError, with the line and the field, if it is invalid."""
+    try:
+        check_num_values(line)
+        return _CODEC.decode(line)
+    except LineError as error:
+        raise bad_line(number, str(error), error.where or None) from None
+    except RequestError as error:
+        raise bad_line(number, str(error), status=413) from None
+
+
+def bad_line(number: int, message: str, param: str | None = None, *, status: int = 400) -> RequestError:
+    """Return the error for line `number`, counted from 1 with blank lines."""
+    return RequestError(f"line {number}: {message}", status=status, code="invalid_line", param=param, line=number)
+
+
+class StreamBody:
+    """A body of lines, as a source. It alone calls the request's `receive`, so it also detects that the client left.
+
+    `read` runs in a task of its own. It stops reading while the queued lines take more than `max_frame_bytes`, so that
+    TCP applies backpressure to the client.
+    """
+
+    name = "pushed by a client"
+
+    def __init__(self, receive: Receive, service: Service) -> None:
+        self._receive = receive
+        self._limits = service.limits
+        self._account = Account(service.share)
+        self._queue: asyncio.Queue[tuple[Line | RequestError, int]] = asyncio.Queue()
+        self._num_queued_bytes = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._has_left = asyncio.Event()
+        self._is_open = False
+        self._finishes_at_end = False
+        self._is_finished = False
+        self._num_lines = 0
+
+    async def wait_until_left(self) -> Message:
+        """Wait until the client has left: an ASGI `receive`."""
+        await self._has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def open_line(self) -> OpenLine:
+        """Wait for the first line, and return it. Raises RequestError if it is invalid, late, or not of type open."""
+        first = await self._next()
+        assert isinstance(first, OpenLine)  # `_take` rejects others
+        return first
+
+    async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
+        """Yield the events of the lines until `finish`. Raises RequestError for an invalid, late or missing line."""
+        while not isinstance(line := await self._next(), FinishLine):
+            assert not isinstance(line, OpenLine)
+            yield line.event()
+
+    async def read(self) -> None:
+        """Read the body to its end, and then until the client has left."""
+        try:
+            await self._read_lines()
+            while not self._has_left.is_set():  # drops what follows the last line, to detect a disconnect
+                await self._message()
+        except RequestError as error:
+            if self._is_finished:
+                self._has_left.set()  # the client sends without end
+            else:
+                self._put(error, 0)
+
+    async def _read_lines(self) -> None:
+        unread = bytearray()
+        while not self._is_finished:
+            limits = self._limits
+            idle_s = limits.idle_s if self._is_open else min(limits.idle_s, limits.body_s)  # not admitted yet
+            try:
+                async with asyncio.timeout(idle_s):
+                    is_last = await self._fill(unread)
+            except TimeoutError:
+                raise RequestError(f"no line was received for {idle_s:g} s", status=408, code="idle") from None
+            if self._has_left.is_set():
+                return
+            *lines, rest = unread.split(b"\n")
+            if is_last and rest.strip():
+                lines, rest = [*lines, rest], bytearray()
+            unread = rest
+            for start in range(0, len(lines), LINES_A_TURN):
+                await self._take_all(lines[start : start + LINES_A_TURN])
+                if self._is_finished:
+                    return
+            if is_last:
+                self._finish()
+
+    def _finish(self) -> None:
+        """Treat the end of the body as `finish`, if the client wants that."""
+        if not self._finishes_at_end:
+            raise RequestError(
+                'the body ended without a line {"type":"finish"}, as if the client had been stopped; open the stream '
+                'with "finish_at_end":true if its end is the end of the context',
+                code="not_finished",
+            )
+        self._is_finished = True
+        self._put(FinishLine(type="finish"), 0)
+
+    async def _fill(self, unread: bytearray) -> bool:
+        """Read into `unread` until it has a whole line or the body ends; return whether it has ended."""
+        most = self._limits.max_frame_bytes
+        while True:
+            message = await self._message()
+            num_before = len(unread)
+            unread += message.get("body", b"")
+            if len(unread) - 1 - unread.rfind(b"\n") > most:
+                number = self._num_lines + unread.count(b"\n") + 1
+                raise bad_line(number, f"it has more than {most:,} bytes, which is the most", status=413)
+            if self._has_left.is_set() or not message.get("more_body", False):
+                return True
+            if b"\n" in unread[num_before:]:
+                return False
+
+    async def _message(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self._has_left.set()
+        return message
+
+    async def _take_all(self, lines: list[bytearray]) -> None:
+        start_s = time.thread_time()
+        num_before = self._queue.qsize()
+        for line in lines:
+            self._num_lines += 1
+            if not self._is_finished and line.strip():  # a blank line is a heartbeat
+                self._take(bytes(line))
+        took_s = time.thread_time() - start_s + LINE_S * (self._queue.qsize() - num_before)
+        await asyncio.sleep(self._account.pause_s(took_s))
+        await self._has_room.wait()
+
+    def _take(self, line: bytes) -> None:
+        if len(line) > self._limits.max_frame_bytes:
+            raise bad_line(self._num_lines, "it is too long", status=413)
+        parsed = parse_line(line, self._num_lines)
+        if isinstance(parsed, OpenLine) is self._is_open:
+            what = "this one is open already" if self._is_open else f"and not with {parsed.type!r}"
+            raise bad_line(self._num_lines, f"a stream begins with one line of type 'open', {what}", "type")
+        if isinstance(parsed, OpenLine):
+            self._is_open = True
+            self._finishes_at_end = parsed.finish_at_end
+        self._is_finished = isinstance(parsed, FinishLine)
+        self._put(parsed, len(line))
+
+    def _put(self, line: Line | RequestError, num_bytes: int) -> None:
+        self._queue.put_nowait((line, num_bytes + LINE_BYTES))
+        self._count(num_bytes + LINE_BYTES)
+
+    async def _next(self) -> Line:
+        line, num_bytes = await self._queue.get()
+        self._count(-num_bytes)
+        if isinstance(line, RequestError):
+            raise line
+        return line
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_queued_bytes += num_bytes
+        if self._num_queued_bytes > self._limits.max_frame_bytes:
+            self._has_room.clear()
+        else:
+            self._has_room.set()

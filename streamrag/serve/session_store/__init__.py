@@ -1,1 +1,1 @@
-"""The sessions of a service: who owns which, what happened in them, and when they end."""
+"""The sessions of a service, and the folder with their logs."""

@@ -1,4 +1,4 @@
-"""One session of a service: its events for readers, its watches, and when it was last used."""
+"""One session of a service, with its events for readers, its watches, and its time of last use."""
 
 import asyncio
 import time
@@ -17,17 +17,10 @@ from streamrag.sessions import Session, Watch
 from streamrag.sessions.log import SessionLog
 from streamrag.support.tasks import Broadcast, cancel_regardless
 
-MAX_KEPT_EVENTS = 256
-"""Events of a session that are kept for readers that come back with the id of the last event that they saw."""
-
-MAX_SHOWN = 200
-"""Characters of a watched question that are shown to readers: each of them gets all questions, again and again."""
-
-MAX_WATCHED = 2_000
-"""Characters of a watched question and its answers, which are kept as long as the session."""
-
-UPDATE_GAP_S = 0.25
-"""Seconds between two events that say which version is current: each goes to all readers."""
+MAX_KEPT_EVENTS = 256  # events that are kept for readers that reconnect with the id of the last event they got
+MAX_SHOWN = 200  # characters of a watched question in events, because every reader gets all questions repeatedly
+MAX_WATCHED = 2_000  # characters of a watched question and its answers, which are kept as long as the session
+UPDATE_GAP_S = 0.25  # minimum seconds between two `data_updated` events, because each goes to all readers
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +29,11 @@ class SessionEvent:
 
     id: int
     name: str
-    """"flash_ready": a watched answer changed; "flash_failed"; "data_updated": another version is current;
-    "data_dropped": more came than could be taken in; "log_failed": the session's text cannot be written at the moment;
-    "gap": events before this one are not kept any more."""
+    """"flash_ready": a watched answer changed; "flash_failed": it could not be computed; "data_updated": the version
+    changed; "data_dropped": the session could not keep up; "log_failed": the session's log cannot be written;
+    "gap": earlier events are no longer kept."""
     values: dict[str, Any]
-    at_s: float = field(default_factory=time.monotonic)
-    """Time of the event, on the monotonic clock."""
+    at_s: float = field(default_factory=time.monotonic)  # time of the event, on the monotonic clock
 
     @property
     def age_s(self) -> float:
@@ -57,34 +49,26 @@ class ServedSession:
     client: str
     session: Session
     log: SessionLog | None
-    used_s: float
-    """Time of the last use, on the monotonic clock."""
-    touched_s: float = 0.0
-    """Time of the last use that the log knows."""
-    log_error: str = ""
-    """The last reason for which the log could not be had."""
-    was_used: bool = False
-    """Whether a request came for it after the one that made it."""
-    is_from_before: bool = False
-    """Whether it was there before this service started."""
+    used_s: float  # time of the last use, on the monotonic clock
+    touched_s: float = 0.0  # time of the last use that was written to the log
+    log_error: str = ""  # the last error of opening the log
+    was_used: bool = False  # whether there was a request after the one that opened the session
+    is_from_before: bool = False  # whether the session is older than this service process
     is_started: bool = False
     is_closed: bool = False
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    num_users: int = 0
-    """Requests that last."""
-    num_readers: int = 0
-    """Requests that only read events."""
+    num_users: int = 0  # number of open questions
+    num_readers: int = 0  # number of requests that only read events
     events: deque[SessionEvent] = field(default_factory=lambda: deque(maxlen=MAX_KEPT_EVENTS))
     num_events: int = 0
     watches: dict[str, tuple[Watch, "asyncio.Task[None]"]] = field(default_factory=dict)
     """Watches by name, each with the task that reports its answers."""
-    reporters: tuple["asyncio.Task[None]", ...] = ()
-    """Tasks that report versions and drops."""
+    reporters: tuple["asyncio.Task[None]", ...] = ()  # tasks that report versions and drops
     news: Broadcast = field(default_factory=Broadcast)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Count a request that lasts: the session is not idle until it ends."""
+        """Keep the session from becoming idle during the block."""
         self.num_users += 1
         try:
             yield
@@ -94,10 +78,7 @@ class ServedSession:
 
     @contextmanager
     def being_read(self, limits: Limits) -> Iterator[None]:
-        """Count a request that only reads events: readers alone keep the session for a limited time.
-
-        :raises RequestError: there are too many readers; each has copies of events that wait for it.
-        """
+        """Count a reader during the block. Raises RequestError if there are too many: each buffers events."""
         if self.num_readers >= limits.max_readers:
             what = f"the events of a session have at most {limits.max_readers} readers"
             raise RequestError(what, status=429, code="too_many_readers")
@@ -109,12 +90,12 @@ class ServedSession:
             self.use()
 
     def use(self) -> None:
-        """Record that the session is used now."""
+        """Set the time of last use to now."""
         self.used_s = time.monotonic()
         self.was_used = True
 
     def is_idle(self, limits: Limits) -> bool:
-        """Whether the session has not been used for too long."""
+        """Whether the session has been unused for too long."""
         if self.num_users:
             return False
         idle_s = limits.session_idle_s if self.was_used else min(limits.session_idle_s, limits.session_unused_s)
@@ -123,24 +104,22 @@ class ServedSession:
         return self.used_s < time.monotonic() - idle_s
 
     async def touch(self) -> None:
-        """Tell the log when the session was last used."""
+        """Write the time of last use to the log."""
         if self.log is not None and self.used_s > self.touched_s:
             self.touched_s = self.used_s
             await self.log.touch(time.time() - (time.monotonic() - self.used_s))
 
-    # --------------------------------------------------------------------------------------------------------- events
-
     def note(self, name: str, values: dict[str, Any]) -> None:
-        """Record an event, and wake the readers."""
+        """Append an event, and wake the readers."""
         self.num_events = self.num_events + 1 if self.log is None else self.log.next_event()
         self.events.append(SessionEvent(self.num_events, name, values))
         self.news.wake()
 
     async def read(self, after: int, caller: Caller) -> AsyncGenerator[SessionEvent, None]:
-        """Yield the events behind the one of this id, or all, as they come, until the session is closed.
+        """Yield the events after the id `after` as they occur, until the session is closed.
 
-        An event "gap" stands for those that are not kept any more, or came before a restart. If no event has this id
-        yet, it is of another session, and all events are read.
+        A "gap" event replaces those that are no longer kept. An `after` that no event has yet belongs to another
+        session; then all events are read.
 
         :raises RequestError: the caller's key is no longer valid.
         """
@@ -162,7 +141,7 @@ class ServedSession:
                 await self.news.wait()
 
     def begin(self) -> None:
-        """Begin to report what happens in the session, which has been started."""
+        """Start reporting the events of the session, which must have been started."""
         self.is_started = True
         self.num_events = 0 if self.log is None else self.log.num_events
         for name, watch in self.session.watches.items():
@@ -173,18 +152,14 @@ class ServedSession:
         )
 
     async def end(self, *, forgets: bool) -> None:
-        """Close the session, and with `forgets` remove its log."""
+        """Close the session; with `forgets`, remove its log."""
         async with self.starting:
             await self.session.aclose(forgets=forgets)
         await cancel_regardless([*(task for _, task in self.watches.values()), *self.reporters])
         self.news.wake()
 
     def watch(self, name: str, question: str, limits: Limits, **options: Any) -> None:
-        """Have a question answered ahead, in place of another one of the same name.
-
-        :raises RequestError: there are too many, or it is too long.
-        :raises ConfigurationError: it cannot work.
-        """
+        """Watch a question, in place of the watch with this name. Takes the options of `Session.watch`."""
         if len(name) > MAX_ID:
             raise RequestError(f"the name of a watch has at most {MAX_ID} characters")
         if len(question) + sum(map(len, options["answers"])) > MAX_WATCHED:
@@ -194,10 +169,7 @@ class ServedSession:
         self._report(name, self.session.watch(question, name=name, **options))
 
     def unwatch(self, name: str) -> None:
-        """End the watch of this name.
-
-        :raises RequestError: there is no watch of this name.
-        """
+        """End the watch with this name. Raises RequestError if there is no such watch."""
         if name not in self.watches:
             raise RequestError(f"there is no watch {name!r:.80}", status=404, code="watch_not_found")
         self.watches.pop(name)[0].end()
@@ -207,13 +179,13 @@ class ServedSession:
         self.watches[name] = watch, task
 
     async def _report_answers(self, name: str, watch: Watch) -> None:
-        about = {"name": name, "question": watch.question[:MAX_SHOWN]}
+        common = {"name": name, "question": watch.question[:MAX_SHOWN]}
         try:
             async for answer in watch:
-                of_version = {"version": answer.version, "took_s": answer.took_s, "gap": answer.gap}
-                self.note("flash_ready", {**about, "answer": answer.text, **of_version})
+                version = {"version": answer.version, "took_s": answer.took_s, "gap": answer.gap}
+                self.note("flash_ready", {**common, "answer": answer.text, **version})
         except StreamRagError as error:
-            self.note("flash_failed", {**about, **failure_of(error).body()})
+            self.note("flash_failed", {**common, **failure_of(error).body()})
 
     async def _report_versions(self) -> None:
         with suppress(StreamRagError):  # the session was closed

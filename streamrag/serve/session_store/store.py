@@ -1,46 +1,78 @@
-"""All sessions of a service: made, found, resumed after a restart, and closed when they have been idle for too long."""
+"""The sessions of a service: opened, looked up, resumed after a restart, and closed when idle."""
 
 import asyncio
 import logging
+import os
+import re
+import stat
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
-from streamrag.errors import SessionLogError, SessionLogInUseError, TooManySessionsError
+from streamrag.errors import ConfigurationError, SessionLogError, SessionLogInUseError, TooManySessionsError
 from streamrag.serve.failures import RefusedError, RequestError
 from streamrag.serve.observe.observer import Refusal
 from streamrag.serve.service import Service
-from streamrag.serve.session_store.folder import SessionFolder
 from streamrag.serve.session_store.served_session import ServedSession
 from streamrag.sessions import Session, SessionLimits
 from streamrag.sessions.limits import SessionBooks
 from streamrag.sessions.log import SessionLog
+from streamrag.sessions.log.contents import Header
+from streamrag.sessions.log.file import LogFile, read_header
 from streamrag.sessions.question import Question
 from streamrag.support.tasks import cancel_regardless, run_regardless
 
-SWEEP_S = 5.0
-"""Seconds between two sweeps, which close idle sessions and end readers whose key is no longer valid."""
+SWEEP_S = 5.0  # seconds between two sweeps, which close idle sessions and end readers whose key was revoked
+TOUCH_SHARE = 0.05  # how far a log's time of last use may lag if the service is killed, as a share of the idle timeout
+RETRY_S = 60.0  # retry-After for a refused session, in seconds: another session may have ended by then
+NO_SESSION = "there is no such session; it may have been closed after being idle"
 
-TOUCH_SHARE = 0.05
-"""Share of the time after which a session is idle: by so much a log's time of last use may lag, if its service is
-killed."""
-
-RETRY_S = 60.0
-"""Seconds after which a client that was refused may try again: a session may have been closed, or have expired."""
-
-NO_SESSION = "there is no such session; it may have been idle for too long"
+_LOG_NAME = re.compile(r"(sess_[0-9a-f]{32})\.sqlite")
 
 log = logging.getLogger("streamrag.serve")
 
 
-class SessionStore:
-    """The sessions of a service, closed with it.
+class SessionFolder:
+    """A folder of session logs, created for its owner only. Raises ConfigurationError if it is unusable."""
 
-    :raises ConfigurationError: the folder for their logs cannot be used.
-    """
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"session_log_dir={path} cannot be created: {error.strerror or error}") from error
+        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigurationError(f"session_log_dir={path} cannot be written: make it writable, or choose another")
+
+    def path_of(self, id: str) -> Path:
+        """Return the path of this session's log."""
+        return self._path / f"{id}.sqlite"
+
+    def sessions(self) -> Iterator[tuple[str, Header, float]]:
+        """Yield each session's id, the header of its log, and the seconds since its last use. Skip unreadable logs."""
+        for path in sorted(self._path.iterdir()):
+            match = _LOG_NAME.fullmatch(path.name)
+            if match is None:
+                continue
+            try:
+                status = path.lstat()
+                if not stat.S_ISREG(status.st_mode):
+                    raise SessionLogError(f"{path} is not a regular file")
+                if not status.st_size:  # the service was killed before its first write
+                    with suppress(SessionLogInUseError):
+                        LogFile(path).remove()
+                    continue
+                yield match[1], read_header(path), max(time.time() - status.st_mtime, 0.0)
+            except (OSError, SessionLogError) as error:
+                log.error("a session is not resumed: %s", error)
+
+
+class SessionStore:
+    """The sessions of a service, which are closed with it."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -59,25 +91,21 @@ class SessionStore:
         for id, header, idle_s in self._folder.sessions() if self._folder else ():
             options = {"window_tokens": header.window_tokens, "slide_share": header.slide_share}
             served = self._add(id, header.owner, header.window_tokens, options)
-            # Nobody could use it while the service was down; and the wall clock may have been set meanwhile.
+            # A grace period: clients could not use it while the service was down, and the wall clock may have changed.
             idle_s = min(idle_s, max(limits.session_idle_s - limits.session_unused_s, 0.0))
             served.used_s = served.touched_s = time.monotonic() - idle_s
             served.was_used = served.is_from_before = True
         service.closers.append(self.aclose)
-        with suppress(RuntimeError):  # there is no event loop yet: the first request begins to sweep
-            self._begin_to_sweep()
+        with suppress(RuntimeError):  # without an event loop, the first request starts the sweeper
+            self._start_sweeper()
 
     async def open(self, client: str, **options: Any) -> ServedSession:
-        """Open a session for a client.
-
-        :raises RefusedError: this client has too many sessions or tokens in their windows, or all clients together.
-        :raises ConfigurationError, PromptTooLongError: options that cannot work.
-        """
+        """Open a session for a client. Raises RefusedError for too many sessions, or tokens in their windows."""
         self._check_not_draining()
-        self._begin_to_sweep()
-        most = self._service.model.max_model_len  # the session itself refuses a longer window
+        self._start_sweeper()
+        most = self._service.model.max_model_len  # the session itself rejects a longer window
         num_tokens = min(options["window_tokens"] or most * 3 // 4, most)
-        try:  # the log of a session may say anything: no window is longer than the model
+        try:  # `longest_window` bounds the windows of resumed logs, which may be corrupt
             self._books.check(client, num_tokens, longest_window=most)
         except TooManySessionsError as error:
             raise RefusedError(str(error), cast(Refusal, error.limit), RETRY_S) from None
@@ -91,17 +119,13 @@ class SessionStore:
         return served
 
     async def find(self, id: str, client: str, *, starts: bool = True) -> ServedSession:
-        """Return the session of this id; one from before a restart is resumed, unless `starts` is False.
-
-        :raises RequestError: this client has none, or it cannot be resumed.
-        :raises RefusedError: the service is stopping.
-        """
+        """Return the client's session, resumed after a restart if `starts`. Raises RequestError if there is none."""
         served = self._sessions.get(id)
         if served is None or served.client != client:
-            self._check_not_draining()  # it may be there again after a restart
+            self._check_not_draining()  # a restarted service may have it
             raise session_not_found(NO_SESSION)
         served.use()
-        self._begin_to_sweep()
+        self._start_sweeper()
         if starts and not served.is_started:
             async with served.starting:
                 if served.is_closed:
@@ -127,37 +151,34 @@ class SessionStore:
 
     async def _start(self, served: ServedSession) -> None:
         if served.log is not None and served.is_from_before and not await asyncio.to_thread(served.log.path.exists):
-            self._forget(served)  # another service has ended it
+            self._forget(served)  # another service has closed it
             raise session_not_found(NO_SESSION)
         try:
             await served.session.start()
         except SessionLogInUseError as error:
             raise _in_use() from error
-        except SessionLogError as error:  # names the file, which clients must not see
+        except SessionLogError as error:  # its message names the file, which clients must not see
             if str(error) != served.log_error:
                 served.log_error = str(error)
-                log.error("a session cannot have its text: %s", error)
-            what = "the text of this session cannot be read or written: the log of the service says why"
+                log.error("the log of a session is unusable: %s", error)
+            what = "the text of this session cannot be read or written; see the service's log"
             raise RequestError(what, status=500, code="session_log_failed") from error
         self._books.put(served.id, served.client, served.session.state.window_tokens)
         served.begin()
 
     def _admit(self, client: str, question: Question) -> Callable[[], None]:
-        """Claim a place for a watched question, as for any other of its client, and return what frees it."""
-        admission, began_s = self._service.admission, time.monotonic()
+        """Admit a watched question, and return the callback that releases its place."""
+        admission, start_s = self._service.admission, time.monotonic()
         max_tokens, num_prompt_tokens = question.params.max_tokens, len(question.text)
         place = admission.enter(client, max_tokens=max_tokens, num_prompt_tokens=num_prompt_tokens, is_ahead=True)
-        return lambda: admission.leave(place, stayed_s=time.monotonic() - began_s)
+        return lambda: admission.leave(place, stayed_s=time.monotonic() - start_s)
 
     def _check_not_draining(self) -> None:
         if self._service.admission.is_draining:
             raise RefusedError("the service is stopping", "draining", 5.0)
 
     async def close(self, served: ServedSession) -> None:
-        """End a session and all its questions, and remove its log.
-
-        :raises RequestError: another service has the session; nothing is ended.
-        """
+        """Close a session and remove its log. Raises RequestError if another service has opened it."""
         if served.log is not None and not served.is_started:
             try:
                 async with served.starting:
@@ -168,7 +189,7 @@ class SessionStore:
         await self._close(served, forgets=True)
 
     async def aclose(self) -> None:
-        """End all sessions; their logs stay."""
+        """Close all sessions and keep their logs."""
         if self._sweeper is not None:
             await cancel_regardless([self._sweeper])
         sessions = list(self._sessions.values())
@@ -184,7 +205,7 @@ class SessionStore:
         self._books.remove(served.id)
         served.is_closed = True
 
-    def _begin_to_sweep(self) -> None:
+    def _start_sweeper(self) -> None:
         if self._sweeper is None and asyncio.get_running_loop():
             self._sweeper = asyncio.create_task(self._sweep(), name="streamrag sessions' expiry")
 
@@ -196,7 +217,7 @@ class SessionStore:
                 if served.is_idle(limits):
                     try:
                         await self.close(served)
-                    except RequestError:  # another service has it, and knows when it was used
+                    except RequestError:  # another service has opened it
                         self._forget(served)
                     continue
                 if served.num_readers or served.num_users:
@@ -206,9 +227,11 @@ class SessionStore:
 
 
 def session_not_found(why: str) -> RequestError:
-    """Return the error about a session that is not there, or not any more."""
+    """Return the error for an unknown or closed session."""
     return RequestError(why, status=404, code="session_not_found")
 
 
 def _in_use() -> RequestError:
-    return RequestError("another service has this session: ask that one", status=409, code="session_in_use")
+    return RequestError(
+        "another service has opened this session: send the request there", status=409, code="session_in_use"
+    )

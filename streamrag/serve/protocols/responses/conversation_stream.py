@@ -1,4 +1,4 @@
-"""The answer to a conversation that brings its own context: its prompts stream to the backend as they grow."""
+"""The answer to a conversation that brings its own context, whose prompts stream to the backend as they grow."""
 
 import asyncio
 import time
@@ -25,10 +25,10 @@ from streamrag.telemetry import (
 
 
 class ConversationStream:
-    """A streamed request of the engine, open until the conversation has its answer.
+    """A streamed request of the engine, open until the conversation is answered.
 
-    `extend` sets the conversation so far, and `events` yields the answer; a task of its own must read them. If prompts
-    come faster than the backend takes them, it gets the newest.
+    `extend` sets the conversation so far. `events` yields the answer, and must be read in a task of its own. A backend
+    that is slower than the prompts gets only the newest.
     """
 
     def __init__(self, service: Service, opened: OpenQuery, params: SamplingParams) -> None:
@@ -39,21 +39,18 @@ class ConversationStream:
         self._conversation = Conversation(self._tokenizer, service.model.max_model_len)
         self._newest: tuple[tuple[int, ...], int, bool] | None = None
         self._has_new = asyncio.Event()
-        self._began_s = time.monotonic()
+        self._start_s = time.monotonic()
         self._complete_s = 0.0
         self._num_prompt_tokens = 0
         self._num_invalidated = 0
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no prompt yet."""
+        """Whether there has been no prompt."""
         return self._newest is None
 
     async def extend(self, turns: Sequence[Turn], *, is_complete: bool) -> ConversationPrompt:
-        """Set the conversation, and return its prompt. With `is_complete`, the answer follows.
-
-        :raises PromptTooLongError, ConfigurationError: it cannot be a prompt; the conversation before stays.
-        """
+        """Set the conversation and return its prompt; on errors, keep the last one. `is_complete` asks for answers."""
         max_tokens = self.params.max_tokens if is_complete else 1
         prompt = await in_thread(self._tokenizer, lambda: self._conversation.encode(turns, max_tokens=max_tokens))
         self._newest = prompt.token_ids if is_complete else prompt.partial, len(turns), is_complete
@@ -61,10 +58,7 @@ class ConversationStream:
         return prompt
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Yield the events of the answer; the last one is the whole answer.
-
-        :raises BackendError: the engine fails.
-        """
+        """Yield the events of the answer; the last one is `Answered`. Raises BackendError if the engine fails."""
         first_token_s: float | None = None
         chunks: list[AnswerChunk] = []
         async with (
@@ -109,11 +103,12 @@ class ConversationStream:
             yield Prompt(token_ids, num_shared, is_complete)
 
     def _now(self) -> float:
-        return time.monotonic() - self._began_s
+        return time.monotonic() - self._start_s
 
     def _answer(self, chunks: Sequence[AnswerChunk], first_token_s: float | None) -> Answer:
         last, model, total_s = chunks[-1], self._service.model, self._now()
         ttft_s = total_s if first_token_s is None else first_token_s
+        timings = Timings(0.0, None, self._complete_s, ttft_s, ttft_s - self._complete_s, total_s)
         assert last.finish_reason is not None
         return Answer(
             text="".join(chunk.text for chunk in chunks),
@@ -127,15 +122,8 @@ class ConversationStream:
             is_exact=model.is_exact,
             source_error=None,
             cut_short=None,
-            submitted_s=self._began_s,
-            timings=Timings(
-                queued_s=0.0,
-                first_chunk_s=None,
-                retrieval_s=self._complete_s,
-                ttft_s=ttft_s,
-                ttft_after_retrieval_s=ttft_s - self._complete_s,
-                total_s=total_s,
-            ),
+            submitted_s=self._start_s,
+            timings=timings,
             record=last.record,
             breaks_look_alikes=model.breaks_look_alikes,
         )

@@ -1,4 +1,4 @@
-"""The events of a query, encoded as numbered events of the protocol, and as the one object that they add up to."""
+"""Encodes the events of a query as numbered events of the protocol, and as the response object that they add up to."""
 
 import time
 import uuid
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from streamrag.core import Chunk
-from streamrag.serve.citations import LONGEST_MARK, annotation_of, file_id, file_name, marks_in
+from streamrag.serve.citations import LONGEST_MARK, encode_annotation, file_id, file_name, find_marks
 from streamrag.serve.failures import Failure
-from streamrag.serve.protocols.chat import passages_of
+from streamrag.serve.protocols.chat import encode_passages
 from streamrag.serve.protocols.responses.requests import CheckedRequest
 from streamrag.telemetry import Answer, Answered, ContextComplete, Event, RetrievalStarted, TokensGenerated
 
 ServerEvent = dict[str, Any]
 
 ERROR_CODES = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
-"""Codes of the protocol's fixed list, by type of failure; any other failure is a "server_error"."""
+"""The protocol's error codes by type of failure; all others are "server_error"."""
 
 
 class ResponseEncoder:
-    """The encoder of one response. `response` is the whole of it at its end, for a client that wants no stream."""
+    """The encoder of one response. `response` is the complete object once the response has ended."""
 
     def __init__(self, request: CheckedRequest, model: str) -> None:
         self._request = request
@@ -30,16 +30,15 @@ class ResponseEncoder:
         self._annotations: list[dict[str, Any]] = []
         self._passages: Sequence[Chunk] = ()
         self.response = _response(request, model)
-        self.num_shared = 0
-        """Tokens of the prompt that earlier requests had computed, beside those in the engine's record."""
+        self.num_shared = 0  # prompt tokens of earlier requests, which the engine's record does not count as cached
 
     @property
     def has_begun(self) -> bool:
-        """Whether the client has been told of the response."""
+        """Whether an event was encoded."""
         return self._num_events > 0
 
     def begin(self) -> list[ServerEvent]:
-        """Return the events of a request that was admitted."""
+        """Return the events of an admitted request."""
         response = {**self.response, "output": []}
         return [
             self._event("response.created", response=response),
@@ -61,12 +60,12 @@ class ResponseEncoder:
         return []
 
     def complete_prepared(self, num_tokens: int) -> list[ServerEvent]:
-        """Return the end of a response without an answer, of which the engine computes the conversation."""
+        """Return the last events of a response without an answer, whose conversation is only prefilled."""
         self._end("completed", usage=_usage(num_tokens, self.num_shared, 0))
         return [self._event("response.completed", response=self.response)]
 
     def fail(self, failure: Failure) -> list[ServerEvent]:
-        """Return the end of a response that fails."""
+        """Return the last events of a failed response."""
         if self._search is not None and self._search["status"] != "completed":
             self._search["status"] = "failed"
         if self._message is not None:
@@ -76,14 +75,15 @@ class ResponseEncoder:
         return [self._event("response.failed", response=self.response)]
 
     def _begin_search(self, query: str) -> list[ServerEvent]:
+        search_id, status = f"fs_{uuid.uuid4().hex}", "in_progress"
         self._search = {
-            "id": f"fs_{uuid.uuid4().hex}",
+            "id": search_id,
             "type": "file_search_call",
-            "status": "in_progress",
+            "status": status,
             "queries": [query],
             "results": None,
         }
-        at = {"output_index": 0, "item_id": self._search["id"]}
+        at = {"output_index": 0, "item_id": search_id}
         events = [
             self._add_item(self._search),
             self._event("response.file_search_call.in_progress", **at),
@@ -106,13 +106,8 @@ class ResponseEncoder:
     def _begin_message(self) -> list[ServerEvent]:
         if self._message is not None:
             return []
-        self._message = {
-            "id": f"msg_{uuid.uuid4().hex}",
-            "type": "message",
-            "role": "assistant",
-            "status": "in_progress",
-            "content": [],
-        }
+        message_id, status = f"msg_{uuid.uuid4().hex}", "in_progress"
+        self._message = {"id": message_id, "type": "message", "role": "assistant", "status": status, "content": []}
         return [
             self._add_item(self._message),
             self._event("response.content_part.added", **self._at, part=self._part()),
@@ -127,12 +122,12 @@ class ResponseEncoder:
         num_before = len(self._text)
         self._text += text
         events = [self._event("response.output_text.delta", **self._at, delta=text, logprobs=[])]
-        for mark in marks_in(self._text, len(self._passages), max(0, num_before - LONGEST_MARK)):
+        for mark in find_marks(self._text, len(self._passages), max(0, num_before - LONGEST_MARK)):
             if mark.end <= num_before:
                 continue
-            annotation = annotation_of(mark, self._passages)
-            about = {**self._at, "annotation_index": len(self._annotations), "annotation": annotation}
-            events.append(self._event("response.output_text.annotation.added", **about))
+            annotation = encode_annotation(mark, self._passages)
+            values = {**self._at, "annotation_index": len(self._annotations), "annotation": annotation}
+            events.append(self._event("response.output_text.annotation.added", **values))
             self._annotations.append(annotation)
         return events
 
@@ -146,7 +141,7 @@ class ResponseEncoder:
             status,
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
             usage=_usage(answer.num_prompt_tokens, num_cached, len(answer.token_ids)),
-            streamrag={"citations": passages_of(answer)},
+            streamrag={"citations": encode_passages(answer)},
         )
         return [
             self._event("response.output_text.done", **self._at, text=self._text, logprobs=[]),

@@ -1,4 +1,4 @@
-"""What a client asks for, in the body of a POST or with `response.create`, and what of it this service does."""
+"""The schema of requests, in the body of a POST or with `response.create`, and their checks."""
 
 import json
 import uuid
@@ -12,27 +12,20 @@ from streamrag.core import SamplingParams, Turn
 from streamrag.serve.failures import RequestError
 from streamrag.serve.protocols.chat import HARMLESS, check_model
 from streamrag.serve.protocols.responses.states import State
-from streamrag.serve.request_fields import refuse_fields, sampling, turn_of
+from streamrag.serve.request_fields import parse_turn, refuse_fields, sampling
 from streamrag.serve.service import Service
 
-INCLUDES = frozenset(
-    {
-        "file_search_call.results",
-        # This service never has the rest, so that leaving them out is what they ask for:
-        "code_interpreter_call.outputs",
-        "computer_call_output.output.image_url",
-        "message.input_image.image_url",
-        "reasoning.encrypted_content",
-        "web_search_call.action.sources",
-        "web_search_call.results",
-    }
-)
+INCLUDES = frozenset((
+    "file_search_call.results",
+    # Outputs that this service never has, so leaving them out is correct:
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "message.input_image.image_url",
+    "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results",
+))  # fmt: skip
 
-MAX_ITEMS = 1000
-"""Number of items in one request's input."""
+MAX_ITEMS = 1000  # maximum items in one request's input
 
 MAX_TOOLS = 16_384
-"""Characters of a request's tools as JSON: they stand in its response, and are held as objects meanwhile."""
+"""Maximum characters of a request's tools as JSON: they are held as objects, and repeated in the response."""
 
 Word = Annotated[str, Field(max_length=64)]
 Value = Annotated[str, Field(max_length=512)]
@@ -46,7 +39,7 @@ class CacheOptions(BaseModel):
 
 
 class ResponseRequest(BaseModel):
-    """A request as OpenAI defines it. What this service cannot do is refused, not ignored."""
+    """A request as OpenAI defines it. Unsupported fields are refused, not ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -66,40 +59,37 @@ class ResponseRequest(BaseModel):
     text: dict[str, Any] | None = None
     truncation: str | None = None
     user: Value | None = None
-    # Fields that only a WebSocket has.
+    # WebSocket only:
     generate: bool | None = None
     stream_id: Id | None = None
     prompt_cache_options: CacheOptions | None = None
-    # Fields with values that ask for nothing; so do null, false, "" and [], in any field.
+    # Permitted only with values that change nothing:
     reasoning: Any = None
     top_logprobs: int | None = None
 
     @property
     def is_prepared_only(self) -> bool:
-        """Whether the client wants the conversation so far computed, and no answer."""
+        """Whether the client only wants the conversation so far prefilled, without an answer."""
         return self.generate is False or (
             self.prompt_cache_options is not None and bool(self.prompt_cache_options.prewarm)
         )
 
     def params(self, default: SamplingParams) -> SamplingParams:
-        """Return how to sample the answer."""
+        """Return the sampling parameters."""
         return sampling(default, max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p)
 
     def check(self, *, is_socket: bool) -> None:
-        """Refuse what this service does not do.
-
-        :raises RequestError: the request asks for it.
-        """
+        """Check that the service supports the request. Raises RequestError if it does not."""
         text_format = (self.text or {}).get("format")
         choice = self.tool_choice
-        chosen = choice.get("type") if isinstance(choice, dict) else choice
+        choice_type = choice.get("type") if isinstance(choice, dict) else choice
         refused = {
             "reasoning": isinstance(self.reasoning, Mapping) and any(v is not None for v in self.reasoning.values()),
             "top_logprobs": bool(self.top_logprobs),
             "truncation": self.truncation not in (None, "disabled"),
             "include": not INCLUDES.issuperset(self.include or ()),
             "tools": any(tool.get("type") != "file_search" or tool.get("filters") for tool in self.tools or ()),
-            "tool_choice": chosen not in (None, "none", "auto", "required", "file_search"),
+            "tool_choice": choice_type not in (None, "none", "auto", "required", "file_search"),
             "text.format": text_format is not None
             and not (isinstance(text_format, Mapping) and text_format.get("type") == "text"),
             "text.verbosity": (self.text or {}).get("verbosity") not in (None, "medium"),
@@ -107,19 +97,16 @@ class ResponseRequest(BaseModel):
             "stream_id": self.stream_id is not None and not is_socket,
         }
         refuse_fields(self, HARMLESS | {"stream_options"}, refused)
-        for name, given_back in (("tools", self.tools), ("tool_choice", choice)):
+        for name, value in (("tools", self.tools), ("tool_choice", choice)):
             try:
-                num_characters = len(json.dumps(given_back, allow_nan=False))
+                num_characters = len(json.dumps(value, allow_nan=False))
             except ValueError:
                 raise RequestError(f"{name}: it has a number that is too large", param=name) from None
             if num_characters > MAX_TOOLS:
                 raise RequestError(f"{name}: it has more than {MAX_TOOLS:,} characters", param=name)
 
     def turns(self) -> tuple[Turn, ...]:
-        """Return the messages of the input.
-
-        :raises RequestError: there is something else in it.
-        """
+        """Return the messages of the input. Raises RequestError if it has items other than messages."""
         if self.input is None:
             return ()
         if isinstance(self.input, str):
@@ -128,60 +115,53 @@ class ResponseRequest(BaseModel):
         for i, item in enumerate(self.input):
             kind = item.get("type", "message")
             if kind == "file_search_call":
-                continue  # part of an earlier output that the client sends back: its message has the result
+                continue  # from an earlier output; its message has the result
             if kind != "message":
-                raise RequestError(
-                    f"an item of type {kind!r:.40}: this service reads messages only", param=f"input.{i}.type"
-                )
+                message = f"an item of type {kind!r:.40}: this service reads messages only"
+                raise RequestError(message, param=f"input.{i}.type")
             role = item.get("role")
-            turns.append(turn_of(role if isinstance(role, str) else repr(role), item.get("content"), f"input.{i}"))
+            turns.append(parse_turn(role if isinstance(role, str) else repr(role), item.get("content"), f"input.{i}"))
         return tuple(turns)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    """A request that this service can answer, with the conversation that it continues."""
+    """A supported request, with the conversation that it continues."""
 
     id: str
     body: ResponseRequest
-    turns: tuple[Turn, ...]
-    """All turns, also those of earlier responses, without instructions."""
-    brings_context: bool
-    """Whether something was prepared for it, so that nothing is retrieved."""
-    retrieves: bool
-    """Whether the service retrieves for it."""
+    turns: tuple[Turn, ...]  # all turns, including those of earlier responses, without instructions
+    brings_context: bool  # whether part of the conversation was prepared, so that nothing is retrieved
+    retrieves: bool  # whether the service retrieves for it
     params: SamplingParams
     is_stored: bool
 
     @property
     def question(self) -> str:
-        """The last message of the user."""
+        """The last user message."""
         return next((turn.text for turn in reversed(self.turns) if turn.role == "user"), "")
 
     @property
     def conversation(self) -> tuple[Turn, ...]:
-        """The turns, with the instructions in front."""
-        given = self.body.instructions
-        return (Turn("system", given), *self.turns) if given else self.turns
+        """The turns, preceded by the instructions."""
+        instructions = self.body.instructions
+        return (Turn("system", instructions), *self.turns) if instructions else self.turns
 
     @property
     def wants_results(self) -> bool:
-        """Whether the chunks of retrieval are part of the response."""
+        """Whether the response includes the retrieved chunks."""
         return "file_search_call.results" in (self.body.include or ())
 
 
 def check_request(
     service: Service, body: ResponseRequest, previous: State | None, *, is_socket: bool
 ) -> CheckedRequest:
-    """Return what a client asks for, after the previous response.
-
-    :raises RequestError, ConfigurationError: it cannot be done.
-    """
+    """Return a checked request that continues `previous`. Raises RequestError if it is invalid or unsupported."""
     body.check(is_socket=is_socket)
     check_model(service, body.model)
     turns = (*(previous.turns if previous is not None else ()), *body.turns())
     if not turns:
-        raise RequestError("input: there is nothing to answer, and nothing before it", param="input")
+        raise RequestError("input: there is no message, and no previous response", param="input")
     if not body.is_prepared_only and turns[-1].role != "user":
         raise RequestError("the last message must be a user's: it is the question", param="input")
     brings_context = body.is_prepared_only or (previous is not None and previous.brings_context)

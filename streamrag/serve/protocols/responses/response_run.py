@@ -5,6 +5,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import TypeAlias
 
 from streamrag.core import Turn
+from streamrag.serve.connections.json_body import encode_json
 from streamrag.serve.observe.observer import Interface
 from streamrag.serve.open_queries import Caller
 from streamrag.serve.protocols.chat import conversation_options
@@ -13,25 +14,16 @@ from streamrag.serve.protocols.responses.encoder import ResponseEncoder, ServerE
 from streamrag.serve.protocols.responses.requests import CheckedRequest
 from streamrag.serve.protocols.responses.states import State
 from streamrag.serve.service import Service, first_question
-from streamrag.serve.wire import json_of
 from streamrag.telemetry import Answered, Event
 
 Send: TypeAlias = Callable[[ServerEvent], Awaitable[None]]
-
-
-async def discard(event: ServerEvent) -> None:
-    """Drop an event, for a client that wants no stream."""
 
 
 @asynccontextmanager
 async def query_events(
     service: Service, caller: Caller, interface: Interface, request: CheckedRequest
 ) -> AsyncIterator[AsyncIterator[Event]]:
-    """Admit a request, and yield the events of its query, from the service's retrieval or from the conversation alone.
-
-    :raises RefusedError: there is no place for it.
-    :raises StreamRagError: as `Service.events` does.
-    """
+    """Admit a request and give its events, from the service's retrieval or from the conversation alone."""
     if request.retrieves:
         question, options = conversation_options(service, request.conversation, "input", request.params)
         async with service.events(caller, interface, question, **options) as events:
@@ -52,7 +44,7 @@ async def query_events(
 
 
 class ResponseRun:
-    """A run of one response: sends its events as they come, and passes its state to `keep` once it is complete."""
+    """A run of one response: sends its events as they occur, and passes its state to `keep` once it is complete."""
 
     def __init__(
         self,
@@ -60,20 +52,16 @@ class ResponseRun:
         model: str,
         *,
         keep: Callable[[State], None] | None = None,
-        send: Send = discard,
+        send: Send | None = None,
     ) -> None:
         self.request = request
         self.encoder = ResponseEncoder(request, model)
         self.send = send
-        self._keep_state = keep
+        self._on_complete = keep
         self._last: list[ServerEvent] = []
 
     async def run(self, service: Service, caller: Caller, interface: Interface) -> None:
-        """Answer the request, and send all events.
-
-        :raises StreamRagError: as `query_events` does; a response that has begun is to be ended with
-            `ResponseEncoder.fail`.
-        """
+        """Answer the request and send all events. On an error, the caller must end the response with `encoder.fail`."""
         async with query_events(service, caller, interface, self.request) as events:
             if not self.request.retrieves:
                 await self.begin()
@@ -81,11 +69,11 @@ class ResponseRun:
         await self.finish()
 
     async def begin(self) -> None:
-        """Tell the client that the request was admitted."""
+        """Send the events of an admitted request."""
         await self._send_all(self.encoder.begin())
 
     async def follow(self, events: AsyncIterator[Event]) -> None:
-        """Send what these events add, without the last one."""
+        """Encode and send these events, except those of the complete answer, which `finish` sends."""
         async for event in events:
             if not self.encoder.has_begun:
                 await self.begin()
@@ -97,22 +85,23 @@ class ResponseRun:
                 await self._send_all(encoded)
 
     async def finish(self) -> None:
-        """Send what the answer's end adds. To be called once its place is free: the client may then ask again."""
+        """Send the last events. Call this after the query's place is released, as the client may then send another."""
         await self._send_all(self._last)
 
     async def complete_prepared(self, num_tokens: int) -> None:
-        """Send the whole of a response that has no answer."""
-        begun, ended = self.encoder.begin(), self.encoder.complete_prepared(num_tokens)
+        """Send all events of a response without an answer, whose prompt has `num_tokens`."""
+        events = [*self.encoder.begin(), *self.encoder.complete_prepared(num_tokens)]
         self.keep()
-        await self._send_all([*begun, *ended])
+        await self._send_all(events)
 
     def keep(self, *more: Turn) -> None:
-        """Keep the state of the response, with these turns at the conversation's end."""
-        if self._keep_state is not None:
+        """Pass on the response's state, whose conversation ends with these turns."""
+        if self._on_complete is not None:
             request = self.request
-            response = json_of(self.encoder.response).encode()
-            self._keep_state(State(request.id, response, (*request.turns, *more), request.brings_context))
+            response = encode_json(self.encoder.response).encode()
+            self._on_complete(State(request.id, response, (*request.turns, *more), request.brings_context))
 
     async def _send_all(self, events: list[ServerEvent]) -> None:
-        for event in events:
-            await self.send(event)
+        if self.send is not None:
+            for event in events:
+                await self.send(event)

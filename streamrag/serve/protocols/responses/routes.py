@@ -10,8 +10,8 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from streamrag.serve.connections.gate import CALLER
-from streamrag.serve.connections.json_body import read_body
-from streamrag.serve.connections.sse import Write, respond, unless_gone
+from streamrag.serve.connections.json_body import encode_json, read_body
+from streamrag.serve.connections.sse import Write, respond, unless_disconnected
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.open_queries import Caller
 from streamrag.serve.protocols.responses.encoder import ServerEvent
@@ -20,11 +20,9 @@ from streamrag.serve.protocols.responses.response_run import ResponseRun
 from streamrag.serve.protocols.responses.socket import ResponseSocket
 from streamrag.serve.protocols.responses.states import StateStore
 from streamrag.serve.service import Service
-from streamrag.serve.wire import json_of
 
 
 def routes(service: Service) -> list[BaseRoute]:
-    """Return the routes of this protocol."""
     handlers = _Handlers(service)
     return [
         Route("/v1/responses", handlers.create, methods=["POST"]),
@@ -49,7 +47,7 @@ class _Handlers:
         keep = partial(self._states.add, client=caller.client) if checked.is_stored else None
         run = ResponseRun(checked, self._service.model_name, keep=keep)
         if not body.stream:
-            await unless_gone(run.run(self._service, caller, "responses"), request.receive)
+            await unless_disconnected(run.run(self._service, caller, "responses"), request.receive)
             return JSONResponse(run.encoder.response)
 
         async def produce(write: Write) -> None:
@@ -62,7 +60,8 @@ class _Handlers:
         def fail(failure: Failure) -> Sequence[ServerSentEvent]:
             return [_sse(event) for event in run.encoder.fail(failure)]
 
-        return await respond(request, produce, failed=fail, send_timeout_s=self._service.limits.send_timeout_s)
+        timeout_s = self._service.limits.send_timeout_s
+        return await respond(request, produce, on_failure=fail, send_timeout_s=timeout_s)
 
     async def stored(self, request: Request) -> Response:
         id, client = request.path_params["id"], request.scope[CALLER].client
@@ -70,19 +69,17 @@ class _Handlers:
             self._states.delete(id, client)
             return JSONResponse({"id": id, "object": "response", "deleted": True})
         if request.query_params.get("stream") == "true":
-            raise RequestError("stream: a stored response is given as a whole", param="stream")
+            raise RequestError("stream: a stored response cannot be streamed", param="stream")
         return Response(self._states.get(id, client).response, media_type="application/json")
 
     async def cancel(self, request: Request) -> Response:
         self._states.get(request.path_params["id"], request.scope[CALLER].client)
-        raise RequestError(
-            "Cannot cancel a synchronous response: only one in the background, which this service does not do",
-            param="response_id",
-        )
+        message = "Cannot cancel a synchronous response. This service does not support background responses."
+        raise RequestError(message, param="response_id")
 
     async def connect(self, socket: WebSocket) -> None:
         await ResponseSocket(self._service, self._states, socket, socket.scope[CALLER]).run()
 
 
 def _sse(event: ServerEvent) -> ServerSentEvent:
-    return ServerSentEvent(json_of(event), event=event["type"])
+    return ServerSentEvent(encode_json(event), event=event["type"])

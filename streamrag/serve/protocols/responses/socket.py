@@ -1,14 +1,47 @@
-"""One WebSocket of `/v1/responses`: each request goes to the stream that its `stream_id` names."""
+"""One WebSocket of `/v1/responses`. The requests with one `stream_id` are a stream: they run one after the other.
 
+response.create generate=false ──▶ prompt so far ─┐
+response.create generate=false ──▶ prompt so far ─┼▶ one request of the engine ──▶ answer
+response.create                ──▶ whole prompt ──┘
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import Literal, TypeAlias
+
+import anyio
 from anyio.abc import TaskGroup
+from anyio.streams.memory import MemoryObjectReceiveStream
 from starlette.websockets import WebSocket
 
+from streamrag.errors import ConfigurationError, DeadlineExceededError, PromptTooLongError, StreamRagError
 from streamrag.serve.connections.json_socket import Frames
-from streamrag.serve.failures import RequestError
+from streamrag.serve.connections.sse import MAX_UNSENT
+from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.open_queries import Caller
-from streamrag.serve.protocols.responses.socket_stream import CreateEvent, SocketContext, SocketStream
+from streamrag.serve.protocols.responses.conversation_stream import ConversationStream
+from streamrag.serve.protocols.responses.requests import ResponseRequest, check_request
+from streamrag.serve.protocols.responses.response_run import ResponseRun
 from streamrag.serve.protocols.responses.states import StateStore
-from streamrag.serve.service import Service
+from streamrag.serve.service import Service, first_question
+from streamrag.support.tasks import cancel_regardless
+from streamrag.telemetry import Event
+
+MAX_WAITING = 64  # maximum queued requests of one stream
+
+log = logging.getLogger("streamrag.serve")
+
+Reader: TypeAlias = asyncio.Task[None]
+
+
+class CreateEvent(ResponseRequest):
+    """A request, as an event from the client."""
+
+    type: Literal["response.create"]
 
 
 class ResponseSocket(Frames):
@@ -16,7 +49,10 @@ class ResponseSocket(Frames):
 
     def __init__(self, service: Service, states: StateStore, socket: WebSocket, caller: Caller) -> None:
         super().__init__(socket, service, "stream_id")
-        self._context = SocketContext(service, states, caller, self)
+        self.service = service
+        self.states = states
+        self.caller = caller
+        self.num_queued_bytes = 0  # size of the queued requests of all streams
         self._streams: dict[str | None, SocketStream] = {}
 
     async def run(self) -> None:
@@ -28,24 +64,188 @@ class ResponseSocket(Frames):
                     try:
                         self._stream(request.stream_id, tasks).put(request, num_bytes)
                     except RequestError as error:
-                        await self.tell(error, request.stream_id)
+                        await self.send_error(error, request.stream_id)
         finally:
-            self._context.states.forget(self._context.caller.client, self)
+            self.states.forget(self.caller.client, self)
 
-    def _stream(self, stream_id: str | None, tasks: TaskGroup) -> SocketStream:
+    def _stream(self, stream_id: str | None, tasks: TaskGroup) -> "SocketStream":
         if stream_id in self._streams:
             return self._streams[stream_id]
-        most = self._context.service.limits.max_queries_per_client
+        most = self.service.limits.max_queries_per_client
         if len(self._streams) >= most:
             idle = [key for key, stream in self._streams.items() if stream.is_idle]
             if not idle:
-                raise RequestError(
-                    f"{most} streams of this connection are busy, which is the most",
-                    status=429,
-                    code="too_many_streams",
-                    param="stream_id",
-                )
+                message = f"{most} streams of this connection are busy, which is the most"
+                raise RequestError(message, status=429, code="too_many_streams", param="stream_id")
             self._streams.pop(idle[0]).scope.cancel()
-        stream = self._streams[stream_id] = SocketStream(self._context)
+        stream = self._streams[stream_id] = SocketStream(self)
         tasks.start_soon(stream.run)
         return stream
+
+
+class SocketStream:
+    """The requests with one `stream_id`, first come first served.
+
+    A request of the engine is open from the first conversation that is prepared to the answer. It ends early if the
+    next request cannot use it, or does not arrive within the idle timeout; what was prepared is then computed again.
+    """
+
+    def __init__(self, socket: ResponseSocket) -> None:
+        self.is_idle = True  # whether no request is open or queued
+        self.scope = anyio.CancelScope()
+        self._socket = socket
+        self._service = socket.service
+        self._queue: deque[tuple[CreateEvent, int]] = deque()
+        self._wake = asyncio.Event()
+        self._current: ResponseRun | None = None  # the response that the client is waiting for
+
+    def put(self, request: CreateEvent, num_bytes: int) -> None:
+        """Queue a request of this size. Raises RequestError if the queue is full."""
+        num_queued_bytes = self._socket.num_queued_bytes + num_bytes
+        if len(self._queue) >= MAX_WAITING or num_queued_bytes > self._service.limits.max_stream_bytes:
+            message = "too many requests wait: read the responses to earlier ones first"
+            raise RequestError(message, status=429, code="too_many_waiting")
+        self._socket.num_queued_bytes = num_queued_bytes
+        self._queue.append((request, num_bytes))
+        self.is_idle = False
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Answer requests until cancelled."""
+        with self.scope:
+            while True:
+                self.is_idle = not self._queue
+                response = await self._next()
+                while response is not None:
+                    response = await self._answer(response)
+
+    async def _answer(self, response: ResponseRun) -> ResponseRun | None:
+        """Answer a request. If the next request ends it before its answer, return that one."""
+        following: ResponseRun | None = None
+        try:
+            if response.request.brings_context:
+                following = await self._answer_from_conversation(response)
+                if following is None and self._current is not None:
+                    await self._current.finish()
+            else:
+                await response.run(self._service, self._socket.caller, "websocket")
+        except Exception as error:  # sent to the client, which may continue
+            await self._send_error(error)
+        self._current = following
+        return following
+
+    async def _answer_from_conversation(self, response: ResponseRun) -> ResponseRun | None:
+        """Prepare prompts until a request wants the answer. Return the first request that cannot use them, if any."""
+        first = response.request
+        async with self._service.open(
+            self._socket.caller,
+            "websocket",
+            first.question,
+            max_tokens=first.params.max_tokens,
+            first_question=first_question(first.turns),
+        ) as opened:
+            stream = ConversationStream(self._service, opened, first.params)
+            async with _reader(stream) as (events, reader):
+                while response.request.body.is_prepared_only:
+                    await self._prepare(response, stream)
+                    following = await self._next(reader)
+                    if following is None or not following.request.brings_context:
+                        return following
+                    if not following.request.body.is_prepared_only and following.request.params != stream.params:
+                        return following
+                    response = following
+                await self._complete(response, stream, events, reader)
+                return None
+
+    async def _prepare(self, response: ResponseRun, stream: ConversationStream) -> None:
+        is_first = stream.is_empty
+        try:
+            prompt = await stream.extend(response.request.conversation, is_complete=False)
+        except (ConfigurationError, PromptTooLongError) as error:
+            if is_first:
+                raise
+            await self._send_error(error)
+        else:
+            response.encoder.num_shared = prompt.num_shared
+            await response.complete_prepared(len(prompt.partial))
+        self._current = None
+
+    async def _complete(
+        self,
+        response: ResponseRun,
+        stream: ConversationStream,
+        events: MemoryObjectReceiveStream[Event],
+        reader: Reader,
+    ) -> None:
+        deadline_s = self._service.limits.deadline_s
+        prompt = await stream.extend(response.request.conversation, is_complete=True)
+        response.encoder.num_shared = prompt.num_shared
+        try:
+            with anyio.fail_after(deadline_s):
+                await response.begin()
+                await response.follow(events)
+                await asyncio.wait([reader])
+        except TimeoutError:
+            raise DeadlineExceededError(f"the query's deadline of {deadline_s:g} s passed") from None
+        reader.result()
+
+    async def _next(self, reader: Reader | None = None) -> ResponseRun | None:
+        """Return the next request, or None after the idle timeout if `reader` is open. Raises `reader`'s error."""
+        if reader is not None:
+            reader.add_done_callback(lambda _: self._wake.set())
+        while True:
+            while not self._queue:
+                self._wake.clear()
+                if reader is not None and reader.done():
+                    reader.result()
+                    return None
+                with anyio.move_on_after(self._service.limits.idle_s if reader is not None else None) as scope:
+                    await self._wake.wait()
+                if scope.cancelled_caught:
+                    return None
+            request, num_bytes = self._queue.popleft()
+            self._socket.num_queued_bytes -= num_bytes
+            try:
+                self._current = self._check(request)
+            except StreamRagError as error:
+                await self._socket.send_error(error, request.stream_id)
+            else:
+                return self._current
+
+    def _check(self, body: CreateEvent) -> ResponseRun:
+        socket, client = self._socket, self._socket.caller.client
+        previous = socket.states.previous(body.previous_response_id, client, socket)
+        request = check_request(self._service, body, previous, is_socket=True)
+        keep = partial(socket.states.add, client=client, connection=None if request.is_stored else socket)
+        return ResponseRun(request, self._service.model_name, keep=keep, send=socket.send)
+
+    async def _send_error(self, error: Exception) -> None:
+        """Fail the current response if it has begun; otherwise send an error frame for it. Without one, only log."""
+        failure = failure_of(error)
+        if failure.status == 500:
+            log.error("a request failed", exc_info=error)
+        if self._current is None:
+            return
+        if not self._current.encoder.has_begun:
+            await self._socket.send_error(error, self._current.request.body.stream_id)
+            return
+        for event in self._current.encoder.fail(failure):
+            await self._socket.send(event)
+
+
+@asynccontextmanager
+async def _reader(stream: ConversationStream) -> AsyncIterator[tuple[MemoryObjectReceiveStream[Event], Reader]]:
+    """Read the events of a stream in a task, ahead of demand; give the events and the task."""
+    send, receive = anyio.create_memory_object_stream[Event](MAX_UNSENT)
+
+    async def read() -> None:
+        async with send, aclosing(stream.events()) as events:
+            async for event in events:
+                await send.send(event)
+
+    task = asyncio.create_task(read(), name="streamrag socket stream")
+    try:
+        yield receive, task
+    finally:
+        receive.close()
+        await cancel_regardless([task])

@@ -1,4 +1,4 @@
-"""What is kept of responses: for `previous_response_id`, and for clients that get a response again."""
+"""Stored responses, for `previous_response_id` and for clients that fetch a response again."""
 
 import sys
 import time
@@ -10,8 +10,7 @@ from streamrag.core import Turn
 from streamrag.serve.failures import RequestError
 from streamrag.serve.limits import Limits
 
-TURN_BYTES = 200
-"""Memory of a turn without its text: the object, and the entry that counts it."""
+TURN_BYTES = 200  # memory of a turn without its text: the object, and its reference count
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,11 +18,9 @@ class State:
     """A response, and the conversation up to its end, without its instructions."""
 
     id: str
-    response: bytes
-    """The response as JSON. As objects, the fields that a client fills in take up to thirty times as much."""
+    response: bytes  # The response as JSON. As objects, a client's fields would take up to thirty times as much memory.
     turns: tuple[Turn, ...]
-    brings_context: bool
-    """Whether some of the conversation was prepared; its answers need no retrieval then."""
+    brings_context: bool  # whether part of the conversation was prepared, so that its answers need no retrieval
 
     @property
     def own_bytes(self) -> int:
@@ -32,58 +29,61 @@ class State:
 
 
 class StateStore:
-    """An LRU cache of states, within the limits. The client that has most loses first, so none can evict the others'.
+    """An LRU cache of states, with limits. It evicts from the client with the most, so no client can evict another's.
 
-    A client finds its own states only. One that a client does not want to store belongs to a connection, which alone
-    finds it.
+    States are private to their client. States with `store=false` are private to their connection.
 
-    clock: seconds; `time.monotonic` unless a test says otherwise.
+    clock: a monotonic clock, in seconds.
     """
 
     def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
-        self._clients: dict[str, _ClientStates] = {}
+        self._states: OrderedDict[_Key, tuple[State, float]] = OrderedDict()
+        """Each state with its time of last use, least recently used first."""
+        self._num_states: Counter[str] = Counter()  # by client
+        self._num_bytes: Counter[str] = Counter()  # by client
+        self._turns: Counter[tuple[str, int]] = Counter()
+        """References to turns by client and identity: the states of a chain share turns."""
 
     @property
     def num_states(self) -> int:
-        """Number of states that are kept."""
-        return sum(len(each.states) for each in self._clients.values())
+        """Number of stored states."""
+        return len(self._states)
 
     @property
     def num_bytes(self) -> int:
         """Memory that the states take."""
-        return sum(each.num_bytes for each in self._clients.values())
+        return self._num_bytes.total()
 
     def add(self, state: State, client: str, connection: object = None) -> None:
-        """Keep a state of a client, or of a connection of the client, and evict those that are too old or too many."""
-        self._clients.setdefault(client, _ClientStates()).add((connection, state.id), state, self._clock())
-        for each in list(self._clients):
-            self._expire(each)
+        """Store a state for a client, or for its connection only, and evict expired and excess states."""
+        self._states[client, connection, state.id] = state, self._clock()
+        self._num_states[client] += 1
+        self._num_bytes[client] += state.own_bytes
+        for turn in state.turns:
+            if not self._turns[client, id(turn)]:
+                self._num_bytes[client] += TURN_BYTES + sys.getsizeof(turn.text)
+            self._turns[client, id(turn)] += 1
+        self._expire()
         while self.num_states > self._limits.max_states:
-            self._evict_from(max(self._clients, key=lambda each: len(self._clients[each].states)))
+            self._evict_from(max(self._num_states, key=lambda each: self._num_states[each]))
         while self.num_bytes > self._limits.max_state_bytes:
-            self._evict_from(max(self._clients, key=lambda each: self._clients[each].num_bytes))
+            self._evict_from(max(self._num_bytes, key=lambda each: self._num_bytes[each]))
 
     def get(self, id: str, client: str, connection: object = None) -> State:
-        """Return the state of this id, of a client or of its connection.
-
-        :raises RequestError: there is none, or not any more.
-        """
-        self._expire(client)
-        if (own := self._clients.get(client)) is not None:
-            for key in ((None, id), (connection, id)):
-                if key in own.states:
-                    return own.use(key, self._clock())
-        raise RequestError(
-            f"there is no response {id!r:.80} here, or not any more", status=404, code="response_not_found"
-        )
+        """Return a state of a client or of its connection. Raises RequestError if there is none or it has expired."""
+        self._expire()
+        for key in ((client, None, id), (client, connection, id)):
+            if key in self._states:
+                state, _ = self._states.pop(key)
+                self._states[key] = state, self._clock()
+                return state
+        message = f"there is no response {id!r:.80}; it may have expired"
+        raise RequestError(message, status=404, code="response_not_found")
 
     def previous(self, id: str | None, client: str, connection: object = None) -> State | None:
-        """Return the state that a request continues, if it names one.
-
-        :raises RequestError: there is none of this id.
-        """
+        """Return the state that a request continues, if it names one. Raises RequestError if there is no such state."""
         try:
             return None if id is None else self.get(id, client, connection)
         except RequestError as error:
@@ -91,69 +91,35 @@ class StateStore:
             raise RequestError(str(error), status=404, code=code, param=param) from None
 
     def delete(self, id: str, client: str) -> None:
-        """Remove a state of a client. Responses that continued it keep their conversation.
-
-        :raises RequestError: there is none.
-        """
+        """Remove a state of a client. Responses that continued it keep their conversation."""
         self.get(id, client)
-        self._remove(client, (None, id))
+        self._remove((client, None, id))
 
     def forget(self, client: str, connection: object) -> None:
         """Remove all states of a connection."""
-        if client in self._clients:
-            for key in [key for key in self._clients[client].states if key[0] is connection]:
-                self._remove(client, key)
+        for key in [key for key in self._states if key[0] == client and key[1] is connection]:
+            self._remove(key)
 
-    def _expire(self, client: str) -> None:
+    def _expire(self) -> None:
         oldest_s = self._clock() - self._limits.state_s
-        while client in self._clients and self._clients[client].first_used_s <= oldest_s:
-            self._evict_from(client)
+        while self._states and next(iter(self._states.values()))[1] <= oldest_s:
+            self._remove(next(iter(self._states)))
 
     def _evict_from(self, client: str) -> None:
-        self._remove(client, next(iter(self._clients[client].states)))
+        self._remove(next(key for key in self._states if key[0] == client))
 
-    def _remove(self, client: str, key: "_Key") -> None:
-        own = self._clients[client]
-        own.remove(key)
-        if not own.states:
-            del self._clients[client]
-
-
-_Key = tuple[object, str]
-"""The connection that a state belongs to, or None, and its id."""
-
-
-class _ClientStates:
-    """The states of one client, least recently used first, and the memory that they take."""
-
-    def __init__(self) -> None:
-        self.states: OrderedDict[_Key, tuple[State, float]] = OrderedDict()
-        """Each with the time of its last use."""
-        self.num_bytes = 0
-        self._turns: Counter[int] = Counter()  # by identity, because the states of a chain share them
-
-    @property
-    def first_used_s(self) -> float:
-        return next(iter(self.states.values()))[1]
-
-    def add(self, key: _Key, state: State, now_s: float) -> None:
-        self.states[key] = state, now_s
+    def _remove(self, key: "_Key") -> None:
+        state, _ = self._states.pop(key)
+        client = key[0]
+        self._num_states[client] -= 1
+        self._num_bytes[client] -= state.own_bytes
         for turn in state.turns:
-            if not self._turns[id(turn)]:
-                self.num_bytes += TURN_BYTES + sys.getsizeof(turn.text)
-            self._turns[id(turn)] += 1
-        self.num_bytes += state.own_bytes
+            self._turns[client, id(turn)] -= 1
+            if not self._turns[client, id(turn)]:
+                del self._turns[client, id(turn)]
+                self._num_bytes[client] -= TURN_BYTES + sys.getsizeof(turn.text)
+        if not self._num_states[client]:
+            del self._num_states[client], self._num_bytes[client]
 
-    def use(self, key: _Key, now_s: float) -> State:
-        state, _ = self.states.pop(key)
-        self.states[key] = state, now_s
-        return state
 
-    def remove(self, key: _Key) -> None:
-        state, _ = self.states.pop(key)
-        for turn in state.turns:
-            self._turns[id(turn)] -= 1
-            if not self._turns[id(turn)]:
-                del self._turns[id(turn)]
-                self.num_bytes -= TURN_BYTES + sys.getsizeof(turn.text)
-        self.num_bytes -= state.own_bytes
+_Key = tuple[str, object, str]  # the client, the connection or None, and the state's id

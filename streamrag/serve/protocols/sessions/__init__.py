@@ -2,5 +2,5 @@
 
 routes      the routes below /v1/sessions
 socket      one WebSocket of a session: data and questions in, answers and events out
-requests    what clients send either way, checked, and how it is done
+requests    the schema of requests, and what both transports do with them
 """

@@ -1,4 +1,4 @@
-"""What clients ask of a session, by HTTP or by WebSocket: the schema, and how it is done."""
+"""The schema of session requests, over HTTP or WebSocket, and their execution."""
 
 from collections.abc import AsyncGenerator
 from dataclasses import asdict
@@ -20,9 +20,6 @@ from streamrag.sessions.question import DECISIVE_GAP
 from streamrag.sessions.session import MAX_WAITING
 from streamrag.telemetry import Event
 
-MAX_DATA = 500
-"""Number of chunks that one request reads at most."""
-
 AnswerTexts: TypeAlias = list[Annotated[str, Field(max_length=1000)]]
 
 
@@ -35,13 +32,13 @@ class OpenSession(StrictModel):
 
 
 class SystemText(StrictModel):
-    """A system text that replaces the one before."""
+    """A new system text."""
 
     system: str = Field(max_length=100_000)
 
 
 class DataChunk(StrictModel):
-    """A chunk of data. Only its text is kept, and stands in the prompt: the limits do not count the rest."""
+    """A chunk of data. Only its text is kept, because only text counts toward the limits."""
 
     text: str
     uri: str = ""
@@ -49,26 +46,25 @@ class DataChunk(StrictModel):
 
 
 class Data(StrictModel):
-    """Data to append, oldest first. At most as many as may wait, so that none displaces another of its request."""
+    """Data to append, oldest first. The session's queue has room for all of one request."""
 
     data: list[str | DataChunk] = Field(min_length=1, max_length=MAX_WAITING)
-    flush: bool = False
-    """Whether to respond only when the data are on the disk."""
+    flush: bool = False  # whether to respond only after the data were written to disk
 
 
 class QuestionFields(StrictModel):
-    """A base of questions to a session."""
+    """The fields of all questions to a session."""
 
     question: str = Field(max_length=MAX_QUERY_CHARACTERS)
     answers: AnswerTexts = Field(default_factory=list, max_length=64)
-    """The only permitted answers; if there are none, any answer is."""
+    """The permitted answers; if empty, the answer is free."""
     with_gap: bool = False
     decisive_gap: float = Field(default=DECISIVE_GAP, ge=0, allow_inf_nan=False)
     max_tokens: int | None = None
 
 
 class Question(QuestionFields):
-    """A question to be answered once."""
+    """A question that is answered once."""
 
     at_least: int | None = Field(default=None, ge=0)
     temperature: float | None = None
@@ -77,24 +73,21 @@ class Question(QuestionFields):
 
 
 class WatchedQuestion(QuestionFields):
-    """A question to be answered again whenever the data change."""
+    """A question that is answered whenever the data change."""
 
     every_s: float = Field(default=0.0, ge=0, le=86_400)
     priority: int = 0
 
 
-async def append_data(service: Service, served: ServedSession, given: Data) -> dict[str, Any]:
-    """Append all of the data or nothing, and return the version, and the number of chunks dropped so far.
+async def append_data(service: Service, served: ServedSession, request: Data) -> dict[str, Any]:
+    """Append all of the data or none, and return the version and the total number of dropped chunks.
 
-    :raises RequestError: the session was closed; or a flush is asked for, and the service has no logs; or the disk does
-        not take the data, which are in the session all the same.
-    :raises ConfigurationError: there are more data than may wait.
-    :raises SessionLogError: a chunk is too long for a log.
-    :raises PipelineClosedError: the service is stopping.
+    Raises RequestError if the session is closed, if the service has no logs to flush, or if the data are in the session
+    but could not be written to disk.
     """
-    if given.flush and served.log is None:
-        raise RequestError("this service keeps no text of sessions: it has no session_log_dir", param="flush")
-    chunks = [Chunk(each if isinstance(each, str) else each.text, "") for each in given.data]
+    if request.flush and served.log is None:
+        raise RequestError("this service does not store sessions: it has no session_log_dir", param="flush")
+    chunks = [Chunk(each if isinstance(each, str) else each.text, "") for each in request.data]
     if served.log is not None:
         for chunk in chunks:
             served.log.check(chunk)
@@ -102,83 +95,57 @@ async def append_data(service: Service, served: ServedSession, given: Data) -> d
     flushed: dict[str, int] = {}
     try:
         version = await served.session.extend(chunks)
-        if given.flush:
+        if request.flush:
             flushed = {"flushed": await served.session.flush()}
     except PipelineClosedError as error:
-        raise _end_of_session(service, error) from None
+        raise closed_error(service, error) from None
     except SessionLogError:
         if served.is_closed:
-            raise _end_of_session(service, PipelineClosedError("the session was closed")) from None
-        if (kept := served.session.state.log) is None or kept.error is None:
+            raise closed_error(service, PipelineClosedError("the session was closed")) from None
+        if (log := served.session.state.log) is None or log.error is None:
             raise
-        what = f"version {version} is in the session, and not on the disk: {kept.error}"
+        what = f"version {version} is in the session but not on disk: {log.error}"
         raise RequestError(what, status=503, code="session_log_failed") from None
     return {"version": version, "num_dropped": served.session.state.num_dropped, **flushed}
 
 
-async def replace_system(service: Service, served: ServedSession, given: SystemText) -> dict[str, Any]:
-    """Replace the system text, and return the first version that has it.
-
-    :raises RequestError: the session was closed.
-    :raises PromptTooLongError: the text leaves no room for a question.
-    :raises PipelineClosedError: the service is stopping.
-    """
-    try:
-        return {"version": await served.session.freeze(given.system)}
-    except PipelineClosedError as error:
-        raise _end_of_session(service, error) from None
-
-
 async def answer_events(
-    service: Service, caller: Caller, served: ServedSession, given: Question
+    service: Service, caller: Caller, served: ServedSession, question: Question
 ) -> AsyncGenerator[Event, None]:
-    """Yield the events of a question until it is answered.
-
-    :raises RefusedError: there is no place for it.
-    :raises RequestError: the session was closed.
-    :raises StreamRagError: as `Session.ask_events` does.
-    """
+    """Yield the events of a question until it is answered."""
     params = service.answering(
-        sampling(service.params, max_tokens=given.max_tokens, temperature=given.temperature, seed=given.seed)
+        sampling(service.params, max_tokens=question.max_tokens, temperature=question.temperature, seed=question.seed)
     )
-    options = given.model_dump(include={"answers", "at_least", "with_gap", "decisive_gap"})
-    stream = served.session.ask_events(given.question, params=params, deadline_s=service.limits.deadline_s, **options)
-    num_tokens = len(given.question)  # at most: the data before it are computed
-    place = service.open(caller, "sessions", given.question, max_tokens=params.max_tokens, num_prompt_tokens=num_tokens)
+    options = question.model_dump(include={"answers", "at_least", "with_gap", "decisive_gap"})
+    stream = served.session.ask_events(
+        question.question, params=params, deadline_s=service.limits.deadline_s, **options
+    )
+    num_tokens = len(question.question)  # an upper bound: the data are already prefilled
+    place = service.open(
+        caller, "sessions", question.question, max_tokens=params.max_tokens, num_prompt_tokens=num_tokens
+    )
     with served.in_use():
         async with place as opened, stream as events:
             try:
                 async for event in opened.noted(events):
                     yield event
             except PipelineClosedError as error:
-                raise _end_of_session(service, error) from None
+                raise closed_error(service, error) from None
 
 
-def _end_of_session(service: Service, error: PipelineClosedError) -> StreamRagError:
-    """Return the error for a session that has ended: it may be there again if the service restarts, else it is gone."""
+def closed_error(service: Service, error: PipelineClosedError) -> StreamRagError:
+    """Return the error for a closed session: `error` while the service stops, after which it may resume, else a 404."""
     return error if service.admission.is_draining else session_not_found("the session was closed")
 
 
-def state_of(served: ServedSession) -> dict[str, Any]:
-    """Return the state of a session, as its client sees it."""
+def encode_state(served: ServedSession) -> dict[str, Any]:
+    """Return the state of a session for its client."""
     watches = {name: watch.question[:MAX_SHOWN] for name, (watch, _) in sorted(served.watches.items())}
     return {"id": served.id, **asdict(served.session.state), "watches": watches}
 
 
-async def newest_data(served: ServedSession, behind: str) -> dict[str, Any]:
-    """Return the newest data in the window behind this version, with their versions.
-
-    :raises RequestError: `behind` is not a version.
-    """
-    data = await served.session.newest(behind=parse_id(behind, "behind"), at_most=MAX_DATA)
-    return {"data": [{"version": version, "text": text} for version, text in data]}
-
-
 def parse_id(text: str, param: str) -> int:
-    """Return the id of the last event that a client has seen, or a version.
-
-    :raises RequestError: the text is not such a number.
-    """
+    """Return an event id or a version. Raises RequestError if the text is not a number of at most 18 digits."""
     if not (text.isdecimal() and len(text) < 19):
         raise RequestError(f"{param} must be a whole number", param=param)
     return int(text)

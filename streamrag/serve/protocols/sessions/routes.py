@@ -1,18 +1,18 @@
 """`/v1/sessions`: context that streams in for hours, over HTTP. See `streamrag.sessions`.
 
 POST   /v1/sessions                        {"system"?, "window_tokens"?, "slide_share"?} -> {"id", ...}
-GET    /v1/sessions/{id}                   its state
+GET    /v1/sessions/{id}                   the session's state
 POST   /v1/sessions/{id}/data              {"data": [text or {"text", "uri"?}, ...], "flush"?} -> {"version", ...}
-PUT    /v1/sessions/{id}/system            {"system"} -> {"version"} from which on it has this text
-GET    /v1/sessions/{id}/data?behind=      {"data": [{"version", "text"}, ...]}, the newest that the window has
+PUT    /v1/sessions/{id}/system            {"system"} -> {"version"}, the first with this text
+GET    /v1/sessions/{id}/data?behind=      {"data": [{"version", "text"}, ...]}, the newest in the window
 POST   /v1/sessions/{id}/ask               {"question", "answers"?, "with_gap"?, "decisive_gap"?, "at_least"?,
                                            "stream"?, ...} -> an answer, or SSE
 PUT    /v1/sessions/{id}/watches/{name}    {"question", "answers"?, "every_s"?, "priority"?, "with_gap"?,
                                            "decisive_gap"?, "max_tokens"?} -> {"name"}
 DELETE /v1/sessions/{id}/watches/{name}
 GET    /v1/sessions/{id}/events            SSE: session, then flash_ready, flash_failed, data_updated, data_dropped,
-                                           log_failed, gap; Last-Event-ID goes on
-GET    /v1/sessions/{id}/socket            WebSocket: data and questions in, all of that out; see `socket`
+                                           log_failed, gap; resumes after Last-Event-ID
+GET    /v1/sessions/{id}/socket            WebSocket: data and questions in, answers and events out
 DELETE /v1/sessions/{id}
 """
 
@@ -24,12 +24,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket
 
-from streamrag.errors import StreamRagError
+from streamrag.errors import PipelineClosedError, StreamRagError
 from streamrag.serve.connections.gate import CALLER
-from streamrag.serve.connections.json_body import read_body
+from streamrag.serve.connections.json_body import encode_json, read_body
 from streamrag.serve.connections.json_socket import Frames
-from streamrag.serve.connections.sse import Write, unless_gone
-from streamrag.serve.protocols.event_stream import answer_of, encode, respond_with_events
+from streamrag.serve.connections.sse import Write, unless_disconnected
+from streamrag.serve.protocols.event_stream import encode, event_values, respond_with_events, wait_for_answer
 from streamrag.serve.protocols.sessions.requests import (
     Data,
     OpenSession,
@@ -38,25 +38,22 @@ from streamrag.serve.protocols.sessions.requests import (
     WatchedQuestion,
     answer_events,
     append_data,
-    newest_data,
+    closed_error,
+    encode_state,
     parse_id,
-    replace_system,
-    state_of,
 )
 from streamrag.serve.protocols.sessions.socket import SessionSocket
 from streamrag.serve.request_fields import sampling
 from streamrag.serve.service import Service
 from streamrag.serve.session_store.served_session import ServedSession
 from streamrag.serve.session_store.store import SessionStore
-from streamrag.serve.wire import json_of, values_of
 from streamrag.telemetry import Answered
 
-WATCH_TOKENS = 64
-"""Tokens of a watched answer, where the client does not say."""
+WATCH_TOKENS = 64  # default maximum tokens of a watched answer
+MAX_DATA = 500  # maximum chunks that one request reads
 
 
 def routes(service: Service) -> list[BaseRoute]:
-    """Return the routes of this protocol."""
     handlers = _Handlers(service)
     one = "/v1/sessions/{id}"
     return [
@@ -87,10 +84,10 @@ class _Handlers:
     async def open(self, request: Request) -> Response:
         options = await read_body(request, OpenSession)
         opened = self._store.open(request.scope[CALLER].client, **options.model_dump())
-        return JSONResponse(state_of(await unless_gone(opened, request.receive)), 201)
+        return JSONResponse(encode_state(await unless_disconnected(opened, request.receive)), 201)
 
     async def state(self, request: Request) -> Response:
-        return JSONResponse(state_of(await self._find(request)))
+        return JSONResponse(encode_state(await self._find(request)))
 
     async def close(self, request: Request) -> Response:
         await self._store.close(await self._find(request, starts=False))
@@ -98,14 +95,22 @@ class _Handlers:
 
     async def replace_system(self, request: Request) -> Response:
         body = await read_body(request, SystemText)
-        return JSONResponse(await replace_system(self._service, await self._find(request), body), 202)
+        served = await self._find(request)
+        try:
+            version = await served.session.freeze(body.system)
+        except PipelineClosedError as error:
+            raise closed_error(self._service, error) from None
+        return JSONResponse({"version": version}, 202)
 
     async def append(self, request: Request) -> Response:
         body = await read_body(request, Data)
         return JSONResponse(await append_data(self._service, await self._find(request), body), 202)
 
     async def data(self, request: Request) -> Response:
-        return JSONResponse(await newest_data(await self._find(request), request.query_params.get("behind", "0")))
+        served = await self._find(request)
+        behind = parse_id(request.query_params.get("behind", "0"), "behind")
+        data = await served.session.newest(behind=behind, at_most=MAX_DATA)
+        return JSONResponse({"data": [{"version": version, "text": text} for version, text in data]})
 
     async def ask(self, request: Request) -> Response:
         body = await read_body(request, Question)
@@ -118,8 +123,8 @@ class _Handlers:
 
         if body.stream:
             return await respond_with_events(request, self._service, produce)
-        whole = await unless_gone(answer_of(answer), request.receive)
-        return JSONResponse(values_of(Answered(0.0, whole))["answer"])
+        whole = await unless_disconnected(wait_for_answer(answer), request.receive)
+        return JSONResponse(event_values(Answered(0.0, whole))["answer"])
 
     async def watch(self, request: Request) -> Response:
         body = await read_body(request, WatchedQuestion)
@@ -140,20 +145,20 @@ class _Handlers:
 
         async def produce(write: Write) -> None:
             with served.being_read(self._service.limits):
-                await write(ServerSentEvent(json_of(state_of(served)), event="session"))
+                await write(ServerSentEvent(encode_json(encode_state(served)), event="session"))
                 async with aclosing(served.read(last, request.scope[CALLER])) as events:
                     async for event in events:
-                        await write(ServerSentEvent(json_of(event.values), event=event.name, id=str(event.id)))
+                        await write(ServerSentEvent(encode_json(event.values), event=event.name, id=str(event.id)))
 
         return await respond_with_events(request, self._service, produce)
 
     async def connect(self, socket: WebSocket) -> None:
         caller = socket.scope[CALLER]
-        with ExitStack() as ends:
+        with ExitStack() as stack:
             try:
                 served = await self._store.find(socket.path_params["id"], caller.client)
                 last = parse_id(socket.query_params.get("last_event_id", "0"), "last_event_id")
-                ends.enter_context(served.being_read(self._service.limits))
+                stack.enter_context(served.being_read(self._service.limits))
             except StreamRagError as error:
                 await Frames(socket, self._service, "id").refuse(error)
                 return

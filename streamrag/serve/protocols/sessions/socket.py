@@ -3,10 +3,10 @@
 {"type": "append", "data": [...], "id"?}    -> {"type": "appended", "version", "num_dropped", "id"?}
 {"type": "ask", "id", "question", ...}      -> {"type": "tokens_generated", "id", ...}, ..., and one of
                                                {"type": "answered", "id", "answer"}, "error" with that id, "cancelled"
-{"type": "cancel", "id"}                    -> that question ends
+{"type": "cancel", "id"}                    -> "cancelled"
 
-Unasked, the service sends "session" first, then "flash_ready", "flash_failed", "data_updated", "data_dropped",
-"log_failed" and "gap", each with an `event_id`; a socket that is opened with `?last_event_id=` goes on behind that one.
+The service also sends "session" first, then "flash_ready", "flash_failed", "data_updated", "data_dropped", "log_failed"
+and "gap", each with an `event_id`. A socket that is opened with `?last_event_id=` resumes after that event.
 """
 
 import logging
@@ -23,10 +23,10 @@ from streamrag.serve.connections.json_body import StrictModel
 from streamrag.serve.connections.json_socket import MAX_ID, Frames
 from streamrag.serve.failures import RequestError
 from streamrag.serve.open_queries import Caller
-from streamrag.serve.protocols.sessions.requests import Data, Question, answer_events, append_data, state_of
+from streamrag.serve.protocols.event_stream import event_name, event_values
+from streamrag.serve.protocols.sessions.requests import Data, Question, answer_events, append_data, encode_state
 from streamrag.serve.service import Service
 from streamrag.serve.session_store.served_session import ServedSession, SessionEvent
-from streamrag.serve.wire import name_of, values_of
 from streamrag.telemetry import Answered
 
 Id = Annotated[str, Field(min_length=1, max_length=MAX_ID)]
@@ -42,7 +42,7 @@ class AppendFrame(Data):
 
 
 class AskFrame(Question):
-    """A question, with an id that no other open question of this socket has."""
+    """A question, with an id that is unique among the socket's open questions."""
 
     type: Literal["ask"]
     id: Id
@@ -50,28 +50,28 @@ class AskFrame(Question):
 
 
 class CancelFrame(StrictModel):
-    """A question whose answer is no longer wanted."""
+    """The id of a question to cancel."""
 
     type: Literal["cancel"]
     id: Id
 
 
 class Frame(RootModel[Annotated[AppendFrame | AskFrame | CancelFrame, Field(discriminator="type")]]):
-    """A frame that a client sends."""
+    """A client's frame."""
 
 
 class SessionSocket(Frames):
-    """A socket of a session. Its questions end with it."""
+    """A WebSocket of a session. Its questions end with it."""
 
     def __init__(self, service: Service, socket: WebSocket, caller: Caller, served: ServedSession) -> None:
         super().__init__(socket, service, "id")
         self._service = service
         self._caller = caller
         self._served = served
-        self._asks: dict[str, tuple[anyio.CancelScope, anyio.Event]] = {}
-        """Open questions: the scope of each, and an event that is set when its last frame has been sent."""
+        self._questions: dict[str, tuple[anyio.CancelScope, anyio.Event]] = {}
+        """Open questions by id: the scope of each, and an event that is set when its last frame was sent."""
         self._unsent: set[anyio.Event] = set()
-        """Events of questions that have ended, and whose last frame waits to be sent."""
+        """The events of questions that have ended, but whose last frame was not sent yet."""
 
     async def run(self, last_event_id: int) -> None:
         """Serve the socket until the client leaves or reads too slowly, or the session ends."""
@@ -81,11 +81,11 @@ class SessionSocket(Frames):
                 request = frame[0].root
                 self._served.use()
                 try:
-                    await self._do(request, tasks)
+                    await self._handle(request, tasks)
                 except StreamRagError as error:
-                    await self.tell(error, request.id)
+                    await self.send_error(error, request.id)
 
-    async def _do(self, request: AppendFrame | AskFrame | CancelFrame, tasks: TaskGroup) -> None:
+    async def _handle(self, request: AppendFrame | AskFrame | CancelFrame, tasks: TaskGroup) -> None:
         match request:
             case AppendFrame():
                 done: dict[str, Any] = {"type": "appended", **await append_data(self._service, self._served, request)}
@@ -94,56 +94,59 @@ class SessionSocket(Frames):
                 while len(self._unsent) >= self._service.limits.max_queries_per_client:
                     await next(iter(self._unsent)).wait()
                 self._check(request.id)
-                self._asks[request.id] = anyio.CancelScope(), anyio.Event()
+                self._questions[request.id] = anyio.CancelScope(), anyio.Event()
                 tasks.start_soon(self._answer, request)
             case CancelFrame():
-                if request.id not in self._asks:
+                if request.id not in self._questions:
                     raise RequestError("no question of this id is open", status=404, code="ask_not_found", param="id")
-                self._asks[request.id][0].cancel()
+                self._questions[request.id][0].cancel()
 
     def _check(self, id: str) -> None:
-        if id in self._asks:
+        if id in self._questions:
             raise RequestError("a question of this id is open", status=409, code="id_in_use", param="id")
         most = self._service.limits.max_queries_per_client
-        if len(self._asks) >= most:
+        if len(self._questions) >= most:
             what = f"{most:,} questions of this socket are open, which is the most"
             raise RequestError(what, status=429, code="too_many_asks")
 
-    async def _answer(self, asked: AskFrame) -> None:
-        scope, has_ended = self._asks[asked.id]
-        last: dict[str, Any] = {"type": "cancelled", "id": asked.id}
+    async def _answer(self, question: AskFrame) -> None:
+        scope, has_ended = self._questions[question.id]
+        last: dict[str, Any] = {"type": "cancelled", "id": question.id}
         try:
             with scope:
-                async with aclosing(answer_events(self._service, self._caller, self._served, asked)) as events:
+                async with aclosing(answer_events(self._service, self._caller, self._served, question)) as events:
                     async for event in events:
-                        frame = {"type": name_of(event), "id": asked.id, **values_of(event)}
+                        frame = {"type": event_name(event), "id": question.id, **event_values(event)}
                         if isinstance(event, Answered):
-                            last = frame  # sent once its place is free: the client may then ask again at once
-                        elif asked.stream:
+                            last = frame  # sent after its place is released, as the client may then send another
+                        elif question.stream:
                             await self.send(frame)
-        except Exception as error:  # any error is sent to the client, which may go on
-            last = self.error_frame(error, asked.id)
+        except Exception as error:  # sent to the client, which may continue
+            last = self.error_frame(error, question.id)
             if last["status"] == 500:
                 log.error("a question failed", exc_info=error)
-        del self._asks[asked.id]
+        del self._questions[question.id]
         self._unsent.add(has_ended)
         await self.send(last)
         self._unsent.remove(has_ended)
         has_ended.set()
 
     async def _send_events(self, last_event_id: int) -> None:
-        await self.send({"type": "session", **state_of(self._served)})
+        await self.send({"type": "session", **encode_state(self._served)})
         num_before = self._served.num_events
         try:
             async with aclosing(self._served.read(last_event_id, self._caller)) as events:
                 async for event in events:
                     if event.id <= num_before or not self._is_overtaken(event):
-                        about = {"type": event.name, "event_id": event.id, "age_s": event.age_s}
-                        await self.send({**about, **event.values})
+                        header = {"type": event.name, "event_id": event.id, "age_s": event.age_s}
+                        await self.send({**header, **event.values})
         except RequestError as error:  # the key is no longer valid
             self.end(1008, str(error))
             return
-        for has_ended in [*(each for _, each in self._asks.values()), *self._unsent]:  # the session has ended them
+        for has_ended in [
+            *(each for _, each in self._questions.values()),
+            *self._unsent,
+        ]:  # the session has ended these questions
             await has_ended.wait()
         if self._service.admission.is_draining:
             self.end(1001, "the service is stopping")
@@ -151,6 +154,6 @@ class SessionSocket(Frames):
             self.end(1000, "the session was closed")
 
     def _is_overtaken(self, event: SessionEvent) -> bool:
-        """Whether there is a newer event of its kind: a slow reader gets only the newest."""
+        """Whether there is a newer event of the same kind: a slow reader gets only the newest."""
         kind = (event.name, event.values.get("name"))
         return any(each.id > event.id and (each.name, each.values.get("name")) == kind for each in self._served.events)
