@@ -141,7 +141,7 @@ def test_the_page_of_a_source_says_when_to_use_it_its_options_its_limits_and_fig
 
 
 def test_the_tests_that_stand_beside_threats_exist() -> None:
-    text = (ROOT / "docs" / "safety.md").read_text()
+    text = (ROOT / "docs" / "safety-crawling.md").read_text()
     rows = re.findall(r"\| `(test_\w+\.py)`: (.+) \|$", text, re.MULTILINE)
     assert len(rows) > 20
     for file, named in rows:
