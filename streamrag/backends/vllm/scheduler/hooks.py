@@ -18,7 +18,7 @@
 | `make_stats`, `shutdown`  | what KV memory is used for; the file of records is closed                            |
 
 All are there since vLLM 0.32, the first version that the plugin was written for. Nothing of vLLM is copied or patched.
-What else of it the plugin relies on is in docs/internals/vllm-surface.md; tests/backends/vllm/test_surface.py has
+What else of it the plugin relies on is in docs/internals/scheduler.md; tests/backends/vllm/test_surface.py has
 fingerprints of all of it.
 """
 
