@@ -30,8 +30,9 @@ check: .venv/installed ## types and style
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-api: .venv/installed ## docs/api/, from signatures and docstrings
+api: .venv/installed ## docs/api/, from signatures and docstrings, and the tables of the service's settings
 	$(RUN) scripts/api.py
+	$(RUN) scripts/settings_tables.py
 
 docs: .venv/installed api ## the documentation as a site, build/site/index.html, which opens from disk
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
@@ -153,10 +154,10 @@ bench-early-exit: .venv/installed ## a few answers told apart: passes that the e
 bench-ray: .venv/installed ## what Ray costs, then seven routers on two replicas of a tiny engine in four scenarios; Linux, ten minutes
 	$(RUN) experiments/ray_replicas.py holds --json experiments/results/ray_holds.json
 	$(RUN) experiments/ray_replicas.py costs --json experiments/results/ray_costs.json
-	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/ray_replicas.py bench --json experiments/results/ray_replicas.json --docs docs/ray.md
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/ray_replicas.py bench --json experiments/results/ray_replicas.json --docs experiments/studies/ray.md
 
 bench-routing: .venv/installed ## eleven routers on 2, 8 and 64 simulated replicas; MOONCAKE=FILE AZURE=FILE replay traces; minutes, resumable
-	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m experiments.routing --scale 0.4 $(if $(MOONCAKE),--mooncake $(MOONCAKE)) $(if $(AZURE),--azure $(AZURE)) --json experiments/results/routing.json --plot docs/routing.png --docs docs/routing.md
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m experiments.routing --scale 0.4 $(if $(MOONCAKE),--mooncake $(MOONCAKE)) $(if $(AZURE),--azure $(AZURE)) --json experiments/results/routing.json --plot docs/routing.png --docs experiments/studies/routing.md
 
 bench-routing-full: .venv/installed ## the same with ten times the queries; resumable; an hour or more, and never run whole
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m experiments.routing --scale 4 --output bench-results/routing-full.jsonl $(if $(MOONCAKE),--mooncake $(MOONCAKE)) $(if $(AZURE),--azure $(AZURE)) --json bench-results/routing-full.json

@@ -142,13 +142,20 @@ def test_the_page_of_a_source_says_when_to_use_it_its_options_its_limits_and_fig
 
 
 def test_the_tests_that_stand_beside_threats_exist() -> None:
-    text = (ROOT / "docs" / "safety.md").read_text()
+    text = (ROOT / "docs" / "safety-crawling.md").read_text()
     rows = re.findall(r"\| `(test_\w+\.py)`: (.+) \|$", text, re.MULTILINE)
     assert len(rows) > 20
     for file, named in rows:
         tests = (ROOT / "tests" / "sources" / file).read_text()
         for name in re.findall(r"`(\w+)`", named):
             assert f"def {name}(" in tests
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES if "api" not in (path.stem, path.parent.name)], ids=lambda path: path.name
+)
+def test_a_page_has_at_most_two_thousand_words(path: Path) -> None:
+    assert len(path.read_text().split()) <= 2_000, "studies stand in experiments/studies"
 
 
 def test_the_picture_of_the_readme_shows_the_recorded_query() -> None:

@@ -1,4 +1,4 @@
-"""Tables and pictures of what was found, for a terminal and for docs/routing.md."""
+"""Tables and pictures of the results, for a terminal and for experiments/studies/routing.md."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ class Grid:
     """A table: a line for each router, a column for each load or fleet."""
 
     name: str
-    """In docs/routing.md it stands behind a comment with this name; empty: only in a terminal."""
+    """In experiments/studies/routing.md it stands behind a comment with this name; empty: only in a terminal."""
     title: str
     corner: str
     header: Sequence[str]
