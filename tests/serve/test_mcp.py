@@ -39,6 +39,19 @@ def is_free(served: Serving) -> bool:
     return not served.service.queries and not served.source.num_streams and not served.backend.num_requests
 
 
+async def test_a_message_has_few_values_but_a_long_question() -> None:
+    arguments = f'{{"question": "Where?", "x": [{"[]," * 1_100}1]}}'
+    body = (
+        f'{{"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {{"name": "ask", "arguments": {arguments}}}}}'
+    )
+    async with serving() as served, client_of(served) as client:
+        answer = await served.http.post("/mcp", content=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_many_values")
+        assert served.source.queries == []
+        result = await client.call_tool("ask", {"question": "Where, [{" * 1_100})
+    assert not result.is_error
+
+
 async def test_the_tool_answers_with_its_sources() -> None:
     async with serving() as served, client_of(served) as client:
         (tool,) = (await client.list_tools()).tools
@@ -183,7 +196,8 @@ async def test_a_key_is_wanted_and_names_the_client() -> None:
         (json.dumps(call_of(question=7)).encode(), 200),
         (json.dumps(call_of(question="  ")).encode(), 200),
         (json.dumps(call_of(nothing="x")).encode(), 200),
-        (b"[" * 30_000, 400),
+        (b"[" * 1_000, 400),
+        (b"[" * 30_000, 413),
         (b"[" * 100_000, 413),
         (b"x" * 2_000_000, 413),
     ],

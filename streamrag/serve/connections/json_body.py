@@ -46,20 +46,23 @@ async def read_body(request: Request, model: type[M]) -> M:
     return await parse_in_turn(body, model, request.scope[CALLER].account)
 
 
-async def checked_body(request: Request) -> bytes:
+async def checked_body(request: Request, max_values: int) -> bytes:
     """Return the request's body for a library that parses it; charge a large one as if it was parsed here.
 
-    Invalid JSON is left to the library. Raises RequestError if the body has too many values, or too many bodies wait.
+    Invalid JSON is left to the library. Raises RequestError if the body has more than `max_values` values, or if too
+    many bodies wait.
     """
     body = await request.body()
 
     def check() -> None:
-        check_num_values(body)
+        check_num_values(body, max_values)
         with suppress(ValueError):
             from_json(body)
 
     if len(body) > SMALL_BYTES:
         await _in_turn(check, request.scope[CALLER].account)
+    else:
+        check_num_values(body, max_values)
     return body
 
 
@@ -105,15 +108,15 @@ def parse(body: bytes | str, model: type[M]) -> M:
         raise RequestError(f"{where}: {what}" if where else what, param=where or None) from None
 
 
-def check_num_values(body: bytes | str) -> None:
-    """Raise RequestError if JSON has more than `MAX_VALUES` values. Takes at most 5 ms per megabyte."""
-    if len(body) <= MAX_VALUES:
+def check_num_values(body: bytes | str, most: int = MAX_VALUES) -> None:
+    """Raise RequestError if JSON has more than `most` values. Takes at most 5 ms per megabyte."""
+    if len(body) <= most:
         return
     code = body.encode() if isinstance(body, str) else body
-    if _num_marks(code) > MAX_VALUES:  # counts marks in strings too
+    if _num_marks(code) > most:  # counts marks in strings too
         code = code.replace(b"\\\\", b"").replace(b'\\"', b"")  # every remaining quote begins or ends a string
-        if code.count(b'"') > 4 * MAX_VALUES or _num_marks(b"".join(code.split(b'"')[::2])) > MAX_VALUES:
-            message = f"it holds more than {MAX_VALUES:,} values, which is the most"
+        if code.count(b'"') > 4 * most or _num_marks(b"".join(code.split(b'"')[::2])) > most:
+            message = f"it holds more than {most:,} values, which is the most"
             raise RequestError(message, status=413, code="too_many_values")
 
 

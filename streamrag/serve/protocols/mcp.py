@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 NAME = "ask"
 
+MAX_VALUES = 1_024
+"""JSON values per message. A call has a dozen; the package parses each message on the event loop."""
+
 DESCRIPTION = (
     "Answers a question from documents that are retrieved for it, with citations of their passages. "
     "Each question is independent: include everything that it refers to."
@@ -69,7 +72,7 @@ class _Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 
-        body = await checked_body(Request(scope, receive))
+        body = await checked_body(Request(scope, receive), MAX_VALUES)
         is_read = False
 
         async def receive_body() -> Message:
