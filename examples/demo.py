@@ -1,9 +1,9 @@
-"""The main job on real parts: a crawl, and a search that refines its result by keywords, vectors and a reranker, stream
-into a vLLM on CPU; and the same without streaming.
+"""Streams a crawl, and a search by keywords, vectors and a reranker, into vLLM on CPU, and compares with not streaming.
 
-Run it with `make demo`. Without options it serves streamrag's own documentation on loopback, indexes it, and asks a
-small model, SmolLM2 with 135 M parameters, made by `streamrag demo-model`. With `--tiny` it is a Llama with random
-weights, which is faster, and whose answers are noise: what that shows is when things happen.
+Run it with `make demo`. By default it serves streamrag's own documentation on loopback, indexes it, and asks SmolLM2, a
+model with 135 M parameters made by `streamrag demo-model`. For each source it shows one question live, records the
+retrieval of all questions, and repeats them in pairs with the recorded retrieval until the confidence intervals are
+narrow. With `--tiny` the model is a small Llama with random weights: it is faster, and its answers are noise.
 """
 
 import argparse
@@ -158,7 +158,9 @@ async def compare(name: str, source: Source, backend: VllmBackend, arguments: ar
     trace.unlink(missing_ok=True)
     options: dict[str, Any] = {"owns_source": False, "owns_backend": False, "template": template}
     async with Pipeline(source, backend, **options) as pipeline:
-        live = await ask_pair(pipeline, backend, questions[0], params, on_event=show)
+        live = await ask_pair(
+            pipeline, backend, questions[0], params, max_context_tokens=MAX_CONTEXT_TOKENS, on_event=show
+        )
     console.print(f"1. {live.question}\n   {seconds_of(live)}")
     print_answer(live.answers[0])
     async with Pipeline(source, backend, recorder=TraceRecorder(trace), **options) as pipeline:
@@ -176,6 +178,7 @@ async def compare(name: str, source: Source, backend: VllmBackend, arguments: ar
                 backend,
                 questions,
                 params,
+                max_context_tokens=MAX_CONTEXT_TOKENS,
                 most_s=60 * arguments.minutes,
                 most_pairs=arguments.queries,
                 on_pair=lambda pair: status.update(f"{pair.question} {seconds_of(pair)}"),

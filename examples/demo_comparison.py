@@ -12,7 +12,6 @@ from typing import NamedTuple
 from scipy import stats
 
 from streamrag import Pipeline, SamplingParams, VllmBackend
-from streamrag.demo.demo_folder import MAX_CONTEXT_TOKENS
 from streamrag.telemetry import Answer, Answered, Event
 
 MIN_PAIRS = 5
@@ -87,6 +86,7 @@ async def ask_pair(
     question: str,
     params: SamplingParams,
     *,
+    max_context_tokens: int,
     streaming_first: bool = True,
     on_event: Callable[[Event], object] = lambda event: None,
 ) -> Pair:
@@ -97,7 +97,7 @@ async def ask_pair(
     events: dict[bool, list[Event]] = {True: [], False: []}
     for overlap in (streaming_first, not streaming_first):
         await backend.reset_prefix_cache()
-        stream = pipeline.events(question, params=params, overlap=overlap, max_context_tokens=MAX_CONTEXT_TOKENS)
+        stream = pipeline.events(question, params=params, overlap=overlap, max_context_tokens=max_context_tokens)
         async for event in stream:
             events[overlap].append(event)
             if overlap:
@@ -111,6 +111,7 @@ async def ask_pairs(
     questions: Sequence[str],
     params: SamplingParams,
     *,
+    max_context_tokens: int,
     most_s: float,
     most_pairs: int | None,
     on_pair: Callable[[Pair], object] = lambda pair: None,
@@ -119,8 +120,16 @@ async def ask_pairs(
     pairs: list[Pair] = []
     end_s = time.monotonic() + most_s
     for question in itertools.cycle(questions):
-        pairs.append(await ask_pair(pipeline, backend, question, params, streaming_first=len(pairs) % 2 == 0))
-        on_pair(pairs[-1])
+        pair = await ask_pair(
+            pipeline,
+            backend,
+            question,
+            params,
+            max_context_tokens=max_context_tokens,
+            streaming_first=len(pairs) % 2 == 0,
+        )
+        pairs.append(pair)
+        on_pair(pair)
         if most_pairs is not None and len(pairs) >= most_pairs:
             break
         if len(pairs) >= MIN_PAIRS and (

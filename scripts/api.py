@@ -445,7 +445,7 @@ def fence_code(text: str) -> str:
 
 
 def _fenced_block(found: re.Match[str]) -> str:
-    if "└" in found[0]:
+    if set("└─▶│") & set(found[0]):
         return found[0]
     return f"```python\n{dedent(found[0]).strip()}\n```\n\n"
 
