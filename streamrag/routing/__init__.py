@@ -1,4 +1,4 @@
-"""Routers: which replica of an engine a query goes to. Pure: no clock, no network, no Ray."""
+"""Routers choose the replica of an engine for a query. They are pure: no clock, no network, no Ray."""
 
 from streamrag.routing.replica_tracker import ReplicaTracker as ReplicaTracker
 from streamrag.routing.replica_tracker import Report as Report

@@ -1,4 +1,4 @@
-"""The routers by name."""
+"""All routers by name."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,9 +19,9 @@ ROUTERS: Mapping[str, Callable[..., Router]] = {
 
 
 def make_router(name: str, **options: Any) -> Router:
-    """Return a new router of that name. `options` are those of its class.
+    """Return a new router. `options` are those of its class.
 
-    :raises ConfigurationError: there is none of that name, or it has no such option.
+    :raises ConfigurationError: there is no router of this name, or it has no such option.
     """
     if name not in ROUTERS:
         raise ConfigurationError(f"there is no router {short(name)}; there are {', '.join(ROUTERS)}")

@@ -17,10 +17,8 @@ from streamrag.core import Hint, RequestClass
 from streamrag.support.validation import STRICT
 
 KEY = "streamrag"
-LONGEST_NAME = 1_000
-"""Characters of a source's name, by which the scheduler remembers it."""
-LATEST_S = 1e12
-"""Seconds on any clock; also keeps out what is not a number, and what is too large for arithmetic."""
+LONGEST_NAME = 1_000  # characters of a source's name, by which the scheduler remembers it
+LATEST_S = 1e12  # seconds on any clock; also keeps out what is not a number, and what is too large for arithmetic
 
 # A number of thousands of digits could not even be shown in an error.
 Count: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -35,20 +33,17 @@ class MalformedMessageError(ValueError):
 class PromptMessage:
     """A chunk, as the scheduler must know it beside its tokens."""
 
-    index: Count
-    """Number of the chunk within its stream, from 0."""
+    index: Count  # number of the chunk within its stream, from 0
     num_kept: Count
     """Leading tokens of the previous prompt that the new one keeps, at least; the tokens of the request follow them."""
-    is_complete: bool
-    """Whether the prompt is complete: sample the answer."""
+    is_complete: bool  # whether the prompt is complete: sample the answer
     arrival_s: Time | None = None
     """Arrival of the chunk, on `time.monotonic` of this host; None if the client runs on another."""
     expected_complete_s: Time | None = None
     """Time at which the retriever expects the prompt to be complete, on the same clock."""
     source_name: Annotated[str, Field(max_length=LONGEST_NAME)] = ""
     """Kind of retriever that the chunk comes from: those of one kind are expected to behave alike."""
-    request_class: RequestClass = "pool"
-    """Class of the stream; that of its first chunk counts."""
+    request_class: RequestClass = "pool"  # class of the stream; that of its first chunk counts
 
     @classmethod
     def of(

@@ -1,4 +1,4 @@
-"""vLLM's errors, translated where its engine is called."""
+"""Translation of vLLM's errors into ours, used where its engine is called."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from streamrag.errors import BackendError, EngineDeadError, ModelError, StreamRa
 
 @contextmanager
 def vllm_errors_translated(why_dead: Callable[[], str]) -> Iterator[None]:
-    """Translate errors of vLLM into ours; ours pass as they are. `why_dead` says why the engine's process is gone.
+    """Translate errors of vLLM; pass ours through. `why_dead` returns why the engine's process is gone.
 
     :raises EngineDeadError: the engine's process is gone.
     :raises BackendError: vLLM refused the request, or failed.
@@ -35,9 +35,9 @@ def vllm_errors_translated(why_dead: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def vllm_model_errors_translated(model: Path | str) -> Iterator[None]:
-    """Translate the errors of vLLM while it makes the configuration of a model.
+    """Translate the errors of vLLM while it creates the configuration of a model.
 
-    :raises ModelError: vLLM cannot load it.
+    :raises ModelError: vLLM cannot load the model.
     """
     try:
         yield

@@ -1,10 +1,10 @@
-"""Replacing the prompt of a request inside vLLM, and keeping of its KV what is still true.
+"""Replace the prompt of a request inside vLLM, and keep the KV that is still valid.
 
 computed   ├──────────────────────┤
 old        k k k k k k k k o o o o o o          k: common, o: only in the old prompt, n: only in the new
 new        k k k k k k k k n n n
 LCP        ├─────────────┤
-blocks     [       ][       ][       ]          the block in which the LCP ends is kept only if nobody shares it
+blocks     [       ][       ][       ]          the block in which the LCP ends is kept only if it is not shared
 """
 
 from typing import TYPE_CHECKING
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def replace_prompt(scheduler: Scheduler, request: StreamRequest, num_kept: int, new: "Request") -> int:
-    """Give `request` the first `num_kept` tokens of its prompt and then those of `new`. Returns the LCP of old and new.
+    """Set the prompt of `request` to its first `num_kept` tokens, then those of `new`. Return the LCP of old and new.
 
-    The request must have no output. What its steps in flight still compute is dropped.
+    The request must have no output. The output of its steps in flight is dropped.
     """
     assert request.num_output_tokens == 0
     assert request.num_output_placeholders == 0
@@ -49,7 +49,7 @@ def replace_prompt(scheduler: Scheduler, request: StreamRequest, num_kept: int, 
 
 
 def replace_hashes(scheduler: Scheduler, request: StreamRequest, num_shared: int, whole: "Request | None") -> None:
-    """Make the block hashes those of the new tokens. `whole`, if any, was made with the whole prompt and has them."""
+    """Update the block hashes for the new tokens. `whole`, if any, was created with the whole prompt and is hashed."""
     if whole is not None:
         request.block_hashes = whole.block_hashes
         return
@@ -58,16 +58,16 @@ def replace_hashes(scheduler: Scheduler, request: StreamRequest, num_shared: int
 
 
 def drop_output_in_flight(request: StreamRequest) -> None:
-    """Have the scheduler drop what steps in flight will return: it was computed from the old prompt."""
+    """Have the scheduler drop the output of steps in flight, which was computed from the old prompt."""
     request.num_stale_output_tokens = request.num_in_flight_tokens
     request.drop_stale_output = request.num_in_flight_tokens > 0
 
 
 def keep_kv(scheduler: Scheduler, request: StreamRequest, num_valid: int) -> int:
-    """Free the KV past the first `num_valid` tokens. Returns the number of tokens whose KV is left.
+    """Free the KV after the first `num_valid` tokens. Return the number of tokens whose KV is left.
 
-    Their number is `num_valid`, or less: a block that is full is shared through the prefix cache and must not be
-    written again; and attention with more than one kind of KV, or not full, is recomputed from what the cache has.
+    This is less than `num_valid` where a full block is shared through the prefix cache, and must not be written again.
+    For models without plain full attention it is 0, and prefix hits restore the KV.
     """
     manager = scheduler.kv_cache_manager
     if num_valid >= request.num_computed_tokens:
