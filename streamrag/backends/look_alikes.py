@@ -113,9 +113,7 @@ class TextTokenizer:
         return self._tokenizer.encode(break_look_alikes(text))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids`, including special tokens."""
         return self._tokenizer.decode(token_ids)
 
     def render_chat(self, turns: Sequence[Turn]) -> str:
-        """Return `turns` in the tokenizer's chat template."""
         return self._tokenizer.render_chat(turns)

@@ -62,7 +62,6 @@ class ReplicaTracker:
             self._add(query.replica_id, num_open=-1)
 
     def reported(self, replica_id: str, report: Report, now_s: float) -> None:
-        """Store a replica's newest report."""
         values = {name: getattr(report, name) for name in REPORTED}
         self._states[replica_id] = replace(self._state(replica_id), measured_s=now_s, **values)
 

@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant(
         "block hashes of the old prompt are kept",
         PROMPTS,
-        "    del request.block_hashes[num_shared // scheduler.hash_block_size :]\n",
+        "        del request.block_hashes[num_shared // scheduler.hash_block_size :]\n",
         "",
         50,
     ),

@@ -225,7 +225,6 @@ class OpenAIBackend:
         return text.removeprefix(getattr(model.tokenizer, "bos_text", ""))
 
     async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Request one token."""
         body = {"model": self._model_name, "max_tokens": 1, "temperature": 0.0, **body}
         return await self._started_server().ask("POST", "/completions", body)
 

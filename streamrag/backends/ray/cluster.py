@@ -72,7 +72,6 @@ def lacking(deployments: Mapping[str, Any], available: Mapping[str, float]) -> s
 
 
 def _needed(deployment: Mapping[str, Any]) -> dict[str, float]:
-    """Return the resources of each replica, by Ray's names."""
     return {name: amount for name, amount in deployment["required_resources"].items() if amount}
 
 
@@ -242,7 +241,6 @@ class Cluster:
         return texts
 
     def _deployments(self) -> dict[str, Any]:
-        """Return the details of each deployment from Serve's controller, by name."""
         details = serve.context._get_global_client().get_serve_details()
         return dict(details["applications"][self._app_name]["deployments"])
 

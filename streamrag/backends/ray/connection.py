@@ -67,5 +67,4 @@ def translated() -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in message_of(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return next((line.strip() for line in message_of(error).splitlines() if line.strip()), type(error).__name__)

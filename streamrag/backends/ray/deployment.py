@@ -126,7 +126,6 @@ class DeployedSource:
             await self._source.start(lambda line: None)
 
     def name(self) -> str:
-        """Return the source's name."""
         return part_name(self._source)
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent | Failed, None]:

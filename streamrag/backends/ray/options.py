@@ -16,34 +16,22 @@ class ReplicaOptions:
     :raises ConfigurationError: an option has an invalid value.
     """
 
-    number: Count = 2
-    """Initial number of replicas. With `max_number`, it changes with the load."""
-    min_number: Count | None = None
-    """Fewest replicas under low load; None for `number`."""
-    max_number: Count | None = None
-    """Most replicas under load; None for a constant number."""
-    queued_tokens: Count = 8_192
-    """Waiting prompt tokens per replica above which replicas are added."""
-    upscale_delay_s: Seconds = 10.0
-    """Seconds of overload before a replica is added, which takes longer to start itself."""
-    downscale_delay_s: float = 600.0
-    """Seconds of low load before a replica is removed."""
+    number: Count = 2  # initial number of replicas. With `max_number`, it changes with the load.
+    min_number: Count | None = None  # fewest replicas under low load; None for `number`
+    max_number: Count | None = None  # most replicas under load; None for a constant number
+    queued_tokens: Count = 8_192  # waiting prompt tokens per replica above which replicas are added
+    upscale_delay_s: Seconds = 10.0  # seconds of overload before a replica is added, which takes longer to start itself
+    downscale_delay_s: float = 600.0  # seconds of low load before a replica is removed
     max_open: Count = 64
     """Most concurrent queries in a replica. Further ones go to another replica, or wait with the caller."""
-    num_cpus: float = 1.0
-    """CPUs of each replica."""
-    num_gpus: float = 0.0
-    """GPUs of each replica."""
-    accelerator: str | None = None
-    """The kind of accelerator that the replica's node must have, as Ray names it: "H100"."""
-    resources: Mapping[str, float] = field(default_factory=dict)
-    """Further resources of each replica, by Ray's names."""
-    drain_s: Seconds = 600.0
-    """Most seconds for a stopped replica to finish its queries (drain)."""
+    num_cpus: float = 1.0  # CPUs of each replica
+    num_gpus: float = 0.0  # GPUs of each replica
+    accelerator: str | None = None  # the kind of accelerator that the replica's node must have, as Ray names it: "H100"
+    resources: Mapping[str, float] = field(default_factory=dict)  # further resources of each replica, by Ray's names
+    drain_s: Seconds = 600.0  # most seconds for a stopped replica to finish its queries (drain)
     health_s: Seconds = 2.0
     """Seconds between health checks of the engine. After three failures in a row the replica is restarted."""
-    stats_s: Seconds = 0.5
-    """Seconds between a replica's reports to routers."""
+    stats_s: Seconds = 0.5  # seconds between a replica's reports to routers
 
     def __post_init__(self) -> None:
         low, high = self.min_number, self.max_number

@@ -44,7 +44,6 @@ class PromptFeed:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the newest prompt."""
         return len(self._newest.token_ids)
 
     def take(self, delta: Delta) -> None:
@@ -119,7 +118,6 @@ class EngineReplica:
             await self._backend.start(lambda line: None)
 
     async def aclose(self) -> None:
-        """Stop the engine."""
         if isinstance(self._backend, Startable):
             await self._backend.aclose()
 
@@ -171,7 +169,6 @@ class EngineReplica:
         return True
 
     def touch(self, caller_id: str) -> None:
-        """Record a caller's heartbeat."""
         self._heard_s[caller_id] = self._clock()
 
     def end_abandoned(self) -> None:
@@ -214,13 +211,11 @@ class EngineReplica:
         self._speed.waiting(any(stream.is_waiting for stream in self._streams.values()), self._clock())
 
     def facts(self) -> ModelFacts:
-        """Return the facts of the model."""
         model = self._backend.model
         return ModelFacts(model.name, model.max_model_len, model.is_exact, model.breaks_look_alikes)
 
     @property
     def num_open(self) -> int:
-        """Number of open streams."""
         return len(self._streams)
 
     @property

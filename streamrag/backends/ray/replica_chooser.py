@@ -132,9 +132,7 @@ class Ticket:
     opening: Opening
 
     def rank(self, candidates: Sequence[Candidate]) -> list[str]:
-        """Return the result of `ReplicaChooser.rank`."""
         return self.chooser.rank(self.stream_id, self.opening, candidates)
 
     def went_to(self, replica_id: str) -> None:
-        """Record the replica that accepted the stream, as `ReplicaChooser.went_to` does."""
         self.chooser.went_to(self.stream_id, self.opening, replica_id)

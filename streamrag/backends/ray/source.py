@@ -113,7 +113,6 @@ async def _without_repeats(
 
 
 def _content(event: SourceEvent) -> object:
-    """Return the event without its hint."""
     return replace(event, hint=None) if isinstance(event, Append | Update) else event
 
 

@@ -9,10 +9,10 @@ Each prompt is sent as the length of its prefix shared with the last one sent, a
 """
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import streamrag.errors
 from streamrag.core import BackendEvent, Hint, Prompt, RequestClass, SamplingParams
 from streamrag.errors import BackendError, MissingDependencyError, StreamRagError
 from streamrag.support.messages import message_of
@@ -88,13 +88,8 @@ class Failed:
         return BackendError(self.message) if kind is MissingDependencyError else kind(self.message)
 
 
-def _subclasses(kind: type[StreamRagError]) -> Iterator[type[StreamRagError]]:
-    yield kind
-    for narrower in kind.__subclasses__():
-        yield from _subclasses(narrower)
-
-
-KINDS = {kind.__name__: kind for kind in _subclasses(StreamRagError) if kind.__module__ == StreamRagError.__module__}
-
+KINDS = {
+    n: kind for n, kind in vars(streamrag.errors).items() if isinstance(kind, type) and issubclass(kind, StreamRagError)
+}
 
 WireEvent: TypeAlias = Opened | Refused | Failed | BackendEvent

@@ -47,15 +47,6 @@ class SimulatedStep:
     num_tokens_of: dict[str, int]
 
 
-@dataclass(slots=True)
-class _Progress:
-    """The progress of one session: chunks sent, and chunks answered."""
-
-    num_sent: int = 0
-    num_answered: int = 0
-    is_all_sent: bool = False
-
-
 def by_parts(step_s: Callable[[Sequence[Part]], float]) -> Callable[[SchedulerOutput, float], float]:
     """Adapt a function of a step's parts to a function of the step and its start."""
 
@@ -108,7 +99,6 @@ class SimulatedClient:
 
     @property
     def block_size(self) -> int:
-        """Tokens per KV block."""
         return self._engine.shape.block_size
 
     @property
@@ -162,12 +152,25 @@ class SimulatedClient:
         `chunks` are pairs of tokens and the number of answer tokens, at least 1.
         """
         with self._opened(query_id) as (request_id, outputs):
-            progress = _Progress()
-            pushing = asyncio.create_task(self._push(request_id, outputs, chunks, progress))
+            num_unanswered, is_all_sent = 0, False
+
+            async def push() -> None:
+                nonlocal num_unanswered, is_all_sent
+                try:
+                    async for token_ids, num_output_tokens in chunks:
+                        num_unanswered += 1
+                        self.send(request_id, token_ids, num_output_tokens, is_session=True)
+                    is_all_sent = True
+                    outputs.put_nowait(EngineCoreOutput(request_id, []))  # wakes the reader if it has read all answers
+                    self.send(request_id, [0], 1)  # ends the session, as vLLM's client does
+                except Exception as error:
+                    outputs.put_nowait(error)
+
+            pushing = asyncio.create_task(push())
             try:
-                while not (progress.is_all_sent and progress.num_answered == progress.num_sent):
+                while num_unanswered or not is_all_sent:
                     output = await next_output(outputs)
-                    progress.num_answered += output.finish_reason is not None
+                    num_unanswered -= output.finish_reason is not None
                     if output.new_token_ids:
                         yield tuple(output.new_token_ids)
             finally:
@@ -200,26 +203,8 @@ class SimulatedClient:
         *,
         is_session: bool = False,
     ) -> None:
-        """Send one input to the engine."""
         params = _sampling_params(num_output_tokens)
         self._loop.send(Input(request_id, token_ids, params, self._now(), chunk, is_session))
-
-    async def _push(
-        self,
-        request_id: str,
-        outputs: Outputs,
-        chunks: AsyncIterator[tuple[Sequence[int], int]],
-        progress: _Progress,
-    ) -> None:
-        try:
-            async for token_ids, num_output_tokens in chunks:
-                progress.num_sent += 1
-                self.send(request_id, token_ids, num_output_tokens, is_session=True)
-            progress.is_all_sent = True
-            outputs.put_nowait(EngineCoreOutput(request_id, []))  # wakes the reader if it has read all answers
-            self.send(request_id, [0], 1)  # ends the session, as vLLM's client does
-        except Exception as error:
-            outputs.put_nowait(error)
 
     async def _run(self) -> None:
         try:

@@ -48,7 +48,6 @@ class StockRecords:
                 request.log.on_step_end(end_s, is_complete=end == request.num_prompt_tokens)
 
     def add_output(self, request_id: str, num_output_tokens: int) -> None:
-        """Record tokens of an answer."""
         if request := self._requests.get(request_id):
             request.num_output_tokens += num_output_tokens
 

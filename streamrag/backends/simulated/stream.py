@@ -62,7 +62,6 @@ class SimulatedStream:
         self._num_messages += 1
 
     async def __aiter__(self) -> AsyncGenerator[tuple[int, ...], None]:
-        """Yield the answer's tokens as they arrive."""
         async with aclosing(self.events()) as events:
             async for event in events:
                 if isinstance(event, AnswerChunk) and event.token_ids:

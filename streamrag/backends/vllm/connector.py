@@ -131,7 +131,6 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _num_slots(options: SchedulerOptions, config: "VllmConfig", kv_cache: "KVCacheConfig") -> int:
-    """Return the number of KV blocks that host memory has room for."""
     if options.num_host_blocks is not None:
         return options.num_host_blocks
     parallel = config.parallel_config

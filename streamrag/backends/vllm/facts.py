@@ -41,7 +41,6 @@ class EngineFacts:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a KV block: keys and values of all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size * self.kv_dtype_bytes
 
 

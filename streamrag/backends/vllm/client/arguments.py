@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
 Strategy: TypeAlias = Literal["streaming", "warming"]
-"""How partial prompts are prefilled: as streams into our scheduler, or by requests that warm vLLM's prefix cache."""
+"""Ways to prefill partial prompts: as streams into our scheduler, or by requests that warm vLLM's prefix cache."""
 
 SCHEDULER = "streamrag.backends.vllm.scheduler.hooks.streaming_scheduler"
 

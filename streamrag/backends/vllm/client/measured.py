@@ -15,8 +15,7 @@ import anyio.to_thread
 
 from streamrag.backends.tokenizer import local_model_path
 from streamrag.backends.vllm.client.arguments import scheduler_args
-from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
-from streamrag.backends.vllm.client.errors import vllm_model_errors_translated
+from streamrag.backends.vllm.client.calls import ask_engine, request_outputs, vllm_model_errors_translated
 from streamrag.backends.vllm.client.processes import CPU_BLOCK_SIZE, EngineProcesses, check_can_start, import_vllm
 from streamrag.backends.vllm.client.stats import EngineStats
 from streamrag.backends.vllm.client.stats import MeasuredStep as MeasuredStep
@@ -100,12 +99,10 @@ class EngineClient:
 
     @property
     def block_size(self) -> int:
-        """Tokens per KV block."""
         return int(self._engine.vllm_config.cache_config.block_size)
 
     @property
     def kv_tokens(self) -> int:
-        """Capacity of the KV cache, in tokens."""
         return int(self._engine.vllm_config.cache_config.num_gpu_blocks) * self.block_size
 
     @property
@@ -156,7 +153,6 @@ class EngineClient:
                     yield tuple(output.outputs[0].token_ids)
 
     async def _outputs(self, query_id: str, prompt: Any, num_output_tokens: int) -> AsyncGenerator[Any, None]:
-        """Yield vLLM's RequestOutputs of one request."""
         self._num_requests += 1
         request_id = f"{query_id}#{self._num_requests}"
         params = _params(num_output_tokens)
@@ -187,7 +183,6 @@ class EngineStream:
         await self._stream.update(token_ids, is_complete=is_complete, hint=hint)
 
     async def __aiter__(self) -> AsyncGenerator[tuple[int, ...], None]:
-        """Yield the answer's tokens as they arrive."""
         async for event in self._stream:
             if isinstance(event, StreamedTokens) and event.token_ids:
                 yield event.token_ids

@@ -15,8 +15,9 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 
-from streamrag.backends.vllm.client.errors import vllm_model_errors_translated
+from streamrag.backends.vllm.client.calls import vllm_model_errors_translated
 from streamrag.backends.vllm.client.log import EngineLog
 from streamrag.backends.vllm.facts import cpu_capabilities, emulated_dtypes, num_allowed_cores
 from streamrag.backends.vllm.version import INSTALL, check_version
@@ -121,32 +122,6 @@ def _environment(changes: Mapping[str, str]) -> Iterator[dict[str, str]]:
             os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
-class _LastingThread:
-    """A thread that starts an engine and then stays alive, because the kernel ends the engine's processes with it."""
-
-    def __init__(self) -> None:
-        self._may_end = threading.Event()
-
-    def run(self, work: Callable[[], Any]) -> Any:
-        """Run `work` in the thread, and return its result or raise its error."""
-        done: Future[Any] = Future()
-        threading.Thread(target=self._run, args=(work, done), daemon=True, name="parent of a vLLM engine").start()
-        return done.result()
-
-    def _run(self, work: Callable[[], Any], done: "Future[Any]") -> None:
-        try:
-            result = work()
-        except BaseException as error:  # raised in the caller's thread
-            done.set_exception(error)
-            return
-        done.set_result(result)
-        self._may_end.wait()
-
-    def end(self) -> None:
-        """Let the thread end; the kernel kills the remaining processes."""
-        self._may_end.set()
-
-
 def _is_unexpected(record: logging.LogRecord) -> bool:
     """Whether to log a record: while an engine is stopped, vLLM logs a traceback as if it had died."""
     error = record.exc_info[1] if record.exc_info else None
@@ -169,7 +144,8 @@ class EngineProcesses:
         self._scratch = ScratchFolder(SCRATCH)
         self._folder = self._scratch.path
         self._log = EngineLog(self._folder, log_path)
-        self._parent = _LastingThread()
+        # Lives as long as the engine, because the kernel ends processes with the thread that started them.
+        self._parent = ThreadPoolExecutor(1, "parent of a vLLM engine")
         self._processes: list[BaseProcess] = []
         self._is_started = threading.Event()
 
@@ -256,9 +232,8 @@ class EngineProcesses:
         returning.start()
         try:
             async_llm = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
-            return self._parent.run(
-                lambda: async_llm.from_vllm_config(config, disable_log_stats=True, stat_loggers=stat_loggers)
-            )
+            make_engine = partial(async_llm.from_vllm_config, disable_log_stats=True, stat_loggers=stat_loggers)
+            return self._parent.submit(make_engine, config).result()
         except Exception as error:
             raise self._start_error(error) from error
         finally:
@@ -279,7 +254,7 @@ class EngineProcesses:
                 importlib.import_module("vllm.utils.system_utils").kill_process_tree(process.pid)
 
     def _close(self) -> None:
-        self._parent.end()
+        self._parent.shutdown(wait=False)
         self._log.close()
         self._scratch.remove()
 

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrag.backends.vllm.chunk_wire import KEY, EndOfInput, PromptMessage
 from streamrag.backends.vllm.client.answer_text import AnswerText
-from streamrag.backends.vllm.client.calls import abort_surely, ask_engine
-from streamrag.backends.vllm.client.errors import vllm_errors_translated
+from streamrag.backends.vllm.client.calls import abort_surely, ask_engine, vllm_errors_translated
 from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
 from streamrag.core import Hint, Prefilled, RequestClass, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, PromptTooLongError
@@ -203,7 +202,6 @@ class TokenStream:
             raise BackendError("the stream has ended: it was aborted or failed; iterating over it says why")
 
     async def _inputs(self) -> AsyncGenerator["StreamingInput", None]:
-        """Yield the chunks to vLLM, up to the last."""
         is_last = False
         while not is_last:
             chunk = await self._chunks.get()

@@ -29,7 +29,6 @@ class Estimates:
             self.policy.on_speed(self.pace.tokens_per_s)
 
     def on_complete(self) -> None:
-        """Learn that a prompt has become complete."""
         self.step_sizes.observe_complete(self._clock.monotonic())
 
     def expect_chunks(self, stream: StreamRequest) -> None:

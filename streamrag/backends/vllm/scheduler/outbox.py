@@ -53,12 +53,11 @@ class Outbox:
 
     def add_to(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
         """Move all queued outputs into the outputs of a step, by client index, and return these."""
-        by_client: dict[int, list[EngineCoreOutput]] = {}
-        for client_index, output in self._outputs:
-            by_client.setdefault(client_index, []).append(output)
-        self._outputs = []
-        for client_index, queued in by_client.items():
+        queued, self._outputs = self._outputs, []
+        for client_index in dict(queued):
             client_outputs = outputs.setdefault(client_index, EngineCoreOutputs())
             # Before the tokens: the acknowledgement of a chunk precedes the tokens that follow the next chunk.
-            client_outputs.outputs = queued + client_outputs.outputs
+            client_outputs.outputs = [
+                output for index, output in queued if index == client_index
+            ] + client_outputs.outputs
         return outputs

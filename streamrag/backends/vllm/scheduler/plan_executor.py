@@ -87,7 +87,6 @@ class PlanExecutor:
             self.queues.begin_anew(request)
 
     def _limit(self, grant: Grant, request: StreamRequest) -> None:
-        """Limit what vLLM computes of a request to the grant."""
         end = self.kv_memory.num_present_tokens(grant.request) + grant.num_tokens
         # A third-party connector looks up all of a complete prompt, and may load more than this step computes.
         is_whole = request.status != RequestStatus.RUNNING and request.is_complete and self.has_their_connector

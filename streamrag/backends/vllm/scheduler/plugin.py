@@ -22,7 +22,7 @@ from streamrag.backends.vllm.scheduler.records import Records
 from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.backends.vllm.scheduler.step import StepPlanner
 from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
-from streamrag.engine import ClassPolicy, Policy, make_policy
+from streamrag.engine import ClassPolicy, make_policy
 
 T = TypeVar("T")
 
@@ -45,7 +45,8 @@ class StreamingPlugin:
         self.enqueue = enqueue
         self.preempt_in_vllm = preempt_in_vllm
         self.clock = HostClock()
-        self.policy = _make_policy(options)
+        policy = make_policy(options.policy)
+        self.policy = policy if options.class_ageing_s is None else ClassPolicy(policy, options.class_ageing_s)
         self.host_memory = host_memory_of(scheduler.connector)
         self.has_their_connector = scheduler.connector is not None and self.host_memory is None
         self.later_hits = None if self.has_their_connector else _make_later_hits(scheduler, options)
@@ -66,11 +67,6 @@ class StreamingPlugin:
         required: Any = fields(kind)  # type: ignore[arg-type]
         names = [f.name for f in required if f.default is MISSING and f.default_factory is MISSING]
         return kind(**{name: getattr(self, name) for name in names})
-
-
-def _make_policy(options: SchedulerOptions) -> Policy:
-    policy = make_policy(options.policy)
-    return policy if options.class_ageing_s is None else ClassPolicy(policy, options.class_ageing_s)
 
 
 def _make_later_hits(scheduler: Scheduler, options: SchedulerOptions) -> LaterHits | None:

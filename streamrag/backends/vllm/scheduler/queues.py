@@ -60,7 +60,6 @@ class Queues:
         self.outbox.acknowledge(stream)
 
     def settle_all(self, requests: Iterable[StreamRequest]) -> None:
-        """Settle the requests that are still alive."""
         for request in requests:
             if self.scheduler.requests.get(request.request_id) is request:
                 self.settle(request)
@@ -112,7 +111,6 @@ class Queues:
         return rest, waiting
 
     def put_back(self, running: Iterable[StreamRequest], waiting: Iterable[StreamRequest]) -> None:
-        """Restore the requests that were set aside for a step."""
         self.scheduler.running.extend(running)
         self.scheduler.waiting.extend(waiting)
         self.scheduler.num_waiting_for_streaming_input = 0

@@ -78,7 +78,6 @@ class StreamRequest(Request):
         return request
 
     def end(self, now_s: float) -> RequestRecord:
-        """Make the record of a request whose status is final."""
         outcome = OUTCOMES.get(self.status, "finished")
         self.record = self.log.end(outcome, now_s, self.num_prompt_tokens, self.num_output_tokens)
         return self.record

@@ -109,7 +109,6 @@ class RequestLog:
         self.restores[index] = replace(known, observed_s=(known.observed_s or 0.0) + seconds)
 
     def end(self, outcome: Outcome, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> RequestRecord:
-        """Return the final record of the request."""
         values: dict[str, Any] = {name: getattr(self, name) for name in _RECORDED}
         values["holds"] = dict(self.holds)
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}

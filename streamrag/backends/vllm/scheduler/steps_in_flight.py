@@ -4,18 +4,16 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
 
 from streamrag.backends.vllm.scheduler.estimates import Estimates
 from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.backends.vllm.scheduler.request_log import HostClock
-
-if TYPE_CHECKING:
-    from vllm.v1.outputs import ModelRunnerOutput
 
 
 class StepInFlight(NamedTuple):
@@ -80,7 +78,7 @@ class StepsInFlight:
             request.spec_token_ids = []
             request.next_decode_eligible_step = 0
 
-    def end_first(self, scheduler_output: SchedulerOutput, output: "ModelRunnerOutput") -> StepInFlight:
+    def end_first(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> StepInFlight:
         """Remove the oldest step, learn from it, and return it. Called before vLLM processes the step's output."""
         now_s, step = self.clock.monotonic(), self._steps.popleft()
         duration_s = now_s - max(step.start_s, self._last_output_s)

@@ -114,7 +114,6 @@ class HostCopier:
         self._failed_loads |= {block for _, block in copies.loads} - {block for _, block in good}
 
     def wait_for_layer(self, name: str) -> None:
-        """Wait until the layer is loaded: the forward is about to read it."""
         if self._copies is not None:
             self._copies.wait_for_layer(name)
 
@@ -144,7 +143,6 @@ class HostCopier:
         return report
 
     def close(self) -> None:
-        """Wait for the outstanding copies."""
         copies, self._copies = self._copies, None
         if copies is not None:
             copies.close()

@@ -111,7 +111,6 @@ class HostCosts:
         self._out.sent.append((None, num_blocks))
 
     def on_sent(self, num_out: int, num_in: int, now_s: float) -> None:
-        """Record the number of all copies of a step."""
         if self.price is not None:
             self.price.observe_sent(num_out, num_in, now_s)
 
@@ -139,7 +138,6 @@ class HostCosts:
                 known.entry.log.on_restored(known.entry.index, known.observed_s)
 
     def on_copied(self, num_out: int, out_s: float, num_in: int, in_s: float) -> None:
-        """Record copies that have ended."""
         for entry, seconds in self._out.ended(num_out, out_s):
             entry.log.on_saved(entry.index, seconds)
         for entry, seconds in self._in.ended(num_in, in_s):

@@ -10,9 +10,12 @@ a victim's KV is saved, and no more than necessary. A block's key is vLLM's hash
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
 from streamrag.backends.vllm.scheduler.host_memory.costs import HostCosts, Match
@@ -22,12 +25,6 @@ from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.engine.costs.price import Price
 from streamrag.engine.host_pool import HostPool
 from streamrag.engine.swapping import Comparison, CostChoice, SwapAlways, SwapChoice
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput
-
 
 MOST_OVERCOMMITTED = 1.5
 """Most KV that all requests may need, in multiples of host memory: the device holds some of it as well."""
@@ -47,7 +44,7 @@ class HostMemory:
     The connector constructs it and forwards vLLM's calls; the scheduler reports what it does.
     """
 
-    def __init__(self, manager: "KVCacheManager", num_slots: int, price: Price | None) -> None:
+    def __init__(self, manager: KVCacheManager, num_slots: int, price: Price | None) -> None:
         self._block_pool = manager.block_pool
         (self._group,) = manager.coordinator.single_type_managers
         self._block_size = self._group.block_size
@@ -101,7 +98,7 @@ class HostMemory:
         """Register a partial prompt that a step computes, for write-through."""
         self._unwritten[request.request_id] = request
 
-    def on_step_end(self, step: "SchedulerOutput", output: "KVConnectorOutput | None", duration_s: float) -> None:
+    def on_step_end(self, step: SchedulerOutput, output: KVConnectorOutput | None, duration_s: float) -> None:
         self._in_flight.on_step_end()
         if step.num_scheduled_tokens:
             report = output.kv_connector_worker_meta if output else None
@@ -127,7 +124,6 @@ class HostMemory:
         self._num_written.clear()
 
     def _num_known(self, request: StreamRequest) -> int:
-        """Return the number of full blocks that are computed, or being computed, and hashed."""
         return min(request.num_computed_tokens // self._block_size, len(request.block_hashes))
 
     def look_up(self, request: StreamRequest, num_local: int) -> Match | None:
@@ -152,7 +148,7 @@ class HostMemory:
         for slot, key, block in zip(self.pool.pin(keys), keys, blocks, strict=True):
             self._loads.append((slot, block.block_id, key))
 
-    def take_copies(self, step: "SchedulerOutput") -> HostCopies:
+    def take_copies(self, step: SchedulerOutput) -> HostCopies:
         """Return the copies of this step. Called last: vLLM makes no further lookups for the step."""
         unheard_of = self._in_flight.blocks()
         losers: Counter[StreamRequest] = Counter()
@@ -170,7 +166,6 @@ class HostMemory:
         return HostCopies(saves, [(slot, block_id) for slot, block_id, _ in loads], held_saves)
 
     def on_report(self, report: CopyReport) -> None:
-        """Process a report of finished copies."""
         if report.num_slots is not None:
             self.pool.limit(report.num_slots)
         for slot in report.saved:
@@ -184,7 +179,6 @@ class HostMemory:
         self.costs.on_copied(report.num_blocks_out, report.out_s, report.num_blocks_in, report.in_s)
 
     def on_finish(self, request: StreamRequest) -> None:
-        """Drop all state of a finished request."""
         self.pool.release(request.request_id)
         self.costs.on_finish(request.request_id)
         self._unwritten.pop(request.request_id, None)
@@ -195,7 +189,7 @@ class HostMemory:
                 self._released.pop(block_id)
 
     def _saves(
-        self, step: "SchedulerOutput", unheard_of: set[int], losers: Counter[StreamRequest]
+        self, step: SchedulerOutput, unheard_of: set[int], losers: Counter[StreamRequest]
     ) -> Iterator[tuple[int, int]]:
         """Yield (block, slot) for released blocks that this step overwrites and that are still wanted; count losers."""
         for block_id in _blocks_in(step):
@@ -221,7 +215,7 @@ class HostMemory:
             return False
         return index < len(request.block_hashes) and request.block_hashes[index] == released.key
 
-    def _write_through(self, step: "SchedulerOutput", unheard_of: set[int]) -> Iterator[tuple[int, int]]:
+    def _write_through(self, step: SchedulerOutput, unheard_of: set[int]) -> Iterator[tuple[int, int]]:
         """Yield (block, slot) for blocks that partial prompts hold, oldest first, as many as there is time to copy."""
         pool = self._block_pool
         num_left = self.choice.num_to_write_through(pool.get_num_free_blocks() / pool.num_gpu_blocks)
@@ -258,7 +252,7 @@ def host_memory_of(connector: Any) -> HostMemory | None:
     return memory if isinstance(memory, HostMemory) else None
 
 
-def _blocks_in(step: "SchedulerOutput") -> Iterator[int]:
+def _blocks_in(step: SchedulerOutput) -> Iterator[int]:
     """Yield all blocks that the step allocates, and some that its requests held before."""
     for new in step.scheduled_new_reqs:
         yield from new.block_ids[0]

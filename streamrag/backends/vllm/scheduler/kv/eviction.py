@@ -28,7 +28,6 @@ class Evictions:
     host_memory: HostMemory | None
 
     def fate(self, view: RequestView) -> Fate:
-        """Decide whether a victim's KV is dropped or saved."""
         request = self.scheduler.requests[view.request_id]
         request.comparison = self._compare(request)
         return request.comparison.choice

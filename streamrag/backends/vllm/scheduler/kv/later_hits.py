@@ -10,17 +10,14 @@ computed. A running request is sent to the model runner as a whole again, so tha
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from streamrag.backends.vllm.scheduler.kv.replacement import drop_output_in_flight, free_blocks
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 def can_look_again(scheduler: Scheduler) -> bool:
@@ -45,7 +42,7 @@ class LaterHits:
         self._group_ids = [self._group.kv_cache_group_id]
         self._block_size = self._group.block_size
 
-    def find(self, request: StreamRequest) -> Sequence["KVCacheBlock"]:
+    def find(self, request: StreamRequest) -> Sequence[KVCacheBlock]:
         """Return the cached blocks after the full ones of `request`. Usually, the first lookup finds none."""
         block_hashes = request.block_hashes
         start = request.num_computed_tokens // self._block_size
@@ -65,13 +62,13 @@ class LaterHits:
             return False
         return request.status in (RequestStatus.WAITING, RequestStatus.RUNNING)
 
-    def num_needed(self, request: StreamRequest, found: Sequence["KVCacheBlock"], num_tokens: int) -> int:
+    def num_needed(self, request: StreamRequest, found: Sequence[KVCacheBlock], num_tokens: int) -> int:
         """Return how many blocks must be free for `request` to take `found` and hold its first `num_tokens` tokens."""
         num_held = request.num_computed_tokens // self._block_size + len(found)
         num_blocks = -(-num_tokens // self._block_size)
         return max(num_blocks - num_held, 0) + sum(block.ref_cnt == 0 for block in found)
 
-    def take(self, request: StreamRequest, found: Sequence["KVCacheBlock"]) -> None:
+    def take(self, request: StreamRequest, found: Sequence[KVCacheBlock]) -> None:
         """Add `found` to the blocks of `request`, which runs next. Nothing may be allocated since the lookup."""
         start = request.num_computed_tokens // self._block_size
         self._pool.touch(found)

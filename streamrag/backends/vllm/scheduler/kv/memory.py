@@ -1,10 +1,11 @@
 """vLLM's KV cache, as the planner sees it."""
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
@@ -14,9 +15,6 @@ from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.engine import RequestView
 from streamrag.engine.rules import NextBlock
 from streamrag.records import KvHeld, KvUse
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 class _Hit(NamedTuple):
@@ -69,7 +67,6 @@ class KvMemory:
         )
 
     def num_blocks(self, request: StreamRequest) -> int:
-        """Return the number of blocks that a request holds."""
         return sum(len(group.req_to_blocks.get(request.request_id, ())) for group in self.groups)
 
     def view(self, request: StreamRequest, is_idle: bool = False) -> RequestView:
@@ -109,7 +106,7 @@ class KvMemory:
             return request.num_computed_tokens
         return (request.num_computed_tokens // self.smallest_block_size + len(found)) * self.smallest_block_size
 
-    def _find(self, request: RequestView) -> "Sequence[KVCacheBlock]":
+    def _find(self, request: RequestView) -> Sequence[KVCacheBlock]:
         """Return the cached blocks after those that the request holds."""
         if self.later_hits is None or request.has_output:
             return ()
@@ -122,7 +119,7 @@ class KvMemory:
             self._found[request.request_id] = found
         return self._found[request.request_id]
 
-    def _num_needed_with(self, request: StreamRequest, found: "Sequence[KVCacheBlock]", end: int) -> int:
+    def _num_needed_with(self, request: StreamRequest, found: Sequence[KVCacheBlock], end: int) -> int:
         """Return how many blocks must be free for `request` to take `found` and to compute its tokens before `end`."""
         assert self.later_hits is not None
         num_tokens = request.num_tokens if self._scheduler.scheduler_reserve_full_isl else end

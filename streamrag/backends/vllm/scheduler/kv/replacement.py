@@ -7,21 +7,17 @@ LCP        ├─────────────┤
 blocks     [       ][       ][       ]          the block in which the LCP ends is kept only if it is not shared
 """
 
-from typing import TYPE_CHECKING
-
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import Request
 
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.core import common_prefix_len
 
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.request import Request
 
-
-def replace_prompt(scheduler: Scheduler, request: StreamRequest, num_kept: int, new: "Request") -> int:
+def replace_prompt(scheduler: Scheduler, request: StreamRequest, num_kept: int, new: Request) -> int:
     """Set the prompt of `request` to its first `num_kept` tokens, then those of `new`. Return the LCP of old and new.
 
     The request must have no output. The output of its steps in flight is dropped.
@@ -40,21 +36,16 @@ def replace_prompt(scheduler: Scheduler, request: StreamRequest, num_kept: int, 
     # Not in place: an in-process model runner refers to the old list.
     request.prompt_token_ids = tokens.copy()
     request.num_prompt_tokens = len(tokens)
-    replace_hashes(scheduler, request, num_shared, new if num_kept == 0 else None)
+    if num_kept == 0:
+        request.block_hashes = new.block_hashes  # of the whole prompt
+    else:
+        del request.block_hashes[num_shared // scheduler.hash_block_size :]
+        request.update_block_hashes()
     request.num_computed_tokens = num_left
     request.is_prefill_chunk = True
     request.spec_token_ids = []
     drop_output_in_flight(request)
     return num_shared
-
-
-def replace_hashes(scheduler: Scheduler, request: StreamRequest, num_shared: int, whole: "Request | None") -> None:
-    """Update the block hashes for the new tokens. `whole`, if any, was created with the whole prompt and is hashed."""
-    if whole is not None:
-        request.block_hashes = whole.block_hashes
-        return
-    del request.block_hashes[num_shared // scheduler.hash_block_size :]
-    request.update_block_hashes()
 
 
 def drop_output_in_flight(request: StreamRequest) -> None:
@@ -94,7 +85,7 @@ def keep_kv(scheduler: Scheduler, request: StreamRequest, num_valid: int) -> int
     return num_valid
 
 
-def free_blocks(scheduler: Scheduler, request: StreamRequest, freed: list["KVCacheBlock"]) -> None:
+def free_blocks(scheduler: Scheduler, request: StreamRequest, freed: list[KVCacheBlock]) -> None:
     """Free what `request` does not hold any more, the last one first; later, if a step in flight may still write it."""
     if scheduler._request_blocks_can_be_freed(request):
         scheduler.kv_cache_manager.block_pool.free_blocks(reversed(freed))
