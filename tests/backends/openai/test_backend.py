@@ -212,7 +212,7 @@ async def test_a_connection_that_breaks_before_the_first_byte_is_tried_again(
 
 async def test_a_connection_that_keeps_breaking_is_given_up(server: Server, backend: OpenAIBackend) -> None:
     server.handlers = [drop] * 10
-    with pytest.raises(ServerError, match="disconnected|ended the stream"):
+    with pytest.raises(ServerError, match=r"disconnected|ended the stream"):
         await collect(backend, prompt("Why?"))
     assert len(server.requests) == 3
 
@@ -234,7 +234,7 @@ async def test_a_body_that_breaks_is_an_error(server: Server, backend: OpenAIBac
         await request.end()
 
     server.handlers = [break_off]
-    with pytest.raises(ServerError, match="disconnected|ended the stream"):
+    with pytest.raises(ServerError, match=r"disconnected|ended the stream"):
         await collect(backend, prompt("Why?"))
     assert len(server.requests) == 1
 
