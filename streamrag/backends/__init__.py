@@ -1,8 +1,9 @@
-"""Where tokens come from.
+"""Backends: where tokens come from.
 
     vllm/         an engine embedded in the program
-    openai/       a server, whatever runs behind it
+    openai/       any OpenAI-compatible server
+    ray/          replicas of an engine on Ray Serve
     simulated/    vLLM's scheduler in virtual time, without a model
 
-`warming` prefills growing prompts on engines that know whole requests only; `tokenizer` and `look_alikes` are for all.
+All share `tokenizer` and `look_alikes`. `warming` prefills growing prompts on engines that accept whole requests only.
 """

@@ -1,9 +1,9 @@
-"""Text that a server tokenises by itself, such that nothing in it can become a special token there.
+"""Break look-alikes of special tokens in text that a server tokenizes itself.
 
-A server looks for its model's special tokens in all text that it is sent. Which these are is not known here, so all
-that has their shape is broken by one space behind its first character: `<|im_end|>` becomes `< |im_end|>`, `[/INST]`
-becomes `[ /INST]`. A space, because some tokenizers drop invisible characters before they look, and because it can be
-seen. The shapes are wider than any list of models, and catch `List<T>` and `<div>` too:
+A server looks for its model's special tokens in all text that it is sent. We do not know these tokens, so one space
+after the first character breaks everything of their shape: `<|im_end|>` becomes `< |im_end|>`, `[/INST]` becomes
+`[ /INST]`. The character is a space because some tokenizers drop invisible characters first, and because it can be
+seen. The shapes are wider than any list of models, and include `List<T>` and `<div>`:
 
 - `<`, `|` and anything: ChatML, Llama 3 and 4, Phi, Qwen, GLM, Cohere, Granite, Kimi, GPT-OSS, DeepSeek (`<｜`);
 - `<`, anything without white space, `>`: `<s>`, `</s>`, `<<SYS>>`, `<start_of_turn>`, `<tool_call>`, `◁think▷`;
@@ -13,9 +13,9 @@ seen. The shapes are wider than any list of models, and catch `List<T>` and `<di
 - `]~b]`, `]!d~[`, `[e~[`, `]<]start of image[>[` (MiniMax), `>>UNUSED_261<<` (Falcon), `|||NAME|||` (OLMo), `|NAME|`
   (Fuyu), but not the `| NAME |` of a table.
 
-What is still open at the end of a text counts as closed, so that the next text cannot close it, and a text that ends in
-one of these characters gets a space at its end. Many tokenizers normalise text before they look. So does this: it looks
-at the text without accents and control and format characters, and with plain characters in place of compatible ones.
+A shape that is open at the end of a text counts as closed, so that the next text cannot close it: a text that ends in
+one of these characters gets a space at its end. Many tokenizers normalize text first, so shapes are searched in the
+text without accents, control and format characters, and with plain characters in place of compatible ones.
 """
 
 import re
@@ -26,12 +26,12 @@ from unicodedata import category, normalize
 from streamrag.core import Tokenizer, Turn
 
 _ASCII_SPACES = " \t\n\r"
-# Not all of `str.isspace`, which has control characters that some tokenizers drop.
+# Not all of `str.isspace`, which includes control characters that some tokenizers drop.
 _SPACES = _ASCII_SPACES + "\u00a0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 _FOLDED = dict.fromkeys(_SPACES, " ") | {"◁": "<", "▷": ">", "￨": "|"}
 
-# Shapes in the folded text. Each begins with one character and looks ahead over text that cannot hold that character
-# again, so that all are linear.
+# Shapes in the folded text. Each begins with one character and looks ahead over text that cannot contain that character
+# again, so all are linear.
 _LOOK_ALIKE = re.compile(
     r"""
     < (?= \| | [^ \t\n\r<>]* (?: > | \Z ) )
@@ -47,15 +47,15 @@ _LOOK_ALIKE = re.compile(
     re.VERBOSE,
 )
 _PIECE = re.compile(rf"(?s).{{1,16384}}[^{_SPACES}]*[{_SPACES}]?")
-"""A piece of text that can be searched alone: every match is decided before the end of a word, or at the end of a text,
-so pieces end in white space."""
+"""A piece of text that can be searched on its own. Pieces end in white space, because every match is decided before the
+end of a word, or at the end of a text."""
 _PLAIN = re.compile(rf"[!-~{_ASCII_SPACES}]*")
 
 
 def break_look_alikes(text: str) -> str:
-    """`text` with a space behind the first character of whatever may be a special token of some model.
+    """Return `text` with a space after the first character of everything that may be a special token of some model.
 
-    Takes time linear in the length of `text`, and changes nothing that it has changed before.
+    Runs in time linear in the length of `text`. Idempotent.
 
     >>> break_look_alikes("a page's <|end|><|start|>system, [/INST] and a[i] < b")
     "a page's < |end|>< |start|>system, [ /INST] and a[i] < b"
@@ -64,7 +64,7 @@ def break_look_alikes(text: str) -> str:
 
 
 def break_matches(pattern: re.Pattern[str], text: str) -> str:
-    """`text` with a space behind each character of which `pattern` matches one in the folded text."""
+    """Return `text` with a space after each character whose folded text has the beginning of a match."""
     if _PLAIN.fullmatch(text):
         return pattern.sub(r"\g<0> ", text)
     folds = list(map(_fold, text))
@@ -84,22 +84,22 @@ def break_matches(pattern: re.Pattern[str], text: str) -> str:
 
 
 def folded(text: str) -> str:
-    """Return what tokenizers may make of `text` before they look for tokens in it."""
+    """Return `text` as a tokenizer's normalization may leave it."""
     return "".join(map(_fold, text))
 
 
 @lru_cache(maxsize=1 << 13)
 def _fold(character: str) -> str:
-    """Fold a character; empty if tokenizers may drop it."""
+    """Return the normalized character; empty if tokenizers may drop it."""
     if character in _FOLDED:
         return _FOLDED[character]
     return "".join(each for each in normalize("NFKD", character) if each != " " and category(each)[0] not in "CM")
 
 
 class TextTokenizer:
-    """A tokenizer for prompts that are sent as text: look-alikes of special tokens are broken before they are encoded.
+    """A tokenizer for prompts that are sent as text. It breaks look-alikes of special tokens before it encodes.
 
-    So `decode` gives a text in which only what was encoded with `allow_special` can be a special token.
+    In the text from `decode`, only what was encoded with `allow_special` can be a special token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -107,15 +107,13 @@ class TextTokenizer:
         self.bos_text: str = getattr(tokenizer, "bos_text", "")
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Token ids of `text`, look-alikes broken; with `allow_special`, of `text` as it is."""
+        """Return the token ids of `text`, with look-alikes broken unless `allow_special`."""
         if allow_special:
             return self._tokenizer.encode(text, allow_special=True)
         return self._tokenizer.encode(break_look_alikes(text))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens included."""
         return self._tokenizer.decode(token_ids)
 
     def render_chat(self, turns: Sequence[Turn]) -> str:
-        """`turns` in the chat template of the tokenizer."""
         return self._tokenizer.render_chat(turns)

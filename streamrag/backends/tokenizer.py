@@ -1,4 +1,4 @@
-"""Text to token ids, such that no text from outside can ever become a special token."""
+"""Tokenizers that never turn untrusted text into special tokens."""
 
 import json
 import os
@@ -14,32 +14,31 @@ from streamrag.core import Turn, plain_chat
 from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
 from streamrag.support.bounded_reading import without_lone_surrogates
 
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-"""`owner/name` or `name`, as the Hugging Face hub has them."""
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # `owner/name` or `name`, as on the Hugging Face hub
 MARKER = re.compile(r"\[/?[A-Z_]{2,40}\]|<{1,2}/?[A-Z_]{2,40}>{1,2}|<\|[^\s<>|]{1,40}\|>|</?[a-z]{1,10}>")
-"""Marks of a turn or its parts in a chat template: `[INST]`, `<<SYS>>`, `<|user|>`, `</s>`."""
+"""Markers of turns and their parts in a chat template: `[INST]`, `<<SYS>>`, `<|user|>`, `</s>`."""
 
 
 def local_model_path(model: str | os.PathLike[str]) -> Path | None:
-    """The absolute path of `model`, or None if it names a model on the Hugging Face hub.
+    """Return the absolute path of a local model, or None for a model on the Hugging Face hub.
 
-    :raises ModelError: when it looks like a path where nothing is, which must not become a download.
+    :raises ModelError: when `model` looks like a path that does not exist, which must not cause a download.
     """
     path = Path(model).expanduser()
     if path.exists():
         return path.resolve()
     if isinstance(model, str) and HUB_NAME.fullmatch(model) and not model.startswith("."):
         return None
-    raise ModelError(f"there is no model at {path}. Name a folder that exists, or a model on the hub as owner/name")
+    raise ModelError(f"there is no model at {path}. Give an existing folder, or a model on the hub as owner/name")
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer that belongs to a model, from a local folder or the Hugging Face hub.
+    """The tokenizer of a model, from a local folder or the Hugging Face hub.
 
-    Made from files, which takes seconds the first time: not for the event loop.
+    Construct it in a thread: loading the files takes seconds the first time.
 
     :raises MissingDependencyError: when transformers is not installed.
-    :raises ModelError: when there is no tokenizer that can be used.
+    :raises ModelError: when there is no usable tokenizer.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class HuggingFaceTokenizer:
                 local_files_only=path is not None,
             )
             self._fast, self._plain = _fast_copies(self._whole)
-            if not self._fast:  # fails here rather than later if it cannot
+            if not self._fast:  # check now that it can split special tokens
                 self._whole.encode("a", add_special_tokens=False, split_special_tokens=True)
             bos_id, first_id, eos_id = self._whole.bos_token_id, self._whole.encode("a")[0], self._whole.eos_token_id
         except Exception as error:
@@ -67,23 +66,23 @@ class HuggingFaceTokenizer:
         self.bos_text: str = self._whole.bos_token if bos_id == first_id else ""
         """Beginning of a prompt without chat template, for `encode(..., allow_special=True)`; often empty."""
         self.added_token_ids: frozenset[int] = frozenset(self._whole.get_added_vocab().values())
-        """Ids that no text becomes: those of special tokens and of other tokens added to the vocabulary."""
+        """Ids that no text is encoded to: special tokens, and other tokens added to the vocabulary."""
         markers = set(MARKER.findall(str(self._whole.chat_template or ""))).difference(self._whole.get_added_vocab())
         self._markers = _breaking(map(folded, markers))
-        unknown_id = self._whole.unk_token_id  # of what the vocabulary cannot express
+        unknown_id = self._whole.unk_token_id  # for text that the vocabulary cannot express
         self._forbidden_ids = self.added_token_ids - ({unknown_id} if unknown_id not in (bos_id, eos_id) else set())
         self._broken: re.Pattern[str] | None = None
         if not self._fast:
             self._broken = _breaking(self._found_in_text(self._whole.get_added_vocab()))
-            if still := self._found_in_text(self._whole.get_added_vocab()):
+            if unbroken := self._found_in_text(self._whole.get_added_vocab()):
                 raise ModelError(
-                    f"the tokenizer of {model} makes special tokens of text, and a space in it does not help: "
-                    f"{', '.join(map(repr, still[:5]))}"
+                    f"the tokenizer of {model} turns text into special tokens, even with a space inside: "
+                    f"{', '.join(map(repr, unbroken[:5]))}"
                 )
 
     @classmethod
     def of_engine(cls, model: str | os.PathLike[str], engine_args: Mapping[str, Any]) -> "HuggingFaceTokenizer":
-        """Make the tokenizer of a vLLM engine with these arguments."""
+        """Load the tokenizer of a vLLM engine with these arguments."""
         return cls(
             engine_args.get("tokenizer") or model,
             revision=engine_args.get("tokenizer_revision") or engine_args.get("revision"),
@@ -91,24 +90,24 @@ class HuggingFaceTokenizer:
         )
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Token ids of `text`, nothing added around them.
+        """Return the token ids of `text`, without added tokens.
 
-        Without `allow_special`, look-alikes of added tokens (`<|end|>`, `<think>`) are tokenised as the text they are.
-        What marks turns in the chat template though it is plain text itself, as `[INST]` of Llama 2, is broken by a
-        space, and so are look-alikes where a tokenizer in Python, as Kimi's, finds its added tokens in any text. Lone
-        surrogates, which no tokenizer accepts, become U+FFFD.
+        Without `allow_special`, look-alikes of added tokens (`<|end|>`, `<think>`) are encoded as plain text. A space
+        breaks the markers of the chat template that are plain text, such as Llama 2's `[INST]`; it also breaks
+        look-alikes for tokenizers in Python, such as Kimi's, that find added tokens in any text. Lone surrogates become
+        U+FFFD.
         """
         text = without_lone_surrogates(text)
         if self._markers and not allow_special:
             text = break_matches(self._markers, text)
         if self._fast:
             tokenizer = self._fast if allow_special else self._plain
-            # As a batch of one: `encode` would keep the interpreter from all other threads meanwhile.
+            # A batch of one: `encode` would hold the GIL.
             (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
             return list(encoding.ids)
         if allow_special:
             return list(self._whole.encode(text, add_special_tokens=False, split_special_tokens=False))
-        # What a tokenizer of its own code still finds, in whatever spelling, is left out.
+        # Drop special tokens that a custom tokenizer finds in any other spelling.
         return [token_id for token_id in self._encode_slowly(text) if token_id not in self._forbidden_ids]
 
     def _encode_slowly(self, text: str) -> list[int]:
@@ -116,28 +115,28 @@ class HuggingFaceTokenizer:
         return list(self._whole.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def _found_in_text(self, tokens: Iterable[str]) -> list[str]:
-        """Return the tokens that the tokenizer finds in text, or fails at, though it was told that they are text."""
+        """Return the tokens that the tokenizer still finds in text, or fails at, with special tokens switched off."""
         found = []
         for token in tokens:
             try:
                 is_found = not self._forbidden_ids.isdisjoint(self._encode_slowly(f"a{token}b"))
-            except ValueError:  # as tiktoken's
+            except ValueError:  # tiktoken's error
                 is_found = True
             if is_found:
                 found.append(token)
         return found
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens included."""
+        """Return the text of `token_ids`, including special tokens."""
         if self._fast:
             return str(self._fast.decode(list(token_ids), skip_special_tokens=False))
         return str(self._whole.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def render_chat(self, turns: Sequence[Turn]) -> str:
-        """`turns` in the model's chat template, up to where the answer begins.
+        """Return the text of `turns` in the model's chat template, up to the beginning of the answer.
 
-        A model without a template gets `core.plain_chat`, behind its beginning-of-text token if it wants one.
-        Where the template refuses or drops system turns, their text stands at the head of the first user turn.
+        Without a template this is `core.plain_chat`, after the beginning-of-text token if the model has one. If the
+        template refuses or drops system turns, their text is prepended to the first user turn.
 
         :raises ConfigurationError: when the template refuses the turns themselves.
         """
@@ -166,22 +165,22 @@ class HuggingFaceTokenizer:
 
 
 class CodePointTokenizer:
-    """For servers whose tokenizer is not at hand: the ids are Unicode code points.
+    """A tokenizer for servers whose tokenizer is not available. Its ids are Unicode code points.
 
-    Lengths then count characters, of which a text has at least as many as tokens in all common vocabularies; a model
-    length in tokens is thus kept, with room to spare. There are no special tokens and no chat template.
+    Lengths then count characters. A text has at least as many characters as tokens in all common vocabularies, so a
+    model's length in tokens is never exceeded. There are no special tokens and no chat template.
     """
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """The code points of `text`; lone surrogates become U+FFFD."""
+        """Return the code points of `text`; lone surrogates become U+FFFD."""
         return [ord(character) for character in without_lone_surrogates(text)]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of these code points."""
+        """Return the text of these code points."""
         return "".join(map(chr, token_ids))
 
     def render_chat(self, turns: Sequence[Turn]) -> str:
-        """Return the turns in the plain layout: only the server knows the model's chat template."""
+        """Return the turns in the plain layout, because only the server knows the chat template."""
         return plain_chat(turns)
 
 
@@ -196,15 +195,15 @@ def _fold_system(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _breaking(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds the first character of each of these texts, or is None if there are none."""
+    """Return a pattern that matches the first character of each of these texts; None without texts."""
     patterns = [f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in sorted(texts) if text]
     return re.compile("|".join(patterns)) if patterns else None
 
 
 def _fast_copies(tokenizer: Any) -> tuple[Any, Any]:
-    """Two copies of a fast tokenizer that add nothing: one that knows the added tokens, one to which they are text.
+    """Return two copies of a fast tokenizer that add no tokens: one with added tokens, one that treats them as text.
 
-    (None, None) for a tokenizer that is not made by the tokenizers library.
+    (None, None) for a tokenizer that is not from the tokenizers library.
     """
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
@@ -218,17 +217,17 @@ def _fast_copies(tokenizer: Any) -> tuple[Any, Any]:
 
 
 def _without_tokens(model: dict[str, Any], added: set[str]) -> dict[str, Any]:
-    """A model of the tokenizers library that cannot produce these tokens from text.
+    """Return a model of the tokenizers library that cannot produce these tokens from text.
 
-    Not knowing them as added tokens is not enough: they often are in the model's vocabulary too. Unigram finds them
-    there (its special tokens have the best score of all), as does BPE with `ignore_merges`.
+    Removing them from the added tokens is not enough: they often are in the vocabulary too. Unigram finds them there,
+    as special tokens have the best score of all, and so does BPE with `ignore_merges`.
     """
     vocab = model["vocab"]
-    if isinstance(vocab, list):  # Unigram: an id is a position, so the tokens stay, under a name that nobody can guess
+    if isinstance(vocab, list):  # Unigram: an id is a position, so rename the tokens to random names
         return model | {
             "vocab": [[secrets.token_hex(16) if piece in added else piece, score] for piece, score in vocab]
         }
-    removed = added - {model.get("unk_token")}  # the model must have it, and uses it for what it cannot express
+    removed = added - {model.get("unk_token")}  # required by the model, for text that it cannot express
     reduced = model | {"vocab": {token: number for token, number in vocab.items() if token not in removed}}
     if "merges" in model:
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]

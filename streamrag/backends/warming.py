@@ -1,20 +1,19 @@
-"""Prefilling a prompt that is still growing, on an engine that knows whole requests only.
+"""Prefill a growing prompt on an engine that accepts whole requests only, by warming its prefix cache.
 
-The engine keeps the KV of what it has computed, by prefix. So each partial prompt is sent as a request for one token,
-which is thrown away, and the complete prompt finds its KV already computed:
+Each partial prompt is sent as a request for one token, which is discarded. The complete prompt then hits the cache:
 
     prompts    ──P1────P2──P3──────────────P4 (complete)
-    engine       [prefill P1 ✗              superseded: aborted, what it computed stays cached
+    engine       [prefill P1 ✗              superseded: aborted, its computed KV stays cached
                        [P2 ✗
                            [prefill P3 ]    Prefilled
                                            [generate P4 ───▶ AnswerChunk, AnswerChunk, ...
 
-Rules, all so that warming never costs more than it gives:
+Rules that keep warming from costing more than it saves:
 
-- Only whole KV blocks are sent, because only these are cached.
-- A prompt with no whole block beyond what is computed already is not sent. One that needs just the blocks that are
-  being computed leaves that request alone; any other newer prompt aborts it at once.
-- At most one warming request exists; the complete prompt aborts it and never waits for it.
+- Only full KV blocks are sent, because only these are cached.
+- A prompt without a full block beyond the computed ones is not sent. If it needs exactly the blocks that are being
+  computed, the current request continues; any other newer prompt aborts it immediately.
+- There is at most one warming request. The complete prompt aborts it and never waits for it.
 """
 
 import asyncio
@@ -31,22 +30,22 @@ from streamrag.errors import BackendError
 from streamrag.support.tasks import cancel_regardless
 
 Prefill: TypeAlias = Callable[[tuple[int, ...]], Awaitable[None]]
-"""Computes the KV of these tokens; cancelled when that is no longer wanted."""
+"""Computes the KV of these tokens; cancelled when it is no longer needed."""
 
 Generate: TypeAlias = Callable[[tuple[int, ...]], AsyncGenerator[AnswerChunk, None]]
-"""Answers the complete prompt; closed when the answer is no longer wanted."""
+"""Answers the complete prompt; closed when the answer is no longer needed."""
 
 
 async def warm_then_generate(
     prompts: AsyncIterator[Prompt], *, prefill: Prefill, generate: Generate, block_size: int = 1
 ) -> AsyncGenerator[BackendEvent, None]:
-    """Prefill each prompt as it comes, then answer the complete one. See the module's text for the rules.
+    """Prefill each prompt when it arrives, then answer the complete one. The module docstring has the rules.
 
-    Prompts are read and the iterator is closed in a task of its own, so neither a slow engine nor a slow consumer
-    delays the abort of a superseded request. Closing the generator cancels whatever is under way and waits for that.
+    A separate task reads and closes `prompts`, so neither a slow engine nor a slow consumer delays the abort of a
+    superseded request. Closing the generator cancels all requests and waits for them to end.
 
     :raises BackendError: when the prompts end without a complete one.
-    :raises Exception: what `prompts`, `prefill` or `generate` raised.
+    :raises Exception: from `prompts`, `prefill` or `generate`.
     """
     send, receive = anyio.create_memory_object_stream[BackendEvent](1)
     driver = asyncio.create_task(_drive(prompts, prefill, generate, block_size, send, receive), name="warming")
@@ -69,7 +68,7 @@ async def _drive(
 ) -> None:
     def report(event: Prefilled) -> None:
         if send.statistics().current_buffer_used:
-            receive.receive_nowait()  # an older Prefilled that a slow consumer has not taken yet
+            receive.receive_nowait()  # drop an older Prefilled that a slow consumer has not received
         send.send_nowait(event)
 
     with send:
@@ -80,21 +79,19 @@ async def _drive(
 
 
 class _Warming:
-    """The computed part of one query's newest prompt, and the part that is being computed."""
+    """State of one query's newest prompt: its computed part, and the part that is being computed."""
 
     def __init__(self, prefill: Prefill, block_size: int, report: Callable[[Prefilled], None]) -> None:
         assert block_size >= 1
         self._prefill = prefill
         self._block_size = block_size
         self._report = report
-        self._num_computed = 0
-        """Leading tokens of the newest prompt whose KV is known to be computed."""
-        self._num_wanted = 0
-        """Leading tokens that the request under way computes; 0 when there is none."""
+        self._num_computed = 0  # leading tokens of the newest prompt whose KV is known to be computed
+        self._num_wanted = 0  # leading tokens that the current request computes; 0 without a request
         self._request = anyio.CancelScope()
 
     async def run(self, prompts: AsyncIterator[Prompt]) -> Prompt:
-        """The complete prompt, once it has come."""
+        """Warm the cache with each prompt, and return the complete one."""
         complete: Prompt | None = None
         error: BaseException | None = None
         try:
@@ -106,7 +103,7 @@ class _Warming:
                     self._follow(prompt, tasks)
                 tasks.cancel_scope.cancel()
         except BaseExceptionGroup as group:
-            error = group.exceptions[0]  # any others came while the first one was cancelling the rest
+            error = group.exceptions[0]  # further ones were raised during the cancellation
         finally:
             if close := getattr(prompts, "aclose", None):
                 await close()
@@ -118,7 +115,7 @@ class _Warming:
 
     def _follow(self, prompt: Prompt, tasks: TaskGroup) -> None:
         self._num_computed = min(self._num_computed, prompt.num_shared)
-        num_wanted = self._num_whole_blocks(len(prompt.token_ids))
+        num_wanted = len(prompt.token_ids) // self._block_size * self._block_size
         if num_wanted == self._num_wanted <= prompt.num_shared:
             return
         self._request.cancel()
@@ -133,11 +130,7 @@ class _Warming:
             return
         with request:
             await self._prefill(token_ids)
-        if not request.cancel_called:  # else a newer request, or none, has taken this one's place
+        if not request.cancel_called:  # else the request is superseded
             self._num_wanted = 0
             self._num_computed = len(token_ids)
             self._report(Prefilled(self._num_computed))
-
-    def _num_whole_blocks(self, num_tokens: int) -> int:
-        """Tokens in the whole blocks of so many tokens."""
-        return num_tokens - num_tokens % self._block_size

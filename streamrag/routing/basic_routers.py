@@ -1,4 +1,4 @@
-"""Routers that know nothing of which prompt lies where."""
+"""Routers that do not track which prompts are cached where."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -6,13 +6,12 @@ from hashlib import blake2b
 
 from streamrag.routing.router import Opening, ReplicaState
 
-NUM_KEY_TOKENS = 256
-"""Leading tokens that stand for a query that names no session."""
+NUM_KEY_TOKENS = 256  # number of leading tokens that are hashed for a query without a session
 _ALL = (1 << 64) - 1
 
 
 class BasicRouter:
-    """The part of a router that ignores what becomes of queries."""
+    """Base of routers that ignore the outcome of queries."""
 
     def routed(self, opening: Opening, replica_id: str) -> int:
         return len(opening.token_ids)
@@ -23,7 +22,7 @@ class BasicRouter:
 
 
 class RoundRobin(BasicRouter):
-    """A router that takes each replica in turn."""
+    """Takes each replica in turn."""
 
     def __init__(self) -> None:
         self._num_ranked = 0
@@ -36,9 +35,9 @@ class RoundRobin(BasicRouter):
 
 
 class ConsistentHash(BasicRouter):
-    """A router by session, or by the prompt's first tokens. A replica that comes or goes moves only its own queries.
+    """Routes by session, or by the prompt's first tokens. Adding or removing a replica moves only its own queries.
 
-    Each pair of key and replica is weighed by a hash (rendezvous hashing), where Ray's ConsistentHashRouter has a ring.
+    Uses rendezvous hashing: a hash of key and replica ranks the replicas. Ray's ConsistentHashRouter uses a ring.
     """
 
     def rank(self, opening: Opening, replicas: Sequence[ReplicaState], now_s: float) -> list[str]:
@@ -49,12 +48,12 @@ class ConsistentHash(BasicRouter):
 
 @lru_cache(maxsize=4_096)
 def _number(name: str) -> int:
-    """Return the same hash in every process, which Python's own of a text is not."""
+    """Return a hash that is the same in every process, unlike Python's own of a text."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
 
 
 def _mixed(bits: int) -> int:
-    """Mix 64 bits, as the end of splitmix64 does. Python's hash of two numbers mixes too little."""
+    """Mix 64 bits, as the finalizer of splitmix64. Python's hash of two numbers mixes too little."""
     bits &= _ALL
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & _ALL
     bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & _ALL

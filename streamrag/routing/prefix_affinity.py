@@ -1,11 +1,10 @@
-"""Affinity to prefixes after Ray Serve's PrefixCacheAffinityRouter (ray 2.60).
+"""Prefix affinity, after Ray Serve's PrefixCacheAffinityRouter (ray 2.60).
 
-Where the queues differ by more than a threshold, the power of two choices; else the replicas that hold most of the
-prompt, of those the one with the fewest open queries; and if they hold less than a tenth of it, those that hold least
-of anything. As shipped there, the threshold is infinite.
+If the queues differ by more than a threshold: power of two choices. Otherwise the replicas that hold most of the
+prompt, fewest open queries first. If these hold less than a tenth of it: the replicas that hold least in total. As
+shipped in Ray, the threshold is infinite.
 
-It differs in three points: tokens in whole blocks where Ray has characters, memory that is bounded where Ray's is not
-unless asked, and no actor that is asked over the network.
+Differences: full blocks of tokens instead of characters, bounded memory, and no actor that is called over the network.
 """
 
 import random
@@ -18,10 +17,10 @@ from streamrag.routing.router import Opening, ReplicaState
 
 
 class PrefixAffinity(PrefixRouter):
-    """A router to the replica that holds most of the prompt.
+    """Routes to the replica that holds most of the prompt.
 
     imbalance: difference between the most and the fewest open queries of a replica above which only queues count.
-    least_match: share of the prompt below which what is found does not count.
+    least_match: share of the prompt below which a match does not count.
     """
 
     def __init__(
@@ -38,18 +37,18 @@ class PrefixAffinity(PrefixRouter):
         fallback[:2] = sorted(fallback[:2], key=lambda replica: replica.num_open)
         first = self._first(self.matches(opening, replicas), len(opening.token_ids), replicas)
         names = [replica.id for replica in sorted(first, key=lambda replica: replica.num_open)]
-        chosen = set(names)
-        return names + [replica.id for replica in fallback if replica.id not in chosen]
+        first_ids = set(names)
+        return names + [replica.id for replica in fallback if replica.id not in first_ids]
 
     def _first(
-        self, found: dict[str, int], num_tokens: int, replicas: Sequence[ReplicaState]
+        self, matches: dict[str, int], num_tokens: int, replicas: Sequence[ReplicaState]
     ) -> Sequence[ReplicaState]:
         lengths = [replica.num_open for replica in replicas]
         if max(lengths) - min(lengths) > self._imbalance:
             return ()
-        best = max(found.get(replica.id, 0) for replica in replicas)
+        best = max(matches.get(replica.id, 0) for replica in replicas)
         if best and best >= self._least_match * num_tokens:
-            return [replica for replica in replicas if found.get(replica.id, 0) == best]
+            return [replica for replica in replicas if matches.get(replica.id, 0) == best]
         held = {replica.id: self._index.num_tokens(replica.id) for replica in replicas}
         least = min(held.values())
         return [replica for replica in replicas if held[replica.id] == least]

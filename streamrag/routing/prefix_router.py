@@ -1,4 +1,4 @@
-"""The common part of routers that remember which prompts lie where."""
+"""The base of routers that track which prompts are cached where."""
 
 from collections.abc import Sequence
 
@@ -7,23 +7,23 @@ from streamrag.routing.router import Opening, ReplicaState
 
 
 class PrefixRouter:
-    """A router's `PrefixIndex`, kept in step with what becomes of queries."""
+    """Updates a `PrefixIndex` from the outcome of queries."""
 
     def __init__(self, index: PrefixIndex | None = None) -> None:
         self._index = PrefixIndex() if index is None else index
-        self._last: tuple[Opening, list[int]] | None = None  # a query is ranked, and then routed
+        self._last: tuple[Opening, list[int]] | None = None  # `rank` and `routed` need the same keys
 
     def matches(self, opening: Opening, replicas: Sequence[ReplicaState]) -> dict[str, int]:
-        """Return how many leading tokens of the prompt lie on each replica; replicas with none may be left out."""
+        """Return the length of the match in tokens by replica id; replicas without a match may be missing."""
         for replica in replicas:
             self._index.resize(replica.id, replica.num_kv_tokens)
         return self._index.matches(self._keys(opening))
 
     def routed(self, opening: Opening, replica_id: str) -> int:
         keys = self._keys(opening)
-        num_found = self._index.matches(keys).get(replica_id, 0)
+        num_matched = self._index.matches(keys).get(replica_id, 0)
         self._index.hold(keys, replica_id)
-        return len(opening.token_ids) - num_found
+        return len(opening.token_ids) - num_matched
 
     def completed(self, token_ids: Sequence[int], replica_id: str) -> None:
         self._index.hold(self._index.keys(token_ids), replica_id)

@@ -1,6 +1,6 @@
-"""The state of all replicas: counts that the caller keeps itself, because they must be fresh, and the last reports.
+"""Tracks the state of all replicas: counts that must be fresh are kept by the caller, the rest is from reports.
 
-routed ─▶ (queued: counted in num_queued) ─first_token─▶ (answering: counted in num_open only) ─ended─▶
+routed ─▶ (queued: in num_queued and num_open) ─first_token─▶ (answering: in num_open only) ─ended─▶
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from streamrag.routing.router import ReplicaState
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A replica's report of itself, sent about every half second. Fields as in `ReplicaState`."""
+    """A replica's report of its own state, sent about every half second. For the fields, see `ReplicaState`."""
 
     max_open: int = 1
     kv_usage: float = 0.0
@@ -32,9 +32,9 @@ class _Query:
 
 
 class ReplicaTracker:
-    """Tracks the open queries and the replicas that are not `lost`.
+    """Tracks the open queries, and the replicas that are not `lost`.
 
-    A call about an unknown query does nothing: answers may come in after their replica was lost.
+    Calls about an unknown query do nothing, because answers may arrive after their replica was lost.
     """
 
     def __init__(self) -> None:
@@ -42,32 +42,31 @@ class ReplicaTracker:
         self._queries: dict[str, _Query] = {}
 
     def routed(self, query_id: str, replica_id: str, num_new_tokens: int = 0) -> None:
-        """Count the query there, where that many tokens are expected to be computed, and nowhere else."""
+        """Count the query at this replica only. It is expected to compute `num_new_tokens` there."""
         self.ended(query_id)
         self._queries[query_id] = _Query(replica_id, num_new_tokens)
         self._add(replica_id, num_queued=1, num_open=1, num_new_tokens=num_new_tokens)
 
     def first_token(self, query_id: str) -> None:
-        """Note that the query has shown a token: its prompt is computed. Further calls do nothing."""
+        """Record the query's first token, which means that its prompt is computed. Further calls do nothing."""
         query = self._queries.get(query_id)
         if query is not None and query.is_queued:
             query.is_queued = False
             self._add(query.replica_id, num_queued=-1, num_new_tokens=-query.num_new_tokens)
 
     def ended(self, query_id: str) -> None:
-        """Note that the query has its answer, failed, or was given up."""
+        """Record that the query is answered, failed or cancelled."""
         self.first_token(query_id)
         query = self._queries.pop(query_id, None)
         if query is not None:
             self._add(query.replica_id, num_open=-1)
 
     def reported(self, replica_id: str, report: Report, now_s: float) -> None:
-        """Note a replica's newest report."""
         values = {name: getattr(report, name) for name in REPORTED}
         self._states[replica_id] = replace(self._state(replica_id), measured_s=now_s, **values)
 
     def lost(self, replica_id: str) -> tuple[list[str], list[str]]:
-        """Forget a replica that is gone. Return its queries that had shown no token, and those that had."""
+        """Remove a lost replica. Return the ids of its queries without a first token, and of those with one."""
         lost = {name: query for name, query in self._queries.items() if query.replica_id == replica_id}
         for name in lost:
             del self._queries[name]
@@ -76,7 +75,7 @@ class ReplicaTracker:
         return queued, [name for name, query in lost.items() if not query.is_queued]
 
     def states(self, replica_ids: Iterable[str]) -> list[ReplicaState]:
-        """Return the states of these replicas, in this order; one that has never reported is as good as empty."""
+        """Return the states of these replicas, in order; a replica without a report counts as empty."""
         return [self._state(replica_id) for replica_id in replica_ids]
 
     def _state(self, replica_id: str) -> ReplicaState:

@@ -1,11 +1,11 @@
-"""Our router: the replica on which the first token is expected soonest, with a price on what delays others.
+"""Our router: the replica with the soonest expected first token, plus a price for delaying other queries.
 
-    (waiting tokens + 2 x tokens of this prompt that do not lie there + 384 x open queries) / its tokens a second
+    (waiting tokens + 2 x tokens of this prompt that are not cached there + 384 x open queries) / its tokens per second
 
-Waiting tokens are those that queries there have still to compute, by the caller's own counts. A query is expected to
-grow as much as the last ones have, from their openings to their complete prompts. The prefix index guesses what lies
-there. Computing what lies elsewhere counts twice, because it delays the next query too. An open query slows every step
-by its share. A popular prefix is replicated by itself, when waiting for it costs more than computing it elsewhere.
+Waiting tokens are those that its queries still have to compute, by the caller's own counts. A query is expected to
+grow by as much as recent ones did, from their openings to their complete prompts. The prefix index estimates what is
+cached. Uncached tokens count twice, because they delay the next query too; an open query slows every step by its share.
+A popular prefix is thus replicated when waiting for it costs more than computing it on another replica.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,12 @@ from streamrag.routing.router import Opening, ReplicaState
 
 RECOMPUTE = 2.0
 OPEN_TOKENS = 384
-NUM_REMEMBERED = 100
-"""Recent queries by which growth is judged."""
+NUM_REMEMBERED = 100  # number of recent queries over which growth is averaged
 
 
 @dataclass(slots=True)
 class _RecentMean:
-    """The mean of the last values, of which older ones count less."""
+    """A mean over recent values. Older values have less weight."""
 
     value: float = 0.0
     _num: int = 0
@@ -34,10 +33,10 @@ class _RecentMean:
 
 
 class Soonest(PrefixRouter):
-    """The router to the replica with the least cost; of equals to the one that holds less.
+    """Routes to the replica with the least cost; between equals, to the one that holds fewer tokens.
 
-    recompute: what a token that must be computed anew counts, in tokens that wait.
-    open_tokens: what an open query counts, in tokens that wait.
+    recompute: cost of a token that must be computed, in waiting tokens.
+    open_tokens: cost of an open query, in waiting tokens.
     """
 
     def __init__(
@@ -68,5 +67,5 @@ class Soonest(PrefixRouter):
         super().completed(token_ids, replica_id)
 
     def growth(self) -> int:
-        """Return how many tokens a query is expected to bring after its opening."""
+        """Return the number of tokens that a query is expected to add after its opening."""
         return max(round(self._complete.value - self._opening.value), 0)

@@ -329,7 +329,7 @@ def test_a_special_token_that_is_found_in_another_spelling_is_left_out(tmp_path:
 @pytest.mark.usefixtures("modules")
 def test_a_tokenizer_that_finds_special_tokens_whatever_is_done_is_refused(tmp_path: Path) -> None:
     folder = save_own_code(tmp_path, ["<|end|>"], 'text.replace("< ", "<")')
-    with pytest.raises(ModelError, match=r"makes special tokens of text.*'<\|end\|>'"):
+    with pytest.raises(ModelError, match=r"turns text into special tokens.*'<\|end\|>'"):
         HuggingFaceTokenizer(folder, trust_remote_code=True)
 
 

@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant(
         "block hashes of the old prompt are kept",
         PROMPTS,
-        "    del request.block_hashes[num_shared // scheduler.hash_block_size :]\n",
+        "        del request.block_hashes[num_shared // scheduler.hash_block_size :]\n",
         "",
         50,
     ),
@@ -107,7 +107,7 @@ MUTANTS = (
     Mutant(
         "a preempted request is resumed with its old prompt",
         QUEUES,
-        "        # PREEMPTED would be resumed with the prompt that the runner remembers.\n"
+        "        # The model runner would resume a PREEMPTED request with the prompt that it remembers.\n"
         "        stream.status = RequestStatus.WAITING\n",
         "        stream.status = max(stream.status, RequestStatus.WAITING)\n",
         200,
@@ -144,7 +144,7 @@ MUTANTS = (
     Mutant(
         "slots of the second runner are not given back",
         QUEUES,
-        "        # The second model runner gives up the slots of these only; the first takes no notice.\n"
+        "        # The second model runner frees the slots of exactly these; the first one ignores the set.\n"
         "        self.scheduler.reset_preempted_req_ids.add(request.request_id)\n",
         "",
         50,
@@ -211,8 +211,8 @@ MUTANTS = (
         HOOKS,
         "            return super().reset_prefix_cache(reset_running_requests, reset_connector)\n"
         "        finally:\n"
-        "            # Last, whether vLLM resets its connector or not: those that ran have only now given up what they "
-        "held.\n"
+        "            # Last, whether or not vLLM resets its connector: running requests have only now released their "
+        "blocks.\n"
         "            if self.plugin.host_memory is not None:\n"
         "                self.plugin.host_memory.forget()\n",
         "            if self.plugin.host_memory is not None:\n"

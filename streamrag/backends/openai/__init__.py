@@ -1,10 +1,10 @@
 """A model behind an OpenAI-compatible server.
 
-backend             what it is asked, and in which order
-server_tokenizer    its tokenizer, if it has one to ask
-answers             what it says, checked
+backend             the backend: sends prompts, streams answers
+server_tokenizer    the server's tokenizer, if it has an endpoint for it
+answers             validates the fields of the server's responses
 http                requests, retries, limits
-bytes               what it sends, counted
+bytes               counts the bytes that the server sends
 """
 
 from streamrag.backends.openai.backend import OpenAIBackend as OpenAIBackend

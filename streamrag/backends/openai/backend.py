@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible server, asked through its completions endpoint."""
+"""A backend for a model behind an OpenAI-compatible server, using its completions endpoint."""
 
 import os
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -25,46 +25,42 @@ PROBE = "The server says which tokens it was sent."
 MAX_MODEL_NAME_CHARS = 500
 RESERVED = {"model", "prompt", "stream", "n"}
 
-MAX_PROMPT_TOKEN_BYTES = 64
-"""Bytes of an answer for each token of the prompt, which servers may repeat."""
+MAX_PROMPT_TOKEN_BYTES = 64  # most bytes of an answer for each token of the prompt, which servers may repeat
 MAX_TOKEN_BYTES = 1 << 12
-"""Bytes of an answer for each of its tokens: one comes with a few hundred bytes, or with the log-probabilities of
-others."""
-MAX_STREAM_BYTES = 64 << 20
-"""Bytes of any streamed answer, in all: 200,000 tokens of a common server."""
+"""Most bytes of an answer for each of its tokens: usually a few hundred, more with log-probabilities."""
+MAX_STREAM_BYTES = 64 << 20  # most bytes of any streamed answer: 200,000 tokens of a common server
 MAX_EVENT_BYTES = 1 << 16
-"""Bytes of one event, beside the prompt's token ids and its share of the answer, which may come in few pieces."""
+"""Most bytes of one event, besides the prompt's token ids and a share of the answer, which may arrive in few events."""
 MAX_EVENT_TOKEN_BYTES = 32
 MAX_TOKEN_EVENTS = 2
-MAX_SPARE_EVENTS = 1000
-"""Events that hold no token: signs of life, or what was used."""
+MAX_SPARE_EVENTS = 1000  # most events without a token: keep-alives, or usage statistics
 
 
 class OpenAIBackend:
-    """Any server with `/v1/models` and `/v1/completions`; best vLLM's own, which takes token ids and caches prefixes.
+    """Uses any server with `/v1/models` and `/v1/completions`; best vLLM's, which takes token ids and caches prefixes.
 
-    Prompts are sent as token ids if the server takes them, which `start` finds out. Otherwise they are sent as text,
-    and `model.is_exact` is False: the server tokenises that text in its own way, so that a streamed prompt and the same
-    prompt in one piece may differ. Where there is no tokenizer at all, lengths count characters.
+    Prompts are sent as token ids if the server accepts them, which `start` tests. Otherwise they are sent as text, and
+    `model.is_exact` is False: the server tokenizes the text itself, so a streamed prompt and the same prompt in one
+    piece may differ. Without any tokenizer, lengths count characters.
 
-    Text from outside never becomes a special token. In token ids of the model's own tokenizer it is unchanged; where
-    the server tokenises it, look-alikes are broken by a space first (`model.breaks_look_alikes`).
+    Untrusted text never becomes a special token. It is unchanged in token ids of the model's own tokenizer; where the
+    server tokenizes, a space breaks look-alikes first (`model.breaks_look_alikes`).
 
-    Answers have token ids only where the server sends them. What the server may send is bounded by `max_tokens` and the
+    Answers have token ids only if the server sends them. The size of a response is limited by `max_tokens` and the
     length of the prompt. Proxies and other settings in the environment are not used.
 
     base_url: where `/completions` is found, as in "http://127.0.0.1:8000/v1"; without a path, `/v1` is added.
-    model: the model's name at the server; without it, the only one that it serves.
-    tokenizer: the model's own, or the path or hub name to load it from; without it the server is asked for every text,
-        if it has `/tokenize`.
+    model: the model's name at the server. By default the only one that the server has.
+    tokenizer: the model's own, or a path or hub name to load it from. By default the server tokenizes every text, if
+        it has `/tokenize`.
     api_key: sent with every request.
-    max_model_len: most tokens of prompt and answer together; None asks the server.
-    timeout_s: the longest silence of the server, before an answer or within it.
-    max_retries: how often a connection that fails before the server's first byte is tried again; nothing else is.
-    retry_delay_s: seconds before the first of these; each further one waits longer.
-    block_size: the server's KV block in tokens: smaller additions are not worth a warming request.
+    max_model_len: most tokens of prompt and answer together. By default the server's value.
+    timeout_s: the longest silence of the server, before or within an answer.
+    max_retries: retries of a connection that fails before the server's first byte. Nothing else is retried.
+    retry_delay_s: seconds before the first retry; each further delay is longer.
+    block_size: the server's KV block size in tokens. Smaller additions are not worth a warming request.
 
-    :raises ConfigurationError: values that cannot work.
+    :raises ConfigurationError: an option has an invalid value.
     """
 
     @validated
@@ -83,7 +79,7 @@ class OpenAIBackend:
     ) -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigurationError(f"base_url={base_url!r} is not an http or https address, as http://host:8000/v1")
+            raise ConfigurationError(f"base_url={base_url!r} is not an http or https address like http://host:8000/v1")
         self._url = base_url.rstrip("/") if parts.path.strip("/") else f"{base_url.rstrip('/')}/v1"
         self._wanted_model = model
         self._model_name = model or ""
@@ -102,25 +98,23 @@ class OpenAIBackend:
         self._info: ModelInfo | None = None
         self._takes_ids = False
         self._optional: dict[str, Any] = {}
-        """Parameters beyond OpenAI's that this server has been seen to understand."""
+        """Parameters beyond OpenAI's that the server is known to support."""
 
     @property
     def model(self) -> ModelInfo:
-        """The model; available once the backend has started."""
+        """The model. Available once the backend has started."""
         if self._info is None:
-            raise BackendError("the server has not been asked yet: await backend.start(print) first")
+            raise BackendError("the backend has not been started: await backend.start(print) first")
         return self._info
-
-    # ------------------------------------------------------------------------------------------- starting and stopping
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Find out whether the server has the model and takes token ids.
+        """Test whether the server has the model and accepts token ids.
 
-        :raises ServerError: when it cannot be reached or refuses.
-        :raises ConfigurationError: when it does not have the model, or its length is not known.
+        :raises ServerError: when the server cannot be reached or refuses.
+        :raises ConfigurationError: when it does not have the model, or the model's length is unknown.
         """
-        progress(f"asking {self._url}")
+        progress(f"connecting to {self._url}")
         try:
             self._server = await anyio.to_thread.run_sync(self._make_server)
             max_model_len = await self._served_model_len(self._server)
@@ -138,7 +132,7 @@ class OpenAIBackend:
         )
 
     async def _make_tokenizer(self, server: Server) -> Tokenizer:
-        """The tokenizer that counts and encodes; sets `_takes_ids`."""
+        """Return the tokenizer for this server. Sets `_takes_ids`."""
         self._takes_ids, self._optional = False, {}
         given: Tokenizer | None
         if isinstance(self._given_tokenizer, str | os.PathLike):
@@ -147,10 +141,10 @@ class OpenAIBackend:
             given = self._given_tokenizer or await ask_for_tokenizer(server, self._model_name)
         if given is None or isinstance(given, CodePointTokenizer):
             return TextTokenizer(CodePointTokenizer())
-        await self._find_out_about_ids(await anyio.to_thread.run_sync(given.encode, PROBE))
+        await self._test_token_ids(await anyio.to_thread.run_sync(given.encode, PROBE))
         if not isinstance(given, ServerTokenizer):
             return given if self._takes_ids else TextTokenizer(given)
-        # A server that counts tokens and takes text only is sent text, whose length is counted in characters.
+        # A server that tokenizes but accepts only text is sent text, whose length is counted in characters.
         return TextTokenizer(given if self._takes_ids else CodePointTokenizer())
 
     async def _served_model_len(self, server: Server) -> int:
@@ -160,7 +154,7 @@ class OpenAIBackend:
             if len(models) != 1:
                 raise ConfigurationError(f"{self._url} serves {clean(', '.join(models)) or 'no model'}: name the model")
             (self._model_name,) = models
-            if len(self._model_name) > MAX_MODEL_NAME_CHARS:  # it is sent with every request, and shown
+            if len(self._model_name) > MAX_MODEL_NAME_CHARS:  # the name is sent with every request, and displayed
                 raise ServerError(
                     f"{self._url} serves a model whose name has {len(self._model_name):,} characters, and "
                     f"{MAX_MODEL_NAME_CHARS:,} is the most: {clean(self._model_name)}"
@@ -172,9 +166,9 @@ class OpenAIBackend:
             return self._max_model_len
         if (max_model_len := models[self._model_name].get("max_model_len")) is not None:
             return length(max_model_len, server=self._url, name="max_model_len")
-        raise ConfigurationError(f"{self._url} does not say how long the model's prompts may be: give max_model_len")
+        raise ConfigurationError(f"{self._url} does not report the model's length: give max_model_len")
 
-    async def _find_out_about_ids(self, ids: list[int]) -> None:
+    async def _test_token_ids(self, ids: list[int]) -> None:
         for optional in ({"return_token_ids": True}, {}):
             try:
                 answer = await self._complete({"prompt": ids, **optional})
@@ -182,26 +176,24 @@ class OpenAIBackend:
                 continue
             choice = next(objects(answer.get("choices")), {})
             usage = next(objects([answer.get("usage")]), {})
-            seen = choice.get("prompt_token_ids")
-            self._takes_ids = usage.get("prompt_tokens") == len(ids) if seen is None else seen == ids
-            self._optional = {} if seen is None else optional
+            echoed = choice.get("prompt_token_ids")
+            self._takes_ids = usage.get("prompt_tokens") == len(ids) if echoed is None else echoed == ids
+            self._optional = {} if echoed is None else optional
             return
 
     async def aclose(self) -> None:
-        """Close the connections to the server. Does nothing when not started."""
+        """Close the connections to the server. Does nothing if the backend is not started."""
         server, self._server, self.is_started = self._server, None, False
         if server is not None:
             await server.aclose()
 
-    # ------------------------------------------------------------------------------------------------------- answering
-
     async def generate(
         self, prompts: AsyncIterator[Prompt], params: SamplingParams
     ) -> AsyncGenerator[BackendEvent, None]:
-        """Prefill each prompt as it comes; sample the answer to the complete one.
+        """Prefill each prompt when it arrives, and answer the complete one.
 
         :raises PromptTooLongError: when a prompt leaves no room for an answer.
-        :raises ServerError: when the server cannot be reached, refuses, falls silent or breaks off.
+        :raises ServerError: when the server cannot be reached, refuses, goes silent or ends an answer early.
         """
         body = _body(params)
 
@@ -229,11 +221,10 @@ class OpenAIBackend:
         if self._takes_ids:
             return list(token_ids)
         text = await in_thread(model.tokenizer, partial(model.tokenizer.decode, token_ids))
-        # The server adds the token that begins a text by itself.
+        # The server adds the beginning-of-text token itself.
         return text.removeprefix(getattr(model.tokenizer, "bos_text", ""))
 
     async def _complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Ask for one token, whatever it is."""
         body = {"model": self._model_name, "max_tokens": 1, "temperature": 0.0, **body}
         return await self._started_server().ask("POST", "/completions", body)
 
@@ -255,13 +246,13 @@ class OpenAIBackend:
         )
         async with aclosing(events):
             async for event in events:
-                choice = next(objects(event.get("choices")), None)  # one answer was asked for
+                choice = next(objects(event.get("choices")), None)  # only one answer was requested
                 if choice is not None:
                     chunk = answer_chunk(choice, server=self._url)
                     is_finished = chunk.finish_reason is not None
                     yield chunk
         if not is_finished:
-            raise ServerError(f"{self._url} broke off in the middle of an answer")
+            raise ServerError(f"{self._url} ended the stream in the middle of an answer")
 
     def _started_server(self) -> Server:
         if self._server is None:
@@ -270,7 +261,7 @@ class OpenAIBackend:
 
 
 def _body(params: SamplingParams) -> dict[str, Any]:
-    """Parameters that all servers know, and those that only vLLM knows, if they are asked for."""
+    """Return the request parameters. Parameters that only vLLM knows are included only if they are set."""
     body: dict[str, Any] = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
@@ -283,6 +274,6 @@ def _body(params: SamplingParams) -> dict[str, Any]:
         "ignore_eos": params.ignore_eos or None,
     }
     body |= {name: value for name, value in optional.items() if value is not None}
-    if taken := params.extra.keys() & (body.keys() | optional.keys() | RESERVED):
-        raise ConfigurationError(f"SamplingParams.extra: {', '.join(sorted(taken))} cannot be given there")
+    if reserved := params.extra.keys() & (body.keys() | optional.keys() | RESERVED):
+        raise ConfigurationError(f"SamplingParams.extra: {', '.join(sorted(reserved))} cannot be given there")
     return body | dict(params.extra)

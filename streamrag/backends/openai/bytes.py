@@ -1,7 +1,7 @@
-"""The bytes that an OpenAI-compatible server sends, counted: as they come from its socket, and as they are its answer.
+"""Limits the bytes that an OpenAI-compatible server sends, both at its socket and in the decoded answer.
 
-Pieces may be as small as the server likes, and each takes time; so others run between them, and they are bounded by
-what is sent around them.
+A server may send arbitrarily small pieces, and each takes time. Other tasks therefore run between pieces, and the
+overhead around them limits their number.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from streamrag.support.counted_stream import CountedStream
 
 KEEP_ALIVE_S = 5.0
 MAX_OVERHEAD_BYTES = 1 << 16
-"""Bytes around the content of an answer, such as the sizes of its chunks, beside as many as the content has."""
+"""Most bytes around the content of an answer, such as chunk sizes, in addition to the content's own size."""
 
 
 class TooMuchError(Exception):
-    """More was sent than is allowed; the message says what would have been enough."""
+    """The server sent more than allowed; the message is the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds of an answer. Its lines are bounded only where `max_lines` says how many there may be."""
+    """Limits of a response. Lines are limited only with `max_lines`."""
 
     max_bytes: int
     max_lines: int | None = None
@@ -33,12 +33,12 @@ class Bounds:
 
 
 class CountingTransport(httpx.AsyncHTTPTransport):
-    """HTTP/1.1 without proxies, over streams that count. Making it loads certificates: not for the event loop."""
+    """HTTP/1.1 without proxies, over streams that count bytes. Construct it in a thread: it loads certificates."""
 
-    def __init__(self) -> None:  # not httpx's, which has no place for a network backend
+    def __init__(self) -> None:  # not httpx's, which has no parameter for a network backend
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=httpx.create_ssl_context(trust_env=False),
-            max_connections=None,  # how many queries run at once is the pipeline's to say
+            max_connections=None,  # the pipeline limits concurrent queries
             keepalive_expiry=KEEP_ALIVE_S,
             network_backend=_CountingSockets(),
         )
@@ -50,13 +50,10 @@ class _CountingSockets(httpcore.AnyIOBackend):
 
 
 def bound_body(response: httpx.Response, bounds: Bounds) -> None:
-    """Have reading this response, whose body is still to be read, raise when it is more than that.
-
-    What is raised then is a `TooMuchError` or a `ResponseTooLargeError`.
-    """
+    """Make reading the body of a response raise beyond these limits: a `TooMuchError` or a `ResponseTooLargeError`."""
     assert isinstance(response.stream, httpx.AsyncByteStream)
     stream = response.extensions["network_stream"]
-    counted = stream if isinstance(stream, CountedStream) else None  # otherwise it has become another protocol's
+    counted = stream if isinstance(stream, CountedStream) else None  # not after an upgrade to another protocol
     if counted is not None:
         counted.begin_body(2 * bounds.max_bytes + MAX_OVERHEAD_BYTES)
     response.stream = _BoundedBody(response.stream, counted, bounds)
@@ -69,8 +66,7 @@ class _BoundedBody(httpx.AsyncByteStream):
         self._bounds = bounds
         self._num_bytes = 0
         self._num_lines = 0
-        self._num_line_bytes = 0
-        """Bytes of the line that has begun."""
+        self._num_line_bytes = 0  # bytes of the unfinished line
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for piece in self._body:
@@ -82,7 +78,7 @@ class _BoundedBody(httpx.AsyncByteStream):
             if self._bounds.max_lines is not None:
                 self._check_lines(piece, self._bounds.max_lines)
             yield piece
-            await asyncio.sleep(0)  # one read from the socket may hold 10,000 pieces
+            await asyncio.sleep(0)  # one read from the socket may contain 10,000 pieces
 
     def _check_lines(self, piece: bytes, max_lines: int) -> None:
         self._num_lines += piece.count(b"\n") + piece.count(b"\r")

@@ -1,7 +1,7 @@
-"""Requests to an OpenAI-compatible server: retries, limits, and every way to fail as a `ServerError`.
+"""Requests to an OpenAI-compatible server: retries, limits, and translation of all errors to `ServerError`.
 
-A server is not trusted: how much it may send, and how long it may take for that, is bounded in each phase. Nothing that
-it sends is decompressed, decoded by a codec that it names, kept as a cookie or followed to another address.
+A server is not trusted. Each phase of a response is limited in size and time. Responses are not decompressed or decoded
+by a codec that the server names; cookies are not stored and redirects not followed.
 """
 
 import asyncio
@@ -23,26 +23,26 @@ from streamrag.support.counted_stream import ResponseTooLargeError
 MAX_MESSAGE_CHARS = 500
 MAX_ERROR_BYTES = 1 << 16
 MAX_ANSWER_BYTES = 1 << 22
-"""Bytes of a JSON answer: enough for a list of a thousand models, or a prompt of 500,000 token ids."""
+"""Most bytes of a JSON response: enough for a list of a thousand models, or a prompt of 500,000 token ids."""
 MAX_VALUES = 1 << 19
-"""Values in a JSON text: each takes up to 70 bytes of memory, and time in which nothing else runs."""
+"""Most values in a JSON text: each takes up to 70 bytes of memory, and parsing blocks the event loop."""
 MAX_EVENT_LINES = 8
-"""Lines of a stream for each event: two, or four where lines end in two characters, and as many for comments."""
+"""Most lines of a stream per event: two, or four with two-character line ends, and as many for comments."""
 CONNECT_TIMEOUT_S = 10.0
 
 
 class RefusedError(ServerError):
-    """The server understands that it does not want this request: status 400, 404, 405, 422 or 501."""
+    """The server refuses this request: status 400, 404, 405, 422 or 501."""
 
 
 REFUSALS = (400, 404, 405, 422, 501)
 
 
 class Server:
-    """Connections to one server. Making it loads certificates: not for the event loop.
+    """Connections to one server. Construct it in a thread: it loads certificates.
 
-    `timeout_s` is the longest silence, and the longest time for any one thing: the headers of an answer, its JSON, an
-    event of a stream. Connections that fail before the first byte are tried again `max_retries` times.
+    `timeout_s` limits silence, and the time for any single item: the headers of a response, its JSON, an event of a
+    stream. Connections that fail before the first byte are retried `max_retries` times.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Server:
     async def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, max_bytes: int = MAX_ANSWER_BYTES
     ) -> dict[str, Any]:
-        """The JSON object that the server answers with, of at most `max_bytes`. `path` may be a whole address."""
+        """Return the JSON object of the response, of at most `max_bytes`. `path` may be a complete URL."""
         async with self._response(method, path, body, Bounds(max_bytes)) as response:
             async with asyncio.timeout(self._timeout_s):
                 await response.aread()
@@ -77,7 +77,7 @@ class Server:
     async def stream(
         self, path: str, body: Mapping[str, Any], *, max_bytes: int, max_events: int, max_event_bytes: int
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The JSON objects of the events that the server answers with, up to `[DONE]` or its end."""
+        """Yield the JSON objects of the response's events, up to `[DONE]` or its end."""
         bounds = Bounds(max_bytes, max_lines=MAX_EVENT_LINES * max_events, max_line_bytes=max_event_bytes)
         async with (
             self._response("POST", path, body, bounds) as response,
@@ -92,7 +92,7 @@ class Server:
                     raise TooMuchError(f"{max_event_bytes:,} bytes in one event")
                 value = _object(event.data)
                 if "error" in value:
-                    raise ServerError(f"{self.url} failed while it answered: {_message(event.data)}")
+                    raise ServerError(f"{self.url} failed during an answer: {_message(event.data)}")
                 yield value
             raise TooMuchError(f"{max_events:,} events")
 
@@ -100,15 +100,15 @@ class Server:
     async def _response(
         self, method: str, path: str, body: Mapping[str, Any] | None, bounds: Bounds
     ) -> AsyncIterator[httpx.Response]:
-        """A response of status 200 whose body is still to be read. Errors while it is read are translated as well."""
+        """Open a response of status 200 with an unread body. Errors while the body is read are translated too."""
         with self._errors_translated():
             response = await self._send(method, path, body)
             try:
                 coding = response.headers.get("content-encoding", "identity")
                 if coding != "identity":
-                    raise ServerError(f"{self.url} compresses what it sends ({clean(coding)}), though it was not asked")
+                    raise ServerError(f"{self.url} sent a response in the unsupported encoding {clean(coding)}")
                 bound_body(response, bounds if response.status_code == 200 else Bounds(bounds.max_bytes))
-                response.encoding = "utf-8"  # whatever it says: Python has codecs that decompress, too
+                response.encoding = "utf-8"  # ignore the server's: some Python codecs decompress
                 if response.status_code != 200:
                     error = RefusedError if response.status_code in REFUSALS else ServerError
                     async with asyncio.timeout(self._timeout_s):
@@ -121,7 +121,7 @@ class Server:
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
         try:
             request = self._client.build_request(method, self._address(path), json=body)
-        except (TypeError, ValueError) as error:  # what a caller may put into `SamplingParams.extra`
+        except (TypeError, ValueError) as error:  # from `SamplingParams.extra`
             raise ConfigurationError(f"the request cannot be written as JSON: {error}") from error
         for attempt in range(self._max_retries):
             try:
@@ -136,7 +136,7 @@ class Server:
         return path if "://" in path else self.url + path
 
     async def _send_once(self, request: httpx.Request) -> httpx.Response:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S + self._timeout_s):  # for headers that come byte by byte
+        async with asyncio.timeout(CONNECT_TIMEOUT_S + self._timeout_s):  # headers may arrive byte by byte
             return await self._client.send(request, stream=True)
 
     @contextmanager
@@ -149,27 +149,27 @@ class Server:
         except SSEError as error:
             raise ServerError(f"{self.url} did not answer with a stream of events: {clean(str(error))}") from error
         except (httpx.TimeoutException, TimeoutError) as error:
-            raise ServerError(f"{self.url} has sent nothing, or nothing whole, for {self._timeout_s:g} s") from error
+            raise ServerError(f"{self.url} has sent nothing, or nothing complete, for {self._timeout_s:g} s") from error
         except httpx.HTTPError as error:
-            raise ServerError(f"{self.url} broke off: {clean(str(error)) or type(error).__name__}") from error
-        except RuntimeError as error:  # of httpx, for a closed client
+            raise ServerError(f"{self.url} disconnected: {clean(str(error)) or type(error).__name__}") from error
+        except RuntimeError as error:  # httpx's, for a closed client
             if not self._client.is_closed:
                 raise
-            raise ServerError(f"the backend was closed while it asked {self.url}") from error
+            raise ServerError(f"the backend was closed during a request to {self.url}") from error
         except _NotAnObjectError as error:
-            raise ServerError(f"{self.url} sent what is no JSON object: {error}") from None
+            raise ServerError(f"{self.url} did not send a JSON object: {error}") from None
         except TooMuchError as error:
-            raise ServerError(f"{self.url} sent more than {error}, which is too much for this answer") from None
+            raise ServerError(f"{self.url} sent more than the limit of {error} for this response") from None
         except ResponseTooLargeError as error:
             raise ServerError(f"{self.url} sends too much: {error}") from None
 
 
 class _NotAnObjectError(Exception):
-    """The text that is not the JSON object it should be, shortened."""
+    """The text, shortened, that is not a JSON object."""
 
 
 def clean(text: str) -> str:
-    """Return what a server says, short and for one line of a message, without characters that control or turn text."""
+    """Return untrusted text short, on one line, and without control or direction characters."""
     text = "".join(character if character.isprintable() else " " for character in text[:MAX_MESSAGE_CHARS])
     return text.strip()
 
@@ -194,7 +194,7 @@ async def _beginning(response: httpx.Response) -> str:
 
 
 def _message(text: str) -> str:
-    """Return the message of an error in one of the common forms, or the text itself."""
+    """Return the message of an error in one of the common formats, or the text itself."""
     try:
         value = json.loads(text)
         error = value.get("error", value)

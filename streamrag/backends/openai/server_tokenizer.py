@@ -1,4 +1,4 @@
-"""A server's own tokenizer, asked through its `/tokenize` endpoint: vLLM's and SGLang's, or llama.cpp's."""
+"""A server's own tokenizer, through its `/tokenize` endpoint: vLLM's, SGLang's or llama.cpp's."""
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -18,17 +18,16 @@ from streamrag.support.bounded_reading import without_lone_surrogates
 T = TypeVar("T")
 
 BEGIN = "@@streamrag-begin@@"
-"""Stands in a rendered chat for the tokens that the model wants at the beginning of every text."""
+"""Placeholder in a rendered chat for the tokens that the model needs at the beginning of every text."""
 PROBE = "a"
-MAX_PROBE_TOKENS = 64
-"""More are not compared: one is usual, and one at the beginning."""
+MAX_PROBE_TOKENS = 64  # most tokens that are compared: usually there is one, and one at the beginning
 MAX_BYTES_PER_CHARACTER = 64
-"""Bytes of an answer for each character: it has at most four tokens, one a byte, and an id at most ten digits."""
+"""Most bytes of a response per character: it has at most four tokens, one a byte, and an id at most ten digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The names that one kind of server has for the fields of a request."""
+    """The field names in the requests of one kind of server."""
 
     text: str
     adds_special: str
@@ -42,7 +41,7 @@ DIALECTS = (
 
 
 async def ask_for_tokenizer(server: Server, model: str) -> "ServerTokenizer | None":
-    """The server's tokenizer, or None if it offers none that is understood."""
+    """Return the server's tokenizer, or None if it has none with a known dialect."""
     for dialect in DIALECTS:
         tokenizer = ServerTokenizer(server, model, dialect)
         try:
@@ -54,10 +53,10 @@ async def ask_for_tokenizer(server: Server, model: str) -> "ServerTokenizer | No
 
 
 class ServerTokenizer:
-    """Asks the server for every text. The methods are for threads other than that of the event loop.
+    """A tokenizer that sends every text to the server. Call its methods in threads other than the event loop's.
 
-    Most servers look for special tokens in all text, so whoever encodes text of others breaks look-alikes first, see
-    `TextTokenizer`. There is no chat template.
+    Most servers find special tokens in all text, so break look-alikes in untrusted text first, see `TextTokenizer`.
+    There is no chat template.
     """
 
     def __init__(self, server: Server, model: str, dialect: Dialect) -> None:
@@ -70,19 +69,19 @@ class ServerTokenizer:
         self._begin: list[int] = []
 
     async def start(self) -> None:
-        """Find out what the model wants at the beginning of every text.
+        """Find the tokens that the model needs at the beginning of every text.
 
-        :raises ServerError: when the server does not speak this dialect.
+        :raises ServerError: when the server does not know this dialect.
         """
         bare = (await self._encode(PROBE))[:MAX_PROBE_TOKENS]
         whole = (await self._encode(PROBE, adds_special=True))[:MAX_PROBE_TOKENS]
         places = [place for place in range(len(whole)) if whole[place : place + len(bare)] == bare]
         if not bare or not places:
-            raise ServerError(f"{self._root}/tokenize makes no tokens of {PROBE!r}")
+            raise ServerError(f"{self._root}/tokenize returned no tokens for {PROBE!r}")
         self._begin = whole[: places[0]]
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Token ids of `text`, nothing added around them. Most servers find special tokens in it in either case.
+        """Return the token ids of `text`, without added tokens. Most servers find special tokens in it in either case.
 
         :raises ServerError: when the server fails.
         """
@@ -91,14 +90,14 @@ class ServerTokenizer:
         return self._wait_for(partial(self._encode, text)) if text else []
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, as the server writes it.
+        """Return the text of `token_ids`, as the server writes it.
 
         :raises ServerError: when the server fails.
         """
         return self._wait_for(partial(self._decode, list(token_ids)))
 
     def render_chat(self, turns: Sequence[Turn]) -> str:
-        """The plain layout, behind what the model wants at the beginning."""
+        """Return the plain layout, after a placeholder for the tokens at the beginning."""
         return BEGIN + plain_chat(turns)
 
     async def _encode(self, text: str, *, adds_special: bool = False) -> list[int]:
@@ -117,5 +116,5 @@ class ServerTokenizer:
         raise ServerError(f"{self._root}/detokenize sent no text")
 
     def _wait_for(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return the answer, from another thread than the event loop's; given up with that thread's cancel scope."""
+        """Run a request on the event loop from another thread. That thread's cancel scope cancels it."""
         return anyio.from_thread.run(ask, token=self._token)

@@ -1,10 +1,10 @@
-"""Engines in replicas that Ray Serve starts, restarts and scales; retrieval, sessions and HTTP stay with the caller.
+"""Engines in replicas that Ray Serve starts, restarts and scales. Retrieval, sessions and HTTP stay with the caller.
 
     pipeline ──▶ backend ──▶ replica_streams ──▶ connection, request_router ── Ray ──▶ replica ──▶ an engine
                                  │ ticket
                            replica_chooser ──▶ streamrag.routing
 
-`replica_streams`, `replica_chooser`, `replica` and `wire` know nothing of Ray.
+`replica_streams`, `replica_chooser`, `replica` and `wire` do not depend on Ray.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the backend when it is needed. It imports Ray, which takes a second, and may not be installed."""
+    """Import the backend on first use, because Ray takes a second to import and may not be installed."""
     if name != "RayBackend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from streamrag.backends.ray.backend import RayBackend

@@ -1,4 +1,4 @@
-"""Engines in replicas of Ray Serve's, as one backend."""
+"""A backend of engines in replicas on Ray Serve."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -19,37 +19,37 @@ from streamrag.support.tasks import cancel_regardless
 
 
 class Connects(Protocol):
-    """A way to get a handle of the replicas, such as `cluster.Cluster`."""
+    """Connects to replicas, such as `cluster.Cluster`."""
 
     async def start(self, progress: Progress) -> DeploymentHandle:
-        """Return the handle, once replicas can answer."""
+        """Return a handle of the replicas, once they can answer."""
 
     async def aclose(self) -> None:
-        """Free what that took."""
+        """Free what `start` has taken."""
 
 
 @asynccontextmanager
 async def left_on_failure(cluster: Connects) -> AsyncIterator[None]:
-    """Let go of the replicas if the block raises.
+    """Close the connection to the replicas if the block raises.
 
-    :raises BackendError: a replica was lost in it.
+    :raises BackendError: a replica was lost in the block.
     """
     try:
         yield
     except BaseException as error:
         await cluster.aclose()
         if isinstance(error, ReplicaLostError):
-            raise BackendError(f"a replica was lost while it started: {error}") from None
+            raise BackendError(f"a replica was lost during its start: {error}") from None
         raise
 
 
 class RayBackend:
-    """A backend of engines in replicas. Each query goes to one of them, when it opens; see docs/ray.md.
+    """A backend of engines in replicas. Each query is routed to one of them when it opens; see docs/ray.md.
 
     cluster: the replicas.
-    make_tokenizer: makes the model's tokenizer, in a thread of this process.
-    router: who chooses the replica of a query.
-    max_replays: most times that a query that has shown nothing is opened again because its replica was lost.
+    make_tokenizer: creates the model's tokenizer, in a thread of this process.
+    router: chooses the replica of a query.
+    max_replays: most times that a query without output is opened again because its replica was lost.
     """
 
     def __init__(
@@ -70,21 +70,21 @@ class RayBackend:
 
     @property
     def model(self) -> ModelInfo:
-        """The model; available once the backend has started."""
+        """The model. Available once the backend has started."""
         if self._info is None:
             raise BackendError("the replicas have not been started: await backend.start(print) first")
         return self._info
 
     @property
     def counts(self) -> Counts:
-        """Counts of what became of queries since the start."""
+        """Counts of the outcomes of queries since the start."""
         return self._require_streams().counts
 
     async def start(self, progress: Progress) -> None:
-        """Start the replicas, or find them.
+        """Start the replicas, or connect to them.
 
-        :raises ConfigurationError: there is no such cluster, or the tokenizer cannot be made.
-        :raises BackendError: no engine can be started.
+        :raises ConfigurationError: there is no such cluster, or the tokenizer cannot be created.
+        :raises BackendError: an engine cannot be started.
         """
         replicas = RayReplicas(await self._cluster.start(progress))
         async with left_on_failure(self._cluster):
@@ -98,10 +98,10 @@ class RayBackend:
             breaks_look_alikes=facts.breaks_look_alikes,
         )
         self._streams = ReplicaStreams(replicas, self._chooser, max_replays=self._max_replays)
-        self._touching = asyncio.create_task(self._streams.touch_forever(), name="streamrag tells replicas it lives")
+        self._touching = asyncio.create_task(self._streams.touch_forever(), name="streamrag heartbeat to replicas")
 
     async def aclose(self) -> None:
-        """End the replicas, or let go of them. Does nothing when not started."""
+        """Stop the replicas, or disconnect from them. Does nothing if the backend is not started."""
         touching, self._touching, self._streams = self._touching, None, None
         if touching is not None:
             await cancel_regardless([touching])
@@ -110,9 +110,9 @@ class RayBackend:
     async def generate(
         self, prompts: AsyncIterator[Prompt], params: SamplingParams
     ) -> AsyncGenerator[BackendEvent, None]:
-        """Prefill each prompt as it comes in one of the replicas; sample the answer to the complete one.
+        """Prefill each prompt when it arrives, in one of the replicas, and answer the complete one.
 
-        :raises BackendError: the replica was lost after it had shown tokens, or too many were lost before.
+        :raises BackendError: the replica was lost after the first output, or too many were lost before.
         :raises StreamRagError: as the engine's own backend does.
         """
         async with aclosing(self._require_streams().generate(prompts, params)) as events:

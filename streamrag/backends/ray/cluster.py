@@ -1,4 +1,4 @@
-"""A Ray cluster, this machine's own or one that is there already, and what is deployed on it."""
+"""A Ray cluster, either this machine's own or an existing one, and the application deployed on it."""
 
 import asyncio
 import logging
@@ -26,25 +26,24 @@ from streamrag.support.tasks import run_regardless
 log = logging.getLogger("streamrag.ray")
 
 OBJECT_STORE_BYTES = 100 << 20
-"""Object store of a cluster of this machine's own: what travels is small. Ray would take a third of the memory."""
+"""Size of the object store on this machine: messages are small. By default, Ray takes a third of the memory."""
 
 LEAVE_S = 60.0
-"""Most seconds that leaving takes. Ray may wait for ever, if it is stopped while it deploys; what was started here is
-then killed, which ends that wait too."""
+"""Longest time to leave Ray. If Ray is stopped during a deployment it may wait forever; its processes that we started
+are then killed, which ends that wait."""
 
-POLL_S = 0.1
-"""Seconds between looks at whether replicas have started."""
+POLL_S = 0.1  # seconds between checks whether replicas have started
 
 LOOPBACK = "127.0.0.1"
 CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Without clusters Ray listens on loopback; where it may make one, it takes that for the machine's own address."""
+"""Variable that allows clusters. With it, Ray replaces a loopback address by the machine's own."""
 
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
     was, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     before = os.environ.get(CLUSTERS)
-    os.environ[CLUSTERS] = "0"  # for the processes that are started meanwhile, and their children
+    os.environ[CLUSTERS] = "0"  # for the processes started inside, and their children
     try:
         yield
     finally:
@@ -55,25 +54,24 @@ def _on_loopback() -> Iterator[None]:
             os.environ[CLUSTERS] = before
 
 
-def lacking(deployments: Mapping[str, Any], there: Mapping[str, float]) -> str | None:
-    """Return what a machine with these resources of Ray's lacks for the first replicas, or None."""
+def lacking(deployments: Mapping[str, Any], available: Mapping[str, float]) -> str | None:
+    """Return the resources that a machine lacks for the first replicas; None if it has enough."""
     sums: Counter[str] = Counter()
     for deployment in deployments.values():
         for resource, amount in _needed(deployment).items():
             sums[resource] += amount * deployment["target_num_replicas"]
-    missing = {name: amount for name, amount in sums.items() if amount > there.get(name, 0) + 1e-6}
+    missing = {name: amount for name, amount in sums.items() if amount > available.get(name, 0) + 1e-6}
     if not missing:
         return None
     which = ", ".join(f"{deployment['target_num_replicas']} {name}" for name, deployment in deployments.items())
-    has = {name: there.get(name, 0) for name in missing}
+    has = {name: available.get(name, 0) for name in missing}
     return (
         f"{which} need {_resources_text(missing)}, and it has {_resources_text(has)}. "
-        "Set replicas.number lower, or what each takes: replicas.num_cpus may be a part of 1"
+        "Lower replicas.number, or the resources of each: replicas.num_cpus may be a fraction of 1"
     )
 
 
 def _needed(deployment: Mapping[str, Any]) -> dict[str, float]:
-    """Return the resources that each replica takes, by Ray's names."""
     return {name: amount for name, amount in deployment["required_resources"].items() if amount}
 
 
@@ -83,14 +81,14 @@ def _resources_text(resources: Mapping[str, float]) -> str:
 
 
 class Cluster:
-    """An application on a cluster; `start` deploys it, `aclose` removes it.
+    """An application on a cluster. `start` deploys it, `aclose` removes it.
 
-    make_app: makes it, as `deployment.engines`.
-    address: of the cluster, as "auto" or "ray-head:6379"; None starts one on this machine, and ends it.
-    app_name: what the application is called there.
-    num_cpus: that a cluster of this machine's own may give away; None for all.
-    place_s: longest that replicas wait for a node that has room for them, seconds: a cluster may grow. This machine's
-        own does not, and what has no room there is refused at once.
+    make_app: creates it, such as `deployment.engines`.
+    address: of the cluster, such as "auto" or "ray-head:6379"; None starts one on this machine, and stops it.
+    app_name: name of the application on the cluster.
+    num_cpus: CPUs of a cluster on this machine; None for all.
+    place_s: most seconds that replicas wait for a node with room for them, as a cluster may grow. This machine does
+        not grow: replicas that do not fit are rejected immediately.
     """
 
     def __init__(
@@ -108,20 +106,18 @@ class Cluster:
         self._app_name = app_name
         self._num_cpus = num_cpus
         self._thread: ThreadPoolExecutor | None = None
-        """A thread for as long as the cluster: the kernel ends Ray's processes with the thread that started them."""
-        self._started: list[Any] = []
-        """Processes of Ray's own that were started here, as Popen knows them."""
+        """Lives as long as the cluster, because the kernel ends Ray's processes with the thread that started them."""
+        self._started: list[Any] = []  # Ray's processes that were started here, as Popen objects
         self._has_connected = False
         self._has_deployed = False
-        self._is_left = threading.Event()
-        """Ends what waits in the thread, so that leaving need not."""
+        self._is_left = threading.Event()  # ends waits in the thread, so that leaving does not have to wait for them
 
     @started_once
     async def start(self, progress: Progress) -> DeploymentHandle:
-        """Return a handle of the replicas, once all that there are at first can answer.
+        """Return a handle of the replicas, once all initial ones can answer.
 
         :raises ConfigurationError: there is no such cluster, or it has no room for the replicas.
-        :raises BackendError: Ray, or what the replicas hold, cannot be started.
+        :raises BackendError: Ray, or an application in the replicas, cannot be started.
         """
         self._thread = ThreadPoolExecutor(1, "streamrag-ray")
         self._is_left.clear()
@@ -136,14 +132,14 @@ class Cluster:
             raise
 
     async def redeploy(self) -> None:
-        """Start all replicas anew, one at a time or a fifth of them, while the others answer.
+        """Restart all replicas, one or a fifth of them at a time, while the others answer.
 
-        :raises BackendError: what they hold cannot be started.
+        :raises BackendError: a replica cannot be started.
         """
         await self._in_thread(self._deploy)
 
     async def aclose(self) -> None:
-        """Remove the application; and Ray, if it was started here. Does nothing when not started."""
+        """Remove the application, and stop Ray if it was started here. Does nothing if not started."""
         if self._thread is not None:
             try:
                 await run_regardless(self._leave(), "streamrag leaves Ray")
@@ -160,8 +156,8 @@ class Cluster:
             if done:
                 closing.result()
                 return
-            log.warning("Ray has not been left within %g s: its processes are killed", LEAVE_S)
-            closing.add_done_callback(lambda each: each.cancelled() or each.exception())  # nobody waits for it
+            log.warning("Ray was not left within %g s: its processes are killed", LEAVE_S)
+            closing.add_done_callback(lambda each: each.cancelled() or each.exception())  # retrieve the exception
             for process in self._started:
                 process.kill()
         finally:
@@ -173,10 +169,10 @@ class Cluster:
 
     def _connect(self) -> None:
         if ray.is_initialized():
-            return  # by the program, which ends it too
-        own: dict[str, Any] = {"address": self._address}
+            return  # by the program, which also shuts it down
+        options: dict[str, Any] = {"address": self._address}
         if self._address is None:
-            own = {
+            options = {
                 "address": "local",
                 "include_dashboard": False,
                 "object_store_memory": OBJECT_STORE_BYTES,
@@ -185,18 +181,18 @@ class Cluster:
             }
         try:
             with _on_loopback() if self._address is None else nullcontext():
-                ray.init(log_to_driver=False, logging_level=logging.WARNING, configure_logging=False, **own)
+                ray.init(log_to_driver=False, logging_level=logging.WARNING, configure_logging=False, **options)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigurationError(f"cannot reach Ray at {self._address}: {message_of(error)}") from error
-        except Exception as error:  # bare, where a node takes longer than half a minute to start
+        except Exception as error:  # Ray raises a bare one if a node takes longer than half a minute to start
             raise BackendError(f"Ray cannot be started: {message_of(error)}") from error
         self._has_connected = True
         if self._address is None:
-            there = worker._global_node.all_processes.values()
-            self._started = [each.process for infos in there for each in infos]
+            processes = worker._global_node.all_processes.values()
+            self._started = [info.process for infos in processes for info in infos]
 
     def _deploy(self) -> DeploymentHandle:
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it tells of each call to a replica that has died
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it logs each call to a replica that has died
         serve.start(proxy_location="Disabled")
         app = self._make_app()
         self._has_deployed = True
@@ -206,12 +202,12 @@ class Cluster:
             self._wait()
             return handle
         except RuntimeError as error:
-            told = serve.status().applications.get(self._app_name)
-            whys = [each.message for each in told.deployments.values() if each.message] if told else []
+            app_status = serve.status().applications.get(self._app_name)
+            whys = [each.message for each in app_status.deployments.values() if each.message] if app_status else []
             raise BackendError(f"{self._app_name} cannot be started: {message_of(error)} {' '.join(whys)}") from error
 
     def _wait(self) -> None:
-        """Wait until the application runs. Ray would wait for ever for a node that never comes, and say nothing."""
+        """Wait until the application runs. Ray itself would wait forever for a missing node, without a message."""
         if self._address is None:
             why = lacking(self._deployments(), ray.cluster_resources())
             if why is not None:
@@ -220,7 +216,7 @@ class Cluster:
         while True:
             status = serve.status().applications.get(self._app_name)
             if status is None:
-                raise RuntimeError("somebody has deleted it")
+                raise RuntimeError("it was deleted")
             if status.status == ApplicationStatus.RUNNING:
                 return
             if status.status == ApplicationStatus.DEPLOY_FAILED:
@@ -231,24 +227,22 @@ class Cluster:
             if monotonic() > began_s + self._place_s:
                 raise ConfigurationError(
                     f"no node of the cluster had room within {self._place_s:g} s for {', '.join(without_node)}; "
-                    f"free are {_resources_text(ray.available_resources())}: add nodes, or set replicas.place_s longer"
+                    f"free are {_resources_text(ray.available_resources())}: add nodes, or raise replicas.place_s"
                 )
             if self._is_left.wait(POLL_S):
-                raise BackendError(f"{self._app_name} was left while it started")
+                raise BackendError(f"{self._app_name} was closed during its start")
 
     def _without_node(self) -> list[str]:
-        """Describe the replicas that wait for a node, one text a deployment."""
-        found = []
+        """Describe the replicas that wait for a node, one text per deployment."""
+        texts = []
         for name, deployment in self._deployments().items():
             if num := sum(each.get("node_id") is None for each in deployment["replicas"]):
-                found.append(f"{num} of {name!r}, which need {_resources_text(_needed(deployment))} each")
-        return found
+                texts.append(f"{num} of {name!r}, which need {_resources_text(_needed(deployment))} each")
+        return texts
 
     def _deployments(self) -> dict[str, Any]:
-        """Return what Serve's controller says of each deployment, by name."""
-        told = serve.context._get_global_client().get_serve_details()
-        found: dict[str, Any] = told["applications"][self._app_name]["deployments"]
-        return found
+        details = serve.context._get_global_client().get_serve_details()
+        return dict(details["applications"][self._app_name]["deployments"])
 
     def _close(self) -> None:
         if self._has_deployed:

@@ -1,4 +1,4 @@
-"""The connection to replicas through a handle of Ray Serve's, whose errors are translated here."""
+"""The connection to replicas through a handle of Ray Serve, with its errors translated."""
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from streamrag.support.messages import message_of
 
 
 class RayReplicas:
-    """The `replica_streams.Replicas` behind a handle of Ray Serve's."""
+    """Implements `replica_streams.Replicas` with a handle of Ray Serve."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._opening = handle.options(method_name="generate", stream=True)
@@ -25,9 +25,9 @@ class RayReplicas:
         self._asking = handle.options(method_name="facts")
 
     async def facts(self) -> ModelFacts:
-        """Return the facts of the model, once a replica can tell.
+        """Return the facts of the model, once a replica can answer.
 
-        :raises BackendError: none can.
+        :raises BackendError: no replica can.
         """
         with translated():
             facts: ModelFacts = await self._asking.remote()
@@ -40,7 +40,7 @@ class RayReplicas:
                 async for batch in response:
                     yield batch
             finally:
-                response.cancel()  # does nothing to one that has ended
+                response.cancel()  # no effect after its end
 
     async def update(self, replica_id: str, stream_id: str, delta: Delta) -> bool:
         with translated():
@@ -53,19 +53,18 @@ class RayReplicas:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Raise errors of Ray in the block as errors of streamrag.
+    """Translate errors of Ray in the block.
 
     :raises ReplicaLostError: the replica has died, or is being stopped.
-    :raises BackendError: Ray raised something else.
+    :raises BackendError: Ray raised another error.
     """
     try:
         yield
-    except (RayActorError, NodeDiedError, ObjectLostError, TaskCancelledError) as error:  # or is being stopped
+    except (RayActorError, NodeDiedError, ObjectLostError, TaskCancelledError) as error:
         raise ReplicaLostError(_first_line(error)) from None
     except (RayError, RayServeException) as error:
         raise BackendError(f"a replica failed: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in message_of(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return next((line.strip() for line in message_of(error).splitlines() if line.strip()), type(error).__name__)

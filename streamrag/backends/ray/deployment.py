@@ -1,4 +1,4 @@
-"""The applications of which Ray Serve makes replicas: engines, and sources in a pool of their own."""
+"""The applications that Ray Serve replicates: engines, and sources in their own pool."""
 
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeAlias
@@ -19,23 +19,21 @@ from streamrag.core import Source, SourceEvent, Startable, part_name
 from streamrag.errors import StreamRagError
 from streamrag.query.retrieval import closing
 
-ENGINES, SOURCES = "engines", "sources"
-"""The deployments' names."""
+ENGINES, SOURCES = "engines", "sources"  # names of the deployments
 
 MakeSource: TypeAlias = Callable[[], Source | None]
 
 METRICS_S, LOOK_BACK_S = 10.0, 30.0
-"""Seconds between two reports to the autoscaler, and for how long it averages them: Ray's own, and shorter where it is
-to decide sooner."""
+"""Seconds between reports to the autoscaler, and over which it averages them: Ray's defaults, which are lowered for
+shorter delays."""
 
-QUERIES_PER_SOURCE = 16
-"""Queries for which a source's replica retrieves at once; more of them wait."""
+QUERIES_PER_SOURCE = 16  # most concurrent queries in a source's replica; further ones wait
 
 
 def bind_to_node_address() -> None:
-    """Make this replica's gRPC server listen on its node's address; call it while the replica is made.
+    """Make this replica's gRPC server listen on its node's address only. Call it during the replica's construction.
 
-    Ray Serve 2.60 binds the server to all interfaces, on one machine too, and has no option for it.
+    Ray Serve 2.60 binds the server to all interfaces, even on a single machine, and has no option for that.
     """
 
     def bind(server: Any, address: str) -> int:
@@ -46,7 +44,7 @@ def bind_to_node_address() -> None:
 
 
 class DeployedReplica(EngineReplica):
-    """A replica that Ray Serve has made, and calls."""
+    """A replica as Ray Serve constructs and calls it."""
 
     async def __init__(self, make_backend: MakeBackend, max_open: int) -> None:  # type: ignore[misc]
         bind_to_node_address()
@@ -54,33 +52,33 @@ class DeployedReplica(EngineReplica):
         await self.start()
 
     async def deliver(self, replica_id: str, stream_id: str, delta: Any) -> bool:
-        """Pass a stream's next prompt to `update`. A stream of another replica is not here."""
+        """Pass a stream's next prompt to `update`. Returns False for a stream of another replica."""
         return self.update(stream_id, delta)
 
     async def hear(self, replica_id: str, caller_id: str) -> None:
-        """Note that the caller lives, as `touch` does."""
+        """Forward a caller's heartbeat to `touch`."""
         self.touch(caller_id)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return what Ray Serve's controller passes on to all routers. Called about every half second."""
+        """Return the report that Ray Serve's controller sends to all routers. Called about every half second."""
         self.end_abandoned()
         return self.stats()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what the policy of `autoscaling_policy` is told."""
+        """Return the metrics for the policy of `autoscaling_policy`."""
         return {QUEUED_TOKENS: float(self.num_queued_tokens)}
 
     async def __del__(self) -> None:
-        """Called once by Ray Serve, when the replica has no queries any more."""
+        """Stop the engine. Ray Serve calls this once, when the replica has no more queries."""
         await self.aclose()
 
 
 def engines(
     make_backend: MakeBackend, options: ReplicaOptions, request_router: type[RequestRouter] = StreamRouter
 ) -> Any:
-    """Make the application of engines, for `serve.run`, or to be bound into a larger one.
+    """Return the application of engines, for `serve.run` or for binding into a larger application.
 
-    request_router: the class that Ray Serve asks; it must send a stream's further calls to the stream's replica.
+    request_router: the class of Ray Serve's router; must route a stream's further calls to the stream's replica.
     """
     number: dict[str, Any] = {"num_replicas": options.number}
     if options.max_number is not None:
@@ -117,7 +115,7 @@ def engines(
 
 
 class DeployedSource:
-    """A source in a replica, which needs no accelerator."""
+    """A source in a replica without an accelerator."""
 
     async def __init__(self, make_source: MakeSource) -> None:  # type: ignore[misc]
         bind_to_node_address()
@@ -128,11 +126,10 @@ class DeployedSource:
             await self._source.start(lambda line: None)
 
     def name(self) -> str:
-        """Return the source's name."""
         return part_name(self._source)
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent | Failed, None]:
-        """Yield the source's events, and its failure as the last of them."""
+        """Yield the source's events. A failure is the last event."""
         try:
             async with closing(self._source.stream(query)) as events:
                 async for event in events:
@@ -141,16 +138,16 @@ class DeployedSource:
             yield Failed.of(error)
 
     async def __del__(self) -> None:
-        """Called once by Ray Serve, when the replica has no queries any more."""
+        """Stop the source. Ray Serve calls this once, when the replica has no more queries."""
         if isinstance(self._source, Startable):
             await self._source.aclose()
 
 
 def sources(make_source: MakeSource, number: int, max_number: int | None = None, *, num_cpus: float = 0.0) -> Any:
-    """Make the application of sources: `number` of them, up to `max_number` when many queries are open.
+    """Return the application of sources: `number` replicas, up to `max_number` when many queries are open.
 
-    num_cpus: that each takes of its node's. With 0 they run beside engines that have taken all, which is what one
-        machine needs; Ray's own default of 1 would leave them waiting there for ever.
+    num_cpus: CPUs of each replica. With 0, they run beside engines that have taken all CPUs, as needed on a single
+        machine; with Ray's default of 1 they would wait forever there.
     """
     many: dict[str, Any] = {"num_replicas": number}
     if max_number is not None:

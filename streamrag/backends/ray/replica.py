@@ -1,4 +1,4 @@
-"""A replica: an engine, the streams that are open in it, and its reports."""
+"""A replica: an engine, its open streams, and its reports."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -17,15 +17,14 @@ from streamrag.support.tasks import cancel_regardless
 MakeBackend: TypeAlias = Callable[[], Backend]
 
 SILENT_S = 10.0
-"""Seconds after which streams of a silent caller are ended: it was killed, or is out of reach."""
+"""Seconds without a heartbeat after which a caller's streams are ended: it was killed, or is unreachable."""
 
-KEPT = 0.9
-"""Weight of an earlier query in an average beside the next one."""
+KEPT = 0.9  # weight of earlier queries in an average, relative to the next one
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The facts that callers must know of the model behind a replica. They have a tokenizer of their own."""
+    """Facts about the model behind a replica that callers need. Callers have their own tokenizer."""
 
     model_name: str
     max_model_len: int
@@ -34,23 +33,21 @@ class ModelFacts:
 
 
 class PromptFeed:
-    """A stream's prompts as the caller sends them. Holds the newest only: a prompt that is overtaken is left out."""
+    """A stream's prompts, as the caller sends them. Keeps only the newest: an unread older prompt is skipped."""
 
     def __init__(self, first: Delta) -> None:
         self._newest = first.after(())
         self._number = first.number
-        self._num_shared = 0
-        """Number of tokens that the newest prompt shares with the one that was pulled last."""
+        self._num_shared = 0  # tokens that the newest prompt shares with the one that was read last
         self._is_new = asyncio.Event()
         self._is_new.set()
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the newest prompt."""
         return len(self._newest.token_ids)
 
     def take(self, delta: Delta) -> None:
-        """Take the next prompt. One that was taken before changes nothing."""
+        """Accept the next prompt. Idempotent: one that was accepted before changes nothing."""
         if delta.number <= self._number:
             return
         has_pulled = not self._is_new.is_set()
@@ -60,7 +57,7 @@ class PromptFeed:
         self._is_new.set()
 
     async def prompts(self) -> AsyncGenerator[Prompt, None]:
-        """Yield each prompt as soon as it is there, up to the complete one."""
+        """Yield each prompt when it arrives, up to the complete one."""
         while True:
             await self._is_new.wait()
             self._is_new.clear()
@@ -75,9 +72,8 @@ class _Stream:
     feed: PromptFeed
     caller_id: str
     num_prefilled: int = 0
-    waited_s: float = 0.0
-    """The stream's share of the time for which prompts have waited."""
-    has_shown: bool = False
+    waited_s: float = 0.0  # the stream's share of the time in which prompts waited
+    has_output: bool = False
     is_abandoned: bool = False
     has_more: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -87,7 +83,7 @@ class _Stream:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether more than the last token is to be computed, which engines leave to the answer."""
+        """Whether more than the last token is left to compute. Engines compute that one with the answer."""
         return self.num_queued_tokens > 1
 
     def abandon(self) -> None:
@@ -96,10 +92,10 @@ class _Stream:
 
 
 class EngineReplica:
-    """An engine that answers the streams that callers open in it.
+    """An engine that answers the streams that callers open.
 
-    make_backend: makes the engine.
-    max_open: most streams at once; it refuses more.
+    make_backend: creates the engine.
+    max_open: most concurrent streams; further ones are refused.
     """
 
     def __init__(self, make_backend: MakeBackend, *, max_open: int, replica_id: str, clock: Clock = monotonic) -> None:
@@ -108,27 +104,25 @@ class EngineReplica:
         self._replica_id = replica_id
         self._clock = clock
         self._streams: dict[str, _Stream] = {}
-        self._heard_s: dict[str, float] = {}
-        """When each caller that has streams here was heard of last."""
+        self._heard_s: dict[str, float] = {}  # time of the last heartbeat of each caller that has streams here
         self._hit_rate = 0.0
         self._speed = Speed()
         self._why_dead: str | None = None
 
     async def start(self) -> None:
-        """Start the engine of this replica.
+        """Start the engine.
 
-        :raises StreamRagError: it cannot be started.
+        :raises StreamRagError: the engine cannot be started.
         """
         if isinstance(self._backend, Startable):
             await self._backend.start(lambda line: None)
 
     async def aclose(self) -> None:
-        """Stop the engine of this replica."""
         if isinstance(self._backend, Startable):
             await self._backend.aclose()
 
     def check_health(self) -> None:
-        """Look at whether the engine lives.
+        """Check that the engine is alive.
 
         :raises EngineDeadError: it has died.
         """
@@ -139,20 +133,20 @@ class EngineReplica:
             check()
 
     async def generate(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
-        """Yield the events of a stream, as many at a time as there are. Closing the generator aborts the stream."""
+        """Yield the events of a stream in batches of all available ones. Closing the generator aborts the stream."""
         if len(self._streams) >= self._max_open:
             yield (Refused(),)
             return
         stream = _Stream(PromptFeed(call.first), call.caller_id)
         self._streams[call.stream_id] = stream
-        self._note_queue()
+        self._update_queue()
         self.touch(call.caller_id)
         try:
             yield (Opened(self._replica_id),)
             async with (
                 aclosing(stream.feed.prompts()) as prompts,
                 aclosing(self._backend.generate(prompts, call.params)) as events,  # type: ignore[type-var]
-                aclosing(batched(self._noted(stream, events), stream)) as batches,
+                aclosing(batched(self._tracked(stream, events), stream)) as batches,
             ):
                 async for batch in batches:
                     yield batch
@@ -162,72 +156,71 @@ class EngineReplica:
             yield (Failed.of(error),)
         finally:
             del self._streams[call.stream_id]
-            self._note_queue()
+            self._update_queue()
 
     def update(self, stream_id: str, delta: Delta) -> bool:
-        """Take a stream's next prompt. Return whether that stream is here."""
+        """Accept a stream's next prompt. Return whether the stream is open here."""
         stream = self._streams.get(stream_id)
         if stream is None:
             return False
-        stream.feed.take(delta)
+            stream.feed.take(delta)
         stream.num_prefilled = min(stream.num_prefilled, delta.num_shared)
-        self._note_queue()
+        self._update_queue()
         return True
 
     def touch(self, caller_id: str) -> None:
-        """Note that the caller lives."""
         self._heard_s[caller_id] = self._clock()
 
     def end_abandoned(self) -> None:
-        """End the streams of callers that have not been heard of for `SILENT_S`."""
-        before_s = self._clock() - SILENT_S
+        """End the streams of callers without a heartbeat for `SILENT_S`."""
+        deadline_s = self._clock() - SILENT_S
         for stream in self._streams.values():
-            if self._heard_s[stream.caller_id] < before_s:
+            if self._heard_s[stream.caller_id] < deadline_s:
                 stream.abandon()
-        there = {stream.caller_id for stream in self._streams.values()}
-        self._heard_s = {name: at_s for name, at_s in self._heard_s.items() if name in there}
+        callers = {stream.caller_id for stream in self._streams.values()}
+        self._heard_s = {name: at_s for name, at_s in self._heard_s.items() if name in callers}
 
-    async def _noted(self, stream: _Stream, events: AsyncIterator[BackendEvent]) -> AsyncGenerator[BackendEvent, None]:
+    async def _tracked(
+        self, stream: _Stream, events: AsyncIterator[BackendEvent]
+    ) -> AsyncGenerator[BackendEvent, None]:
         async for event in events:
             if isinstance(event, Prefilled):
                 stream.num_prefilled = event.num_tokens
-                self._note_computed(stream)
+                self._record_prefill(stream)
             else:
-                self._note_answer(stream, event)
+                self._record_answer(stream, event)
             yield event
 
-    def _note_answer(self, stream: _Stream, event: AnswerChunk) -> None:
-        if not stream.has_shown:
-            stream.has_shown = True
+    def _record_answer(self, stream: _Stream, event: AnswerChunk) -> None:
+        if not stream.has_output:
+            stream.has_output = True
             stream.num_prefilled = stream.feed.num_tokens
-            self._note_computed(stream)
+            self._record_prefill(stream)
         record = event.record
         if record is not None and record.num_prompt_tokens:
-            found = record.num_from_cache / record.num_prompt_tokens
-            self._hit_rate = KEPT * self._hit_rate + (1 - KEPT) * found
+            hit_rate = record.num_from_cache / record.num_prompt_tokens
+            self._hit_rate = KEPT * self._hit_rate + (1 - KEPT) * hit_rate
             self._speed.add(record.num_computed, stream.waited_s, self._clock())
 
-    def _note_computed(self, stream: _Stream) -> None:
+    def _record_prefill(self, stream: _Stream) -> None:
         if not stream.is_waiting:
             stream.waited_s += self._speed.computed(self._clock())
-        self._note_queue()
+        self._update_queue()
 
-    def _note_queue(self) -> None:
+    def _update_queue(self) -> None:
         self._speed.waiting(any(stream.is_waiting for stream in self._streams.values()), self._clock())
 
     def facts(self) -> ModelFacts:
-        """Return the facts of its model."""
         model = self._backend.model
         return ModelFacts(model.name, model.max_model_len, model.is_exact, model.breaks_look_alikes)
 
     @property
     def num_open(self) -> int:
-        """Number of open streams."""
         return len(self._streams)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Number of tokens of prompts that are not known to be computed."""
+        """Number of prompt tokens that are not known to be computed."""
         return sum(each.num_queued_tokens for each in self._streams.values())
 
     def report(self) -> Report:
@@ -245,14 +238,14 @@ class EngineReplica:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Return `report` in plain values, with `told_s`, which is new each time."""
+        """Return `report` as plain values, with `told_s`, which differs each time."""
         return {**asdict(self.report()), "told_s": self._clock()}
 
 
 async def batched(
     events: AsyncIterator[BackendEvent], stream: _Stream
 ) -> AsyncGenerator[tuple[BackendEvent, ...], None]:
-    """Yield all events that have come since the last were taken; of several Prefilled in a row only the last."""
+    """Yield batches of all events since the last batch; of several Prefilled in a row only the last."""
     waiting: list[BackendEvent] = []
 
     async def pull() -> None:

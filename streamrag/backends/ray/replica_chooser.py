@@ -1,6 +1,6 @@
-"""The choice of the replica that a stream goes to: a router of `streamrag.routing`, and the state that it asks for.
+"""Chooses the replica of a stream, with a router of `streamrag.routing`, and tracks the state that the router needs.
 
-Whoever opens a stream gives it a ticket; the code that sends the stream asks the ticket, in whatever thread that runs.
+The code that opens a stream gives it a ticket. The code that sends the stream, in any thread, asks the ticket.
 """
 
 import logging
@@ -26,73 +26,67 @@ class Candidate:
     """A replica that may be chosen, and its last stats."""
 
     id: str
-    max_open: int
-    """Most streams that it takes at once."""
-    stats: Mapping[str, Any]
-    """Empty until there are any."""
-    came_s: float | None = None
-    """When these stats came, on the caller's clock; None takes them to have come just now."""
+    max_open: int  # most concurrent streams that it accepts
+    stats: Mapping[str, Any]  # empty before its first report
+    came_s: float | None = None  # time at which these stats arrived, on the caller's clock; None for now
 
 
 class ReplicaChooser:
-    """A router, and the state of its replicas; everything may be called from any thread."""
+    """A router, and the state of its replicas. Thread-safe."""
 
     def __init__(self, router: Router, *, clock: Clock) -> None:
         self._router = router
         self._clock = clock
         self._tracker = ReplicaTracker()
-        self._replica_of: dict[str, str | None] = {}
-        """The replica of each open stream; None until it has one."""
-        self._told_s: dict[str, Any] = {}
-        """Times of the last stats of each replica that is there, on its own clock."""
-        self._dead: set[str] = set()
-        """Replicas that are still there, and whose engine has died."""
+        self._replica_of: dict[str, str | None] = {}  # the replica of each open stream; None until it is routed
+        self._told_s: dict[str, Any] = {}  # time of each known replica's last stats, on the replica's clock
+        self._dead: set[str] = set()  # replicas that still exist, but whose engine has died
         self._lock = threading.Lock()
 
     def ticket(self, stream_id: str, first: Prompt) -> "Ticket":
-        """Make a ticket in the query's own task, for a stream that counts as open until `ended`."""
+        """Create a ticket, in the query's own task. The stream counts as open until `ended`."""
         with self._lock:
             self._replica_of[stream_id] = None
         return Ticket(self, stream_id, Opening(first.token_ids, first.source_name, conversation.get()))
 
     def rank(self, stream_id: str, opening: Opening, candidates: Sequence[Candidate]) -> list[str]:
-        """Return the ids of the replicas that the stream may go to, best first; none while all are full."""
+        """Return the ids of the replicas that have room for the stream, best first; empty while all are full."""
         with self._lock:
-            self._follow(candidates)
+            self._update_candidates(candidates)
             states = self._tracker.states(each.id for each in candidates if each.id not in self._dead)
             free = [state for state in states if state.num_open < state.max_open]
             ranked = self._router.rank(opening, free, self._clock())
-            if ranked and stream_id in self._replica_of:  # counted at once: others are routed before it has arrived
+            if ranked and stream_id in self._replica_of:  # count it now: others are routed before it arrives
                 self._route(stream_id, opening, ranked[0])
             return ranked
 
     def went_to(self, stream_id: str, opening: Opening, replica_id: str) -> None:
-        """Note where the stream is now: not always the best, which may have had no room."""
+        """Record the replica that accepted the stream, which is not the best one if that had no room."""
         with self._lock:
-            if self._replica_of.get(stream_id, replica_id) != replica_id:  # it may have ended meanwhile
+            if self._replica_of.get(stream_id, replica_id) != replica_id:  # the stream may have ended
                 self._route(stream_id, opening, replica_id)
 
     def computed(self, stream_id: str, token_ids: Sequence[int], replica_id: str, *, is_complete: bool = True) -> None:
-        """Note that this prompt is computed: the stream has shown a token, or its partial prompt is kept there."""
+        """Record that this prompt is computed: the stream has output, or its partial prompt is cached there."""
         with self._lock:
             self._tracker.first_token(stream_id)
             if replica_id in self._told_s:
-                note = self._router.completed if is_complete else self._router.prefilled
-                self._tell(note, token_ids, replica_id)
+                record = self._router.completed if is_complete else self._router.prefilled
+                self._tell(record, token_ids, replica_id)
 
     def in_use(self) -> set[str]:
-        """Return the replicas that have streams of ours."""
+        """Return the replicas that have streams of this caller."""
         with self._lock:
             return {replica_id for replica_id in self._replica_of.values() if replica_id is not None}
 
     def ended(self, stream_id: str) -> None:
-        """Note that the stream has its answer, failed, or was given up."""
+        """Record that the stream was answered, failed or was cancelled."""
         with self._lock:
             self._replica_of.pop(stream_id, None)
             self._tracker.ended(stream_id)
 
     def died(self, replica_id: str) -> None:
-        """Note that the replica answers no more."""
+        """Record that the replica does not answer any more."""
         with self._lock:
             self._dead.add(replica_id)
             self._forget([replica_id])
@@ -102,14 +96,14 @@ class ReplicaChooser:
         self._tracker.routed(stream_id, replica_id, self._tell(self._router.routed, opening, replica_id) or 0)
 
     def _tell(self, tell: Callable[..., T], *args: Any) -> T | None:
-        """Tell the router something. If it fails, no query fails with it: it may only choose worse from then on."""
+        """Call the router. If that fails, no query fails: the router may only choose worse afterwards."""
         try:
             return tell(*args)
-        except Exception:  # a router may be anybody's code
-            log.exception("the router failed to hear of a query or a replica")
+        except Exception:  # a router may be third-party code
+            log.exception("the router failed to process an event of a query or a replica")
             return None
 
-    def _follow(self, candidates: Sequence[Candidate]) -> None:
+    def _update_candidates(self, candidates: Sequence[Candidate]) -> None:
         ids = {each.id for each in candidates}
         self._forget([replica_id for replica_id in self._told_s if replica_id not in ids])
         self._dead &= ids
@@ -138,9 +132,7 @@ class Ticket:
     opening: Opening
 
     def rank(self, candidates: Sequence[Candidate]) -> list[str]:
-        """Return what `ReplicaChooser.rank` does."""
         return self.chooser.rank(self.stream_id, self.opening, candidates)
 
     def went_to(self, replica_id: str) -> None:
-        """Note the replica that took the stream, as `ReplicaChooser.went_to` does."""
         self.chooser.went_to(self.stream_id, self.opening, replica_id)

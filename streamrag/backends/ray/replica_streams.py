@@ -1,10 +1,10 @@
-"""A query's stream in one of several replicas, opened again in another one if that is lost before it has shown a token.
+"""A query's stream in one of several replicas. If the replica is lost before the first token, it is opened in another.
 
     prompts   ──P1───P2──────────────P3 (complete)
     replica a   [open P1, delta P2   ✗ lost
     replica b                        [open P2, delta P3 ─▶ AnswerChunk ...      ✗ lost now: BackendError
 
-Knows nothing of Ray: tests have replicas in their own process.
+Does not depend on Ray: tests have replicas in their own process.
 """
 
 import asyncio
@@ -22,33 +22,32 @@ from streamrag.support.messages import kind_of
 from streamrag.support.tasks import cancel_regardless
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.025, 0.5
-"""Seconds before a stream for which no replica had room is offered again; twice as long each time."""
+"""Seconds before a stream is offered again that all replicas refused; doubled each time."""
 
-TOUCH_S = 2.0
-"""Seconds between calls that tell each replica in use that this caller lives: it ends the streams of a silent one."""
+TOUCH_S = 2.0  # seconds between heartbeats to each replica in use. A replica ends the streams of a silent caller.
 
 
 class ReplicaLostError(Exception):
-    """The replica has died, or has let go of the stream. Never leaves this package."""
+    """The replica has died, or has dropped the stream. Not visible outside this package."""
 
 
 class Replicas(Protocol):
     """The connection to the replicas."""
 
     def open(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
-        """Open a stream in the replica that `call.ticket` chooses; closing the generator aborts it.
+        """Open a stream in the replica that `call.ticket` chooses. Closing the generator aborts the stream.
 
-        :raises ReplicaLostError: that has died.
+        :raises ReplicaLostError: the replica has died.
         """
 
     async def update(self, replica_id: str, stream_id: str, delta: Delta) -> bool:
-        """Send a stream's next prompt. Return whether the stream is still there.
+        """Send a stream's next prompt. Return whether the stream still exists.
 
         :raises ReplicaLostError: the replica has died.
         """
 
     async def touch(self, replica_id: str, caller_id: str) -> None:
-        """Tell a replica that the caller of streams there lives.
+        """Send a heartbeat of the caller to a replica.
 
         :raises ReplicaLostError: the replica has died.
         """
@@ -56,26 +55,25 @@ class Replicas(Protocol):
 
 @dataclass(slots=True)
 class Counts:
-    """Counts of what became of streams."""
+    """Counts of the outcomes of streams."""
 
     num_asked: int = 0
     num_answered: int = 0
     num_replayed: int = 0
-    """Times that a stream was opened again because its replica was lost."""
+    """Number of times that a stream was opened again because its replica was lost."""
     num_lost: int = 0
-    """Queries that ended with an error because their replica was lost."""
+    """Number of queries that failed because their replica was lost."""
 
 
 class NewestPrompt:
-    """Pulls a query's prompts as they come, and keeps the newest. `aclose` ends its task.
+    """Reads a query's prompts in a task, and keeps the newest. `aclose` ends the task.
 
-    An error of `prompts` is raised by whatever waits for a prompt.
+    All methods that wait for a prompt raise an error of `prompts`.
     """
 
     def __init__(self, prompts: AsyncIterator[Prompt]) -> None:
         self.prompt: Prompt | None = None
-        self.number = 0
-        """Number of the newest prompt, from 1; 0 while there is none."""
+        self.number = 0  # number of the newest prompt, from 1; 0 before the first
         self._has_more = asyncio.Event()
         self.pulling = asyncio.create_task(self._pull(prompts), name="pull prompts")
         self.pulling.add_done_callback(lambda task: self._has_more.set())
@@ -90,7 +88,7 @@ class NewestPrompt:
         raise BackendError("the prompts ended without a complete one")
 
     async def after(self, number: int) -> Prompt:
-        """Return the newest prompt, once there is one behind that number.
+        """Return the newest prompt, once its number is greater than `number`.
 
         :raises BaseException: as `prompts` did.
         """
@@ -115,12 +113,12 @@ class NewestPrompt:
             self.pulling.result()
 
     async def aclose(self) -> None:
-        """Stop pulling prompts, and wait until the task that pulls them has ended."""
+        """Stop reading prompts, and wait until the task has ended."""
         await cancel_regardless([self.pulling])
 
 
 class ReplicaStreams:
-    """Streams in replicas, opened anew where a replica is lost.
+    """Streams in replicas, which are opened again if a replica is lost.
 
     max_replays: most times that a query is opened again because its replica was lost.
     """
@@ -133,14 +131,14 @@ class ReplicaStreams:
         self._max_replays = max_replays
 
     async def touch(self) -> None:
-        """Tell the replicas in use that this caller lives."""
-        calls = [  # one that hangs does not keep the others from being told
+        """Send a heartbeat to the replicas in use. Ignores errors: the reader of a stream notices a lost replica."""
+        calls = [  # each with a timeout, so that one that hangs does not delay the next round
             asyncio.wait_for(self.replicas.touch(each, self.caller_id), TOUCH_S) for each in self.chooser.in_use()
         ]
-        await asyncio.gather(*calls, return_exceptions=True)  # who reads a stream there hears of one that is lost
+        await asyncio.gather(*calls, return_exceptions=True)
 
     async def touch_forever(self) -> None:
-        """Call `touch` again and again, as long as there may be streams."""
+        """Send heartbeats until cancelled."""
         while True:
             await asyncio.sleep(TOUCH_S)
             await self.touch()
@@ -150,7 +148,7 @@ class ReplicaStreams:
     ) -> AsyncGenerator[BackendEvent, None]:
         """Answer a query, as `Backend.generate` does.
 
-        :raises BackendError: a replica was lost that had shown tokens, or too many were; else as the engine's backend.
+        :raises BackendError: a replica was lost after the first token, or too many were; or as the engine's backend.
         """
         self.counts.num_asked += 1
         num_replays = num_shown = 0
@@ -213,7 +211,7 @@ class _Stream:
         self._has_shown = False
 
     async def events(self) -> AsyncGenerator[BackendEvent, None]:
-        """Open the stream and yield its events; end without any if `is_refused`."""
+        """Open the stream and yield its events; none if `is_refused`."""
         first, number = await self._newest.after(0), self._newest.number
         ticket = self._chooser.ticket(self._id, first)
         call = Open(self._id, Delta.of(first, number=number, num_shared=0), self._params, self._caller_id, ticket)
@@ -236,13 +234,13 @@ class _Stream:
                         for shown in self._follow(event, ticket):
                             yield shown
             finally:
-                self._chooser.ended(self._id)  # first: what follows raises if somebody cancels meanwhile
+                self._chooser.ended(self._id)  # first: the next line raises on a cancellation
                 await cancel_regardless([pushing] if reading is None else [pushing, reading])
 
     def _follow(self, event: WireEvent, ticket: Ticket) -> tuple[BackendEvent, ...]:
         match event:
             case Opened(replica_id) if not self._replica_id.done():
-                ticket.went_to(replica_id)  # not always the best, which may have had no room
+                ticket.went_to(replica_id)
                 self._replica_id.set_result(replica_id)
             case Refused():
                 self.is_refused = True
@@ -258,20 +256,22 @@ class _Stream:
                     self._chooser.computed(self._id, self._newest.prompt.token_ids, self._replica_id.result())
                 return (event,)
             case Prefilled(num_tokens) if self._replica_id.done():
-                self._note_prefilled(num_tokens)
+                self._record_prefill(num_tokens)
                 return (event,)
             case _:
-                raise BackendError(f"a replica sent {kind_of(event)} here: have all nodes the same streamrag?")
+                raise BackendError(
+                    f"a replica sent an unexpected {kind_of(event)}: do all nodes have the same version of streamrag?"
+                )
         return ()
 
-    def _note_prefilled(self, num_tokens: int) -> None:
-        """Note a session's data, which stay computed for its questions, but for the last token."""
+    def _record_prefill(self, num_tokens: int) -> None:
+        """Record that a session's data are computed, except for the last token: its questions will find them."""
         prompt = self._newest.prompt
         if prompt is not None and prompt.request_class == "stream" and num_tokens >= len(prompt.token_ids) - 1:
             self._chooser.computed(self._id, prompt.token_ids, self._replica_id.result(), is_complete=False)
 
     async def _push(self, sent: Prompt, number: int) -> None:
-        """Send each prompt that comes; those that come while one is on its way are joined into the next."""
+        """Send each new prompt. Prompts that arrive during a send are merged into the next one."""
         while not sent.is_complete:
             replica_id = await asyncio.shield(self._replica_id)
             prompt = await self._newest.after(number)
@@ -279,5 +279,5 @@ class _Stream:
             num_shared = common_prefix_len(sent.token_ids, prompt.token_ids)
             delta = Delta.of(prompt, number=number, num_shared=num_shared)
             if not await self._replicas.update(replica_id, self._id, delta):
-                raise ReplicaLostError(f"replica {replica_id} has let go of the stream")
+                raise ReplicaLostError(f"replica {replica_id} has dropped the stream")
             sent = prompt

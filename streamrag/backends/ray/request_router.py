@@ -1,6 +1,6 @@
-"""The router that Ray Serve asks where a call goes: where a new stream's ticket says, or to the replica that is named.
+"""The router that Ray Serve calls. A new stream goes to a replica of its ticket's choice, other calls to a named one.
 
-Ray sends this module by value, so it holds nothing that must be one for all.
+Ray pickles this module by value, so it has no global state.
 """
 
 import logging
@@ -14,29 +14,28 @@ from streamrag.support.clock import monotonic
 
 log = logging.getLogger("streamrag.ray")
 
-CALLS_PER_STREAM = 2
-"""Most calls that a stream has with its replica at once: itself, and one update."""
+CALLS_PER_STREAM = 2  # most concurrent calls of a stream to its replica: the stream itself, and one update
 
 
 def named_replica(
     candidate_replicas: list[RunningReplica], pending_request: PendingRequest
 ) -> list[list[RunningReplica]]:
-    """Return the replica that a call names; none if it is gone. Any other replica says so to an update."""
+    """Return the replica that a call names; empty if it is gone. Any other replica returns False for an update."""
     name = next(iter(pending_request.args), None)
     named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == name]
     return [named] if named else []
 
 
 class StreamRouter(RequestRouter):  # type: ignore[misc]
-    """Opens streams where their tickets say, and sends updates to the replica that is named in them."""
+    """Routes new streams by their tickets, and updates to the replica that they name."""
 
     def initialize_state(self) -> None:
-        """Called by Ray Serve, before it says which replicas there are."""
+        """Initialize the state. Ray Serve calls this before it passes any replicas."""
         self._reports: dict[str, tuple[Any, float]] = {}
-        """Times of each replica's newest stats: when they were made, on its own clock, and when they came, on ours."""
+        """When each replica's newest stats were made, on its own clock, and when they arrived, on ours."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called by Ray Serve when there are other replicas, or new stats of one; stats are dated here."""
+        """Date new stats. Ray Serve calls this when there are other replicas or new stats."""
         now_s, before, self._reports = monotonic(), self._reports, {}
         for replica in replicas:
             name, told_s = replica.replica_id.unique_id, replica.routing_stats.get("told_s")
@@ -47,17 +46,17 @@ class StreamRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return one replica in each rank: Serve takes the shortest queue of a rank, whatever we would rather have."""
+        """Return one replica per rank: within a rank, Serve would take the shortest queue, whatever our order."""
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # else a full replica is asked again without a pause
+        pending_request.routing_context.should_backoff = True  # else a full replica is retried without a pause
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         match pending_request.args:
             case [Open(ticket=ticket), *_] if ticket is not None:
                 try:
                     candidates = [self._candidate(name, replica) for name, replica in by_id.items()]
                     return [[by_id[name]] for name in ticket.rank(candidates)]
-                except Exception:  # Ray would log it too, and the query wait for ever
+                except Exception:  # Ray would only log it, and the query would wait forever
                     log.exception("the router failed: a query goes to any replica")
         return named_replica(candidate_replicas, pending_request) or [candidate_replicas]
 

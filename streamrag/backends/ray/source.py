@@ -1,4 +1,4 @@
-"""A source in replicas of its own, which scale on their own: retrieval needs no accelerator."""
+"""A source in its own replicas, which scale independently of the engines: retrieval needs no accelerator."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -15,14 +15,13 @@ from streamrag.core import Append, Chunk, Progress, SourceEvent, Update
 from streamrag.errors import BackendError, SourceError
 from streamrag.modes.context import Context, UpdateMode
 
-MOST_LOST = 3
-"""Most replicas that one query may lose; with the last of them it fails."""
+MOST_LOST = 3  # most replicas that one query may lose; with the last one the query fails
 
 
 class RaySource:
-    """A source that retrieves in replicas, with the source that each of them has.
+    """A source that retrieves in replicas of another source.
 
-    cluster: the replicas, as of `deployment.sources`.
+    cluster: the replicas, such as those of `deployment.sources`.
     """
 
     def __init__(self, cluster: Connects) -> None:
@@ -31,7 +30,7 @@ class RaySource:
         self._handle: DeploymentHandle | None = None
 
     async def start(self, progress: Progress) -> None:
-        """Start the replicas, or find them.
+        """Start the replicas, or connect to them.
 
         :raises ConfigurationError: there is no such cluster.
         :raises BackendError: no source can be started.
@@ -43,7 +42,7 @@ class RaySource:
         self._handle = handle.options(method_name="stream", stream=True)
 
     async def aclose(self) -> None:
-        """End the replicas, or let go of them. Does nothing when not started."""
+        """Stop the replicas, or disconnect from them. Does nothing if not started."""
         if self._handle is not None:
             self._handle = None
             await self._cluster.aclose()
@@ -51,20 +50,20 @@ class RaySource:
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield the events of a replica's source. If the replica is lost, another one retrieves from the start.
 
-        Nothing of an answer is shown before retrieval has ended, so that nothing shown can be wrong. What the other one
-        finds like the one before is not told twice; from where they differ, each event is the whole new context.
+        The answer begins only after retrieval, so it never contains text that becomes wrong. Events that the second
+        replica repeats are skipped; from the first difference on, each event replaces the whole context.
 
-        :raises SourceError: retrieval failed, or replicas were lost, one after another.
+        :raises SourceError: retrieval failed, or several replicas were lost in a row.
         """
         if self._handle is None:
             raise SourceError("the source's replicas are not running: they were closed, or not started")
-        told: list[SourceEvent] = []
+        sent: list[SourceEvent] = []
         for num_lost in range(1, MOST_LOST + 1):
             events = self._retrieve(self._handle, query)
             try:
-                async with aclosing(_beyond(told, events) if told else events) as news:
+                async with aclosing(_without_repeats(sent, events) if sent else events) as news:
                     async for event in news:
-                        told.append(event)
+                        sent.append(event)
                         yield event
                 return
             except ReplicaLostError as error:
@@ -84,17 +83,16 @@ class RaySource:
             raise SourceError(str(error)) from error
         finally:
             if response is not None:
-                response.cancel()  # does nothing to one that has ended
+                response.cancel()  # no effect after its end
 
 
-async def _beyond(
-    told: Sequence[SourceEvent], events: AsyncGenerator[SourceEvent, None]
+async def _without_repeats(
+    sent: Sequence[SourceEvent], events: AsyncGenerator[SourceEvent, None]
 ) -> AsyncGenerator[SourceEvent, None]:
-    """Yield what changes the context of the events in `told` into that of these events, which begin anew."""
-    before = [_content(event) for event in told]
-    shown, context = _folded(told), Context()
-    num_same: int | None = 0
-    """Number of events so far that are like those told; None once one was not."""
+    """Yield the events that change the context of the `sent` events into that of `events`, which start again."""
+    before = [_content(event) for event in sent]
+    shown, context = _folded(sent), Context()
+    num_same: int | None = 0  # number of events so far that equal the sent ones; None after the first difference
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Append | Update):
@@ -110,12 +108,11 @@ async def _beyond(
                     yield Update(tuple(context), event.hint)
                 elif _content(event) not in before:
                     yield event
-    if num_same != len(before) and context != shown:  # it has ended before it had as much
+    if num_same != len(before) and context != shown:  # it has ended with fewer events
         yield Update(tuple(context))
 
 
 def _content(event: SourceEvent) -> object:
-    """Return the event without its guess of what is still to come."""
     return replace(event, hint=None) if isinstance(event, Append | Update) else event
 
 

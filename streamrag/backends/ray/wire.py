@@ -1,18 +1,18 @@
-"""The messages between the caller that has a query and the replica that answers it.
+"""The messages between the caller of a query and the replica that answers it.
 
     caller                                                    replica
     Open(first prompt, params)       ── once, routed ──▶      a stream of its engine
     Delta(2), Delta(3) ... complete  ── to that replica ──▶   the stream's next prompts
                                      ◀── tuples of ──         Opened, Prefilled, AnswerChunk ... or Refused, or Failed
 
-Each prompt goes as what it shares with the last one sent and a tail of new tokens.
+Each prompt is sent as the length of its prefix shared with the last one sent, and the tail of new tokens.
 """
 
 from array import array
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import streamrag.errors
 from streamrag.core import BackendEvent, Hint, Prompt, RequestClass, SamplingParams
 from streamrag.errors import BackendError, MissingDependencyError, StreamRagError
 from streamrag.support.messages import message_of
@@ -20,14 +20,11 @@ from streamrag.support.messages import message_of
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A prompt, told by what it changes in the one before it in the same stream."""
+    """A prompt, as the difference from the previous one in the same stream."""
 
-    number: int
-    """Number of the prompt in its stream, from 1. One that comes a second time changes nothing."""
-    num_shared: int
-    """Tokens that stay."""
-    tail: bytes
-    """The tokens behind them, four bytes each."""
+    number: int  # number of the prompt in its stream, from 1. A repeated number changes nothing.
+    num_shared: int  # leading tokens that are unchanged
+    tail: bytes  # the tokens after them, four bytes each
     is_complete: bool
     hint: Hint | None = None
     source_name: str = ""
@@ -36,16 +33,15 @@ class Delta:
     @classmethod
     def of(cls, prompt: Prompt, *, number: int, num_shared: int) -> "Delta":
         tail = array("I", prompt.token_ids[num_shared:]).tobytes()
-        told = prompt.is_complete, prompt.hint, prompt.source_name, prompt.request_class
-        return cls(number, num_shared, tail, *told)
+        options = prompt.is_complete, prompt.hint, prompt.source_name, prompt.request_class
+        return cls(number, num_shared, tail, *options)
 
     def after(self, token_ids: tuple[int, ...]) -> Prompt:
-        """Return the prompt, where the last one had `token_ids`."""
+        """Return the prompt that follows a prompt of `token_ids`."""
         tail = array("I")
         tail.frombytes(self.tail)
-        whole = (*token_ids[: self.num_shared], *tail)
-        told = self.is_complete, self.hint, self.source_name, self.request_class
-        return Prompt(whole, self.num_shared, *told)
+        options = self.is_complete, self.hint, self.source_name, self.request_class
+        return Prompt((*token_ids[: self.num_shared], *tail), self.num_shared, *options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,7 @@ class Open:
     params: SamplingParams
     caller_id: str
     ticket: Any = None
-    """The `Ticket` that chooses the replica. Stays in the caller's process: the router there finds it in the call."""
+    """The `Ticket` that chooses the replica. Not pickled: only the router in the caller's process needs it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Open, (self.stream_id, self.first, self.params, self.caller_id)
@@ -65,19 +61,19 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The replica has the stream, and takes its next prompts."""
+    """The replica has accepted the stream, and accepts its next prompts."""
 
     replica_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The replica has as many streams as it takes."""
+    """The replica has no room for the stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The stream ended with an error of ours. Exceptions themselves do not survive a journey."""
+    """The stream ended with one of our errors. Exceptions themselves cannot be pickled reliably."""
 
     kind: str
     message: str
@@ -87,18 +83,13 @@ class Failed:
         return cls(type(error).__name__, message_of(error))
 
     def error(self) -> StreamRagError:
-        """Return the error anew. One that is made of other values than a message becomes a BackendError."""
+        """Return the error. A type that is not constructed from a message becomes a BackendError."""
         kind = KINDS.get(self.kind, BackendError)
         return BackendError(self.message) if kind is MissingDependencyError else kind(self.message)
 
 
-def _subclasses(kind: type[StreamRagError]) -> Iterator[type[StreamRagError]]:
-    yield kind
-    for narrower in kind.__subclasses__():
-        yield from _subclasses(narrower)
-
-
-KINDS = {kind.__name__: kind for kind in _subclasses(StreamRagError) if kind.__module__ == StreamRagError.__module__}
-
+KINDS = {
+    n: kind for n, kind in vars(streamrag.errors).items() if isinstance(kind, type) and issubclass(kind, StreamRagError)
+}
 
 WireEvent: TypeAlias = Opened | Refused | Failed | BackendEvent

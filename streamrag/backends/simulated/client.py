@@ -1,11 +1,11 @@
-"""A simulated engine as its clients see it: vLLM's loop as a task, in virtual time.
+"""A client of a simulated engine, which runs as a task in virtual time.
 
     async with SimulatedClient(engine) as client:
         async for token_ids in client.generate("q1", prompt, 16): ..       # a plain request
         async with client.stream("q2", prompt, 16) as stream: ..           # for our scheduler
         async for token_ids in client.session("q3", chunks): ..            # for vLLM's own
 
-`streamrag.bench.arms.Client` is what this and a real engine's client have in common.
+`streamrag.bench.arms.Client` is the interface that this shares with a real engine's client.
 """
 
 import asyncio
@@ -40,24 +40,15 @@ from streamrag.support.tasks import wait_regardless
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """A step that computed, and how many tokens for each query."""
+    """A step that computed tokens, and the number of tokens for each query."""
 
     start_s: float
     end_s: float
     num_tokens_of: dict[str, int]
 
 
-@dataclass(slots=True)
-class _Progress:
-    """The progress of one session: chunks sent, chunks answered."""
-
-    num_sent: int = 0
-    num_answered: int = 0
-    is_all_sent: bool = False
-
-
 def by_parts(step_s: Callable[[Sequence[Part]], float]) -> Callable[[SchedulerOutput, float], float]:
-    """Return the seconds of steps of which only what they compute matters, as a function of the step."""
+    """Adapt a function of a step's parts to a function of the step and its start."""
 
     def compute_s(step: SchedulerOutput, start_s: float) -> float:
         return step_s([part for _, part in parts_of(step)]) if step.total_num_scheduled_tokens else 0.0
@@ -72,7 +63,7 @@ def simulated_engine(
     is_stock: bool,
     copy_costs: CopyCosts | None = None,
 ) -> SimulatedEngine:
-    """Make an engine that answers always the same, with vLLM's own scheduler or with ours, and quick hashes."""
+    """Construct an engine that always samples the same token, with vLLM's own scheduler or ours, and fast hashes."""
     stock = AsyncScheduler if shape.is_async else Scheduler
     return SimulatedEngine(
         shape,
@@ -89,7 +80,7 @@ def _sampling_params(num_output_tokens: int) -> SamplingParams:
 
 
 class SimulatedClient:
-    """Runs the engine while it is open. To be opened on a loop whose time is virtual."""
+    """Runs the engine inside its context. The event loop's time must be virtual."""
 
     def __init__(self, engine: SimulatedEngine, *, delivery_s: float = 0.0, keep_steps: bool = False) -> None:
         self._engine = engine
@@ -98,24 +89,21 @@ class SimulatedClient:
         self._outputs: dict[str, Outputs] = {}
         self._query_of: dict[str, str] = {}
         self._num_requests = 0
-        self._stock_records = None if hasattr(engine.scheduler, "streaming_policy") else StockRecords()
+        self._stock_records = StockRecords()
         self._keeps_steps = keep_steps
-        self.steps: list[SimulatedStep] = []
-        """Steps that computed, if they are kept."""
+        self.steps: list[SimulatedStep] = []  # the steps that computed tokens, if they are kept
         self.records: dict[str, list[RequestRecord]] = {}
-        """Records of each query's requests, in the order in which they ended. Aborted ones only where known."""
-        self.busy_s = 0.0
-        """Time in which the engine computed."""
+        """Records of each query's requests, in the order in which they ended."""
+        self.busy_s = 0.0  # seconds in which the engine computed
         engine.on_step = self._on_step
 
     @property
     def block_size(self) -> int:
-        """Tokens per KV block."""
         return self._engine.shape.block_size
 
     @property
     def num_steps(self) -> int:
-        """Steps so far, empty ones included."""
+        """Number of steps so far, including empty ones."""
         return self._engine.num_steps
 
     async def __aenter__(self) -> "SimulatedClient":
@@ -130,7 +118,7 @@ class SimulatedClient:
     async def generate(
         self, query_id: str, token_ids: Sequence[int], num_output_tokens: int
     ) -> AsyncGenerator[tuple[int, ...], None]:
-        """Send a prompt and yield its answer as it comes; closing aborts."""
+        """Send a prompt and yield the answer's tokens as they arrive. Closing the generator aborts the request."""
         with self._opened(query_id) as (request_id, outputs):
             self.send(request_id, token_ids, num_output_tokens)
             while True:
@@ -150,7 +138,7 @@ class SimulatedClient:
         is_complete: bool = False,
         request_class: RequestClass = "pool",
     ) -> AsyncIterator["SimulatedStream"]:
-        """Open a prompt that grows or changes while it is computed. Leaving the context aborts what is not finished."""
+        """Open a prompt that changes while it is computed. Leaving the context aborts an unfinished request."""
         with self._opened(query_id) as (request_id, outputs):
             stream = SimulatedStream(self.send, request_id, outputs, num_output_tokens, request_class)
             await stream.update(token_ids, is_complete=is_complete)
@@ -159,17 +147,30 @@ class SimulatedClient:
     async def session(
         self, query_id: str, chunks: AsyncIterator[tuple[Sequence[int], int]]
     ) -> AsyncGenerator[tuple[int, ...], None]:
-        """Push each chunk into one of vLLM's own sessions, and yield the answers to all of them; closing aborts.
+        """Push each chunk into one of vLLM's own sessions, and yield all answers' tokens. Closing aborts the request.
 
-        `chunks` says of each how many tokens answer it, one at least.
+        `chunks` are pairs of tokens and the number of answer tokens, at least 1.
         """
         with self._opened(query_id) as (request_id, outputs):
-            progress = _Progress()
-            pushing = asyncio.create_task(self._push(request_id, outputs, chunks, progress))
+            num_unanswered, is_all_sent = 0, False
+
+            async def push() -> None:
+                nonlocal num_unanswered, is_all_sent
+                try:
+                    async for token_ids, num_output_tokens in chunks:
+                        num_unanswered += 1
+                        self.send(request_id, token_ids, num_output_tokens, is_session=True)
+                    is_all_sent = True
+                    outputs.put_nowait(EngineCoreOutput(request_id, []))  # wakes the reader if it has read all answers
+                    self.send(request_id, [0], 1)  # ends the session, as vLLM's client does
+                except Exception as error:
+                    outputs.put_nowait(error)
+
+            pushing = asyncio.create_task(push())
             try:
-                while not (progress.is_all_sent and progress.num_answered == progress.num_sent):
+                while num_unanswered or not is_all_sent:
                     output = await next_output(outputs)
-                    progress.num_answered += output.finish_reason is not None
+                    num_unanswered -= output.finish_reason is not None
                     if output.new_token_ids:
                         yield tuple(output.new_token_ids)
             finally:
@@ -190,7 +191,7 @@ class SimulatedClient:
         try:
             yield request_id, outputs
         finally:
-            if self._outputs.pop(request_id, None) is not None:  # else it has ended
+            if self._outputs.pop(request_id, None) is not None:  # the request has not ended
                 self._loop.send(Abort(request_id, self._now()))
 
     def send(
@@ -202,26 +203,8 @@ class SimulatedClient:
         *,
         is_session: bool = False,
     ) -> None:
-        """Put one input on its way to the engine."""
         params = _sampling_params(num_output_tokens)
         self._loop.send(Input(request_id, token_ids, params, self._now(), chunk, is_session))
-
-    async def _push(
-        self,
-        request_id: str,
-        outputs: Outputs,
-        chunks: AsyncIterator[tuple[Sequence[int], int]],
-        progress: _Progress,
-    ) -> None:
-        try:
-            async for token_ids, num_output_tokens in chunks:
-                progress.num_sent += 1
-                self.send(request_id, token_ids, num_output_tokens, is_session=True)
-            progress.is_all_sent = True
-            outputs.put_nowait(EngineCoreOutput(request_id, []))  # wakes whoever has read all answers already
-            self.send(request_id, [0], 1)  # as vLLM's client does: the end of the session
-        except Exception as error:
-            outputs.put_nowait(error)
 
     async def _run(self) -> None:
         try:
@@ -236,11 +219,9 @@ class SimulatedClient:
         return BackendError(f"the simulated engine failed: {self._failure!r}")
 
     def _took_in(self, message: Input | Abort) -> None:
-        if self._stock_records is None:
-            return
         now_s = self._engine.now_s
         if isinstance(message, Abort):
-            self._note_end(message.request_id, self._stock_records.end(message.request_id, "aborted", now_s))
+            self._add_record(message.request_id, self._stock_records.end(message.request_id, "aborted", now_s))
         else:
             self._stock_records.add(message.request_id, len(message.token_ids), message.sent_s, now_s)
 
@@ -248,9 +229,9 @@ class SimulatedClient:
         ours = (output.kv_transfer_params or {}).get(KEY, {})
         request_id = output.request_id
         outputs = self._outputs.get(request_id)
-        is_end_of_chunk = "chunk" in ours  # and not of the answer
+        is_end_of_chunk = "chunk" in ours  # not of the answer
         if "record" in ours and not is_end_of_chunk:
-            self._note_end(request_id, RequestRecord.from_dict(ours["record"]))
+            self._add_record(request_id, RequestRecord.from_dict(ours["record"]))
         if outputs is None:
             return
         if is_end_of_chunk:
@@ -258,25 +239,22 @@ class SimulatedClient:
             return
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             why = ours.get("error", output.finish_reason)
-            outputs.put_nowait(BackendError(f"{request_id}: the engine gave it up: {why}"))
+            outputs.put_nowait(BackendError(f"{request_id}: the engine dropped it: {why}"))
         else:
             outputs.put_nowait(output)
-        if self._stock_records:
-            self._stock_records.add_output(request_id, len(output.new_token_ids))
+        self._stock_records.add_output(request_id, len(output.new_token_ids))
         if output.finish_reason is not None and request_id not in self._engine.scheduler.requests:
             del self._outputs[request_id]
-            if self._stock_records:
-                self._note_end(request_id, self._stock_records.end(request_id, "finished", self._engine.now_s))
+            self._add_record(request_id, self._stock_records.end(request_id, "finished", self._engine.now_s))
 
-    def _note_end(self, request_id: str, record: RequestRecord | None) -> None:
+    def _add_record(self, request_id: str, record: RequestRecord | None) -> None:
         query_id = self._query_of.pop(request_id, None)
         if record and query_id is not None:
             self.records.setdefault(query_id, []).append(record)
 
     def _on_step(self, step: SchedulerOutput, start_s: float, end_s: float) -> None:
         self.busy_s += end_s - start_s
-        if self._stock_records:
-            self._stock_records.add_step(step, start_s, end_s)
+        self._stock_records.add_step(step, start_s, end_s)
         if self._keeps_steps:
             tokens = {self._query_of.get(r, r): n for r, n in step.num_scheduled_tokens.items()}
             self.steps.append(SimulatedStep(start_s, end_s, tokens))

@@ -1,4 +1,4 @@
-"""A configuration of vLLM for which no model is ever loaded."""
+"""A configuration of vLLM for an engine that loads no model."""
 
 import copy
 import json
@@ -21,23 +21,18 @@ from streamrag.backends.vllm.client.arguments import kv_transfer_config
 class EngineShape:
     """The limits of a simulated engine."""
 
-    num_blocks: int
-    """KV blocks that requests can use. Must hold at least one request of `max_model_len`."""
-    block_size: int = 16
-    """Tokens per block."""
+    num_blocks: int  # KV blocks for requests. Must hold at least one request of `max_model_len`.
+    block_size: int = 16  # tokens per block
     max_model_len: int = 32_768
     max_num_batched_tokens: int = 2_048
     max_num_seqs: int = 128
-    is_async: bool = False
-    """Whether one step is scheduled while another computes, as vLLM does on GPUs."""
+    is_async: bool = False  # whether one step is scheduled while another computes, as in vLLM on GPUs
     has_prefix_cache: bool = True
-    must_fit_whole: bool = True
-    """vLLM's `scheduler_reserve_full_isl`: admit a request only if its whole prompt fits."""
+    must_fit_whole: bool = True  # vLLM's `scheduler_reserve_full_isl`: admit a request only if its whole prompt fits
     watermark: float = 0.0
     sliding_window: int | None = None
-    """If given, half of the layers attend to so many tokens only: a second group of KV blocks, of the same pool."""
-    streamrag: dict[str, Any] = field(default_factory=dict)
-    """For `additional_config["streamrag"]`."""
+    """If set, half of the layers attend to this many tokens only: a second group of KV blocks, from the same pool."""
+    streamrag: dict[str, Any] = field(default_factory=dict)  # the options in `additional_config["streamrag"]`
 
 
 @cache
@@ -62,7 +57,7 @@ def _base_config() -> VllmConfig:
 
 
 def vllm_config(shape: EngineShape) -> VllmConfig:
-    """The configuration of an engine of this shape. The first takes about a second, further ones are copies."""
+    """Return the configuration of an engine of this shape. The first call takes about a second, further ones copy."""
     config = copy.copy(_base_config())
     config.model_config = copy.copy(config.model_config)
     config.scheduler_config = copy.copy(config.scheduler_config)
@@ -86,7 +81,7 @@ def vllm_config(shape: EngineShape) -> VllmConfig:
 
 
 def kv_cache_config(shape: EngineShape) -> KVCacheConfig:
-    """Full attention, and perhaps a sliding window. vLLM keeps one block for itself: there is one more than asked."""
+    """Return one or two groups of KV blocks. There is one block more than in the shape: vLLM reserves a null block."""
     common = {"block_size": shape.block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**common))]
     if shape.sliding_window is not None:

@@ -1,4 +1,4 @@
-"""The loop of vLLM's `EngineCore`, in virtual time."""
+"""The loop of vLLM's `EngineCore` in virtual time."""
 
 import copy
 from collections import deque
@@ -23,11 +23,11 @@ from streamrag.backends.vllm.copy_wire import HostCopies
 from streamrag.backends.vllm.scheduler.hooks import streaming_scheduler
 
 BlockHasher: TypeAlias = Callable[[Request], list[Any]]
-"""Returns the hashes of those whole blocks of a request that have none yet."""
+"""Returns the hashes of a request's full blocks that have none yet."""
 
 
 def always(seconds: float) -> Callable[[SchedulerOutput, float], float]:
-    """Let every step that computes anything take `seconds`."""
+    """Return a step time function: `seconds` for every step that computes tokens."""
     return lambda step, start_s: seconds if step.total_num_scheduled_tokens else 0.0
 
 
@@ -40,10 +40,10 @@ class _Launched(NamedTuple):
 
 
 class SimulatedEngine:
-    """An engine without a model. `add`, `abort` and `step` are what vLLM's loop does; the caller decides when.
+    """An engine without a model. `add`, `abort` and `step` are the operations of vLLM's loop; the caller decides when.
 
-    With asynchronous scheduling one step is scheduled while the one before computes: inputs take effect one step later,
-    and outputs come one step later, as in `EngineCore.step_with_batch_queue`.
+    With asynchronous scheduling, one step is scheduled while the previous one computes. Inputs and outputs then take
+    effect one step later, as in `EngineCore.step_with_batch_queue`.
     """
 
     def __init__(
@@ -59,10 +59,9 @@ class SimulatedEngine:
         config = vllm_config(shape)
         self.shape = shape
         self.runner = runner
-        self.step_s = step_s
-        """Returns the seconds of a step that starts then; also called with steps that compute nothing, but may copy."""
+        self.step_s = step_s  # returns the seconds of a step, given its start. Also called for steps that only copy.
         self.on_step: Callable[[SchedulerOutput, float, float], None] | None = None
-        """Called with each step that computes, its start and its end."""
+        """Called with each step that computes tokens, its start and its end."""
         self.now_s = 0.0
         self.num_steps = 0
         self.scheduler: Scheduler = make_scheduler(
@@ -86,7 +85,7 @@ class SimulatedEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether vLLM's loop would go on; otherwise it sleeps until something comes in."""
+        """Whether vLLM's loop would continue, rather than sleep until the next input."""
         return bool(self._in_flight) or self.scheduler.has_requests()
 
     def add(
@@ -99,9 +98,9 @@ class SimulatedEngine:
         is_session: bool = False,
         arrival_s: float | None = None,
     ) -> None:
-        """Add a plain request, or a chunk of a stream: its tokens, and what `chunk` says of them.
+        """Add a plain request, or a chunk of a stream with its message.
 
-        With `is_session` it is a chunk of one of vLLM's own streaming sessions; a plain request of that id ends it.
+        With `is_session`, add a chunk of one of vLLM's own streaming sessions; a plain request of the same id ends it.
         """
         params = copy.copy(params)
         if chunk is not None:
@@ -121,11 +120,11 @@ class SimulatedEngine:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> list[EngineCoreOutput]:
-        """Turn the loop once: schedule, compute, take in the output of the oldest step in flight."""
+        """Run one turn of the loop: schedule, compute, process the output of the oldest step in flight."""
         return self.collect() if self.launch() is not None else []
 
     def launch(self) -> float | None:
-        """Schedule as far ahead as allowed. Returns when the oldest step in flight ends; None if there is none."""
+        """Schedule as far ahead as allowed. Return the end of the oldest step in flight; None without one."""
         depth = 2 if self.shape.is_async else 1
         while self.scheduler.has_requests() and len(self._in_flight) < depth:
             scheduled = self.scheduler.schedule()
@@ -135,17 +134,17 @@ class SimulatedEngine:
         return self._in_flight[0].end_s if self._in_flight else None
 
     def collect(self) -> list[EngineCoreOutput]:
-        """Take in the output of the oldest step in flight, of which there is one."""
+        """Process the output of the oldest step in flight, of which there must be one."""
         step = self._in_flight.popleft()
         self.now_s = max(self.now_s, step.end_s)
         by_client = self.scheduler.update_from_output(step.scheduled, step.output)
-        return [output for of_client in by_client.values() for output in of_client.outputs]
+        return [output for client_outputs in by_client.values() for output in client_outputs.outputs]
 
     def _submit(self, scheduled: SchedulerOutput) -> None:
         self.num_steps += 1
         start_s = max(self.now_s, self._device_free_s)
         copies = scheduled.kv_connector_metadata
-        # What comes in must be there before the step computes, and what it overwrites must be out.
+        # Loads must be finished before the step computes, and saves before it overwrites their blocks.
         copied = self.runner.copy(copies) if isinstance(copies, HostCopies) else None
         self._device_free_s = start_s + self.step_s(scheduled, start_s)
         if self.on_step and scheduled.total_num_scheduled_tokens:

@@ -1,7 +1,7 @@
-"""Hashes of KV blocks, where nobody means harm.
+"""Fast hashes of KV blocks, not secure against forgery.
 
-vLLM hashes blocks so that nobody can forge a prefix; in large simulations that would be most of the work. Here a
-block's hash is Python's, of integers only, which is the same in every run.
+vLLM's secure hashes would be most of the work in large simulations. These are Python's, of integers only, which are the
+same in every run.
 """
 
 from typing import Any
@@ -12,18 +12,18 @@ from streamrag.backends.simulated.engine import BlockHasher
 
 
 def quick_block_hasher(block_size: int) -> BlockHasher:
-    """Return a hasher for requests of text without adapters. Blocks are equal where all tokens up to their ends are."""
+    """Return a hasher for text requests without adapters. Blocks are equal if all tokens up to their ends are equal."""
 
     def block_hashes(request: Request) -> list[Any]:
         hashes = request.block_hashes
         tokens = request._all_token_ids
         start, end = len(hashes) * block_size, request.num_tokens
         before = int.from_bytes(hashes[-1], "little", signed=True) if hashes else 0
-        found = []
+        new_hashes = []
         while start + block_size <= end:
             before = hash((before, *tokens[start : start + block_size]))
-            found.append(before.to_bytes(8, "little", signed=True))
+            new_hashes.append(before.to_bytes(8, "little", signed=True))
             start += block_size
-        return found
+        return new_hashes
 
     return block_hashes

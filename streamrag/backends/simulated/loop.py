@@ -2,8 +2,8 @@
 
     inputs ─▶ inbox ─taken in between steps─▶ SimulatedEngine ─▶ deliver(output)
 
-As with the real engine, what comes in while a step computes is seen when the step has ended. With nothing to do, or
-nothing that could be done before something else comes in, the loop sleeps.
+As in the real engine, input that arrives during a step is processed when the step has ended. Without work, or without
+work that is possible before the next input, the loop sleeps.
 """
 
 import asyncio
@@ -18,8 +18,7 @@ from streamrag.backends.simulated.engine import SimulatedEngine
 from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.errors import ConfigurationError
 
-MOST_EMPTY_TURNS = 8
-"""Turns that compute nothing and bring nothing, after which only new input can change anything."""
+MOST_EMPTY_TURNS = 8  # turns without computation and output after which only new input can change anything
 
 
 class Input(NamedTuple):
@@ -31,7 +30,7 @@ class Input(NamedTuple):
     sent_s: float
     chunk: PromptMessage | None = None
     is_session: bool = False
-    """A chunk of one of vLLM's sessions. An input that is none ends the session of its id."""
+    """Whether it is a chunk of one of vLLM's sessions. Any other input ends the session of its id."""
 
 
 class Abort(NamedTuple):
@@ -40,7 +39,7 @@ class Abort(NamedTuple):
 
 
 def check_virtual() -> None:
-    """Look at whether the running event loop's time is virtual.
+    """Check that the running event loop's time is virtual.
 
     :raises ConfigurationError: it is not.
     """
@@ -51,7 +50,7 @@ def check_virtual() -> None:
 
 
 class EngineLoop:
-    """Feeds the engine and drives it. What it takes in reaches it `delivery_s` after it was sent."""
+    """Drives the engine and passes input to it, `delivery_s` after the input was sent."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class EngineLoop:
         self._has_input.set()
 
     async def run(self) -> None:
-        """Drive the engine until cancelled."""
+        """Run the engine until cancelled."""
         while True:
             await self._turn()
 

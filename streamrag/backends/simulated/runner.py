@@ -16,13 +16,13 @@ class Runner(Protocol):
         """Copy between the device and host memory, before the step computes."""
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """The output of one step. Steps are executed in the order in which they were scheduled."""
+        """Return the output of one step. Steps are executed in the order in which they were scheduled."""
 
 
 class BlindRunner:
-    """Answers always the same token, and checks nothing: for simulations of large loads. Follows V1.
+    """Always samples the same token and checks nothing, for simulations of large loads. Follows vLLM's V1 runner.
 
-    If `copy_costs` are known, it tells of copies how long they took.
+    With `copy_costs`, its reports include the duration of copies.
     """
 
     def __init__(self, token: int = 1, copy_costs: CopyCosts | None = None) -> None:

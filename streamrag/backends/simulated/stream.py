@@ -1,4 +1,4 @@
-"""A client's view of one request to a simulated engine: its outputs, and a prompt that grows."""
+"""A client's view of one request to a simulated engine: its outputs, and its growing prompt."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -12,10 +12,10 @@ from streamrag.backends.vllm.client.token_streams import record_of
 from streamrag.core import AnswerChunk, Hint, Prefilled, RequestClass, common_prefix_len
 
 Outputs: TypeAlias = "asyncio.Queue[EngineCoreOutput | Exception]"
-"""The outputs of one request that have come, and its failure."""
+"""Outputs of one request that have arrived, and the error if it failed."""
 
 Send: TypeAlias = Callable[[str, Sequence[int], int, PromptMessage], None]
-"""Puts a chunk on its way: the request's id, new tokens, length of the answer, and the rest of the message."""
+"""Sends a chunk: the request's id, new tokens, length of the answer, and the message."""
 
 
 async def next_output(outputs: Outputs) -> EngineCoreOutput:
@@ -30,7 +30,7 @@ async def next_output(outputs: Outputs) -> EngineCoreOutput:
 
 
 class SimulatedStream:
-    """A prompt that is still growing, and its answer. Made by `SimulatedClient.stream`."""
+    """A growing prompt and its answer. Created by `SimulatedClient.stream`."""
 
     def __init__(
         self, send: Send, request_id: str, outputs: Outputs, num_output_tokens: int, request_class: RequestClass
@@ -44,11 +44,11 @@ class SimulatedStream:
         self._num_messages = 0
 
     async def append(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
-        """Let the prompt grow; if it `is_complete`, have the answer sampled."""
+        """Append tokens; with `is_complete`, have the answer sampled."""
         self._send([*self._token_ids, *token_ids], len(self._token_ids), is_complete, hint)
 
     async def update(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
-        """Replace the prompt; if it `is_complete`, have the answer sampled."""
+        """Replace the prompt; with `is_complete`, have the answer sampled."""
         new = list(token_ids)
         self._send(new, common_prefix_len(self._token_ids, new), is_complete, hint)
 
@@ -62,7 +62,6 @@ class SimulatedStream:
         self._num_messages += 1
 
     async def __aiter__(self) -> AsyncGenerator[tuple[int, ...], None]:
-        """Yield the answer as it comes."""
         async with aclosing(self.events()) as events:
             async for event in events:
                 if isinstance(event, AnswerChunk) and event.token_ids:
@@ -77,5 +76,5 @@ class SimulatedStream:
             if "chunk" not in ours:
                 finish_reason = None if output.finish_reason is None else str(output.finish_reason)
                 yield AnswerChunk("", tuple(output.new_token_ids), finish_reason, record_of(output))
-            elif ours["chunk"] == self._num_messages - 1:  # of an older prompt it says nothing
+            elif ours["chunk"] == self._num_messages - 1:  # ignored for an older prompt
                 yield Prefilled(ours["num_computed"])

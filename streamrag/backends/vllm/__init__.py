@@ -1,14 +1,14 @@
-"""A vLLM engine embedded in a program, by process: a module is in the folder of the one that runs it.
+"""A vLLM engine embedded in a program. Each folder has the modules of one process.
 
-    client/       the program's           sends prompts that grow, reads tokens; starts and ends the other processes
+    client/       the program's           sends growing prompts, reads tokens; starts and stops the other processes
                     ── chunk_wire ─▶
-    scheduler/    vLLM's engine's         decides who is computed, and whose KV is evicted, saved, loaded
+    scheduler/    vLLM's engine's         decides which requests compute, and whose KV is evicted, saved, loaded
                     ◀─ copy_wire ──▶
     worker/       vLLM's workers'         copies KV between the device and host memory
 
-`connector` is what vLLM calls for copies, in the scheduler's process and in the workers. Client and scheduler share the
-`options` of the scheduler, vLLM's `version` and the `facts` of an engine; neither these nor `client` nor `chunk_wire`
-import vLLM before an engine starts.
+vLLM calls `connector` for copies, in the scheduler's process and in the workers. Client and scheduler share the
+scheduler's `options`, vLLM's `version` and the `facts` of an engine. These, `client` and `chunk_wire` do not import
+vLLM before an engine starts.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """The backend is the client's: the engine's own processes never load it."""
+    """Import the backend on first use: the engine's own processes never need it."""
     if name != "VllmBackend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from streamrag.backends.vllm.client.backend import VllmBackend

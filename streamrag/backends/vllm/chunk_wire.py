@@ -1,10 +1,10 @@
-"""Chunks on their way to the scheduler, through `SamplingParams.extra_args`, which vLLM passes on as it is.
+"""Chunks on their way to the scheduler, in `SamplingParams.extra_args`, which vLLM passes on unchanged.
 
-old prompt:   k k k k k o o o          The request carries only the tail; the scheduler keeps the first
-new prompt:   k k k k k n n            `num_kept` tokens that it has, and finds out how many more are equal.
+old prompt:   k k k k k o o o          The request carries only the tail. The scheduler keeps the first
+new prompt:   k k k k k n n            `num_kept` tokens, and compares the rest to find the whole LCP.
               └─ num_kept ┘ tail
 
-Whoever may send a request may send any `extra_args`, so that what comes out is checked, and not trusted.
+Any client that may send a request may send any `extra_args`, so they are validated.
 """
 
 from collections.abc import Mapping
@@ -17,38 +17,32 @@ from streamrag.core import Hint, RequestClass
 from streamrag.support.validation import STRICT
 
 KEY = "streamrag"
-LONGEST_NAME = 1_000
-"""Characters of a source's name, by which the scheduler remembers it."""
-LATEST_S = 1e12
-"""Seconds on any clock; also keeps out what is not a number, and what is too large for arithmetic."""
+LONGEST_NAME = 1_000  # characters of a source's name
+LATEST_S = 1e12  # seconds on any clock; excludes NaN, infinity, and values too large for arithmetic
 
-# A number of thousands of digits could not even be shown in an error.
+# Bounded, because an integer of thousands of digits could not even be converted to text for an error.
 Count: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 63)]
 Time: TypeAlias = Annotated[float, Field(ge=0, le=LATEST_S)]
 
 
 class MalformedMessageError(ValueError):
-    """The `extra_args` of a request are no message of ours. The text is for the client that has sent them."""
+    """The `extra_args` of a request are not a valid message. The text is sent to the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptMessage:
-    """A chunk, as the scheduler must know it beside its tokens."""
+    """The scheduler's metadata of a chunk, in addition to its tokens."""
 
-    index: Count
-    """Number of the chunk within its stream, from 0."""
-    num_kept: Count
-    """Leading tokens of the previous prompt that the new one keeps, at least; the tokens of the request follow them."""
-    is_complete: bool
-    """Whether the prompt is complete: sample the answer."""
+    index: Count  # number of the chunk in its stream, from 0
+    num_kept: Count  # leading tokens kept from the previous prompt; the request's own tokens follow them
+    is_complete: bool  # whether the prompt is complete, and the answer is to be sampled
     arrival_s: Time | None = None
-    """Arrival of the chunk, on `time.monotonic` of this host; None if the client runs on another."""
+    """Arrival of the chunk, by `time.monotonic` of this host; None if the client runs on another host."""
     expected_complete_s: Time | None = None
     """Time at which the retriever expects the prompt to be complete, on the same clock."""
     source_name: Annotated[str, Field(max_length=LONGEST_NAME)] = ""
-    """Kind of retriever that the chunk comes from: those of one kind are expected to behave alike."""
-    request_class: RequestClass = "pool"
-    """Class of the stream; that of its first chunk counts."""
+    """Name of the retriever that the chunk comes from. Chunks of one source are expected to behave alike."""
+    request_class: RequestClass = "pool"  # class of the stream, taken from its first chunk
 
     @classmethod
     def of(
@@ -62,15 +56,15 @@ class PromptMessage:
         source_name: str = "",
         request_class: RequestClass = "pool",
     ) -> "PromptMessage":
-        """Return the message that makes the prompt `num_tokens` long, of which `num_shared` are as they were."""
-        num_kept = min(num_shared, num_tokens - 1)  # vLLM takes no empty input
+        """Return the message for a prompt of `num_tokens` tokens, the first `num_shared` of which are unchanged."""
+        num_kept = min(num_shared, num_tokens - 1)  # vLLM accepts no empty input
         expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
         return cls(index, num_kept, is_complete, now_s, expected_s, source_name, request_class)
 
     def extra_args(self) -> dict[str, Any]:
         fields = asdict(self)
         if not 0 <= (self.expected_complete_s or 0.0) <= LATEST_S:
-            fields["expected_complete_s"] = None  # retrievers say what they like, and nothing may depend on it
+            fields["expected_complete_s"] = None  # a retriever's estimate may be invalid
         return {KEY: fields}
 
 
@@ -82,10 +76,7 @@ FIELDS = {
 
 @dataclass(frozen=True, slots=True)
 class EndOfInput:
-    """The message that vLLM's client sends by itself when the stream of inputs ends: there are no more chunks.
-
-    A stream whose last chunk has not come by then fails: it was lost, or the client gave up.
-    """
+    """The message that vLLM's client sends at the end of its inputs. A stream without its last chunk fails then."""
 
     def extra_args(self) -> dict[str, Any]:
         return {KEY: {"is_end": True}}
@@ -94,12 +85,12 @@ class EndOfInput:
 def decode(extra_args: Any) -> PromptMessage | EndOfInput | None:
     """Return the message in `extra_args`; None for a plain request.
 
-    :raises MalformedMessageError: they say something of ours that cannot be.
+    :raises MalformedMessageError: the message is invalid.
     """
     fields = extra_args.get(KEY) if isinstance(extra_args, Mapping) else None
     if fields is None:
         return None
-    # What was sent is not shown in errors: it may be as long, and as deep, as it likes.
+    # Errors do not show the message, which may be arbitrarily long and deeply nested.
     if not isinstance(fields, dict):
         raise MalformedMessageError(f"extra_args[{KEY!r}] has the fields of a chunk, it cannot be a {_kind(fields)}")
     if fields.keys() == {"is_end"} and fields["is_end"] is True:

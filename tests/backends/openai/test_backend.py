@@ -166,7 +166,7 @@ async def test_a_length_that_the_server_does_not_tell_must_be_given(server: Serv
 @pytest.mark.parametrize("models", [[], {"data": None}, {"data": [1, {"id": 5}]}, "text"])
 async def test_a_list_of_models_in_another_form_is_an_error(server: Server, models: Any) -> None:
     server.models = models
-    with pytest.raises((ServerError, ConfigurationError), match=r"no JSON object|does not serve"):
+    with pytest.raises((ServerError, ConfigurationError), match=r"did not send a JSON object|does not serve"):
         await OpenAIBackend(server.url, "tiny").start(lambda line: None)
 
 
@@ -187,7 +187,7 @@ async def test_the_path_is_v1_unless_there_is_one(url: str, expected: str) -> No
 
 async def test_a_backend_that_is_not_running_says_so(server: Server) -> None:
     backend = OpenAIBackend(server.url, "tiny")
-    with pytest.raises(BackendError, match="not been asked yet"):
+    with pytest.raises(BackendError, match="not been started"):
         _ = backend.model
     await backend.start(lambda line: None)
     await backend.aclose()
@@ -212,7 +212,7 @@ async def test_a_connection_that_breaks_before_the_first_byte_is_tried_again(
 
 async def test_a_connection_that_keeps_breaking_is_given_up(server: Server, backend: OpenAIBackend) -> None:
     server.handlers = [drop] * 10
-    with pytest.raises(ServerError, match="broke off"):
+    with pytest.raises(ServerError, match=r"disconnected|ended the stream"):
         await collect(backend, prompt("Why?"))
     assert len(server.requests) == 3
 
@@ -221,7 +221,7 @@ async def test_a_stream_that_breaks_is_an_error_and_is_not_tried_again(server: S
     server.handlers = [stream(chunk("4")), stream(chunk("42", "stop"))]
     events = backend.generate(prompts(prompt("Why?")), PARAMS)
     assert await anext(events) == AnswerChunk("4", ())
-    with pytest.raises(ServerError, match="broke off in the middle of an answer"):
+    with pytest.raises(ServerError, match="ended the stream in the middle of an answer"):
         await anext(events)
     assert len(server.requests) == 1
 
@@ -234,7 +234,7 @@ async def test_a_body_that_breaks_is_an_error(server: Server, backend: OpenAIBac
         await request.end()
 
     server.handlers = [break_off]
-    with pytest.raises(ServerError, match="broke off"):
+    with pytest.raises(ServerError, match=r"disconnected|ended the stream"):
         await collect(backend, prompt("Why?"))
     assert len(server.requests) == 1
 
@@ -268,11 +268,11 @@ async def test_a_long_error_page_is_cut(server: Server, backend: OpenAIBackend) 
 @pytest.mark.parametrize(
     ("events", "message"),
     [
-        ([chunk("4"), {"error": {"message": "engine died"}}], "failed while it answered: engine died"),
-        ([chunk("4"), "not json"], "no JSON object: 'not json'"),
-        (["[1, 2]"], r"no JSON object: '\[1, 2\]'"),
-        ([{}, {"choices": 5}, {"choices": [None]}, "[DONE]"], "broke off in the middle"),
-        (["[DONE]"], "broke off in the middle"),
+        ([chunk("4"), {"error": {"message": "engine died"}}], "failed during an answer: engine died"),
+        ([chunk("4"), "not json"], "did not send a JSON object: 'not json'"),
+        (["[1, 2]"], r"did not send a JSON object: '\[1, 2\]'"),
+        ([{}, {"choices": 5}, {"choices": [None]}, "[DONE]"], "ended the stream in the middle"),
+        (["[DONE]"], "ended the stream in the middle"),
     ],
 )
 async def test_garbage_in_the_stream_is_an_error(
@@ -303,7 +303,7 @@ async def test_a_server_that_falls_silent_is_given_up(server: Server, begins: bo
     server.handlers = [hang]
     backend = OpenAIBackend(server.url, "tiny", timeout_s=0.1)
     await backend.start(lambda line: None)
-    with pytest.raises(ServerError, match=r"has sent nothing, or nothing whole, for 0\.1 s"):
+    with pytest.raises(ServerError, match=r"has sent nothing, or nothing complete, for 0\.1 s"):
         await collect(backend, prompt("Why?"))
     await gone.wait()
     assert len(server.requests) == 1

@@ -92,7 +92,7 @@ async def test_an_engine_pauses_beside_an_idle_stream_and_goes_on(engine: AsyncL
                 await engine.pause_generation(mode=mode)
                 await engine.resume_generation()
         if mode == "abort":
-            with pytest.raises(BackendError, match="gave the stream up"):
+            with pytest.raises(BackendError, match="dropped the stream"):
                 await answer_of(events)
         else:
             await stream.finish([7])

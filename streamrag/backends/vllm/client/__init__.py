@@ -1,10 +1,10 @@
 """The part of an engine that runs in the program that embeds it.
 
-backend                         VllmBackend, which a pipeline is given
+backend                         `VllmBackend`, the backend for a pipeline
 token_streams                   prompts that are pushed piece by piece, and the tokens of their answers
-streaming, answer_text          answering a growing prompt by such a stream; the text of its tokens
-processes, spawned_main, log    the engine's processes begin and end, and what they print
-arguments, sampling             what an engine and a request are told
-calls, errors                   calls that end, also when the engine dies, and vLLM's errors as ours
+streaming, answer_text          answers a growing prompt through such a stream; the text of its tokens
+processes, spawned_main, log    start and stop the engine's processes, and capture what they print
+arguments, sampling             arguments of an engine; sampling parameters of a request
+calls                           calls that end even if the engine dies; translation of vLLM's errors
 measured                        an engine for benchmarks and profiles
 """

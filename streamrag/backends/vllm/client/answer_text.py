@@ -1,6 +1,6 @@
-"""The text of a streamed prompt's answer, made from its tokens by vLLM's own detokenizer.
+"""The text of a streamed prompt's answer, decoded by vLLM's own detokenizer.
 
-For streamed prompts vLLM refuses stop texts, and when it begins to make text it knows only the prompt's first chunk.
+For streamed prompts vLLM refuses stop texts, and its detokenizer knows only the prompt's first chunk.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,16 @@ if TYPE_CHECKING:
 class TextPiece:
     """The text that new tokens add to an answer."""
 
-    text: str
-    """May be empty: a character is incomplete, or what follows may make it the beginning of a stop text."""
-    num_tokens: int
-    """Number of new tokens that belong to the answer: those behind the end of a stop text do not."""
-    has_stop_text: bool
-    """Whether the answer ends here because a stop text was found."""
+    text: str  # empty while a character is incomplete, or while the text may be the beginning of a stop text
+    num_tokens: int  # number of new tokens that belong to the answer: tokens after a stop text do not
+    has_stop_text: bool  # whether a stop text ends the answer here
 
 
 class AnswerText:
-    """Exactly the text, and the end, that vLLM gives to the answer when it is sent the complete prompt at once."""
+    """Decodes an answer to the same text and end as vLLM would, had it been sent the complete prompt at once."""
 
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: "vllm.SamplingParams") -> None:
-        """`tokenizer` is vLLM's; None, for an engine without one, gives no text.
+        """Construct the decoder. `tokenizer` is vLLM's; with None, for an engine without one, there is no text.
 
         :raises ConfigurationError: `params` have stop texts, and there is no tokenizer.
         """
@@ -54,9 +51,9 @@ class AnswerText:
         self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
 
     def add(self, token_ids: Sequence[int], finish_reason: str | None) -> TextPiece:
-        """Return the text of these new tokens, with which the engine finished for this reason, or did not."""
+        """Return the text of new tokens. `finish_reason` is the engine's; None while the answer continues."""
         num_tokens, stop_text = len(token_ids), None
-        for number, token_id in enumerate(token_ids, start=1):  # one by one, as vLLM gets them
+        for number, token_id in enumerate(token_ids, start=1):  # one at a time, as in vLLM
             is_stop_token = finish_reason == "stop" and number == num_tokens
             stop_text = self._detokenizer.update([token_id], is_stop_token)
             if stop_text:

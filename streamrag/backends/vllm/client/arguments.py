@@ -1,4 +1,4 @@
-"""The arguments of an engine that prefills partial prompts in one way or the other."""
+"""The arguments of an engine, for either strategy of prefilling partial prompts."""
 
 import os
 from collections.abc import Mapping
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
 Strategy: TypeAlias = Literal["streaming", "warming"]
-"""Ways to prefill partial prompts: streams into our scheduler, or requests that fill vLLM's prefix cache."""
+"""Ways to prefill partial prompts: as streams into our scheduler, or by requests that warm vLLM's prefix cache."""
 
 SCHEDULER = "streamrag.backends.vllm.scheduler.hooks.streaming_scheduler"
 
 KV_TRANSFER = {
     "kv_connector": "HostKVConnector",
     "kv_connector_module_path": "streamrag.backends.vllm.connector",
-    # To a consumer vLLM gives freed blocks only after the steps in flight, for loads that do not wait for those. Ours
-    # do, and the blocks of a victim are wanted at once.
+    # vLLM gives a consumer freed blocks only after the steps in flight, for loads that do not wait for these steps.
+    # Our loads wait, and a victim's blocks are needed at once.
     "kv_role": "kv_producer",
     "kv_load_failure_policy": "recompute",
 }
 
 
 def default_eviction() -> EvictionMode:
-    """Return "cost", or "recompute" where vLLM may refuse our KV connector, as it does for some engines."""
+    """Return "cost", or "recompute" where vLLM refuses KV connectors, as with expandable CUDA memory segments."""
     return "recompute" if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") else "cost"
 
 
 def kv_transfer_config() -> "KVTransferConfig":
-    """Return vLLM's configuration of our KV connector, which every `eviction` but "recompute" needs."""
+    """Return vLLM's configuration of our KV connector, which every `eviction` except "recompute" needs."""
     from vllm.config import KVTransferConfig
 
     return KVTransferConfig(**KV_TRANSFER)
@@ -46,11 +46,11 @@ def kv_transfer_config() -> "KVTransferConfig":
 def scheduler_args(
     strategy: Strategy, policy: str, can_partial_evict: bool | None, engine_args: Mapping[str, Any], **others: Any
 ) -> dict[str, Any]:
-    """Return the arguments that make vLLM run our scheduler, merged with what `engine_args` say.
+    """Return the arguments that make vLLM run our scheduler, merged with those in `engine_args`.
 
     `others` are further `SchedulerOptions`; None is the scheduler's default.
 
-    :raises ConfigurationError: they exclude each other, or there is no such policy or eviction.
+    :raises ConfigurationError: arguments exclude each other, or an option has an invalid value.
     """
     named = {"can_partial_evict": can_partial_evict, **others}
     options: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
@@ -59,37 +59,39 @@ def scheduler_args(
             options["policy"] = policy
         if options:
             raise ConfigurationError(
-                f'{options} is for strategy="streaming": with "warming", vLLM\'s own scheduler decides'
+                f'{options} is for strategy="streaming" only: with "warming", vLLM\'s own scheduler runs'
             )
         return {}
     if engine_args.get("scheduler_cls") is not None:
         raise ConfigurationError(
-            'engine_args: scheduler_cls cannot be given with strategy="streaming", which brings its own scheduler. '
+            'engine_args: scheduler_cls cannot be used with strategy="streaming", which has its own scheduler. '
             'Leave it out, or use strategy="warming"'
         )
-    theirs = engine_args.get("additional_config") or {}
-    if not isinstance(theirs, dict):
-        raise ConfigurationError(f'engine_args: additional_config={theirs!r} must be a dict with strategy="streaming"')
-    options = {"policy": policy} | options | theirs.get(KEY, {})
+    user_config = engine_args.get("additional_config") or {}
+    if not isinstance(user_config, dict):
+        raise ConfigurationError(
+            f'engine_args: additional_config={user_config!r} must be a dict with strategy="streaming"'
+        )
+    options = {"policy": policy} | options | user_config.get(KEY, {})
     make_policy(SchedulerOptions.named(options).policy)
     args: dict[str, Any] = {"scheduler_cls": SCHEDULER}
-    if (chosen := _eviction(options.get("eviction"), engine_args)) != "recompute":
-        options["eviction"] = chosen
+    if (eviction := _eviction(options.get("eviction"), engine_args)) != "recompute":
+        options["eviction"] = eviction
         args["kv_transfer_config"] = dict(KV_TRANSFER)
-    return args | {"additional_config": {**theirs, KEY: options}}
+    return args | {"additional_config": {**user_config, KEY: options}}
 
 
 def _eviction(given: EvictionMode | None, engine_args: Mapping[str, Any]) -> EvictionMode:
-    """Return what is asked for, or the default where it works."""
+    """Return the given eviction mode, or the default for these arguments."""
     reason = None
     if engine_args.get("enable_prefix_caching", True) is False:
-        reason = "enable_prefix_caching=False, and KV blocks are known by the hashes of the prefix cache"
+        reason = "enable_prefix_caching=False, but KV blocks are found by the hashes of the prefix cache"
     elif engine_args.get("kv_transfer_config") is not None:
-        reason = "a kv_transfer_config of its own, and vLLM takes one KV connector"
+        reason = "their own kv_transfer_config, but vLLM takes only one KV connector"
     if given is None:
-        return "recompute" if reason else default_eviction()  # those who ask hear of the reason
+        return "recompute" if reason else default_eviction()
     if given != "recompute" and reason:
         raise ConfigurationError(
-            f'eviction={given!r} cannot be had: engine_args have {reason}. Leave that out, or set "recompute"'
+            f'eviction={given!r} is not possible: engine_args have {reason}. Leave that out, or use "recompute"'
         )
     return given

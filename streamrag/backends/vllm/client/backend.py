@@ -1,4 +1,4 @@
-"""A vLLM engine embedded in this process's event loop; the model runs in processes of its own."""
+"""A vLLM engine embedded in this process's event loop. The model runs in separate processes."""
 
 import os
 import time
@@ -34,40 +34,40 @@ T = TypeVar("T")
 
 
 class VllmBackend:
-    """Any model that vLLM 0.32 loads, on CPU or CUDA.
+    """Runs any model that vLLM 0.32 loads, on CPU or CUDA.
 
     With the strategy "streaming" vLLM runs our scheduler, in which a prompt may grow and change while it is computed.
-    With "warming" vLLM is left as it is, and partial prompts are prefilled by warming its prefix cache.
+    With "warming" vLLM is unchanged, and partial prompts are prefilled by warming its prefix cache.
 
-    vLLM starts its processes by importing the program's main module anew, so a program must start under
+    vLLM starts its processes by importing the program's main module again, so a program must start under
     `if __name__ == "__main__":`.
 
     model: a folder, or a name on the Hugging Face hub.
     strategy: how partial prompts are prefilled.
-    policy: who is served first: "arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(4)", "srpf(ageing=0.1)", or
-        "package.module.function" of a function from a `RequestView` and the time to something to sort by.
-    can_partial_evict: whether a prompt that is not complete may take memory from another one. By default only one that
-        grows may, and only where host memory has room for the KV of all: others would compute it in vain, in turn.
-    eviction: what becomes of the KV of those that must make room: it is computed again, copied to host memory and back
-        ("swap"), or whatever is expected to take less time ("cost", the default where host memory can be had).
-    host_kv_bytes: bounds the host memory of each worker. By default they share a quarter of the machine's,
-        and none takes more than six times its KV cache.
-    profile: name or path of the hardware's costs; without one they are estimated from the model's shape, and corrected
-        by what the engine's own steps take.
-    max_model_len: most tokens of prompt and answer together. This, and what else is None below, is vLLM's choice.
+    policy: the order of requests: "arrival", "fcfs", "lcas", "lcas_oldest", "mcps", "k_lpm(4)", "srpf(ageing=0.1)", or
+        "package.module.function", a function that returns a sort key for a `RequestView` and the time.
+    can_partial_evict: whether a partial prompt may take memory from other requests. By default, only prompts that only
+        grow may, and only while host memory has room for all KV; otherwise prompts would evict each other in turn.
+    eviction: what happens to a victim's KV: "recompute", "swap" to host memory and back, or "cost", the cheaper one,
+        which is the default where host memory can be used.
+    host_kv_bytes: limit of host memory per worker. By default all workers share a quarter of the machine's memory, and
+        each takes at most six times its KV cache.
+    profile: name or path of the hardware's costs. By default they are estimated from the model's shape, and corrected
+        by measuring the engine's steps.
+    max_model_len: most tokens of prompt and answer together. This, and further options that are None, is vLLM's choice.
     dtype: of weights and KV, as vLLM names it. "auto" is vLLM's choice, or float32 on a CPU without instructions
         for that choice, unless the weights are quantized.
     max_num_batched_tokens: most tokens computed in one step.
     max_num_seqs: most requests computed in one step.
-    kv_cache_bytes: size of the KV cache, in place of `gpu_memory_utilization`; 4 GiB by default on a CPU.
-    gpu_memory_utilization: the share of the device's memory to use, of a CPU's too.
-    seed: of vLLM's random numbers, for requests that have none.
-    collect_stats: whether the engine tells of itself after each step: `kv_use`, and vLLM's own metrics, which it
+    kv_cache_bytes: size of the KV cache, instead of `gpu_memory_utilization`; by default 4 GiB on a CPU.
+    gpu_memory_utilization: the share of the device's memory to use; also of a CPU's.
+    seed: of vLLM's random numbers, for requests without a seed.
+    collect_stats: whether the engine reports statistics after each step: `kv_use`, and vLLM's own metrics, which it
         registers with prometheus_client's default registry.
-    log_path: where the engine's own log goes; else a temporary file, which is read when the engine fails.
+    log_path: file for the engine's log. By default a temporary file, which is read when the engine fails.
     engine_args: further arguments of `vllm.AsyncEngineArgs`; they take precedence.
 
-    :raises ConfigurationError: values that cannot work.
+    :raises ConfigurationError: an option has an invalid value, or options exclude each other.
     """
 
     @validated
@@ -93,7 +93,7 @@ class VllmBackend:
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         if kv_cache_bytes is not None and gpu_memory_utilization is not None:
-            raise ConfigurationError("kv_cache_bytes and gpu_memory_utilization exclude each other: give one")
+            raise ConfigurationError("kv_cache_bytes and gpu_memory_utilization exclude each other: give only one")
         self._model_name = str(model)
         self._path = local_model_path(model)
         self._log_path = Path(log_path) if log_path else None
@@ -123,14 +123,14 @@ class VllmBackend:
 
     @property
     def model(self) -> ModelInfo:
-        """The model, once the backend has started."""
+        """The model. Available once the backend has started."""
         if self._info is None:
             raise BackendError("the engine has not been started: await backend.start(print) first")
         return self._info
 
     @property
     def streams(self) -> TokenStreams:
-        """Streams into the running engine, for programs that push the tokens of their prompts themselves.
+        """Streams into the running engine, for programs that push their prompts' tokens themselves.
 
         :raises BackendError: when the engine is not running, or does not run our scheduler.
         """
@@ -138,8 +138,6 @@ class VllmBackend:
         if self._streams is None:
             raise BackendError('an engine with strategy="warming" has no streams: start it with strategy="streaming"')
         return self._streams
-
-    # ------------------------------------------------------------------------------------------- starting and stopping
 
     @started_once
     async def start(self, progress: Progress) -> None:
@@ -160,7 +158,7 @@ class VllmBackend:
             progress(f"loading {self._model_name}" + ("" if self._path else " from the Hugging Face hub or its cache"))
             make_tokenizer = partial(HuggingFaceTokenizer.of_engine, model, self._engine_args)
             tokenizer = await anyio.to_thread.run_sync(make_tokenizer, abandon_on_cancel=True)
-            # vLLM makes its own metrics when it is given any logger of stats.
+            # With any stat logger, vLLM also registers its own metrics.
             stats = self._stats
             stat_loggers = [] if stats is None else [lambda config, index: stats]
             self._engine = await processes.start(self._engine_args, stat_loggers=stat_loggers)
@@ -173,14 +171,14 @@ class VllmBackend:
         cache = self._engine.vllm_config.cache_config
         model_config = self._engine.vllm_config.model_config
         max_model_len, dtype = model_config.max_model_len, str(model_config.dtype).removeprefix("torch.")
-        # Where nothing is cached, nothing is worth warming: no prompt has a whole block.
+        # Without a prefix cache there is nothing to warm: no prompt fills a block of this size.
         self._block_size = cache.block_size if cache.enable_prefix_caching else max_model_len
         self._info = ModelInfo(self._model_name, tokenizer, max_model_len)
         num_kv_tokens = cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size
         progress(f"ready in {time.monotonic() - began_s:.0f} s, KV cache of {num_kv_tokens:,} tokens, {dtype}")
 
     async def aclose(self) -> None:
-        """Abort what is running, and end the engine's processes. Does nothing when not started."""
+        """Abort all requests and stop the engine's processes. Does nothing if the backend is not started."""
         engine, self._engine, self.is_started = self._engine, None, False
         streams, self._streams = self._streams, None
         processes, self._processes = self._processes, None
@@ -194,21 +192,19 @@ class VllmBackend:
             if engine is not None and not engine.errored:
                 await engine.abort(list(self._request_ids))
 
-    # ------------------------------------------------------------------------------------------------------- answering
-
     async def generate(
         self, prompts: AsyncIterator[Prompt], params: SamplingParams
     ) -> AsyncGenerator[BackendEvent, None]:
-        """Prefill each prompt as it comes; sample the answer to the complete one.
+        """Prefill each prompt when it arrives, and answer the complete one.
 
         :raises PromptTooLongError: when a prompt leaves no room for an answer.
-        :raises ConfigurationError: for parameters that vLLM does not know, or that a streamed prompt cannot have.
+        :raises ConfigurationError: when vLLM does not know a parameter, or a streamed prompt cannot have it.
         :raises EngineDeadError: when the engine's processes are gone.
         :raises BackendError: when the engine fails otherwise.
         """
         answering = to_vllm(params, self._live_engine().vllm_config)
         if self._strategy == "streaming":
-            for_stream(answering)  # what it refuses, it refuses before retrieval begins
+            for_stream(answering)  # raises before retrieval begins
             events = stream_then_generate(prompts, self.streams, params)
         else:
             events = self._warm_then_generate(prompts, answering)
@@ -217,7 +213,7 @@ class VllmBackend:
                 yield event
 
     def _warm_then_generate(self, prompts: AsyncIterator[Prompt], answering: Any) -> AsyncGenerator[BackendEvent, None]:
-        # Greedy and without text: the one token is not used.
+        # Greedy and without text: the one token is discarded.
         warming = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
 
         async def prefill(token_ids: tuple[int, ...]) -> None:
@@ -236,7 +232,7 @@ class VllmBackend:
         return warm_then_generate(prompts, prefill=prefill, generate=answer, block_size=self._block_size)
 
     async def _request(self, token_ids: tuple[int, ...], params: Any) -> AsyncGenerator[Any, None]:
-        """Yield vLLM's RequestOutputs of one request; closing the generator aborts it."""
+        """Yield vLLM's RequestOutputs of one request. Closing the generator aborts the request."""
         engine = self._live_engine()
         check_prompt_len(len(token_ids), self.model.max_model_len)
         request_id = uuid.uuid4().hex
@@ -254,20 +250,18 @@ class VllmBackend:
             return "the engine was closed"
         return self._processes.why_dead()
 
-    # ----------------------------------------------------------------------------------------------------- maintenance
-
     @property
     def process_ids(self) -> list[int]:
-        """Ids of the engine's first processes, which may have started others."""
+        """Ids of the engine's first processes. These may have started others."""
         if self._engine is None:
             return []
         return [process.pid for process in self._engine.engine_core.resources.engine_manager.processes]
 
     async def num_unfinished_requests(self) -> int:
-        """Count the requests that the engine holds: streams, idle ones too, and warming requests.
+        """Count the unfinished requests: streams, including idle ones, and warming requests.
 
-        Counted in this process, where a request ends a moment before the engine hears of its abort, so the engine is
-        asked as well: it counts as one request as long as it has work.
+        They are counted in this process, where an aborted request ends slightly before the engine processes the abort.
+        An engine that still has work therefore counts as at least one request.
         """
         engine = self._live_engine()
         has_work = await self._ask(engine.engine_core.call_utility_async("has_work"))
@@ -275,9 +269,9 @@ class VllmBackend:
 
     @property
     def kv_use(self) -> KvUse | None:
-        """Use of the engine's KV memory at the end of its last step; None if it collects no stats.
+        """Use of the engine's KV memory after its last step; None if it collects no stats.
 
-        Once no request is open there are no more steps, and none of them holds anything.
+        Without open requests there are no further steps, so `running`, `waiting` and `idle` are 0 then.
         """
         use = self._stats.kv_use() if self._stats is not None and self._engine is not None else None
         if use is None or self._engine.output_processor.get_num_unfinished_requests():
@@ -286,11 +280,11 @@ class VllmBackend:
         return replace(use, running=nothing, waiting=nothing, idle=nothing)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached KV; False if that is impossible because requests hold blocks."""
+        """Drop all cached KV. Return whether that was possible: it is not while requests hold blocks."""
         return bool(await self._ask(self._live_engine().reset_prefix_cache()))
 
     def check_health(self) -> None:
-        """Check that the engine runs, as far as this process knows: it hears of a process that died within a moment.
+        """Check that the engine is running. This process notices a dead engine within a moment.
 
         :raises EngineDeadError: its processes are gone.
         :raises BackendError: it was not started, or was closed.

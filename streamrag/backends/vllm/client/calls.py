@@ -1,12 +1,15 @@
-"""Calls of vLLM's engine that end, also when the engine dies, and leave nothing in it, whoever is cancelled."""
+"""Calls of vLLM's engine, and translation of its errors.
+
+The calls end even if the engine dies, and leave no request in it after a cancellation.
+"""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from streamrag.backends.vllm.client.errors import vllm_errors_translated
-from streamrag.errors import BackendError, EngineDeadError
+from streamrag.errors import BackendError, EngineDeadError, ModelError, StreamRagError
 from streamrag.support.tasks import wait_regardless
 
 if TYPE_CHECKING:
@@ -17,10 +20,48 @@ T = TypeVar("T")
 DEATH_POLL_S = 0.1
 
 
-async def ask_engine(engine: "AsyncLLM", question: Coroutine[Any, Any, T], why_dead: Callable[[], str]) -> T:
-    """The engine's answer; vLLM itself would wait for ever for that of a dead one.
+@contextmanager
+def vllm_errors_translated(why_dead: Callable[[], str]) -> Iterator[None]:
+    """Translate errors of vLLM; pass ours through. `why_dead` returns why the engine's process is gone.
 
-    :raises EngineDeadError: the engine's process is gone, or goes before it answers.
+    :raises EngineDeadError: the engine's process is gone.
+    :raises BackendError: vLLM refused the request, or failed.
+    """
+    from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError
+    from vllm.v1.engine.async_llm import InputStreamError
+    from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
+
+    try:
+        try:
+            yield
+        except InputStreamError as error:  # a streamed chunk was refused
+            raise error.cause from error
+    except StreamRagError:
+        raise
+    except VllmEngineDeadError as error:
+        raise EngineDeadError(why_dead()) from error
+    except (VLLMClientError, GracefulHTTPError, ValueError) as error:
+        raise BackendError(f"vLLM refuses the request: {error}") from error
+    except VLLMError as error:
+        raise BackendError(f"vLLM failed: {error.__cause__ or error}") from error
+
+
+@contextmanager
+def vllm_model_errors_translated(model: Path | str) -> Iterator[None]:
+    """Translate the errors of vLLM while it creates the configuration of a model.
+
+    :raises ModelError: vLLM cannot load the model.
+    """
+    try:
+        yield
+    except (OSError, ValueError, TypeError, ImportError, NotImplementedError) as error:
+        raise ModelError(f"vLLM cannot load {model}: {error}") from error
+
+
+async def ask_engine(engine: "AsyncLLM", question: Coroutine[Any, Any, T], why_dead: Callable[[], str]) -> T:
+    """Return the engine's answer. vLLM itself would wait forever for the answer of a dead engine.
+
+    :raises EngineDeadError: the engine's process is gone, or dies before it answers.
     :raises BackendError: vLLM failed.
     """
     answer = asyncio.ensure_future(question)
@@ -36,31 +77,31 @@ async def ask_engine(engine: "AsyncLLM", question: Coroutine[Any, Any, T], why_d
 
 
 async def abort_surely(engine: "AsyncLLM", request_id: str, *, is_internal: bool = False) -> None:
-    """Have the engine forget a request, if it knows it, before any cancellation goes on."""
+    """Abort a request, if the engine has it. A cancellation takes effect only after the abort."""
     if engine.errored:
         return
     aborting = asyncio.create_task(engine.abort(request_id, internal=is_internal), name="abort a request")
     await wait_regardless([aborting])
-    if not engine.errored:  # else there is nothing left to abort
+    if not engine.errored:  # a dead engine has no requests
         aborting.result()
 
 
 async def request_outputs(
     engine: "AsyncLLM", prompt: Any, params: Any, request_id: str, why_dead: Callable[[], str]
 ) -> AsyncGenerator[Any, None]:
-    """vLLM's RequestOutputs of one plain request; closing the generator aborts it.
+    """Yield vLLM's RequestOutputs of one plain request. Closing the generator aborts the request.
 
     :raises EngineDeadError: the engine's process is gone.
-    :raises BackendError: vLLM refused the request or gave it up, or failed otherwise.
+    :raises BackendError: vLLM refused or dropped the request, or failed.
     """
-    await ask_engine(engine, engine.get_supported_tasks(), why_dead)  # else vLLM does, and for ever of a dead one
+    await ask_engine(engine, engine.get_supported_tasks(), why_dead)  # else vLLM asks, and waits forever if it is dead
     try:
         with vllm_errors_translated(why_dead):
             async with aclosing(engine.generate(prompt, params, request_id)) as outputs:
                 async for output in outputs:
                     if output.outputs and output.outputs[0].finish_reason in ("abort", "error"):
-                        raise BackendError("the engine gave the request up; was the backend closed?")
+                        raise BackendError("the engine dropped the request; was the backend closed?")
                     yield output
     finally:
-        # vLLM aborts by itself, but not when it is cancelled just while it hands the request over.
+        # vLLM aborts the request itself, except if it is cancelled while it submits the request.
         await abort_surely(engine, request_id)

@@ -1,7 +1,7 @@
-"""A file of what the processes of a vLLM engine print, in which the reason of a failure is found.
+"""A file of what the processes of a vLLM engine print, which is searched for the reason of a failure.
 
-vLLM says "Engine core initialization failed. See root cause above" to the process that started the engine, and prints
-the cause in another. Some causes no logger sees: a library that is missing, the last words of a crash.
+vLLM reports "Engine core initialization failed. See root cause above" to the process that started the engine, and
+prints the cause in another process. Some causes reach no logger: a missing library, the output of a crash.
 """
 
 import logging
@@ -15,7 +15,7 @@ from pathlib import Path
 FATAL = re.compile(r"^.*(failed to start\.|fatal error\.|WorkerProc failed\.).*\n(?=Traceback)", re.MULTILINE)
 OF_THIS_PROCESS = re.compile(r"^(WARNING|ERROR|CRITICAL) vllm[\w.]*: ", re.MULTILINE)
 TRACEBACK = "Traceback (most recent call last):\n"
-# Processes print at the same time: a line that does not begin with a name alone is another's, in between.
+# Processes print concurrently: a line that does not begin with an exception's name is from another process.
 EXCEPTION = re.compile(r"^[\w.]+(:.*)?$(\n(?!Process |During handling|The above exception).+){0,4}", re.MULTILINE)
 
 SCRIPT = Path(__file__).with_name("spawned_python.sh")
@@ -25,7 +25,7 @@ NUM_LAST_LINES = 5
 
 
 class EngineLog:
-    """A file that takes the warnings of vLLM in this process, and all that processes print which it redirects."""
+    """A file for the vLLM warnings of this process, and for the output of redirected processes."""
 
     def __init__(self, folder: Path, path: Path | None = None) -> None:
         self.path = path or folder / "vllm.log"
@@ -40,30 +40,30 @@ class EngineLog:
 
     @contextmanager
     def redirected(self) -> Iterator[None]:
-        """Processes that multiprocessing spawns inside print to the file, and end with the thread that started them.
+        """Redirect processes that multiprocessing spawns inside to the file, and end them with the spawning thread.
 
-        So do those that they spawn themselves. The interpreter is replaced by a script that does this and becomes it;
-        vLLM binds processes to NUMA nodes in the same way. Where the script may not run, they print to the terminal,
-        and end when vLLM ends them. What the script is told it finds in the environment.
+        This includes the processes that they spawn. A script replaces the interpreter, redirects the output and becomes
+        the interpreter, as vLLM does to bind processes to NUMA nodes. Its arguments are in the environment. Where the
+        script may not be executed, processes print to the terminal, and end when vLLM ends them.
         """
         python = os.fsdecode(multiprocessing.spawn.get_executable())
-        told = {
+        environment = {
             "STREAMRAG_SPAWN_PYTHON": python,
             "STREAMRAG_SPAWN_LOG": str(self.path.absolute()),
             "STREAMRAG_SPAWN_PARENT": str(os.getpid()),
         }
-        os.environ.update(told)
+        os.environ.update(environment)
         if os.access(SCRIPT, os.X_OK):
             multiprocessing.spawn.set_executable(str(SCRIPT))
         try:
             yield
         finally:
             multiprocessing.spawn.set_executable(python)
-            for name in told:
+            for name in environment:
                 os.environ.pop(name, None)
 
     def fatal_error(self) -> str | None:
-        """The exception that ended a process, the first one if it ended others too; None if none is logged."""
+        """Return the first exception that ended a process; None if none is logged."""
         text = self._text()
         if not (fatal := FATAL.search(text)):
             return None
@@ -80,7 +80,7 @@ class EngineLog:
 
 
 def last_exception(text: str) -> str | None:
-    """The last exception of the last traceback; the ones before it led to it."""
+    """Return the last exception of the last traceback, to which the earlier ones led."""
     _, traceback, last = text.rpartition(TRACEBACK)
-    found = EXCEPTION.search(last) if traceback else None
-    return found.group()[:MAX_REASON_CHARS] if found else None
+    exception = EXCEPTION.search(last) if traceback else None
+    return exception.group()[:MAX_REASON_CHARS] if exception else None

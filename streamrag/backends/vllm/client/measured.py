@@ -1,9 +1,9 @@
-"""A real vLLM engine that answers token ids and tells its steps: for measuring, not for serving.
+"""A real vLLM engine that returns token ids and reports its steps: for measurements, not for serving.
 
     async with running_engine(model, args, policy="fcfs") as client:
         async for token_ids in client.generate("q1", prompt, 16): ...
 
-`streamrag.bench.arms.Client` is what this and the simulated engine's client have in common.
+`streamrag.bench.arms.Client` is the interface that this shares with the simulated engine's client.
 """
 
 import asyncio
@@ -15,8 +15,7 @@ import anyio.to_thread
 
 from streamrag.backends.tokenizer import local_model_path
 from streamrag.backends.vllm.client.arguments import scheduler_args
-from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
-from streamrag.backends.vllm.client.errors import vllm_model_errors_translated
+from streamrag.backends.vllm.client.calls import ask_engine, request_outputs, vllm_model_errors_translated
 from streamrag.backends.vllm.client.processes import CPU_BLOCK_SIZE, EngineProcesses, check_can_start, import_vllm
 from streamrag.backends.vllm.client.stats import EngineStats
 from streamrag.backends.vllm.client.stats import MeasuredStep as MeasuredStep
@@ -35,9 +34,9 @@ if TYPE_CHECKING:
 async def running_engine(
     model: str, engine_args: Mapping[str, Any], *, policy: str | None, kv_tokens: int | None = None
 ) -> AsyncIterator["EngineClient"]:
-    """Run an engine with our scheduler and this policy, or with vLLM's own if there is none.
+    """Run an engine with our scheduler and this policy; with None, with vLLM's own scheduler.
 
-    `kv_tokens` is the capacity of its KV cache; None leaves that to vLLM, but on a CPU it is 4 GiB.
+    `kv_tokens` is the capacity of its KV cache; None is vLLM's choice, and 4 GiB on a CPU.
 
     :raises ConfigurationError: the event loop's time is virtual, or vLLM refuses the arguments.
     :raises MissingDependencyError: vLLM is not installed.
@@ -45,7 +44,7 @@ async def running_engine(
     :raises BackendError: the engine fails otherwise.
     """
     if getattr(asyncio.get_running_loop(), "is_virtual", False):
-        raise ConfigurationError("a real engine runs on the wall clock only: simulate the cell, or use asyncio.run")
+        raise ConfigurationError("a real engine needs the wall clock: simulate the cell, or use asyncio.run")
     name_or_path = local_model_path(model) or model
     async with aclosing(EngineProcesses(name_or_path)) as processes:
         await anyio.to_thread.run_sync(import_vllm, abandon_on_cancel=True)
@@ -56,7 +55,7 @@ async def running_engine(
 
 
 def model_len(model: str) -> int:
-    """Return the most tokens of prompt and answer that vLLM allows a model. Imports vLLM, which takes seconds.
+    """Return the most tokens of prompt and answer that vLLM allows for a model. Imports vLLM, which takes seconds.
 
     :raises ModelError: there is no such model, or its configuration cannot be read.
     :raises MissingDependencyError: vLLM is not installed.
@@ -82,36 +81,33 @@ def _for_measuring(engine_args: Mapping[str, Any], policy: str | None, kv_tokens
 
 
 class EngineClient:
-    """Speaks to one running engine. Made by `running_engine`."""
+    """A client of one running engine. Created by `running_engine`."""
 
     def __init__(self, engine: "AsyncLLM", steps: list[MeasuredStep], why_dead: Callable[[], str]) -> None:
         self._engine = engine
         self._streams = TokenStreams(engine, why_dead=why_dead)
         self._why_dead = why_dead
         self._num_requests = 0
-        self.steps = steps
-        """Steps so far."""
+        self.steps = steps  # the steps so far
         self.records: dict[str, list[RequestRecord]] = {}
-        """Records of its requests by query, from our scheduler only."""
+        """Records of the requests by query id, from our scheduler only."""
 
     @property
     def facts(self) -> EngineFacts:
-        """Facts that a profile of the engine is about."""
+        """Facts about the engine that its profile depends on."""
         return engine_facts(self._engine.vllm_config)
 
     @property
     def block_size(self) -> int:
-        """Tokens per KV block."""
         return int(self._engine.vllm_config.cache_config.block_size)
 
     @property
     def kv_tokens(self) -> int:
-        """Capacity of the KV cache."""
         return int(self._engine.vllm_config.cache_config.num_gpu_blocks) * self.block_size
 
     @property
     def is_async(self) -> bool:
-        """Whether it schedules one step while another computes."""
+        """Whether it plans one step while another computes."""
         return bool(self._engine.vllm_config.scheduler_config.async_scheduling)
 
     async def reset_prefix_cache(self) -> None:
@@ -120,10 +116,10 @@ class EngineClient:
     async def generate(
         self, query_id: str, token_ids: Sequence[int], num_output_tokens: int
     ) -> AsyncGenerator[tuple[int, ...], None]:
-        """Send a prompt and yield its answer as it comes; closing aborts."""
+        """Send a prompt and yield the answer's tokens as they arrive. Closing the generator aborts the request."""
         async with aclosing(self._outputs(query_id, _tokens_input(token_ids), num_output_tokens)) as outputs:
             async for output in outputs:
-                self._note(query_id, record_of(output))
+                self._add_record(query_id, record_of(output))
                 if output.outputs[0].token_ids:
                     yield tuple(output.outputs[0].token_ids)
 
@@ -131,18 +127,18 @@ class EngineClient:
     async def stream(
         self, query_id: str, token_ids: Sequence[int], num_output_tokens: int, *, is_complete: bool = False
     ) -> AsyncIterator["EngineStream"]:
-        """Open a prompt that grows or changes while it is computed. Leaving the context aborts what is not finished."""
+        """Open a prompt that changes while it is computed. Leaving the context aborts an unfinished request."""
         params = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True)
         async with self._streams.open(token_ids, params, is_complete=is_complete) as stream:
             yield EngineStream(stream)
-            self._note(query_id, stream.record)
+            self._add_record(query_id, stream.record)
 
     async def session(
         self, query_id: str, chunks: AsyncIterator[tuple[Sequence[int], int]]
     ) -> AsyncGenerator[tuple[int, ...], None]:
-        """Push each chunk into one of vLLM's own sessions, and yield the answers to all of them; closing aborts.
+        """Push each chunk into one of vLLM's own sessions, and yield all answers' tokens. Closing aborts the request.
 
-        `chunks` says of each how many tokens answer it, one at least. What comes quickly, vLLM merges into one.
+        `chunks` are pairs of tokens and the number of answer tokens, at least 1. vLLM may merge rapid chunks.
         """
 
         async def inputs() -> AsyncGenerator["StreamingInput", None]:
@@ -157,7 +153,6 @@ class EngineClient:
                     yield tuple(output.outputs[0].token_ids)
 
     async def _outputs(self, query_id: str, prompt: Any, num_output_tokens: int) -> AsyncGenerator[Any, None]:
-        """Yield vLLM's RequestOutputs of one request."""
         self._num_requests += 1
         request_id = f"{query_id}#{self._num_requests}"
         params = _params(num_output_tokens)
@@ -165,35 +160,34 @@ class EngineClient:
             async for output in outputs:
                 yield output
 
-    def _note(self, query_id: str, record: RequestRecord | None) -> None:
+    def _add_record(self, query_id: str, record: RequestRecord | None) -> None:
         if record is not None:
             self.records.setdefault(query_id, []).append(record)
 
 
 class EngineStream:
-    """A prompt that grows while it is computed. Made by `EngineClient.stream`."""
+    """A prompt that changes while it is computed. Created by `EngineClient.stream`."""
 
     def __init__(self, stream: TokenStream) -> None:
         self._stream = stream
 
     async def append(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
-        """Append these tokens; if the prompt `is_complete` then, have the answer sampled."""
+        """Append tokens; with `is_complete`, have the answer sampled."""
         if is_complete:
             await self._stream.finish(token_ids)
         else:
             await self._stream.append(token_ids, hint=hint)
 
     async def update(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
-        """Replace the prompt; if it `is_complete`, have the answer sampled."""
+        """Replace the prompt; with `is_complete`, have the answer sampled."""
         await self._stream.update(token_ids, is_complete=is_complete, hint=hint)
 
     async def __aiter__(self) -> AsyncGenerator[tuple[int, ...], None]:
-        """Yield the answer as it comes."""
         async for event in self._stream:
             if isinstance(event, StreamedTokens) and event.token_ids:
                 yield event.token_ids
             if isinstance(event, StreamedTokens) and event.finish_reason == "error":
-                raise BackendError("the engine gave the stream up")
+                raise BackendError("the engine dropped the stream")
 
 
 def _tokens_input(token_ids: Sequence[int]) -> Any:

@@ -1,8 +1,9 @@
-"""Starting and stopping an embedded vLLM engine without a trace in the program that embeds it.
+"""Starts and stops an embedded vLLM engine without side effects in the program that embeds it.
 
 vLLM sets environment variables, leaves sockets in the temporary folder, reconfigures logging and prints to the
-terminal. Its environment is put back once the engine's processes have it, its files go to a folder that is deleted,
-and its output goes to a log, from which the reason of a failure is read. Whatever ends this process ends the engine's.
+terminal. We restore the environment once the engine's processes have started, put its files into a folder that is
+deleted, and redirect its output to a log that is searched when the engine fails. The engine's processes end with this
+process, however it ends.
 """
 
 import asyncio
@@ -14,8 +15,9 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 
-from streamrag.backends.vllm.client.errors import vllm_model_errors_translated
+from streamrag.backends.vllm.client.calls import vllm_model_errors_translated
 from streamrag.backends.vllm.client.log import EngineLog
 from streamrag.backends.vllm.facts import cpu_capabilities, emulated_dtypes, num_allowed_cores
 from streamrag.backends.vllm.version import INSTALL, check_version
@@ -37,41 +39,39 @@ if TYPE_CHECKING:
 SCRATCH = "vllm"
 RESERVED_CORES = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 SPAWN_POLL_S = 0.01
-SHUTDOWN_GRACE_S = 15.0
-"""Seconds in which the engine's processes may end by themselves. Their requests are aborted by then."""
+SHUTDOWN_GRACE_S = 15.0  # seconds for the engine's processes to shut down. Their requests have been aborted by then.
 
-DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30
-"""vLLM's own default is nearly all of the memory, which suits a GPU."""
+DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30  # vLLM's own default is nearly all of the memory
 
 CPU_BLOCK_SIZE = 32
-"""The smallest that vLLM's CPU attention takes. Warming reuses whole blocks only, and the default there is 128."""
+"""The smallest block of vLLM's CPU attention, whose default is 128. Warming can only reuse full blocks."""
 
 OWN_ERROR = re.compile(r"streamrag\.errors\.\w+: (.*)")
-"""The error that our scheduler raises in the engine's process when it cannot work there."""
+"""The error that our scheduler raises in the engine's process when it does not support the engine."""
 
-_environment_lock = threading.Lock()  # the environment belongs to the process, so this does too
+_environment_lock = threading.Lock()  # global, as the environment is
 
 
 def check_can_start(model: Path | str) -> None:
-    """Check what can be known without importing vLLM, which takes seconds. A model that is a path is in a folder.
+    """Check what can be checked without importing vLLM, which takes seconds. A `Path` is a folder with the model.
 
     :raises MissingDependencyError: when vLLM is not installed.
-    :raises UnsupportedVersionError: when another version is.
-    :raises ModelError: when the folder is no model.
-    :raises ConfigurationError: in a process of an engine that is only just importing the program's main module.
+    :raises UnsupportedVersionError: when another version is installed.
+    :raises ModelError: when the folder has no model.
+    :raises ConfigurationError: in an engine's process that is still importing the program's main module.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigurationError(
-            "the engine's processes import the program's main module, and that starts an engine itself. "
+            "the engine's processes import the program's main module, which starts an engine at import. "
             "Start it under  if __name__ == '__main__':"
         )
     check_version()
     if isinstance(model, Path) and model.is_dir() and not (model / "config.json").is_file():
-        raise ModelError(f"{model} is not a model: it has no config.json. Name the folder that has it")
+        raise ModelError(f"{model} is not a model: it has no config.json. Give the folder that has one")
 
 
 def import_vllm() -> Any:
-    """Import the module `vllm`, with all that an engine needs, which takes seconds.
+    """Import the module `vllm` and all that an engine needs. Takes seconds.
 
     :raises ConfigurationError: when it is installed but broken.
     """
@@ -80,14 +80,14 @@ def import_vllm() -> Any:
             importlib.import_module("vllm.v1.engine.async_llm")
             return importlib.import_module("vllm")
         except ImportError as error:
-            raise ConfigurationError(f"vLLM cannot be imported: {error}. Install it anew with:  {INSTALL}") from error
+            raise ConfigurationError(f"vLLM cannot be imported: {error}. Reinstall it with:  {INSTALL}") from error
 
 
 def num_reserved_cores(num_workers: int) -> int:
-    """Return the cores to leave to the program where the device is the CPU: one for each worker, as vLLM has it.
+    """Return the number of CPU cores to leave to the program when the CPU is the device: one per worker, as in vLLM.
 
-    With a KV connector vLLM reserves twice as many, unless it finds so few that it reserves none: ours needs none, and
-    engines with it and without it would be compared on different numbers of cores.
+    With a KV connector, vLLM would reserve twice as many. Our connector needs none, and engines with and without it
+    should run on equally many cores.
     """
     num_physical = importlib.import_module("psutil").cpu_count(logical=False) or 1
     num_cores = min(num_physical, num_allowed_cores())
@@ -96,7 +96,7 @@ def num_reserved_cores(num_workers: int) -> int:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Importing makes millions of objects and hardly any garbage; looking for it takes a quarter of the time."""
+    """Disable the garbage collector: during an import it takes a quarter of the time and finds hardly anything."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -108,54 +108,28 @@ def _no_collections() -> Iterator[None]:
 
 @contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Set `changes` while inside; afterwards everything is as it was, and the value has what vLLM changed meanwhile."""
-    made: dict[str, str] = {}
+    """Set `changes` inside, and restore the environment at the end. The value then has all changes made inside."""
+    changed: dict[str, str] = {}
     with _environment_lock:
         before = dict(os.environ)
         os.environ.update(changes)
         try:
-            yield made
+            yield changed
         finally:
-            made.update((name, value) for name, value in os.environ.items() if before.get(name) != value)
+            changed.update((name, value) for name, value in os.environ.items() if before.get(name) != value)
             for name in os.environ.keys() - before.keys():
                 del os.environ[name]
             os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
 
-class _LastingThread:
-    """A thread that starts an engine, and then stays: the kernel ends the engine's processes with it."""
-
-    def __init__(self) -> None:
-        self._may_end = threading.Event()
-
-    def run(self, work: Callable[[], Any]) -> Any:
-        """Return or raise what `work` does, in the thread."""
-        done: Future[Any] = Future()
-        threading.Thread(target=self._run, args=(work, done), daemon=True, name="parent of a vLLM engine").start()
-        return done.result()
-
-    def _run(self, work: Callable[[], Any], done: "Future[Any]") -> None:
-        try:
-            result = work()
-        except BaseException as error:  # it is the caller's, in whose thread it is raised
-            done.set_exception(error)
-            return
-        done.set_result(result)
-        self._may_end.wait()
-
-    def end(self) -> None:
-        """Let the thread end, and what is left of the processes."""
-        self._may_end.set()
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether to log a record: vLLM logs a traceback of an engine that is being stopped, as if it had died."""
+def _is_unexpected(record: logging.LogRecord) -> bool:
+    """Whether to log a record: while an engine is stopped, vLLM logs a traceback as if it had died."""
     error = record.exc_info[1] if record.exc_info else None
     return type(error).__name__ != "EngineDeadError"
 
 
 class EngineProcesses:
-    """The processes, the folder and the log of one engine. The model lies in a folder, or is named as on the hub.
+    """The processes, the folder and the log of one engine. A model is a folder, or a name on the hub.
 
         async with aclosing(EngineProcesses(model)) as processes:
             engine = await processes.start(engine_args)
@@ -170,19 +144,20 @@ class EngineProcesses:
         self._scratch = ScratchFolder(SCRATCH)
         self._folder = self._scratch.path
         self._log = EngineLog(self._folder, log_path)
-        self._parent = _LastingThread()
+        # Lives as long as the engine, because the kernel ends processes with the thread that started them.
+        self._parent = ThreadPoolExecutor(1, "parent of a vLLM engine")
         self._processes: list[BaseProcess] = []
         self._is_started = threading.Event()
 
     async def start(
         self, engine_args: Mapping[str, Any], *, stat_loggers: Sequence[Callable[..., Any]] = ()
     ) -> "AsyncLLM":
-        """Start the engine, once, and return it. Cancelling ends its processes.
+        """Start the engine, once, and return it. A cancellation ends its processes.
 
-        `stat_loggers` are factories as vLLM wants them; without one it counts nothing.
+        `stat_loggers` are factories of vLLM's stat loggers; without one, vLLM counts nothing.
 
         :raises ModelError: when the model cannot be loaded.
-        :raises ConfigurationError: when vLLM refuses the arguments or they need more memory than there is.
+        :raises ConfigurationError: when vLLM refuses the arguments, or there is not enough memory.
         :raises BackendError: when the engine fails otherwise.
         """
         starting = asyncio.ensure_future(anyio.to_thread.run_sync(self._start, engine_args, list(stat_loggers)))
@@ -197,14 +172,11 @@ class EngineProcesses:
         while not starting.done():
             await anyio.to_thread.run_sync(self._kill)
             await asyncio.wait([starting], timeout=0.5)
-        if not starting.exception():  # it was quicker
+        if not starting.exception():  # the engine started before it could be killed
             self._engine = starting.result()
 
     async def aclose(self) -> None:
-        """Stop the engine, whose requests have been aborted, and remove what it has on disk.
-
-        The log too, unless it was given a path.
-        """
+        """Stop the engine, whose requests have been aborted, and delete its files, except a log with a given path."""
         await run_regardless(self._aclose(), "vLLM engine stops")
 
     async def _aclose(self) -> None:
@@ -218,17 +190,17 @@ class EngineProcesses:
         resources = engine.engine_core.resources
         tasks = [task for task in (engine.output_handler, resources.output_queue_task) if task]
         log = logging.getLogger("vllm.v1.engine.async_llm")
-        log.addFilter(_is_news)
+        log.addFilter(_is_unexpected)
         try:
             await anyio.to_thread.run_sync(lambda: engine.shutdown(timeout=SHUTDOWN_GRACE_S))
             if tasks:
                 await asyncio.wait(tasks)
         finally:
-            log.removeFilter(_is_news)
-        await anyio.to_thread.run_sync(resources.ctx.destroy, 0)  # its sockets; vLLM forgets
+            log.removeFilter(_is_unexpected)
+        await anyio.to_thread.run_sync(resources.ctx.destroy, 0)  # its sockets, which vLLM leaves open
 
     def why_dead(self) -> str:
-        """The exit codes of the engine's processes, and the reason that the log has."""
+        """Return the exit codes of the engine's processes, and the reason found in the log."""
         manager = self._engine.engine_core.resources.engine_manager
         codes = ", ".join(str(process.exitcode) for process in manager.processes)
         reason = self._log.fatal_error()
@@ -238,7 +210,7 @@ class EngineProcesses:
         import_vllm()
         remove_left_behind(SCRATCH)
         with _environment({}) as environment:
-            # Sets its own place in the environment, so that compiled code outlives the folder that TMPDIR will name.
+            # Sets its own variable, so that compiled code does not go to the temporary folder that TMPDIR will name.
             importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
             config = make_config(str(self._model), engine_args)
         environment |= {
@@ -260,9 +232,8 @@ class EngineProcesses:
         returning.start()
         try:
             async_llm = importlib.import_module("vllm.v1.engine.async_llm").AsyncLLM
-            return self._parent.run(
-                lambda: async_llm.from_vllm_config(config, disable_log_stats=True, stat_loggers=stat_loggers)
-            )
+            make_engine = partial(async_llm.from_vllm_config, disable_log_stats=True, stat_loggers=stat_loggers)
+            return self._parent.submit(make_engine, config).result()
         except Exception as error:
             raise self._start_error(error) from error
         finally:
@@ -270,20 +241,20 @@ class EngineProcesses:
             returning.join()
 
     def _give_back_once_spawned(self, borrowed: ExitStack, others: set[BaseProcess], num_processes: int) -> None:
-        """The engine takes long to start, but its processes have their environment as soon as they exist."""
+        """Restore environment and spawning as soon as the processes exist, long before the engine has started."""
         with borrowed:
             while len(self._processes) < num_processes and not self._is_started.wait(SPAWN_POLL_S):
                 new = set(multiprocessing.active_children()) - others
                 self._processes = [process for process in new if process.name.startswith("EngineCore")]
 
     def _kill(self) -> None:
-        """Make a `_start` that runs in another thread fail soon."""
+        """Kill the processes of a `_start` in another thread, which then fails soon."""
         for process in self._processes:
             if process.pid and not self._is_started.is_set():
                 importlib.import_module("vllm.utils.system_utils").kill_process_tree(process.pid)
 
     def _close(self) -> None:
-        self._parent.end()
+        self._parent.shutdown(wait=False)
         self._log.close()
         self._scratch.remove()
 
@@ -296,23 +267,23 @@ class EngineProcesses:
         if "memory" in reason.lower() or "KV cache" in reason:
             return ConfigurationError(
                 f"the model's KV cache does not fit: {reason}\n"
-                "Change kv_cache_bytes or gpu_memory_utilization (of a benchmark: --kv-tokens), or lower max_model_len"
+                "Change kv_cache_bytes or gpu_memory_utilization (in a benchmark: --kv-tokens), or lower max_model_len"
             )
         return ModelError(f"vLLM cannot load {self._model}: {reason}")
 
 
 def make_config(model: str, engine_args: Mapping[str, Any]) -> Any:
-    """Return vLLM's configuration of an engine, with our defaults for what `engine_args` leaves open."""
+    """Return vLLM's configuration of an engine, with our defaults for arguments that `engine_args` does not have."""
     vllm = importlib.import_module("vllm")
     logging_config = importlib.import_module("vllm.config.logging").LoggingConfig
     defaults = {
         "enable_prefix_caching": True,
-        # vLLM would close this program's log handlers. Unconfigured, it prints warnings and errors.
+        # vLLM would close this program's log handlers. Without configuration, it prints warnings and errors.
         "logging_config": logging_config(configure_logging=False, pylogging_config_file=None),
     }
     is_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
     if is_cpu:
-        # Compilation would triple the time to start, needs a C++ compiler, and gives a tenth of the prefill time.
+        # Compilation would triple the time to start and needs a C++ compiler, for a tenth of the prefill time.
         defaults |= {"block_size": CPU_BLOCK_SIZE, "enforce_eager": True}
         if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & engine_args.keys():
             defaults["kv_cache_memory_bytes"] = DEFAULT_CPU_KV_CACHE_BYTES
@@ -322,8 +293,8 @@ def make_config(model: str, engine_args: Mapping[str, Any]) -> Any:
         raise ConfigurationError(f"engine_args: {error}. They are the arguments of vllm.AsyncEngineArgs") from error
     with vllm_model_errors_translated(model):
         if is_cpu and args.dtype == "auto" and (emulated := emulated_dtypes(cpu_capabilities())):
-            chosen = args.create_model_config()
-            # Kernels for quantized weights compute in few dtypes, and seldom in float32.
-            if str(chosen.dtype).removeprefix("torch.") in emulated and chosen.quantization is None:
+            config = args.create_model_config()
+            # Kernels for quantized weights support few dtypes, and seldom float32.
+            if str(config.dtype).removeprefix("torch.") in emulated and config.quantization is None:
                 args.dtype = "float32"
         return args.create_engine_config()

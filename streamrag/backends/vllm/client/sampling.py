@@ -1,4 +1,4 @@
-"""Our sampling parameters as vLLM's, and what of them a streamed prompt cannot have."""
+"""Converts our sampling parameters to vLLM's, and rejects those that a streamed prompt cannot have."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 RESERVED = {"n", "output_kind", "detokenize"}
-"""Sampling parameters of vLLM that would break the stream of one answer's text."""
+"""Sampling parameters of vLLM that would break the stream of the answer's text."""
 
 OF_WHOLE_PROMPTS = (
     "structured_outputs",
@@ -21,19 +21,19 @@ OF_WHOLE_PROMPTS = (
     "routed_experts_prompt_start",
     "trace_decode_token_ids",
 )
-"""Sampling parameters that need a prompt in one piece, in vLLM or in its scheduler extended by ours."""
+"""Sampling parameters that need the whole prompt at once, in vLLM or in our scheduler."""
 
 
 def to_vllm(params: SamplingParams, config: "VllmConfig") -> "vllm.SamplingParams":
-    """Return the parameters for an engine of this `config`; answers come in pieces.
+    """Return the parameters for an engine of this `config`, set to return answers piece by piece.
 
-    :raises ConfigurationError: for what vLLM refuses, or would die of.
+    :raises ConfigurationError: vLLM refuses the parameters, or would crash with them.
     """
     import vllm
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind
 
-    named = {
+    args = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -42,49 +42,49 @@ def to_vllm(params: SamplingParams, config: "VllmConfig") -> "vllm.SamplingParam
         "stop": list(params.stop),
         "ignore_eos": params.ignore_eos,
     }
-    if taken := params.extra.keys() & (named.keys() | RESERVED):
-        raise ConfigurationError(f"SamplingParams.extra: {', '.join(sorted(taken))} cannot be given there")
+    if reserved := params.extra.keys() & (args.keys() | RESERVED):
+        raise ConfigurationError(f"SamplingParams.extra: {', '.join(sorted(reserved))} cannot be given there")
     if KEY in (params.extra.get("extra_args") or {}):
-        raise ConfigurationError(f"SamplingParams.extra: extra_args[{KEY!r}] is taken by streamrag itself")
+        raise ConfigurationError(f"SamplingParams.extra: extra_args[{KEY!r}] is reserved for streamrag")
     if params.seed is not None and params.temperature > 0 and _dies_of_seeds(config):
         raise ConfigurationError(
-            f"SamplingParams: seed={params.seed} with temperature={params.temperature:g} would end vLLM's CPU engine "
+            f"SamplingParams: seed={params.seed} with temperature={params.temperature:g} would crash vLLM's CPU engine "
             "when it prefills a prompt in several steps. Leave out the seed, or use temperature=0"
         )
     try:
-        made = vllm.SamplingParams(**named, **params.extra, output_kind=RequestOutputKind.DELTA)
-        made.verify(config.model_config, config.speculative_config, None, None)  # the rest is for the engine to see
-        return made
+        converted = vllm.SamplingParams(**args, **params.extra, output_kind=RequestOutputKind.DELTA)
+        converted.verify(config.model_config, config.speculative_config, None, None)  # the engine checks the rest
+        return converted
     except (TypeError, ValueError, VLLMClientError) as error:
         raise ConfigurationError(f"vLLM refuses these SamplingParams: {error}") from error
 
 
 def _dies_of_seeds(config: "VllmConfig") -> bool:
-    """vLLM 0.32 rewinds a request's generator after each step that leaves its prefill unfinished; on CPU it cannot."""
+    """Whether seeds crash the engine: vLLM 0.32 rewinds generators after unfinished prefills, but cannot on a CPU."""
     return bool(config.device_config.device_type == "cpu" and config.scheduler_config.enable_chunked_prefill)
 
 
 def for_stream(params: "vllm.SamplingParams") -> "vllm.SamplingParams":
-    """Return a copy with which vLLM streams tokens: their text, and so stop texts, are the business of `AnswerText`.
+    """Return a copy for a streamed prompt: vLLM streams tokens only; `AnswerText` handles text and stop texts.
 
-    :raises ConfigurationError: `params` have what a streamed prompt cannot have.
+    :raises ConfigurationError: `params` contain parameters that a streamed prompt cannot have.
     """
     from vllm.sampling_params import RequestOutputKind
 
     default: Any = type(params)()
-    if found := [name for name in OF_WHOLE_PROMPTS if _is_given(getattr(params, name), getattr(default, name))]:
+    if unsupported := [name for name in OF_WHOLE_PROMPTS if _is_given(getattr(params, name), getattr(default, name))]:
         raise ConfigurationError(
-            f"SamplingParams: {', '.join(found)} cannot be used with a streamed prompt. "
+            f"SamplingParams: {', '.join(unsupported)} cannot be used with a streamed prompt. "
             'Leave that out, or start the engine with VllmBackend(strategy="warming")'
         )
     copy = params.clone()
     copy.stop = []
-    # Not DELTA: there vLLM merges what ends a chunk with the first tokens, and repeats their log-probabilities.
+    # Not DELTA: vLLM would merge the finish of a chunk with the first tokens, and repeat their log-probabilities.
     copy.output_kind = RequestOutputKind.CUMULATIVE
     copy.detokenize = False
     return copy
 
 
 def _is_given(value: Any, default: Any) -> bool:
-    """Whether a parameter was given. Arrays, which have no truth, are only compared with None."""
+    """Whether a parameter differs from its default. Arrays, which have no truth value, are only compared to None."""
     return value is not None if default is None else bool(value != default)

@@ -1,4 +1,4 @@
-"""Reports of the engine after each step, kept in this process."""
+"""Statistics that the engine reports after each step."""
 
 import time
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from streamrag.records import KvUse
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step, timed by the engine's process. `end_s` is when this process received its statistics, a moment later."""
+    """A step, timed by the engine's process. `end_s` is when this process received its statistics, slightly later."""
 
     end_s: float
     elapsed_s: float
@@ -19,9 +19,9 @@ class MeasuredStep:
 
 
 class EngineStats:
-    """A stat logger, in vLLM's words. With one, vLLM registers its own metrics with prometheus_client too.
+    """A stat logger for vLLM. With one, vLLM also registers its own metrics with prometheus_client.
 
-    keeps_steps: whether `steps` are kept, of an engine with `enable_logging_iteration_details`.
+    keeps_steps: whether to keep `steps`, of an engine with `enable_logging_iteration_details`.
     """
 
     def __init__(self, *, keeps_steps: bool = False) -> None:
@@ -40,11 +40,11 @@ class EngineStats:
             self.steps.append(MeasuredStep(time.monotonic(), details.elapsed_ms / 1e3, num_tokens, num_requests))
 
     def log_engine_initialized(self) -> None:
-        """Do nothing: there is no configuration to log."""
+        """Ignore the event: there is no configuration to log."""
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        """Do nothing: vLLM keeps its own count of sleep states."""
+        """Ignore the event: vLLM counts sleep states itself."""
 
     def kv_use(self) -> KvUse | None:
-        """Return the use of KV memory as of the last step; None if none has told."""
+        """Return the use of KV memory as of the last step; None before any step has reported it."""
         return None if self._kv_use is None else KvUse.from_dict(self._kv_use)

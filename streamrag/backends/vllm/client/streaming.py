@@ -1,9 +1,9 @@
-"""Answering a prompt that is still growing, by a stream into an engine that runs our scheduler.
+"""Answer a growing prompt through a stream into an engine that runs our scheduler.
 
     prompts    ──P1────P2──P3──────────────P4 (complete)
-    engine       [one request: prefill P1, P2, P3 ... as far as they have come, answer P4 ───▶ AnswerChunk, ...
+    engine       [one request: prefill P1, P2, P3 ... as they arrive, answer P4 ─────────────▶ AnswerChunk, ...
 
-The counterpart for engines that know whole requests only is `streamrag.backends.warming`.
+`streamrag.backends.warming` is the counterpart for engines that accept whole requests only.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ NO_COMPLETE_PROMPT = "the prompts ended without a complete one"
 async def stream_then_generate(
     prompts: AsyncIterator[Prompt], streams: TokenStreams, params: SamplingParams
 ) -> AsyncGenerator[BackendEvent, None]:
-    """Push each prompt as it comes, and yield how far the newest is prefilled, then the answer to the last.
+    """Push each prompt when it arrives. Yield how far the newest is prefilled, then the answer to the last.
 
-    Closing the generator aborts the request. What `prompts` raises is raised here. The caller closes `prompts`.
+    Closing the generator aborts the request. Errors of `prompts` are raised here. The caller closes `prompts`.
 
     :raises BackendError: the prompts end without a complete one, or the engine fails.
     """
     async for first in prompts:
-        if first.token_ids or first.is_complete:  # of an empty one nothing can be prefilled
+        if first.token_ids or first.is_complete:  # an empty prompt has nothing to prefill
             break
     else:
         raise BackendError(NO_COMPLETE_PROMPT)

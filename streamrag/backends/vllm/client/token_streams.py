@@ -1,4 +1,4 @@
-"""Prompts pushed into a running vLLM engine piece by piece, for programs that bring their own retrieval.
+"""Prompts that are pushed into a running vLLM engine piece by piece, for programs with their own retrieval.
 
     async with backend.streams.open(question_ids, SamplingParams(max_tokens=64)) as stream:
         await stream.append(page_ids)              # or update(whole_prompt_ids); at any time, also in mid-prefill
@@ -6,8 +6,8 @@
         async for event in stream:                 # Prefilled, then StreamedTokens
             ...
 
-A push that returns is done. One that raises, or is cancelled, has changed nothing, and may be made again. Pushes of
-several tasks are done one after the other, in the order in which they were made.
+A push that raises, or is cancelled, has changed nothing, and may be repeated. Concurrent pushes are made in the order
+of their calls.
 
 The engine must run our scheduler, as that of `VllmBackend` does:
 `scheduler_cls="streamrag.backends.vllm.scheduler.hooks.streaming_scheduler"`.
@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrag.backends.vllm.chunk_wire import KEY, EndOfInput, PromptMessage
 from streamrag.backends.vllm.client.answer_text import AnswerText
-from streamrag.backends.vllm.client.calls import abort_surely, ask_engine
-from streamrag.backends.vllm.client.errors import vllm_errors_translated
+from streamrag.backends.vllm.client.calls import abort_surely, ask_engine, vllm_errors_translated
 from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
 from streamrag.core import Hint, Prefilled, RequestClass, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, PromptTooLongError
@@ -35,11 +34,11 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import StreamingInput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-GIVEN_UP = "the engine gave the stream up; was it aborted, or the backend closed?"
+GIVEN_UP = "the engine dropped the stream; was it aborted, or the backend closed?"
 
 
 def record_of(output: Any) -> RequestRecord | None:
-    """Return our scheduler's record of a request, from vLLM's last output of it; None from other schedulers."""
+    """Return our scheduler's record of a request from vLLM's last output for it; None with other schedulers."""
     values = (output.kv_transfer_params or {}).get(KEY, {}).get("record")
     return None if values is None else RequestRecord.from_dict(values)
 
@@ -47,7 +46,7 @@ def record_of(output: Any) -> RequestRecord | None:
 def check_prompt_len(num_tokens: int, max_model_len: int) -> None:
     """Check the length of a prompt.
 
-    :raises PromptTooLongError: so many tokens leave no room for an answer.
+    :raises PromptTooLongError: the prompt leaves no room for an answer.
     """
     if num_tokens >= max_model_len:
         raise PromptTooLongError(
@@ -57,18 +56,18 @@ def check_prompt_len(num_tokens: int, max_model_len: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StreamedTokens:
-    """New tokens of the answer; `finish_reason` is set on the last ones only, which may be none."""
+    """New tokens of the answer. Only the last event has a `finish_reason`; it may have no tokens."""
 
     text: str
-    """Text of these tokens; as with `AnswerChunk`, it may lag behind them."""
+    """Text of these tokens. It may lag behind them, as in `AnswerChunk`."""
     token_ids: tuple[int, ...]
     logprobs: Any = None
-    """Log-probabilities as vLLM has them, one entry per token, if the sampling parameters ask for them."""
+    """vLLM's log-probabilities, one entry per token, if the sampling parameters request them."""
     finish_reason: str | None = None
 
 
 class _Failed(Exception):
-    """Another error, on its way to the iteration over the answer."""
+    """Carries an error to the iteration over the answer."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -76,9 +75,9 @@ class _Failed(Exception):
 
 
 class TokenStream:
-    """A prompt that is still growing, and its answer. Made by `TokenStreams.open`.
+    """A prompt that is still growing, and its answer. Created by `TokenStreams.open`.
 
-    A push (`append`, `update`, `finish`) that raises leaves the stream as it was.
+    A push (`append`, `update`, `finish`) that raises leaves the stream unchanged.
 
     :raises PromptTooLongError: a pushed prompt would leave no room for an answer.
     :raises ConfigurationError: `params` of a push have what a streamed prompt cannot have.
@@ -96,7 +95,7 @@ class TokenStream:
         request_class: RequestClass,
     ) -> None:
         self.record: RequestRecord | None = None
-        """The engine's record of the request; there when the answer is complete, unless a stop text ended it."""
+        """The engine's record of the request. Set at the end of the answer, unless a stop text ended it."""
         self.is_complete = False
         """Whether the last chunk has been sent."""
         self._engine = engine
@@ -110,13 +109,13 @@ class TokenStream:
         self._num_messages = 0
         self._num_answered = 0
         self._text: AnswerText | None = None
-        # Without a limit, as is vLLM's own way to the engine's process: it takes chunks as fast as they come.
+        # Unbounded, like vLLM's own queue to the engine's process: vLLM takes chunks as fast as they arrive.
         self._chunks: asyncio.Queue[StreamingInput] = asyncio.Queue()
         self._outputs: Any = None
         self._reading = asyncio.Lock()
         self._is_answered = False
         self._error: BaseException | None = None
-        """The error that ended the iteration, for the next one."""
+        """The error that ended the iteration. Further iterations raise it again."""
         self._is_aborted = False
         self._aborting: asyncio.Task[None] | None = None
 
@@ -128,16 +127,14 @@ class TokenStream:
     async def _start(self) -> None:
         end = for_stream(self._answer_params)
         end.extra_args = {**(end.extra_args or {}), **EndOfInput().extra_args()}
-        # vLLM would ask this itself for the first request of all. Once it knows, it does not wait for anything here.
+        # vLLM itself would ask this before the first request. Once it knows the answer, this does not wait.
         await ask_engine(self._engine, self._engine.get_supported_tasks(), self._why_dead)
         self._check_goes_on()
         with vllm_errors_translated(self._why_dead):
             self._outputs = await self._engine.add_request(uuid.uuid4().hex, self._inputs(), end)
 
-    # ------------------------------------------------------------------------------------------------------ the prompt
-
     async def append(self, token_ids: Sequence[int], *, hint: Hint | None = None) -> None:
-        """Append these tokens to the prompt."""
+        """Append tokens to the prompt."""
         added = list(token_ids)
         await self._let_others_run()
         self._push(self._token_ids + added, len(self._token_ids), hint=hint)
@@ -145,26 +142,26 @@ class TokenStream:
     async def update(
         self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None, num_shared: int = 0
     ) -> None:
-        """Replace the prompt by this one, of which KV is kept up to the longest common prefix.
+        """Replace the prompt. KV of the longest common prefix is kept.
 
-        If it `is_complete`, have the answer sampled, as `finish` does. The first `num_shared` tokens are known to be
-        shared with the prompt so far; the prefix is looked for behind them.
+        With `is_complete`, have the answer sampled, as `finish` does. The first `num_shared` tokens are known to equal
+        those of the current prompt, so only later tokens are compared.
         """
         new = list(token_ids)
         await self._let_others_run()
         self._push(new, common_prefix_len(self._token_ids, new, num_shared), is_complete=is_complete, hint=hint)
 
     async def finish(self, token_ids: Sequence[int] = (), *, params: SamplingParams | None = None) -> None:
-        """Append these tokens, if any, and have the answer sampled.
+        """Append tokens, if any, and have the answer sampled.
 
-        `params` replace those given at the start, except what vLLM fixes there: the seed, and how many `logprobs`.
+        `params` replace the initial ones, except those that vLLM fixes at the start: the seed and `logprobs`.
         """
         added = list(token_ids)
         await self._let_others_run()
         self._push(self._token_ids + added, len(self._token_ids), is_complete=True, params=params)
 
     async def _let_others_run(self) -> None:
-        """Yield, where alone a push can be cancelled, before it does anything. vLLM takes the last chunk meanwhile."""
+        """Yield to other tasks. A push can only be cancelled here, before it changes anything."""
         await asyncio.sleep(0)
 
     def _push(
@@ -192,7 +189,7 @@ class TokenStream:
         chunk_params.extra_args = {**(chunk_params.extra_args or {}), **message.extra_args()}
         chunk = StreamingInput(tokens_input(new[message.num_kept :]), chunk_params)
         text = AnswerText(self._engine.tokenizer, new, answer_params) if is_complete else None
-        # Nothing below can fail, or be cancelled: the chunk is sent and all says so, or neither.
+        # Nothing below can fail or be cancelled: the chunk is sent and the state updated, or neither.
         self._token_ids, self._answer_params, self._text = new, answer_params, text
         self._num_messages += 1
         self.is_complete = is_complete
@@ -205,14 +202,11 @@ class TokenStream:
             raise BackendError("the stream has ended: it was aborted or failed; iterating over it says why")
 
     async def _inputs(self) -> AsyncGenerator["StreamingInput", None]:
-        """Yield the chunks to vLLM, until the last."""
         is_last = False
         while not is_last:
             chunk = await self._chunks.get()
             is_last = self.is_complete and self._chunks.empty()
             yield chunk
-
-    # ------------------------------------------------------------------------------------------------------ the answer
 
     def __aiter__(self) -> AsyncGenerator[Prefilled | StreamedTokens, None]:
         return self.events()
@@ -220,10 +214,10 @@ class TokenStream:
     async def events(self) -> AsyncGenerator[Prefilled | StreamedTokens, None]:
         """Yield how far the newest prompt is prefilled, then the answer.
 
-        Each prompt brings one `Prefilled` at most. If memory is short it comes early, with what is computed by then,
-        and there is none when the rest is.
+        Each prompt has at most one `Prefilled`. If memory is short, it comes early, with the tokens computed by then,
+        and does not come again when the rest is computed.
 
-        Another iteration goes on where the last one ended; of several at once, each event goes to one.
+        A further iteration continues where the last one ended. Of concurrent iterations, each event goes to one.
 
         :raises EngineDeadError: the engine's processes are gone.
         :raises BackendError: the engine refused the stream, or failed, or the stream was aborted.
@@ -232,20 +226,20 @@ class TokenStream:
             yield event
 
     async def _next_event(self) -> Prefilled | StreamedTokens | None:
-        """Return the next event; None behind the end of the answer."""
+        """Return the next event; None after the end of the answer."""
         async with self._reading:
             event = None
             try:
                 while event is None and not self._is_answered and not self._error:
                     output = await self._next_output()
-                    event = self._event(output) if output.outputs else None  # vLLM's own last word has none
+                    event = self._event(output) if output.outputs else None  # vLLM's final output has none
                     self._is_answered = output.finished
                     if isinstance(event, StreamedTokens) and event.finish_reason and not output.finished:
-                        self._is_answered = True  # a stop text was found, of which the engine knows nothing
+                        self._is_answered = True  # a stop text ended the answer, which the engine does not know
                         self._begin_abort()
             except _Failed as failed:
                 self._error = failed.error
-            except Exception as error:  # whatever it is: it is raised below, and again by the next iteration
+            except Exception as error:  # any error: it is raised below, and by further iterations
                 self._error = error
             if self._error:
                 raise self._error
@@ -259,10 +253,10 @@ class TokenStream:
         (part,) = output.outputs
         ours = (output.kv_transfer_params or {}).get(KEY, {})
         if "error" in ours:
-            raise BackendError(f"the engine gave the stream up: {ours['error']}")
+            raise BackendError(f"the engine dropped the stream: {ours['error']}")
         if part.finish_reason in ("error", "abort"):
             raise BackendError(GIVEN_UP)
-        if "chunk" in ours:  # the end of a chunk, not of the answer; of an older prompt it says nothing
+        if "chunk" in ours:  # the end of a chunk, not of the answer; ignored for an older prompt
             is_newest = ours["chunk"] == self._num_messages - 1
             return Prefilled(ours["num_computed"]) if is_newest else None
         self.record = record_of(output) or self.record
@@ -279,7 +273,7 @@ class TokenStream:
         )
 
     async def abort(self) -> None:
-        """End the stream and free all that it holds in the engine. Does nothing when it has ended already."""
+        """Abort the stream and free all that it holds in the engine. Does nothing if it has ended already."""
         self._begin_abort()
         if self._aborting is not None:
             await wait_regardless([self._aborting])
@@ -291,13 +285,13 @@ class TokenStream:
             return
         self._outputs.close()
         if not self._is_answered and self._outputs.output is None:
-            # vLLM says so itself, but only of a stream whose first chunk it has handed over.
+            # vLLM does this itself, but only for a stream whose first chunk it has submitted.
             self.fail(BackendError(GIVEN_UP))
         abort = abort_surely(self._engine, self._outputs.request_id, is_internal=True)
         self._aborting = asyncio.create_task(abort, name="abort a stream")
 
     def fail(self, error: BaseException) -> None:
-        """Have the iteration raise `error`, which says why there will be no answer, unless it fails already."""
+        """Make the iteration raise `error`, unless it fails already."""
         if not isinstance(self._outputs.output, Exception):
             self._outputs.put(_Failed(error))
 
@@ -328,10 +322,10 @@ class TokenStreams:
         source_name: str = "",
         request_class: RequestClass = "pool",
     ) -> AsyncIterator[TokenStream]:
-        """Open a stream whose prompt begins with these tokens. Leaving the context aborts what is not finished.
+        """Open a stream whose prompt begins with these tokens. Leaving the context aborts an unfinished request.
 
-        `source_name` is that of the retriever that brings the chunks: the engine learns when to expect each's next.
-        `request_class` says who waits for the answer; the engine's policy may use it.
+        `source_name` names the retriever that the chunks come from: the engine learns how often its chunks come.
+        `request_class` is the kind of caller that waits for the answer, for the engine's policy.
 
         :raises PromptTooLongError: the prompt leaves no room for an answer.
         :raises ConfigurationError: `params` have what vLLM refuses, or what a streamed prompt cannot have.
@@ -348,7 +342,7 @@ class TokenStreams:
             await stream.abort()
 
     async def aclose(self) -> None:
-        """Abort all streams; iterating over one raises the reason."""
+        """Abort all streams. Iterating over one raises the reason."""
         streams = list(self._open)
         for stream in streams:
             stream._begin_abort()

@@ -1,4 +1,4 @@
-"""Estimates that are learned from steps and chunks while the engine runs."""
+"""Estimates learned from steps and chunks while the engine runs."""
 
 import math
 
@@ -11,7 +11,7 @@ from streamrag.engine.step_size import StepSizes
 
 
 class Estimates:
-    """The speed of steps, how often complete prompts come, and how the chunks of each source behave."""
+    """Speed of steps, rate of complete prompts, and behavior of each source's chunks."""
 
     def __init__(self, options: SchedulerOptions, *, clock: HostClock, policy: Policy) -> None:
         self.forecast = ChunkForecast()
@@ -21,7 +21,7 @@ class Estimates:
         self.policy = policy
 
     def on_step(self, num_tokens: int, num_pairs: float, duration_s: float) -> None:
-        """Learn from a step that took so long. See `StepSizes.observe_step` for its pairs."""
+        """Learn from the duration of a step. For `num_pairs`, see `StepSizes.observe_step`."""
         self.pace.observe(num_tokens, duration_s)
         if num_tokens:
             self.step_sizes.observe_step(num_tokens, num_pairs, duration_s)
@@ -29,11 +29,10 @@ class Estimates:
             self.policy.on_speed(self.pace.tokens_per_s)
 
     def on_complete(self) -> None:
-        """Learn that a complete prompt has come."""
         self.step_sizes.observe_complete(self._clock.monotonic())
 
     def expect_chunks(self, stream: StreamRequest) -> None:
-        """Note how soon the prompt is likely to be replaced, and how much of it a step may compute until then."""
+        """Update whether the stream's prompt is likely to be replaced, and how much of it a step may compute."""
         replaced_every_s = self.forecast.replaced_every_s(stream.source_name)
         stream.is_replaced = replaced_every_s < math.inf
         size = self.step_sizes.at(self._clock.monotonic())

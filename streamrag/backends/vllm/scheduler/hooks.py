@@ -1,25 +1,24 @@
-"""The hooks in vLLM's scheduler: the only module that subclasses it. Each forwards to an object of the plugin.
+"""The hooks in vLLM's scheduler: the only module that subclasses it. Each hook forwards to an object of the plugin.
 
-| hook                      | why                                                                                  |
+| hook                      | why it is overridden                                                                 |
 |---------------------------|--------------------------------------------------------------------------------------|
 | `add_request`             | a chunk of a stream replaces the prompt of its request                               |
-| `schedule`                | plan the step first, and hide from vLLM what must not run                            |
-| `_update_after_schedule`  | note what the step computes; no token comes from a partial prompt                    |
-| `update_from_output`      | learn from the step, find streams that became idle, add acknowledgements             |
-| `_preempt_request`        | KV that is taken away goes to host memory, and into the request's log                |
+| `schedule`                | plans the step first, and hides from vLLM the requests that must not run             |
+| `_update_after_schedule`  | records what the step computes; a partial prompt must not sample a token             |
+| `update_from_output`      | learns from the step, finds streams that became idle, adds acknowledgements          |
+| `_preempt_request`        | saves KV to host memory, and logs the preemption                                     |
 | `_handle_invalid_blocks`  | idle streams, and requests that lost the block since, may hold KV of a failed load   |
-| `_free_request`           | the record of a request that ends travels with its last output                       |
+| `_free_request`           | sends the record of a finished request with its last output                          |
 | `finish_requests`         | idle streams are in none of vLLM's queues                                            |
-| `has_requests`            | partial prompts that all wait for memory must not keep the engine busy               |
+| `has_requests`            | the engine must sleep while every partial prompt waits for memory                    |
 | `has_finished_requests`   | idle streams have not finished                                                       |
-| `reset_prefix_cache`      | idle and waiting streams hold KV; host memory forgets as well                        |
-| `set_pause_state`         | while paused there is no plan, which alone says who is stuck                         |
-| `_holds_kv_blocks`        | what vLLM calls so is served before all else, whatever the policy says               |
-| `make_stats`, `shutdown`  | what KV memory is used for; the file of records is closed                            |
+| `reset_prefix_cache`      | idle and waiting streams hold KV, and host memory must be cleared as well            |
+| `set_pause_state`         | no step is planned while paused, so the stuck state is cleared                       |
+| `_holds_kv_blocks`        | vLLM would serve such requests first, regardless of the policy                       |
+| `make_stats`, `shutdown`  | reports the use of KV memory; closes the file of records                             |
 
-All are there since vLLM 0.32, the first version that the plugin was written for. Nothing of vLLM is copied or patched.
-What else of it the plugin relies on is in docs/internals/scheduler.md; tests/backends/vllm/test_surface.py has
-fingerprints of all of it.
+All hooks exist since vLLM 0.32. Nothing of vLLM is copied or patched. docs/internals/scheduler.md lists what else the
+plugin relies on; tests/backends/vllm/test_surface.py has fingerprints of all of it.
 """
 
 from collections.abc import Iterable
@@ -53,7 +52,7 @@ check_version()
 
 
 class StreamingHooks(_Base):
-    """The hooks of `Scheduler` and `AsyncScheduler` alike."""
+    """The hooks that `StreamingScheduler` and `AsyncStreamingScheduler` share."""
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", *args: Any, **kwargs: Any) -> None:
         check_supported(vllm_config, kv_cache_config)
@@ -81,7 +80,7 @@ class StreamingHooks(_Base):
     ) -> dict[int, "EngineCoreOutputs"]:
         step = self.plugin.steps.end_first(scheduler_output, model_runner_output)
         if step.prefills:
-            self.plugin.executor.forget_stuck()  # the next plan acknowledges those that got stuck meanwhile
+            self.plugin.executor.forget_stuck()  # the next plan acknowledges streams that got stuck in the meantime
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.plugin.queues.settle_all(request for request, _ in step.prefills)
         return self.plugin.outbox.add_to(outputs)
@@ -91,7 +90,7 @@ class StreamingHooks(_Base):
         super()._preempt_request(request, timestamp, drop_stale_output)
 
     def _handle_invalid_blocks(self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
-        if self.plugin.host_memory is None:  # somebody else's KV connector
+        if self.plugin.host_memory is None:  # a third-party KV connector
             return super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
         return self.plugin.evictions.on_failed_loads(invalid_block_ids)
 
@@ -101,7 +100,7 @@ class StreamingHooks(_Base):
         self.plugin.claims.release(request)
         record = self.plugin.records.end(request)
         kv_params, ec_params = super()._free_request(request, delay_free_blocks)
-        return {**(kv_params or {}), KEY: {"record": record}}, ec_params  # beside what a KV connector says
+        return {**(kv_params or {}), KEY: {"record": record}}, ec_params  # next to a KV connector's own parameters
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         if request_ids is None:
@@ -119,7 +118,7 @@ class StreamingHooks(_Base):
         return super().has_requests()
 
     def has_finished_requests(self) -> bool:
-        # With a KV connector, vLLM takes what is in no queue for finished, and would never sleep beside an idle stream.
+        # With a KV connector, vLLM counts requests outside its queues as finished: idle streams would keep it awake.
         if self.finished_req_ids or self.connector is None:
             return bool(self.finished_req_ids)
         return len(self.requests) > sum(self.get_request_counts()) + len(self.plugin.queues.idle)
@@ -127,11 +126,11 @@ class StreamingHooks(_Base):
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         if reset_running_requests:
             self.plugin.evictions.evict_all((*self.plugin.queues.idle.values(), *self.waiting))
-        self.plugin.executor.forget_stuck()  # who finds nothing in the cache needs fewer blocks to start
+        self.plugin.executor.forget_stuck()  # a request without a prefix hit needs fewer blocks to start
         try:
             return super().reset_prefix_cache(reset_running_requests, reset_connector)
         finally:
-            # Last, whether vLLM resets its connector or not: those that ran have only now given up what they held.
+            # Last, whether or not vLLM resets its connector: running requests have only now released their blocks.
             if self.plugin.host_memory is not None:
                 self.plugin.host_memory.forget()
 
@@ -156,14 +155,14 @@ class StreamingHooks(_Base):
 
 
 class StreamingScheduler(StreamingHooks, Scheduler):
-    """A class for `scheduler_cls`, without asynchronous scheduling."""
+    """The `scheduler_cls` without asynchronous scheduling."""
 
 
 class AsyncStreamingScheduler(StreamingHooks, AsyncScheduler):
-    """A class for `scheduler_cls`, with asynchronous scheduling: one step is planned while another computes."""
+    """The `scheduler_cls` with asynchronous scheduling: one step is planned while another computes."""
 
 
 def streaming_scheduler(vllm_config: "VllmConfig", **kwargs: Any) -> StreamingHooks:
-    """Make the scheduler that fits the configuration, for `scheduler_cls`: vLLM leaves the choice to it."""
+    """Construct the scheduler that fits the configuration. vLLM calls this as its `scheduler_cls`."""
     is_async = vllm_config.scheduler_config.async_scheduling
     return (AsyncStreamingScheduler if is_async else StreamingScheduler)(vllm_config=vllm_config, **kwargs)

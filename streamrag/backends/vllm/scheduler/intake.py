@@ -1,8 +1,8 @@
-"""The way of chunks into vLLM's scheduler.
+"""Accept requests and chunks into vLLM's scheduler.
 
 first chunk ─▶ Scheduler.add_request ─▶ waiting ..
-next chunk  ─▶ prompt replaced in place ─▶ waiting, or idle if it leaves nothing to compute
-last chunk  ─▶ the same, and its last token is not hidden any more: the answer is sampled
+next chunk  ─▶ prompt replaced in place ─▶ waiting, or idle if nothing is left to compute
+last chunk  ─▶ the same, and its last token is no longer hidden: the answer is sampled
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from streamrag.records import ChunkRecord
 
 @dataclass(kw_only=True, eq=False)
 class Intake:
-    """Takes in plain requests and chunks. `enqueue` is vLLM's own `add_request`."""
+    """Accepts plain requests and chunks. `enqueue` is vLLM's own `add_request`."""
 
     scheduler: Scheduler
     enqueue: Callable[[Request], None]
@@ -41,9 +41,9 @@ class Intake:
     host_memory: HostMemory | None
 
     def receive(self, request: Request) -> None:
-        """Take in a plain request, the first chunk of a stream, a further one, or the end of its input.
+        """Accept a plain request, the first chunk of a stream, a further chunk, or the end of its input.
 
-        Whatever is wrong with it fails that request alone: nothing may be raised here, where it would end the engine.
+        A problem fails only that request. Nothing is raised: an exception here would end the engine.
         """
         try:
             message = decode(request.sampling_params.extra_args if request.sampling_params else None)
@@ -57,21 +57,21 @@ class Intake:
         if message is not None and existing is not None and existing.takes_chunks:
             self._add_chunk(existing, request, message)
         elif message is not None and message.index > 0 and self._is_late(request):
-            pass  # its client knows how its stream ended
+            pass  # its client has been sent the end of the stream
         elif existing is None:
             self._open(request, message)
-        else:  # one that has ended lives on until a KV connector lets go of its blocks
+        else:  # a finished request remains until a KV connector releases its blocks
             self._refuse(request, f"there is a request {request.request_id!r} already", message)
 
     def end_input(self, request_id: str) -> None:
-        """Fail a stream whose last chunk has not come by the end of its input."""
+        """Fail a stream whose input ended before its last chunk."""
         stream = self.scheduler.requests.get(request_id)
-        # A complete one is answered. vLLM's client sends no end of a stream that it has aborted.
+        # A complete stream gets its answer. vLLM's client sends no end of input for a stream that it has aborted.
         if stream is not None and not stream.is_complete and not stream.is_finished():
             self._fail(stream, f"its input ended after chunk {stream.num_messages - 1}, which is not the last one")
 
     def _is_late(self, request: Request) -> bool:
-        """Whether it is a chunk that was on its way when its stream ended. Its error would reach who has the id now."""
+        """Whether this chunk was in flight when its stream ended. An error could reach a newer request of the id."""
         return request.resumable and request.request_id in self.records.gone_ids
 
     def _open(self, request: Request, message: PromptMessage | None) -> None:
@@ -82,7 +82,7 @@ class Intake:
             self._refuse(request, problem, message if request.resumable else None)
             return
         stream = self._adopt(request, message)
-        # Another request may have had its id, of which steps in flight and the outbox still bring something.
+        # An earlier request may have had this id: discard its output, in steps in flight and in the outbox.
         self.outbox.discard(stream.request_id)
         stream.num_in_flight_tokens = self.steps.num_tokens_of(stream.request_id)
         drop_output_in_flight(stream)
@@ -102,12 +102,12 @@ class Intake:
         self.outbox.acknowledge(stream)
         stream.num_messages += 1
         num_held, num_computed = stream.num_held_tokens, stream.num_computed_tokens
-        stream.is_complete = message.is_complete  # first: a complete prompt has one token more to hash
+        stream.is_complete = message.is_complete  # before hashing: a complete prompt has one token more to hash
         num_shared = replace_prompt(self.scheduler, stream, message.num_kept, request)
-        # When it arrived, not when the step under way let it in: short steps follow from short gaps.
+        # Arrival time, not the time after the current step: short gaps between chunks make steps shorter.
         now_s = self.clock.monotonic()
         arrival_s = now_s if message.arrival_s is None else min(message.arrival_s, now_s)
-        gap_s = max(arrival_s - stream.last_chunk_s, 0.0)  # clients say when their chunks arrived, and may be wrong
+        gap_s = max(arrival_s - stream.last_chunk_s, 0.0)  # clients report arrival times, which may be wrong
         self.estimates.forecast.observe(message.source_name, gap_s, num_shared / num_held)
         self.estimates.expect_chunks(stream)
         stream.num_kept_tokens = min(stream.num_kept_tokens, num_shared)
@@ -127,10 +127,8 @@ class Intake:
             self.estimates.on_complete()
         self.queues.settle(stream)
 
-    # ------------------------------------------------------------------------------------------------- what is wrong
-
     def _refuse(self, request: Request, problem: str, message: PromptMessage | None = None) -> None:
-        """Fail a request that has not been taken in, or the stream that it is a chunk of."""
+        """Fail a request that has not been accepted, or the stream that the chunk belongs to."""
         existing = self.scheduler.requests.get(request.request_id)
         if request.resumable and existing is not None and not existing.is_finished():
             self._fail(existing, problem)
@@ -150,7 +148,7 @@ class Intake:
 
 
 def _misfit(stream: StreamRequest, request: Request, message: PromptMessage) -> str | None:
-    """Say why the chunk cannot be the next of the stream. What it keeps is meant of the one before."""
+    """Return why the chunk cannot follow the stream's last one; None if it can. `num_kept` refers to the last one."""
     if message.index != stream.num_messages:
         return f"message {message.index} came instead of message {stream.num_messages}: one was lost, or came twice"
     if stream.is_complete:
@@ -164,7 +162,7 @@ def _misfit(stream: StreamRequest, request: Request, message: PromptMessage) -> 
 
 
 def _problem(request: Request, message: PromptMessage | None, max_model_len: int) -> str | None:
-    """Say why the request cannot be taken in, whatever came before it."""
+    """Return why the request cannot be accepted, whatever came before it; None if it can."""
     if request.kv_transfer_params is not None and not isinstance(request.kv_transfer_params, dict):
         return "extra_args['kv_transfer_params'] must be a mapping"
     num_tokens = request.num_prompt_tokens + (message.num_kept if message else 0)
@@ -173,9 +171,9 @@ def _problem(request: Request, message: PromptMessage | None, max_model_len: int
     if message is None:
         return "vLLM's own streaming sessions need vLLM's own scheduler" if request.resumable else None
     if not request.resumable:
-        return "a chunk must come as one of vLLM's streamed inputs, or nobody could ever send the next"
+        return "a chunk must be sent as one of vLLM's streamed inputs, so that more chunks can follow"
     if message.index == 0 and message.num_kept > 0:
-        return f"the first chunk of a stream keeps {message.num_kept} tokens, of nothing"
+        return f"the first chunk of a stream keeps {message.num_kept} tokens, but there is no previous prompt"
     if num_tokens >= max_model_len:
         return f"a prompt of {num_tokens} tokens does not fit the model's length of {max_model_len}"
     unsupported = {
@@ -184,10 +182,10 @@ def _problem(request: Request, message: PromptMessage | None, max_model_len: int
         "prompt embeddings": request.prompt_embeds is not None,
         "log-probabilities of the prompt": has_prompt_logprobs(request),
     }
-    found = [name for name, is_used in unsupported.items() if is_used]
-    return f"a streamed prompt does not work with {', '.join(found)}" if found else None
+    used = [name for name, is_used in unsupported.items() if is_used]
+    return f"a streamed prompt does not work with {', '.join(used)}" if used else None
 
 
 def _cache_key(request: Request) -> tuple[Any, str | None]:
-    """Return what its KV depends on beside its tokens."""
+    """Return what the KV of a request depends on, other than its tokens."""
     return msgspec.to_builtins(request.lora_request), request.cache_salt

@@ -1,6 +1,7 @@
-"""Outputs of the plugin to clients, beside vLLM's own.
+"""Outputs of the plugin to clients, in addition to vLLM's own.
 
-vLLM's client expects one finish per chunk. Those of chunks that are not the last carry no token: acknowledgements.
+vLLM's client expects one finish per chunk. For every chunk but the last we send a finish without tokens: an
+acknowledgement.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from streamrag.backends.vllm.scheduler.request import StreamRequest
 
 
 class Outbox:
-    """Outputs that wait to be sent with those of the next step."""
+    """Outputs that are sent with those of the next step."""
 
     def __init__(self) -> None:
         self._outputs: list[tuple[int, EngineCoreOutput]] = []
@@ -23,7 +24,7 @@ class Outbox:
         return not self._outputs
 
     def acknowledge(self, stream: StreamRequest, *, is_waiting: bool = False) -> None:
-        """Send the client the finishes that it expects for the chunks so far."""
+        """Queue a finish for each chunk that has not been acknowledged."""
         for index in range(stream.num_acknowledged, stream.num_messages):
             ours: dict[str, Any] = {"chunk": index, "num_computed": stream.num_computed_tokens}
             if is_waiting:
@@ -32,8 +33,10 @@ class Outbox:
         stream.num_acknowledged = stream.num_messages
 
     def acknowledge_waiting(self, stream: StreamRequest) -> None:
-        """Acknowledge the chunks of a stream that waits for memory, for nobody knows how long: a client that sends its
-        next chunk only after this one must not wait for that."""
+        """Acknowledge the chunks of a stream that waits for memory.
+
+        A client may send its next chunk only after the acknowledgement, and must not wait for the memory.
+        """
         if stream.num_in_flight_tokens <= stream.num_stale_output_tokens:
             self.acknowledge(stream, is_waiting=True)
 
@@ -45,17 +48,16 @@ class Outbox:
         self._outputs.append((request.client_index, output))
 
     def discard(self, request_id: str) -> None:
-        """Drop what is still to be sent to an earlier request of this id."""
+        """Drop the outputs for an earlier request of this id."""
         self._outputs = [(client, output) for client, output in self._outputs if output.request_id != request_id]
 
     def add_to(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
-        """Add all that waits to the outputs of a step, by client, and return them."""
-        waiting, self._outputs = self._outputs, []
-        by_client: dict[int, list[EngineCoreOutput]] = {}
-        for client_index, output in waiting:
-            by_client.setdefault(client_index, []).append(output)
-        for client_index, sent in by_client.items():
-            of_client = outputs.setdefault(client_index, EngineCoreOutputs())
-            # Before the tokens: what ended a chunk came before what the next one brings.
-            of_client.outputs = sent + of_client.outputs
+        """Move all queued outputs into the outputs of a step, by client index, and return these."""
+        queued, self._outputs = self._outputs, []
+        for client_index in dict(queued):
+            client_outputs = outputs.setdefault(client_index, EngineCoreOutputs())
+            # Before the tokens: the acknowledgement of a chunk precedes the tokens that follow the next chunk.
+            client_outputs.outputs = [
+                output for index, output in queued if index == client_index
+            ] + client_outputs.outputs
         return outputs

@@ -1,4 +1,4 @@
-"""A plan is carried out: its evictions are made, and vLLM's `schedule` sees what is granted and nothing else."""
+"""Apply the plan of a step: evict, and show vLLM's `schedule` only the granted requests."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +20,9 @@ from streamrag.engine import Grant
 
 @dataclass(kw_only=True, eq=False)
 class PlanExecutor:
-    """Carries out the plan of each step, and knows whether the last one found nothing to do.
+    """Applies the plan of each step, and records whether that step had anything to compute.
 
-    has_their_connector: whether vLLM has a KV connector that is not ours.
+    has_their_connector: whether vLLM has a third-party KV connector.
     """
 
     scheduler: Scheduler
@@ -38,32 +38,32 @@ class PlanExecutor:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether all that there is waited for memory when the last step was planned. vLLM's loop must sleep then."""
+        """Whether every request waited for memory when the last step was planned. vLLM's loop must sleep then."""
         return self._num_free_when_stuck is not None and not self.scheduler.deferred_frees
 
     @property
     def has_other_memory(self) -> bool:
-        """Whether memory has become free, or was taken, since all got stuck."""
+        """Whether the number of free blocks has changed since all requests got stuck."""
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() != self._num_free_when_stuck
 
     def forget_stuck(self) -> None:
-        """Note that something has changed by which another plan may find something to do."""
+        """Clear the stuck state, because another plan may find something to compute."""
         self._num_free_when_stuck = None
 
     @contextmanager
     def planned_step(self) -> Iterator[None]:
-        """Plan a step, and apply the plan. Within the context, vLLM's queues have only requests that may run in it."""
+        """Plan a step and apply the plan. Within the context, vLLM's queues hold only requests that may run."""
         step = self.planner.plan_step()
-        made, requests = step.plan, self.scheduler.requests
-        self._note_whether_stuck(step)
-        for eviction in made.evictions:
+        step_plan, requests = step.plan, self.scheduler.requests
+        self._update_stuck(step)
+        for eviction in step_plan.evictions:
             self.evictions.evict(requests[eviction.request.request_id])
-        granted = [requests[grant.request.request_id] for grant in made.grants]
-        for grant, request in zip(made.grants, granted, strict=True):
+        granted = [requests[grant.request.request_id] for grant in step_plan.grants]
+        for grant, request in zip(step_plan.grants, granted, strict=True):
             self._begin(grant, request)
-        for view in made.waiting:
+        for view in step_plan.waiting:
             self.outbox.acknowledge_waiting(requests[view.request_id])
-        for grant, request in zip(made.grants, granted, strict=True):
+        for grant, request in zip(step_plan.grants, granted, strict=True):
             self._limit(grant, request)
         running, waiting = self.queues.set_aside(step.decoding, granted, step.order, step.held_up)
         try:
@@ -74,10 +74,10 @@ class PlanExecutor:
             for request in granted:
                 request.step_end = None
 
-    def _note_whether_stuck(self, step: PlannedStep) -> None:
-        made = step.plan
-        is_moving = made.grants or made.is_put_off or step.decoding or step.held_up or self.scheduler.deferred_frees
-        self._num_free_when_stuck = None if is_moving else self.kv_memory.num_free_blocks
+    def _update_stuck(self, step: PlannedStep) -> None:
+        has_work = step.plan.grants or step.plan.is_put_off or step.decoding or step.held_up
+        is_stuck = not has_work and not self.scheduler.deferred_frees
+        self._num_free_when_stuck = self.kv_memory.num_free_blocks if is_stuck else None
 
     def _begin(self, grant: Grant, request: StreamRequest) -> None:
         if grant.num_blocks_claimed is not None:
@@ -87,9 +87,8 @@ class PlanExecutor:
             self.queues.begin_anew(request)
 
     def _limit(self, grant: Grant, request: StreamRequest) -> None:
-        """Have vLLM compute no more of a request than was granted."""
         end = self.kv_memory.num_present_tokens(grant.request) + grant.num_tokens
-        # Other people's connectors look up all of a complete prompt, and may load more than this step's part.
+        # A third-party connector looks up all of a complete prompt, and may load more than this step computes.
         is_whole = request.status != RequestStatus.RUNNING and request.is_complete and self.has_their_connector
         if not is_whole and end < grant.request.num_tokens:
             request.step_end = end

@@ -1,10 +1,4 @@
-"""The objects of the plugin, made in one place and given to each other by name.
-
-hooks ─▶ intake            chunks come in, and change the prompts of their requests
-      ─▶ executor          a step: planner (views, order, plan) ─▶ evictions, queues
-      ─▶ steps             what the steps in flight compute, which estimates learn from
-      ─▶ records, outbox   what goes out beside vLLM's outputs
-"""
+"""The objects of the plugin, constructed in one place and connected by name."""
 
 from collections.abc import Callable
 from dataclasses import MISSING, fields
@@ -28,15 +22,15 @@ from streamrag.backends.vllm.scheduler.records import Records
 from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.backends.vllm.scheduler.step import StepPlanner
 from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
-from streamrag.engine import ClassPolicy, Policy, make_policy
+from streamrag.engine import ClassPolicy, make_policy
 
 T = TypeVar("T")
 
 
 class StreamingPlugin:
-    """The parts that streaming adds to a scheduler of vLLM's.
+    """The objects that streaming adds to one vLLM scheduler.
 
-    `enqueue` and `preempt_in_vllm` are vLLM's own `add_request` and `_preempt_request`, which call no hook.
+    `enqueue` and `preempt_in_vllm` are vLLM's own `add_request` and `_preempt_request`; calling them runs no hook.
     """
 
     def __init__(
@@ -51,7 +45,8 @@ class StreamingPlugin:
         self.enqueue = enqueue
         self.preempt_in_vllm = preempt_in_vllm
         self.clock = HostClock()
-        self.policy = _make_policy(options)
+        policy = make_policy(options.policy)
+        self.policy = policy if options.class_ageing_s is None else ClassPolicy(policy, options.class_ageing_s)
         self.host_memory = host_memory_of(scheduler.connector)
         self.has_their_connector = scheduler.connector is not None and self.host_memory is None
         self.later_hits = None if self.has_their_connector else _make_later_hits(scheduler, options)
@@ -68,19 +63,14 @@ class StreamingPlugin:
         self.executor = self._make(PlanExecutor)
 
     def _make(self, kind: type[T]) -> T:
-        """Make an object of a dataclass: each field without a default is given the attribute of its name."""
-        needed: Any = fields(kind)  # type: ignore[arg-type]
-        names = [f.name for f in needed if f.default is MISSING and f.default_factory is MISSING]
+        """Construct a dataclass, passing the attribute of the same name for each field that has no default."""
+        required: Any = fields(kind)  # type: ignore[arg-type]
+        names = [f.name for f in required if f.default is MISSING and f.default_factory is MISSING]
         return kind(**{name: getattr(self, name) for name in names})
 
 
-def _make_policy(options: SchedulerOptions) -> Policy:
-    policy = make_policy(options.policy)
-    return policy if options.class_ageing_s is None else ClassPolicy(policy, options.class_ageing_s)
-
-
 def _make_later_hits(scheduler: Scheduler, options: SchedulerOptions) -> LaterHits | None:
-    """Return None where later hits are not wanted or cannot be had. Other people's connectors are not told of them."""
-    is_wanted = options.groups_prefills or options.looks_up_again
-    can_have = is_wanted and can_look_again(scheduler)
-    return LaterHits(scheduler, are_of_all=options.groups_prefills) if can_have else None
+    """Return None if later hits are switched off, or the engine cannot provide them."""
+    if not (options.groups_prefills or options.looks_up_again) or not can_look_again(scheduler):
+        return None
+    return LaterHits(scheduler, are_of_all=options.groups_prefills)

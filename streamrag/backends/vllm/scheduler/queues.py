@@ -1,9 +1,9 @@
-"""The queues of requests: vLLM's `waiting` and `running`, or `idle`, which is ours.
+"""The queues of requests: vLLM's `waiting` and `running`, and our `idle`.
 
 waiting ─grant─▶ running ─prompt complete─▶ tokens ─▶ finished
    ▲                │ all of a partial prompt is computed
    │                ▼
-   └── new chunk ─ idle      keeps its KV until somebody needs the memory, but no sequence slot
+   └── new chunk ─ idle      keeps its KV until the memory is needed, but holds no sequence slot
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,32 +20,32 @@ from streamrag.engine import RequestView
 
 @dataclass(kw_only=True, eq=False)
 class Queues:
-    """Moves requests between vLLM's queues and ours, and tells clients of streams that become idle."""
+    """Moves requests between vLLM's queues and `idle`, and acknowledges chunks when a stream becomes idle."""
 
     scheduler: Scheduler
     evictions: Evictions
     outbox: Outbox
     idle: dict[str, StreamRequest] = field(default_factory=dict)
-    """Streams that wait for their next chunk, outside of vLLM's queues."""
+    """Streams that wait for their next chunk, outside vLLM's queues."""
 
     def requeue(self, stream: StreamRequest) -> None:
-        """Have the model runner be sent the new prompt: only a request that waits is sent as a whole."""
+        """Move a stream whose prompt has changed to the waiting queue, so that vLLM sends the whole prompt again."""
         if self.idle.pop(stream.request_id, None):
             self.scheduler.waiting.add_request(stream)
         elif stream.status == RequestStatus.RUNNING:
             self._leave_running(stream)
             self.scheduler.waiting.add_request(stream)
-        # PREEMPTED would be resumed with the prompt that the runner remembers.
+        # The model runner would resume a PREEMPTED request with the prompt that it remembers.
         stream.status = RequestStatus.WAITING
 
     def begin_anew(self, request: StreamRequest) -> None:
-        """Have the model runner be sent a request as a whole, before a step computes it: it holds other blocks."""
+        """Make a running request wait, because its blocks have changed: vLLM then sends the whole request again."""
         if request.status == RequestStatus.RUNNING:
             self._leave_running(request)
             request.status = RequestStatus.WAITING
 
     def settle(self, stream: StreamRequest) -> None:
-        """Let a stream of which all is computed that can be wait for its next chunk outside of all queues."""
+        """Move a partial prompt that is computed to its end from vLLM's queues to `idle`, and acknowledge it."""
         if stream.is_complete or stream.num_remaining_tokens > 0 or stream.request_id in self.idle:
             return
         if stream.num_in_flight_tokens > stream.num_stale_output_tokens:
@@ -60,7 +60,6 @@ class Queues:
         self.outbox.acknowledge(stream)
 
     def settle_all(self, requests: Iterable[StreamRequest]) -> None:
-        """Settle those that still live."""
         for request in requests:
             if self.scheduler.requests.get(request.request_id) is request:
                 self.settle(request)
@@ -70,9 +69,9 @@ class Queues:
             self.idle.pop(request_id, None)
 
     def is_held_up(self, request: StreamRequest) -> bool:
-        """Whether vLLM itself would skip it: a grammar, or output in flight from before it was preempted.
+        """Whether vLLM would skip the request: its grammar compiles, or output from before a preemption is in flight.
 
-        vLLM looks whether a grammar is ready when its turn comes, which may be never behind what was granted.
+        vLLM checks a grammar only when the request's turn comes, which may be never behind granted requests.
         """
         if not self.scheduler._handle_blocked_waiting_request(request):
             return True
@@ -86,11 +85,11 @@ class Queues:
         order: Iterable[RequestView],
         waiting: list[StreamRequest],
     ) -> tuple[list[StreamRequest], list[StreamRequest]]:
-        """Leave in vLLM's queues what may run: `running`, then what is granted.
+        """Leave only what may run in vLLM's queues: `running` and the granted requests.
 
-        Return the rest of the `order` and of those that are `waiting`: the running and the waiting ones.
+        Return the running and the waiting requests that were removed: the rest of `order`, and `waiting`.
         """
-        scheduler, running_status = self.scheduler, RequestStatus.RUNNING  # hundreds may wait
+        scheduler, running_status = self.scheduler, RequestStatus.RUNNING  # locals: hundreds of requests may wait
         starting: list[StreamRequest] = []
         for request in granted:
             (running if request.status is running_status else starting).append(request)
@@ -107,27 +106,26 @@ class Queues:
             waiting.append(request)
         scheduler.waiting.clear()
         scheduler.waiting.extend(starting)
-        # vLLM counts these as sequences that hold a slot without being in `running`, which is what they are here.
+        # vLLM's count of sequences that hold a slot without being in `running`: the case of `rest`.
         scheduler.num_waiting_for_streaming_input = len(rest)
         return rest, waiting
 
     def put_back(self, running: Iterable[StreamRequest], waiting: Iterable[StreamRequest]) -> None:
-        """Put back what was set aside for a step."""
         self.scheduler.running.extend(running)
         self.scheduler.waiting.extend(waiting)
         self.scheduler.num_waiting_for_streaming_input = 0
 
     def _give_up_slots(self, rest: list[StreamRequest], num_wanted: int) -> list[StreamRequest]:
-        """Have the last `num_wanted` of the running requests that get nothing in this step wait. Most keep their KV.
+        """Take the slots of the last `num_wanted` running requests without a grant. Most keep their KV.
 
-        One that has shown a token keeps its slot as well: as a waiting request it would lose its output.
+        A request that has output keeps its slot: as a waiting request it would lose the output.
         """
         if num_wanted <= 0:
             return []
         leaving = [r for r in reversed(rest) if not r.has_output][:num_wanted]
         for request in leaving:
             if has_prompt_logprobs(request):
-                # With the slot the second model runner forgets those that it has: it must begin again.
+                # Without a slot, the second model runner forgets the log-probabilities collected so far.
                 self.evictions.preempt(request)
             self.scheduler.reset_preempted_req_ids.add(request.request_id)
             request.status = RequestStatus.WAITING
@@ -136,5 +134,5 @@ class Queues:
 
     def _leave_running(self, request: StreamRequest) -> None:
         self.scheduler.running.remove(request)
-        # The second model runner gives up the slots of these only; the first takes no notice.
+        # The second model runner frees the slots of exactly these; the first one ignores the set.
         self.scheduler.reset_preempted_req_ids.add(request.request_id)

@@ -1,10 +1,10 @@
-"""Records of the requests that have ended."""
+"""Records of finished requests."""
 
 import logging
 import os
 from collections import deque
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import msgspec
 
@@ -15,29 +15,27 @@ from streamrag.records import RequestRecord
 
 logger = logging.getLogger(__name__)
 
-
 NUM_GONE = 1_000
-"""Requests that were not finished, of which it is remembered that chunks may still come."""
+"""Number of failed or aborted request ids that are remembered, because chunks for them may still arrive."""
 
 
 class Records:
-    """Makes the record of each request that ends, and remembers those that failed or were aborted."""
+    """Creates the record of each request that ends, and remembers the ids of those that failed or were aborted."""
 
     def __init__(self, path: str | None, *, clock: HostClock) -> None:
         self.file = RecordFile(Path(path)) if path else None
         self.gone_ids: deque[str] = deque(maxlen=NUM_GONE)
-        """Ids of the last that failed or were aborted. Their clients know, and may use them again."""
+        """Ids of the requests that failed or were aborted most recently. Clients may reuse these ids."""
         self._clock = clock
 
     def end(self, request: StreamRequest) -> dict[str, Any]:
-        """Return the record of a request whose status is final, and append it to the file."""
+        """Return the record of a request with a final status, and append the record to the file."""
         record = request.end(self._clock.monotonic())
         if record.outcome != "finished":
             self.gone_ids.append(request.request_id)
         if self.file is not None:
             self.file.write(record)
-        fields: dict[str, Any] = msgspec.to_builtins(record)
-        return fields
+        return cast(dict[str, Any], msgspec.to_builtins(record))
 
     def close(self) -> None:
         if self.file is not None:
@@ -47,9 +45,8 @@ class Records:
 class RecordFile:
     """A file of records, one JSON line each, to which several engines may append.
 
-    It is opened with the first record; a line is in it when `write` returns.
-
-    An engine goes on when the file can no longer be written: that is logged, and no more records are kept.
+    The file is opened at the first record. `write` returns after the line is in the file. If writing fails, that is
+    logged, and no more records are written; the engine is not affected.
 
     :raises ConfigurationError: there cannot be a file at `path`.
     """
@@ -77,16 +74,16 @@ class RecordFile:
         except OSError as error:
             self._is_broken = True
             self.close()
-            logger.error("no more records of requests are written to %s: %s", self.path, error)
+            logger.error("request records are no longer written to %s: %s", self.path, error)
 
     def close(self) -> None:
-        """May be called again; a later record would open the file anew."""
+        """Close the file. A later `write` opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _open(self) -> BinaryIO:
-        """Open without a buffer, so that each line is one write. Cuts off what a crash left of a line."""
+        """Truncate an incomplete last line, and open the file unbuffered, so that each line is one write."""
         if self.path.exists() and self.path.stat().st_size:
             with self.path.open("rb+") as file:
                 file.seek(-1, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""vLLM's request, extended by what streaming needs."""
+"""vLLM's request, extended for streamed prompts."""
 
 from vllm.v1.request import Request, RequestStatus
 
@@ -16,59 +16,48 @@ OUTCOMES: dict[RequestStatus, Outcome] = {
 
 
 def has_prompt_logprobs(request: Request) -> bool:
-    """Whether log-probabilities of the prompt are asked for, which the model runner collects step by step."""
+    """Whether log-probabilities of the prompt are requested. The model runner collects these step by step."""
     params = request.sampling_params
     return params is not None and (params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None)
 
 
 class StreamRequest(Request):
-    """A request whose prompt may be partial. Plain requests become one too, with a prompt that is complete.
+    """A request whose prompt may be partial. Plain requests are converted too; their prompt is complete.
 
-    While the prompt is partial its last token is hidden from the scheduler, but not from the model runner, which
-    therefore sees an unfinished prefill and samples nothing. Whatever the last chunk is, one token is left to compute.
+    The last token of a partial prompt is hidden from the scheduler but not from the model runner. The model runner
+    therefore sees an unfinished prefill and samples nothing, and a final chunk always leaves one token to compute.
     """
 
     is_complete: bool
     is_stream: bool
     arrival_s: float
     last_chunk_s: float
-    since_s: float
-    """Time since which it has had something to compute."""
+    since_s: float  # time since which the request has had tokens to compute
     expected_complete_s: float | None = None
     source_name: str = ""
     request_class: RequestClass = "pool"
-    is_replaced: bool = False
-    """Whether its source is known to replace what it has sent."""
-    num_step_tokens: int | None = None
-    """Most tokens in one step while its prompt is partial; None for no limit of its own."""
+    is_replaced: bool = False  # whether its source is known to replace chunks that it has sent
+    num_step_tokens: int | None = None  # most tokens in one step while the prompt is partial; None for no limit
     num_messages: int = 1
-    num_acknowledged: int = 0
-    """Chunks for which the client has been sent a finish. It expects exactly one each."""
+    num_acknowledged: int = 0  # chunks that have been acknowledged. vLLM's client expects exactly one finish per chunk
     step_end: int | None = None
-    """Tokens that are computed after the step that vLLM plans, if that computes only some; else None."""
-    num_loaded_tokens: int = 0
-    """Tokens that the step for which it was admitted last loads from host memory."""
-    released_blocks: set[int]
-    """Device blocks that it had to give up and wants back; some may hold something else by now."""
-    was_evicted: bool = False
-    """Whether it has lost KV to others."""
-    num_kept_tokens: int = 0
-    """Leading tokens of its prompt whose KV went to host memory when it was evicted last."""
-    num_blocks_claimed: int | None = None
-    """Blocks claimed of the budget; None while it has no part in that."""
+    """Tokens computed by the end of the step being planned, if the step computes only a part; else None."""
+    num_loaded_tokens: int = 0  # tokens that the step that last admitted the request loads from host memory
+    released_blocks: set[int]  # device blocks that the request lost and wants back; some may hold other KV by now
+    was_evicted: bool = False  # whether the request has ever lost KV to others
+    num_kept_tokens: int = 0  # leading prompt tokens whose KV went to host memory in the last eviction
+    num_blocks_claimed: int | None = None  # blocks claimed of the KV budget; None without a claim
     comparison: Comparison | None = None
-    """Decides what becomes of its KV, while it is about to be evicted."""
-    view: RequestView | None = None
-    """The last view of it; None when it has changed since."""
+    """The choice between dropping and saving its KV, set while an eviction is being planned."""
+    view: RequestView | None = None  # the cached view of the request; None after a change
     log: RequestLog
-    record: RequestRecord | None = None
-    """The record of its log; None as long as the request lives."""
+    record: RequestRecord | None = None  # the final record; None until the request ends
 
     @classmethod
     def adopt(cls, request: Request, chunk: PromptMessage | None, sent_s: float, now_s: float) -> "StreamRequest":
-        """Make `request`, which nobody else has seen yet, one of ours. A plain one was sent at `sent_s`.
+        """Convert `request`, which the scheduler has not seen yet, in place. A plain request was sent at `sent_s`.
 
-        vLLM creates its requests before any scheduler sees them; changing the class keeps all that it has set up.
+        Changing the class keeps all that vLLM has set up.
         """
         request.__class__ = cls
         assert isinstance(request, cls)
@@ -77,7 +66,7 @@ class StreamRequest(Request):
         arrival_s = min(sent_s, now_s)
         request.is_stream = chunk is not None
         request.is_complete = chunk is None or chunk.is_complete
-        # One of vLLM's own streaming sessions would wait for more input after its answer.
+        # vLLM would have a resumable request wait for more input after its answer.
         request.resumable = False
         request.arrival_s = request.last_chunk_s = request.since_s = arrival_s
         if chunk is not None:
@@ -89,7 +78,6 @@ class StreamRequest(Request):
         return request
 
     def end(self, now_s: float) -> RequestRecord:
-        """Make the record of a request whose status is final."""
         outcome = OUTCOMES.get(self.status, "finished")
         self.record = self.log.end(outcome, now_s, self.num_prompt_tokens, self.num_output_tokens)
         return self.record
@@ -104,27 +92,27 @@ class StreamRequest(Request):
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Tokens that can be computed now; one for each step of a decode, also if its last token is still unknown."""
+        """Tokens that can be computed now. One per decode step, even if the previous token is still being sampled."""
         return self.num_tokens + self.num_output_placeholders - self.num_computed_tokens
 
     @property
     def num_held_tokens(self) -> int:
-        """Tokens of prompt and answer, a hidden one included."""
+        """Tokens of prompt and answer, including a hidden one."""
         return len(self._all_token_ids)
 
     @property
     def is_decoding(self) -> bool:
-        """Whether it has output, and no prompt left to compute."""
+        """Whether the request has output and no prompt left to compute."""
         return bool(self._output_token_ids) and not self.is_prefill_chunk
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether chunks that come under its id are its own."""
+        """Whether a chunk with this request's id belongs to it."""
         return self.is_stream and not self.is_finished()
 
     @property
     def has_output(self) -> bool:
-        """Whether a token has been sampled, or is being."""
+        """Whether a token has been sampled, or is being sampled."""
         return bool(self._output_token_ids) or self.num_output_placeholders > 0
 
     def make_view(self, num_blocks: int, is_idle: bool) -> RequestView:

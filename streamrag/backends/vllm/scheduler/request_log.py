@@ -1,4 +1,4 @@
-"""Logs of requests inside the engine, written by the scheduler."""
+"""Logs of unfinished requests, written by the scheduler."""
 
 import time
 from collections import Counter
@@ -12,17 +12,17 @@ from streamrag.records import ChunkRecord, Outcome, PreemptionRecord, RequestRec
 
 @dataclass(slots=True)
 class HostClock:
-    """The two clocks that request logs need. A simulated engine replaces both by its virtual clock."""
+    """The two clocks that request logs need. A simulated engine replaces both by a virtual clock."""
 
     monotonic: Callable[[], float] = time.monotonic
-    """Seconds, of all records. `time.monotonic` is, on Linux, the same for all processes of a host."""
+    """Returns seconds, for all records. On Linux, `time.monotonic` is the same for all processes of a host."""
     wall: Callable[[], float] = time.time
-    """Seconds, of `Request.arrival_time`, which is all that vLLM says about when a plain request was sent."""
+    """Returns seconds since the epoch, the unit of `Request.arrival_time`: vLLM's only send time of a plain request."""
 
 
 @dataclass(slots=True)
 class RequestLog:
-    """Counters and events of one request that still lives. The fields are those of `RequestRecord`."""
+    """Counters and events of one unfinished request. The public fields are those of `RequestRecord`."""
 
     request_id: str
     is_stream: bool
@@ -42,22 +42,20 @@ class RequestLog:
     restores: list[RestoreRecord] = field(default_factory=list)
     holds: Counter[str] = field(default_factory=Counter)
 
-    num_known: int = 0
-    """Leading tokens of the current prompt whose KV has been there at some time."""
-    num_present: int = 0
-    """Leading tokens of the prompt whose KV was there, or being computed, when last looked at."""
+    num_known: int = 0  # leading tokens of the current prompt whose KV has been computed at any time
+    num_present: int = 0  # leading tokens of the prompt whose KV was computed, or being computed, at the last event
 
     def on_chunk(self, chunk: ChunkRecord, num_left: int) -> None:
-        """Note a chunk, after which the KV of `num_left` tokens is left."""
+        """Log a chunk, after which the KV of `num_left` leading tokens remains valid."""
         self.chunks.append(chunk)
         self.num_invalidated += chunk.num_invalidated
         self.num_present = num_left
         self.num_known = min(self.num_known, chunk.num_shared)
 
     def on_step(self, start: int, end: int, now_s: float, num_loaded: int = 0) -> None:
-        """Note that prompt tokens [start, end) are computed in this step.
+        """Log a step that computes prompt tokens [start, end).
 
-        What is new below `start` was in the prefix cache, but for `num_loaded` tokens from host memory.
+        New tokens before `start` were prefix hits, except for `num_loaded` tokens from host memory.
         """
         if self.scheduled_s is None:
             self.scheduled_s = now_s
@@ -72,27 +70,27 @@ class RequestLog:
         self.num_present = end
 
     def on_later_hit(self, num_tokens: int, now_s: float) -> None:
-        """Note that it has taken what it lacked of its first `num_tokens` tokens, which others have computed."""
+        """Log that the KV of the first `num_tokens` tokens is now present, taken from the prefix cache."""
         self.num_from_cache += num_tokens - self.num_present
         self.num_present = num_tokens
         if self.first_kv_s is None:
             self.first_kv_s = now_s
 
     def on_step_end(self, now_s: float, *, is_complete: bool) -> None:
-        """Note the end of a step that computed prompt tokens; of the complete prompt, the last ones."""
+        """Log the end of a step that computed prompt tokens: with `is_complete`, the last ones of a complete prompt."""
         if self.first_kv_s is None:
             self.first_kv_s = now_s
         if is_complete and self.last_kv_s is None:
             self.last_kv_s = now_s
 
     def on_loss(self, num_tokens: int, comparison: Comparison, now_s: float) -> None:
-        """Note that all KV was taken away, which was that of `num_tokens`, the answer's included."""
+        """Log that the request lost the KV of all `num_tokens` computed tokens, including those of the answer."""
         fate, recompute_s, swap_s = comparison.choice, comparison.recompute_s, comparison.swap_s
         self.preemptions.append(PreemptionRecord(now_s, fate, num_tokens, recompute_s, swap_s))
         self.num_present = 0
 
     def on_saves(self, index: int, num_tokens: int, expected_s: float) -> None:
-        """Note that some of what the preemption of that index took away is being copied to host memory."""
+        """Add tokens that are being copied to host memory to the preemption at `index`."""
         known = self.preemptions[index]
         self.preemptions[index] = replace(
             known,
@@ -101,17 +99,16 @@ class RequestLog:
         )
 
     def on_saved(self, index: int, seconds: float) -> None:
-        """Note how long such copies took."""
+        """Add the duration of copies to the preemption at `index`."""
         known = self.preemptions[index]
         self.preemptions[index] = replace(known, save_s=known.save_s + seconds)
 
     def on_restored(self, index: int, seconds: float) -> None:
-        """Note how long the restore of that index took, or a part of it."""
+        """Add the duration of a restore, or of a part of it, to the restore at `index`."""
         known = self.restores[index]
         self.restores[index] = replace(known, observed_s=(known.observed_s or 0.0) + seconds)
 
     def end(self, outcome: Outcome, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> RequestRecord:
-        """Return the record of a request that ends now."""
         values: dict[str, Any] = {name: getattr(self, name) for name in _RECORDED}
         values["holds"] = dict(self.holds)
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}

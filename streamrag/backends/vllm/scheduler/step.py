@@ -1,4 +1,4 @@
-"""The plan of one step: who may run, in which order, by which rules."""
+"""Plan one step: which requests may run, in which order, and under which rules."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,17 +35,14 @@ class PlannedStep(NamedTuple):
     """The decisions for one step."""
 
     plan: Plan
-    order: list[RequestView]
-    """Requests that the plan chose from, the most urgent first."""
-    decoding: list[StreamRequest]
-    """Requests that run ahead of the plan."""
-    held_up: list[StreamRequest]
-    """Requests that wait for something else than memory and budget."""
+    order: list[RequestView]  # requests that the plan chose from, most urgent first
+    decoding: list[StreamRequest]  # requests that run regardless of the plan
+    held_up: list[StreamRequest]  # requests that wait for something other than memory or budget
 
 
 @dataclass(kw_only=True, eq=False)
 class StepPlanner:
-    """Plans steps, and changes nothing by that."""
+    """Plans steps, without side effects on requests or queues."""
 
     scheduler: Scheduler
     options: SchedulerOptions
@@ -62,13 +59,13 @@ class StepPlanner:
         num_blocks, high_water = self.kv_memory.num_device_blocks, self.options.data_high_water
         self.num_kept_free = int(self.options.low_water * num_blocks)
         self.num_kept_from_data = None if high_water is None else num_blocks - int(high_water * num_blocks)
-        # With more than that, the largest step leaves free what must be.
+        # With more free blocks than this, even the largest step leaves the low-water reserve free.
         largest_step = self.scheduler.max_num_scheduled_tokens // self.kv_memory.smallest_block_size
         self._num_free_if_short = self.num_kept_free + largest_step + self.scheduler.max_num_active_reqs
         self.rules = self._make_rules()
 
     def plan_step(self) -> PlannedStep:
-        """Order the requests that may run, and plan who computes how much."""
+        """Order the requests that may run, and plan how many tokens each computes."""
         self.kv_memory.start_step()
         if self.host_memory is not None:
             self.host_memory.start_step(self.steps.start_s)
@@ -76,7 +73,7 @@ class StepPlanner:
         views, held_up = [self.kv_memory.view(r) for r in others], []
         for request in self.scheduler.waiting:
             view = request.view
-            # One that has a view is not held up: it would have lost its view on the way there.
+            # A request that has a view is not held up: entering that state clears the view.
             if view is None:
                 if self.queues.is_held_up(request):
                     held_up.append(request)
@@ -88,17 +85,22 @@ class StepPlanner:
         scheduler = self.scheduler
         budget = StepBudget(scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs, len(decoding))
         order = self.policy.order(views, self.steps.start_s)
-        tells_holds = self.options.records is not None
-        made = plan(
-            order, self._idle_views, budget, self.kv_memory, self.rules, self.evictions.fate, tells_holds=tells_holds
+        step_plan = plan(
+            order,
+            self._idle_views,
+            budget,
+            self.kv_memory,
+            self.rules,
+            self.evictions.fate,
+            tells_holds=self.options.records is not None,
         )
-        for request_id, rule in made.holds:
+        for request_id, rule in step_plan.holds:
             scheduler.requests[request_id].log.holds[rule] += 1
-        self.policy.on_admitted([g.request for g in made.grants if not g.request.is_running])
-        return PlannedStep(made, order, decoding, held_up)
+        self.policy.on_admitted([g.request for g in step_plan.grants if not g.request.is_running])
+        return PlannedStep(step_plan, order, decoding, held_up)
 
     def _make_rules(self) -> list[Rule]:
-        """Return the rules in the order in which they are asked; what is None is switched off."""
+        """Return the rules that are switched on, in the order in which they are evaluated."""
         options, estimates = self.options, self.estimates
         can_growing = self._is_kv_kept if options.can_partial_evict is None else lambda: False
         next_block = self.kv_memory.next_block
@@ -119,14 +121,14 @@ class StepPlanner:
         return [rule for rule in rules if rule is not None]
 
     def _is_kv_kept(self) -> bool:
-        """Whether KV that is taken away can be had back: host memory has room for that of all requests."""
+        """Whether memory is short, and host memory has room for the KV of all requests."""
         if self.host_memory is None or self.kv_memory.num_free_blocks > self._num_free_if_short:
-            return False  # or nobody needs it
+            return False
         requests = self.scheduler.requests
         return self.host_memory.holds(sum(r.num_prompt_tokens for r in requests.values()), len(requests))
 
     def _split_running(self) -> tuple[list[StreamRequest], list[StreamRequest]]:
-        """Return the running requests that decode and have what they need, which is one token each; and the others."""
+        """Split the running requests into those that decode, if all of these fit into the step, and the others."""
         scheduler, memory = self.scheduler, self.kv_memory
         decoding: list[StreamRequest] = []
         others: list[StreamRequest] = []
@@ -144,8 +146,8 @@ class StepPlanner:
         return decoding, others
 
     def _idle_views(self) -> list[RequestView]:
-        """Return idle streams that hold KV, of which the last is the first victim: the one with most time to its next
-        chunk."""
+        """Return the idle streams that hold KV. The last one is the first victim: its next chunk is furthest away."""
+
         now_s, forecast = self.steps.start_s, self.estimates.forecast
         views = [self.kv_memory.view(r, is_idle=True) for r in self.queues.idle.values()]
         held = self.policy.order([v for v in views if v.num_blocks], now_s)

@@ -1,4 +1,4 @@
-"""The engines and models that the scheduler runs on."""
+"""Checks that the scheduler supports the engine and the model."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -30,26 +30,26 @@ CHECKS: dict[str, Callable[["VllmConfig"], bool]] = {
 def check_supported(config: "VllmConfig", kv_cache_config: KVCacheConfig) -> None:
     """Check the configuration of an engine.
 
-    :raises ConfigurationError: streaming has not been made to work in it.
+    :raises ConfigurationError: streaming does not support a feature that is switched on.
     """
-    found = [name for name, is_used in CHECKS.items() if is_used(config)]
+    unsupported = [name for name, is_used in CHECKS.items() if is_used(config)]
     if kv_cache_config.has_mamba_layers:
-        found.append("a model with Mamba layers")
-    if found:
+        unsupported.append("a model with Mamba layers")
+    if unsupported:
         raise ConfigurationError(
-            f"streaming does not work with {', '.join(found)}; switch that off, or use vLLM's own scheduler"
+            f"streaming does not work with {', '.join(unsupported)}; switch that off, or use vLLM's own scheduler"
         )
 
 
 def why_no_host_memory(config: KVCacheConfig) -> str | None:
-    """Return why blocks of this KV cannot be copied: they must be of one kind, kept whole and written by us alone."""
+    """Return why KV blocks cannot be copied to host memory; None if they can."""
     if len(config.kv_cache_groups) != 1:
         return f"{len(config.kv_cache_groups)} kinds of KV blocks"
     (group,) = config.kv_cache_groups
     spec = group.kv_cache_spec
     specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
     for each in specs:
-        # Their subclasses give blocks up, or keep tokens in them that are not the request's.
+        # Subclasses of these free blocks early, or store tokens in them that are not the request's.
         if type(each) not in (FullAttentionSpec, MLAAttentionSpec):
             return f"KV of the kind {type(each).__name__}"
     return "KV of mixed precision" if config.needs_kv_cache_zeroing else None

@@ -1,1 +1,1 @@
-"""The part that runs in each of vLLM's workers: KV blocks are copied between the device and host memory."""
+"""The part that runs in each of vLLM's workers: copies KV blocks between the device and host memory."""

@@ -1,4 +1,4 @@
-"""Copying whole KV blocks between a device and host memory, on a CPU and on CUDA."""
+"""Copies of whole KV blocks between a device and host memory, on a CPU and on CUDA."""
 
 import time
 from collections import deque
@@ -7,21 +7,18 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-Pairs: TypeAlias = Sequence[tuple[int, int]]
-"""(from, to) of blocks to be copied."""
+Pairs: TypeAlias = Sequence[tuple[int, int]]  # (from, to) of the blocks to copy
 
 
 class Layer(NamedTuple):
     """The KV of one layer as bytes: a row per block."""
 
-    cache: torch.Tensor
-    """[num_blocks, bytes of a block], on the device."""
-    pool: torch.Tensor
-    """[num_slots, bytes of a block], in host memory."""
+    cache: torch.Tensor  # [num_blocks, bytes of a block], on the device
+    pool: torch.Tensor  # [num_slots, bytes of a block], in host memory
 
 
 class Measured(NamedTuple):
-    """Copies in one direction that have ended."""
+    """The number of copied blocks in one direction, and the time that their copies took."""
 
     num_blocks: int = 0
     seconds: float = 0.0
@@ -31,7 +28,7 @@ class Measured(NamedTuple):
 
 
 class CpuCopies:
-    """Copies at once, row by row. In torch's threads a copy would wait for those that compute something else."""
+    """Copies immediately, row by row. With torch's thread pool, a copy would wait for other computations."""
 
     def __init__(self, layers: Mapping[str, Layer]) -> None:
         self._rows = [(layer.cache.numpy(), layer.pool.numpy()) for layer in layers.values()]
@@ -58,7 +55,7 @@ class CpuCopies:
     def end_step(self) -> None: ...
 
     def take_measured(self) -> tuple[Measured, Measured]:
-        """Return what has been copied since the last time, out and in."""
+        """Return and reset the measurements since the last call, out and in."""
         measured = self._out, self._in
         self._out = self._in = Measured()
         return measured
@@ -67,14 +64,14 @@ class CpuCopies:
 
 
 class CudaCopies:
-    """Copies beside the computing, on a stream for each direction. It has not run on a device yet.
+    """Copies concurrently with the computation, on one CUDA stream per direction. It has not run on a device yet.
 
         compute   step before ─┐     ┌─▶ layer 0 ─▶ layer 1 ─▶ …  ─▶ the next step, which waits for `held`
         out                    ├─ saves ─┬─ held saves ─────────────┘
         in                     │         └─ loads of layer 0, of layer 1, …: each layer waits for its own
-                               └─ nothing is copied before what was computed
+                               └─ copies wait for the previous step
 
-    Since the computing waits for all that came before it, waiting for it is waiting for that too.
+    The computation waits for all that precedes it, so waiting for the computation includes those copies.
     """
 
     def __init__(self, layers: Mapping[str, Layer]) -> None:
@@ -84,7 +81,7 @@ class CudaCopies:
         self._out, self._in = torch.cuda.Stream(priority=lowest), torch.cuda.Stream(priority=lowest)
         caches = {name: layer.cache for name, layer in layers.items()}
         pools = {name: layer.pool for name, layer in layers.items()}
-        # Both ends are written by copies and kernels that may still run: each copy reads when its turn has come.
+        # Copies and kernels that still run write to both ends: each copy must read its source in stream order.
         order = ops.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
         self._copy_blocks = ops.copy_blocks
         self._out_params = ops.build_params(caches, pools, self._out, order)
@@ -133,7 +130,7 @@ class CudaCopies:
             torch.cuda.current_stream().wait_event(self._loaded[name])
 
     def end_step(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._in)  # also for layers that the forward left out
+        torch.cuda.current_stream().wait_stream(self._in)  # includes layers that the forward left out
 
     def take_measured(self) -> tuple[Measured, Measured]:
         out, into = Measured(), Measured()

@@ -3,8 +3,7 @@
     cache   per layer [num_blocks, bytes of a block]     on the device
     pool    per layer [num_slots,  bytes of a block]     one allocation in host memory, pinned if the device is a GPU
 
-Nothing that fails here fails a request: a slot that was not saved and a block that was not loaded are reported, and
-their tokens are computed again.
+A failure here fails no request: failed saves and loads are reported, and their tokens are computed again.
 """
 
 import importlib
@@ -22,15 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 class HostCopier:
-    """Carries out the `HostCopies` of each step: `save`, then `load`, `wait_for_layer` of each layer, `end_step`.
+    """Makes the `HostCopies` of each step. Call `save`, then `load`, `wait_for_layer` for each layer, `end_step`.
 
-    `num_slots` is what the scheduler counts with, `num_blocks` what the cache has.
+    `num_slots` is the number that the scheduler expects, `num_blocks` the number of blocks in the cache.
     """
 
     def __init__(self, num_slots: int, num_blocks: int) -> None:
         self.num_slots = num_slots
-        self.block_bytes = 0
-        """Bytes of a block of all layers."""
+        self.block_bytes = 0  # bytes of a block, over all layers
         self._num_blocks = num_blocks
         self._num_slots_promised = num_slots
         self._copies: CpuCopies | CudaCopies | None = None
@@ -38,13 +36,13 @@ class HostCopier:
         self._failed_loads: set[int] = set()
 
     def has_slot(self, slot: int, *, is_load: bool) -> bool:
-        """Whether a slot can be loaded from, or saved to: there may be fewer than the scheduler counts with."""
+        """Whether a slot exists: there may be fewer than the scheduler expects."""
         return slot < self.num_slots
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Told by vLLM once: the KV of each layer, of which several layers may have the same.
+        """Register the KV of each layer, of which several layers may share one. vLLM calls this once.
 
-        :raises ConfigurationError: the bytes of a block are in more than one place.
+        :raises ConfigurationError: the bytes of a block are not contiguous.
         """
         first_at: dict[int, str] = {}
         for name, cache in caches.items():
@@ -62,7 +60,7 @@ class HostCopier:
         self._copies = CudaCopies(layers) if is_cuda else CpuCopies(layers)
 
     def _make_pool(self, *, is_pinned: bool) -> torch.Tensor:
-        """Return as much as there is memory for. Sets `num_slots`."""
+        """Allocate host memory, halving `num_slots` until the allocation succeeds."""
         reason = None
         while True:
             try:
@@ -73,7 +71,7 @@ class HostCopier:
                 self.num_slots //= 2
         if reason:
             logger.warning(
-                "There is host memory for %d KV blocks of %d bytes instead of %d, lower host_kv_bytes: %s",
+                "Host memory has room for %d KV blocks of %d bytes instead of %d; lower host_kv_bytes: %s",
                 self.num_slots,
                 self.block_bytes,
                 self._num_slots_promised,
@@ -81,10 +79,8 @@ class HostCopier:
             )
         return pool
 
-    # ----------------------------------------------------------------------------------------------------- each step
-
     def save(self, copies: HostCopies) -> None:
-        """Save blocks, before anything overwrites one."""
+        """Save blocks, before the step overwrites any."""
         if self._copies is not None:
             self._copies.start_step()
         if copies.saves:
@@ -98,7 +94,7 @@ class HostCopier:
             if good:
                 assert self._copies is not None
                 self._copies.save(good, is_held=is_held)
-        except Exception:  # whatever it is, the request can do without
+        except Exception:  # any failure: the request does not depend on the copy
             logger.exception("%d KV blocks were not saved to host memory", len(good))
             good = []
         saved = {slot for _, slot in good}
@@ -106,34 +102,33 @@ class HostCopier:
         self._report.failed += [slot for _, slot in pairs if slot not in saved]
 
     def load(self, copies: HostCopies, *, by_layer: bool) -> None:
-        """Load blocks, before the forward. `by_layer`: it will ask for each layer, and need not wait for all."""
+        """Load blocks, before the forward. With `by_layer`, the forward waits for each layer in `wait_for_layer`."""
         good = [(slot, block) for slot, block in copies.loads if self.has_slot(slot, is_load=True)]
         try:
             if good:
                 assert self._copies is not None
                 self._copies.load(good, by_layer=by_layer)
-        except Exception:  # whatever it is, the tokens can be computed
+        except Exception:  # any failure: the tokens are recomputed
             logger.exception("%d KV blocks were not loaded from host memory", len(good))
             good = []
         self._failed_loads |= {block for _, block in copies.loads} - {block for _, block in good}
 
     def wait_for_layer(self, name: str) -> None:
-        """The forward is about to read this layer."""
         if self._copies is not None:
             self._copies.wait_for_layer(name)
 
     def end_step(self) -> None:
-        """Have the next step wait for loads, after the forward."""
+        """Have the next step wait for loads. Called after the forward."""
         if self._copies is not None:
             self._copies.end_step()
 
     def take_failed_loads(self) -> set[int]:
-        """Device blocks that do not hold what was to be loaded into them, since the last time."""
+        """Return and reset the device blocks whose loads failed."""
         failed, self._failed_loads = self._failed_loads, set()
         return failed
 
     def take_report(self) -> CopyReport | None:
-        """Return the report since the last time; None if there is nothing to say."""
+        """Return and reset the report; None if there is nothing to report."""
         report, self._report = self._report, CopyReport()
         if self._copies is not None:
             out, into = self._copies.take_measured()
@@ -148,23 +143,22 @@ class HostCopier:
         return report
 
     def close(self) -> None:
-        """Wait for the last copies."""
         copies, self._copies = self._copies, None
         if copies is not None:
             copies.close()
 
 
 def _rows(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """The bytes of a layer's KV, which is [blocks, heads, tokens, content] in some order of strides: a row per block.
+    """Return a layer's KV as bytes, one row per block. The KV is [blocks, heads, tokens, content], in any stride order.
 
-    A block of the scheduler may be several of the attention kernel.
+    A block of the scheduler may be several blocks of the attention kernel.
     """
     blocks = group_kernel_blocks(cache, num_blocks)
     size = blocks[0].numel()
     extent = 1 + sum((n - 1) * stride for n, stride in zip(blocks.shape[1:], blocks.stride()[1:], strict=True))
     if not blocks.stride(0) == extent == size:
         raise ConfigurationError(
-            f"KV in host memory needs each block of a layer in one piece, and {name} has {tuple(cache.shape)} "
+            f"KV in host memory needs the bytes of a block to be contiguous, but {name} has {tuple(cache.shape)} "
             f"with strides {cache.stride()}; set VLLM_KV_CACHE_LAYOUT=LBNHC, or eviction='recompute'"
         )
     return blocks.as_strided((num_blocks, size), (size, 1)).view(torch.uint8)

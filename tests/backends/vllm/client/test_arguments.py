@@ -41,12 +41,12 @@ def test_where_host_memory_cannot_be_had_it_is_not_the_default(engine_args: dict
     [
         ({}, {"eviction": "magic"}, "eviction='magic' must be 'recompute', 'swap' or 'cost'"),
         ({}, {"host_kv_bytes": 0}, "host_kv_bytes=0 must be greater than or equal to 1"),
-        ({"enable_prefix_caching": False}, {"eviction": "swap"}, "eviction='swap' cannot .* prefix cache"),
-        ({"kv_transfer_config": {}}, {"eviction": "cost"}, "eviction='cost' cannot .* one KV connector"),
+        ({"enable_prefix_caching": False}, {"eviction": "swap"}, "eviction='swap' is not possible: .* prefix cache"),
+        ({"kv_transfer_config": {}}, {"eviction": "cost"}, "eviction='cost' is not possible: .* one KV connector"),
         (
             {"enable_prefix_caching": False, "additional_config": {"streamrag": {"eviction": "swap"}}},
             {},
-            "eviction='swap' cannot",
+            "eviction='swap' is not possible",
         ),
     ],
 )

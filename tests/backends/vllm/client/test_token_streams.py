@@ -143,7 +143,7 @@ async def test_who_reads_is_told_of_an_abort_before_vllm_has_handed_over_anythin
     async with streams.open([20], SamplingParams()) as stream:
         await stream.abort()
         for _ in range(2):
-            with pytest.raises(BackendError, match="gave the stream up"):
+            with pytest.raises(BackendError, match="dropped the stream"):
                 await anext(stream.events())
     await settle()
     assert core.num_requests == 0

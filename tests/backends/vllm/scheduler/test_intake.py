@@ -123,7 +123,7 @@ def test_a_first_chunk_that_keeps_something_is_refused(bench: Make) -> None:
     b = bench()
     b.chunk("s", TOKENS, kept=5)
     b.check_empty()
-    assert "of nothing" in error(b, "s")
+    assert "no previous prompt" in error(b, "s")
     assert b.record("s").is_stream
 
 

@@ -156,7 +156,7 @@ def test_where_there_is_less_memory_there_are_fewer_slots(
     caches = made_caches()
     copier = made_copier(caches, num_slots=20)
     assert copier.num_slots == 5
-    assert "5 KV blocks of 1152 bytes instead of 20, lower host_kv_bytes" in caplog.text
+    assert "5 KV blocks of 1152 bytes instead of 20; lower host_kv_bytes" in caplog.text
     report, _ = step(copier, saves=[(0, 4), (1, 5), (2, 19)])
     assert (report.saved, report.failed, report.num_slots) == ([4], [5, 19], 5)
     _, failed = step(copier, loads=[(4, 7), (5, 8)])

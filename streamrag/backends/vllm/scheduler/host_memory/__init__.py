@@ -1,6 +1,6 @@
-"""Host memory for KV blocks: which are copied out, which come back, and what that costs. The life of a block:
+"""Host memory for KV blocks: which are copied out and back, and the cost of copies. The life of a block:
 
-    computed ──▶ held by requests ──the last gives it up──▶ free, in the prefix cache ──reused──▶ overwritten
+    computed ──▶ held by requests ──the last releases it──▶ free, in the prefix cache ──reused──▶ overwritten
                    │   ▲     ▲      (eviction, update, end)        │                        │
        written     │   │     └──────────── prefix hit ─────────────┘                        │ wanted back: saved
        through,    │   │ loaded, when its request runs again                                │ in that very step,
@@ -13,9 +13,9 @@
 
 A block is known by vLLM's hash of its content and of all before it: equal blocks are stored once.
 
-memory       `HostMemory`: follows released blocks, and makes the copies of each step
-loads        loads whose outcome is not known yet, and what is wrong if one fails
-costs        what decisions were expected to cost, and what they did cost
+memory       `HostMemory`: tracks released blocks, and plans the copies of each step
+loads        loads with an unknown outcome, and the KV that is wrong if one fails
+costs        expected and observed costs of decisions
 prices       the prices by which recomputing and copying are compared
-step_parts   what a step of vLLM computes
+step_parts   the number of tokens that a step computes for each request
 """

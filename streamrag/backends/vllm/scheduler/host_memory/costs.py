@@ -1,9 +1,9 @@
-"""Costs of decisions about KV in host memory: what was expected, and what came true.
+"""Costs of decisions about KV in host memory: expected and observed.
 
     resumed ─▶ on_resume ─▶ steps that recompute │ reports of copies ─▶ RestoreRecord.observed_s
     evicted ─▶ on_saves, in steps that overwrite ─▶ reports of copies ─▶ PreemptionRecord.save_s
 
-Reports of copies tell by numbers only what has ended; copies in one direction end in the order in which they were sent.
+A report gives only the number of blocks copied; copies in one direction end in the order in which they were sent.
 """
 
 from collections import deque
@@ -20,21 +20,17 @@ from streamrag.records import RestoreRecord
 
 
 class Match(NamedTuple):
-    """Blocks that host memory has of a request that could run in this step."""
+    """Blocks in host memory of a request that could run in this step."""
 
-    start: int
-    """The first block past what the prefix cache has."""
-    num_blocks: int
-    """Number of blocks from there on."""
-    comparison: Comparison | None
-    """Compares loading them with computing them; None if there are none."""
-    num_tokens: int
-    """Tokens to be loaded."""
+    start: int  # the first block after the prefix hit
+    num_blocks: int  # number of blocks from `start` on
+    comparison: Comparison | None  # the choice between loading and computing them; None without blocks
+    num_tokens: int  # number of tokens to load
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A record in a log, which more becomes known of."""
+    """The position of a record in a log. The record is updated as more becomes known."""
 
     log: RequestLog
     index: int
@@ -43,20 +39,19 @@ class _Entry:
 @dataclass(slots=True)
 class _Recomputing:
     entry: _Entry
-    done: int
-    """Tokens up to here are computed."""
+    done: int  # tokens before this one are computed
     end: int
     observed_s: float = 0.0
 
 
 @dataclass(slots=True)
 class _CopyQueue:
-    """Copies that were sent, and for which record."""
+    """Copies that were sent and have not ended, and the record that each belongs to."""
 
     sent: deque[tuple[_Entry | None, int]] = field(default_factory=deque)
 
     def ended(self, num_blocks: int, seconds: float) -> Iterator[tuple[_Entry, float]]:
-        """The records that `num_blocks` blocks in `seconds` were for, each with its share of the time."""
+        """Remove `num_blocks` copied blocks. Yield their records, each with its share of `seconds`."""
         num_left = num_blocks
         while num_left > 0 and self.sent:
             entry, num = self.sent.popleft()
@@ -69,27 +64,26 @@ class _CopyQueue:
 
 
 class HostCosts:
-    """Fills in the records of preemptions and of restores, of requests that live. Tells the price what is observed."""
+    """Completes the preemption and restore records of unfinished requests, and reports observations to the price."""
 
     def __init__(self, price: Price | None, block_size: int) -> None:
-        self.price = price
-        """None if nothing is compared: then nothing is expected to cost anything."""
+        self.price = price  # none if costs are not compared: expected costs are 0 then
         self._block_size = block_size
         self._recomputing: dict[str, _Recomputing] = {}
         self._out, self._in = _CopyQueue(), _CopyQueue()
 
     def on_chunk(self, num_computed: int, num_valid: int) -> None:
-        """Note that a chunk found computed tokens, of which the KV of so many is still true."""
+        """Record that a chunk left `num_valid` of `num_computed` computed tokens valid."""
         if self.price is not None:
             self.price.observe_chunk(num_computed, num_valid)
 
     def on_resume(self, request: StreamRequest, match: Match, now_s: float) -> None:
-        """Note that a request runs in this step, with what was found."""
+        """Record that an evicted request runs again in this step, restored from `match`."""
         if not request.was_evicted:
             return
         start, num_blocks, comparison, _ = match
         if comparison is None:
-            num_blocks = request.log.num_known // self._block_size - start  # what is in no whole block cannot be kept
+            num_blocks = request.log.num_known // self._block_size - start  # partial blocks are never cached
             if num_blocks <= 0:
                 return
             recompute_s = self.price.recompute_s(start, num_blocks) if self.price is not None else 0.0
@@ -106,25 +100,24 @@ class HostCosts:
             self._recomputing[request.request_id] = _Recomputing(entry, first, first + record.num_tokens)
 
     def on_saves(self, request: StreamRequest, num_blocks: int, num_together: int) -> None:
-        """Note that blocks of an evicted request are sent to host memory, as some of `num_together` blocks."""
+        """Record that blocks of an evicted request are sent to host memory, as part of `num_together` blocks."""
         together_s = self.price.save_s(num_together) if self.price is not None else 0.0
         entry = _Entry(request.log, len(request.log.preemptions) - 1)
         request.log.on_saves(entry.index, num_blocks * self._block_size, together_s * num_blocks / num_together)
         self._out.sent.append((entry, num_blocks))
 
     def on_write_through(self, num_blocks: int) -> None:
-        """Note that blocks are sent to host memory that nobody has lost."""
+        """Record that blocks that no request has lost are sent to host memory."""
         self._out.sent.append((None, num_blocks))
 
     def on_sent(self, num_out: int, num_in: int, now_s: float) -> None:
-        """Note the number of all copies of a step."""
         if self.price is not None:
             self.price.observe_sent(num_out, num_in, now_s)
 
     def on_step_end(
         self, parts: Sequence[tuple[str, Part]], duration_s: float, copies_s: float, *, is_held_up: bool
     ) -> None:
-        """Note that a step took `duration_s`, and its copies `copies_s`; for some of these it may have waited."""
+        """Record that a step took `duration_s`, and its copies `copies_s`; `is_held_up` if it had to wait for some."""
         computed = [part for _, part in parts]
         compute_s = duration_s
         if self.price is not None:
@@ -145,7 +138,6 @@ class HostCosts:
                 known.entry.log.on_restored(known.entry.index, known.observed_s)
 
     def on_copied(self, num_out: int, out_s: float, num_in: int, in_s: float) -> None:
-        """Note copies that have ended."""
         for entry, seconds in self._out.ended(num_out, out_s):
             entry.log.on_saved(entry.index, seconds)
         for entry, seconds in self._in.ended(num_in, in_s):
@@ -154,7 +146,7 @@ class HostCosts:
             self.price.observe_copies(num_out, out_s, num_in, in_s)
 
     def on_failed_copies(self) -> None:
-        """Forget the copies that were sent: numbers do not tell any more which have ended."""
+        """Discard the outstanding copies: after a failure, counts no longer tell which ones have ended."""
         self._out.sent.clear()
         self._in.sent.clear()
 
@@ -162,7 +154,7 @@ class HostCosts:
         self._recomputing.pop(request_id, None)
 
     def _share(self, parts: Sequence[Part], index: int, num_tokens: int) -> float:
-        """Share of a step's time that the first `num_tokens` tokens of part `index` add; without prices, by tokens."""
+        """Return the share of a step's time for `num_tokens` of part `index`; by token count without prices."""
         if self.price is not None:
             return self.price.share(parts, index, num_tokens)
         return num_tokens / sum(num_new for num_new, _ in parts)

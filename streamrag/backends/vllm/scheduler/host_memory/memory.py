@@ -1,18 +1,21 @@
-"""The scheduler's side of host memory: which KV blocks are copied out, and which come back.
+"""The scheduler's side of host memory: which KV blocks are copied out, and which are copied back.
 
-    evicted ─▶ blocks in vLLM's free list ─reused by somebody else─▶ saved in that very step, before it is overwritten
+    evicted ─▶ blocks in vLLM's free list ─reused by another request─▶ saved in that step, before it is overwritten
                        │ still there                                      │
-    resumed ◀──────────┴── prefix cache                    host memory ───┴─▶ resumed, past what the prefix cache has
+    resumed ◀──────────┴── prefix cache                    host memory ───┴─▶ resumed, after the prefix hit
 
-vLLM reuses the block that was freed first, and of a victim the last: so what is saved is the tail, and no more of it
-than was needed. Blocks are known by vLLM's hashes, of their content and all before it: changed prompts have others.
+vLLM reuses the block that was freed first, and frees a victim's blocks from the last to the first. So only the tail of
+a victim's KV is saved, and no more than necessary. A block's key is vLLM's hash of its content and all before it.
 """
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
 from streamrag.backends.vllm.scheduler.host_memory.costs import HostCosts, Match
@@ -23,49 +26,38 @@ from streamrag.engine.costs.price import Price
 from streamrag.engine.host_pool import HostPool
 from streamrag.engine.swapping import Comparison, CostChoice, SwapAlways, SwapChoice
 
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput
-
-
 MOST_OVERCOMMITTED = 1.5
-"""Times the room in host memory that the KV of all requests may need: the device holds some of it as well."""
+"""Most KV that all requests may need, in multiples of host memory: the device holds some of it as well."""
 
 
 class _Released(NamedTuple):
-    """KV in a block that its request had to give up."""
+    """KV in a block that its request has lost."""
 
     request: StreamRequest
-    position: int
-    """Position of the block in its request."""
-    key: Any
-    """Hash of the block, by which the host pool finds it."""
+    position: int  # position of the block in its request
+    key: Any  # hash of the block, by which the host pool finds it
 
 
 class HostMemory:
-    """Follows the blocks of evicted requests, and answers vLLM's questions about KV beyond its prefix cache.
+    """Tracks the blocks of evicted requests, and answers vLLM's questions about KV that its prefix cache lacks.
 
-    The connector makes it and passes on what vLLM asks and tells; the scheduler tells what it does.
+    The connector constructs it and forwards vLLM's calls; the scheduler reports what it does.
     """
 
-    def __init__(self, manager: "KVCacheManager", num_slots: int, price: Price | None) -> None:
+    def __init__(self, manager: KVCacheManager, num_slots: int, price: Price | None) -> None:
         self._block_pool = manager.block_pool
         (self._group,) = manager.coordinator.single_type_managers
         self._block_size = self._group.block_size
         self.pool = HostPool(num_slots)
         self.choice: SwapChoice = SwapAlways() if price is None else CostChoice(price)
         self.costs = HostCosts(price, self._block_size)
-        self.num_saved = self.num_loaded = self.num_failed = 0
-        """Blocks in total."""
+        self.num_saved = self.num_loaded = self.num_failed = 0  # total numbers of blocks
         self._now_s = 0.0
         self._released: dict[int, _Released] = {}
-        self._loads: list[tuple[int, int, Any]] = []  # of this step: slot, device block, key
+        self._loads: list[tuple[int, int, Any]] = []  # of the current step: slot, device block, key
         self._in_flight = LoadsInFlight(self._group.req_to_blocks)
-        self._unwritten: dict[str, StreamRequest] = {}  # partial prompts with blocks that are not written through
-        self._num_written: dict[str, int] = {}  # leading blocks that are in host memory, or were: written through
-
-    # ------------------------------------------------------------------------------------- what the scheduler tells
+        self._unwritten: dict[str, StreamRequest] = {}  # partial prompts with blocks to write through
+        self._num_written: dict[str, int] = {}  # leading blocks of each that have been written through
 
     def start_step(self, now_s: float) -> None:
         self._now_s = now_s
@@ -77,7 +69,7 @@ class HostMemory:
         return self.choice.evict(num_blocks, num_blocks - num_saved, self._now_s)
 
     def holds(self, num_tokens: int, num_requests: int) -> bool:
-        """Whether there is room for so many tokens of so many requests, and copying them costs less than computing."""
+        """Whether host memory has room for the tokens of all requests, and copying costs less than recomputing."""
         num_blocks = num_tokens // self._block_size
         if num_blocks > MOST_OVERCOMMITTED * self.pool.num_slots:
             return False
@@ -85,7 +77,7 @@ class HostMemory:
         return self.choice.evict(typical, typical, self._now_s).choice == "swap"
 
     def on_release(self, request: StreamRequest) -> None:
-        """Note that a victim is about to give up its blocks, and is to have them back."""
+        """Track the blocks that a victim is about to lose, so that they are saved before they are overwritten."""
         blocks = self._group.req_to_blocks.get(request.request_id, ())
         num_blocks = min(self._num_known(request), len(blocks))
         for index in range(num_blocks):
@@ -94,7 +86,7 @@ class HostMemory:
             request.released_blocks.add(block_id)
 
     def on_chunk(self, request: StreamRequest, num_computed: int, num_shared: int) -> None:
-        """Note that a prompt changes, of which `num_computed` tokens were computed; its first `num_shared` are left."""
+        """Release KV of a changed prompt. `num_computed` tokens were computed; the first `num_shared` are unchanged."""
         if num_computed:
             self.costs.on_chunk(num_computed, min(num_computed, num_shared))
         if self.pool.owned(request.request_id):
@@ -103,10 +95,10 @@ class HostMemory:
             self._num_written[request.request_id] = min(num_written, num_shared // self._block_size)
 
     def on_partial(self, request: StreamRequest) -> None:
-        """Note that a step computes some of a partial prompt."""
+        """Register a partial prompt that a step computes, for write-through."""
         self._unwritten[request.request_id] = request
 
-    def on_step_end(self, step: "SchedulerOutput", output: "KVConnectorOutput | None", duration_s: float) -> None:
+    def on_step_end(self, step: SchedulerOutput, output: KVConnectorOutput | None, duration_s: float) -> None:
         self._in_flight.on_step_end()
         if step.num_scheduled_tokens:
             report = output.kv_connector_worker_meta if output else None
@@ -116,29 +108,26 @@ class HostMemory:
             self.costs.on_step_end(list(parts_of(step)), duration_s, copies_s, is_held_up=is_held_up)
 
     def on_failed_loads(self, block_ids: set[int]) -> Suspects:
-        """Note failed loads of the step that has just ended. Return what may be wrong, in later steps too."""
+        """Return the KV that is wrong, in later steps too, because loads of the step that just ended failed."""
         wrong = self._in_flight.wrong(block_ids)
         self.num_failed += len(wrong.keys)
         self.costs.on_failed_copies()
         self.pool.drop(wrong.keys.values())
-        for block_id in wrong.blocks:  # whoever has lost such a block since does not want it back
+        for block_id in wrong.blocks:  # a request that has lost such a block does not want it back
             self._released.pop(block_id, None)
         return wrong
 
     def forget(self) -> None:
-        """Forget all KV, which is invalid from now on, as after other weights were loaded. Nobody holds any."""
+        """Drop all KV, which is invalid now, for example after new weights were loaded. No request holds any."""
         self._released.clear()
         self.pool.clear()
         self._num_written.clear()
 
     def _num_known(self, request: StreamRequest) -> int:
-        """Whole blocks that are computed, or being computed, and whose hash is known."""
         return min(request.num_computed_tokens // self._block_size, len(request.block_hashes))
 
-    # ------------------------------------------------------------------------------------------- what vLLM asks for
-
     def look_up(self, request: StreamRequest, num_local: int) -> Match | None:
-        """Return the KV past the first `num_local` tokens, which the prefix cache has; None if nothing was lost."""
+        """Return the KV after the first `num_local` tokens, which the prefix cache has; None if nothing was lost."""
         start, end = num_local // self._block_size, (request.num_tokens - 1) // self._block_size
         num_blocks = self.pool.num_valid(request.block_hashes[start:end]) if end > start else 0
         if request.skip_reading_prefix_cache or (num_blocks == 0 and not request.was_evicted):
@@ -148,7 +137,7 @@ class HostMemory:
         return Match(start, num_blocks, comparison, num_blocks * self._block_size if is_loaded else 0)
 
     def commit(self, request: StreamRequest, match: Match | None, num_tokens: int) -> None:
-        """Note that a request runs in this step, for which `num_tokens` tokens of what was found are loaded."""
+        """Schedule the loads for a request that was admitted to this step, for `num_tokens` tokens of the match."""
         request.num_loaded_tokens = num_tokens
         if match is None:
             return
@@ -159,8 +148,8 @@ class HostMemory:
         for slot, key, block in zip(self.pool.pin(keys), keys, blocks, strict=True):
             self._loads.append((slot, block.block_id, key))
 
-    def take_copies(self, step: "SchedulerOutput") -> HostCopies:
-        """Return the copies of this step, for which vLLM asks nothing more."""
+    def take_copies(self, step: SchedulerOutput) -> HostCopies:
+        """Return the copies of this step. Called last: vLLM makes no further lookups for the step."""
         unheard_of = self._in_flight.blocks()
         losers: Counter[StreamRequest] = Counter()
         saves = list(self._saves(step, unheard_of, losers)) if self._released else []
@@ -177,7 +166,6 @@ class HostMemory:
         return HostCopies(saves, [(slot, block_id) for slot, block_id, _ in loads], held_saves)
 
     def on_report(self, report: CopyReport) -> None:
-        """Note copies that have ended."""
         if report.num_slots is not None:
             self.pool.limit(report.num_slots)
         for slot in report.saved:
@@ -191,7 +179,6 @@ class HostMemory:
         self.costs.on_copied(report.num_blocks_out, report.out_s, report.num_blocks_in, report.in_s)
 
     def on_finish(self, request: StreamRequest) -> None:
-        """Forget a request that has ended."""
         self.pool.release(request.request_id)
         self.costs.on_finish(request.request_id)
         self._unwritten.pop(request.request_id, None)
@@ -201,19 +188,17 @@ class HostMemory:
             if released is not None and released.request is request:
                 self._released.pop(block_id)
 
-    # --------------------------------------------------------------------------------------------- what is copied out
-
     def _saves(
-        self, step: "SchedulerOutput", unheard_of: set[int], losers: Counter[StreamRequest]
+        self, step: SchedulerOutput, unheard_of: set[int], losers: Counter[StreamRequest]
     ) -> Iterator[tuple[int, int]]:
-        """Saves of the released blocks that this step overwrites and that somebody wants back. Counts for whom."""
+        """Yield (block, slot) for released blocks that this step overwrites and that are still wanted; count losers."""
         for block_id in _blocks_in(step):
             released = self._released.get(block_id)
             if released is None:
                 continue
             block_hash = self._block_pool.blocks[block_id].block_hash
             if block_hash is not None and get_block_hash(block_hash) == released.key:
-                continue  # found in the prefix cache, as it is
+                continue  # still in the prefix cache
             del self._released[block_id]
             owner = released.request.request_id
             if not self._is_wanted(released) or self.pool.claim(owner, released.key):
@@ -230,8 +215,8 @@ class HostMemory:
             return False
         return index < len(request.block_hashes) and request.block_hashes[index] == released.key
 
-    def _write_through(self, step: "SchedulerOutput", unheard_of: set[int]) -> Iterator[tuple[int, int]]:
-        """Saves of blocks that partial prompts still hold, as many as there is time for, the oldest first."""
+    def _write_through(self, step: SchedulerOutput, unheard_of: set[int]) -> Iterator[tuple[int, int]]:
+        """Yield (block, slot) for blocks that partial prompts hold, oldest first, as many as there is time to copy."""
         pool = self._block_pool
         num_left = self.choice.num_to_write_through(pool.get_num_free_blocks() / pool.num_gpu_blocks)
         starting = {new.req_id for new in step.scheduled_new_reqs} | step.scheduled_cached_reqs.resumed_req_ids
@@ -239,7 +224,7 @@ class HostMemory:
             if num_left <= 0:
                 return
             if request_id in starting:
-                continue  # what it has found in the prefix cache may be computed by another in this very step
+                continue  # another request may compute its prefix hits in this very step
             if request.is_complete or request.num_computed_tokens == 0:
                 del self._unwritten[request_id]
                 continue
@@ -262,13 +247,13 @@ class HostMemory:
 
 
 def host_memory_of(connector: Any) -> HostMemory | None:
-    """Return the host memory of our KV connector; None if there is another, none, or one that cannot work."""
+    """Return the host memory of our KV connector; None without our connector, or if it cannot copy this model's KV."""
     memory = getattr(connector, "host_memory", None)
     return memory if isinstance(memory, HostMemory) else None
 
 
-def _blocks_in(step: "SchedulerOutput") -> Iterator[int]:
-    """Yield the blocks that requests were given for this step, and some that they had before."""
+def _blocks_in(step: SchedulerOutput) -> Iterator[int]:
+    """Yield all blocks that the step allocates, and some that its requests held before."""
     for new in step.scheduled_new_reqs:
         yield from new.block_ids[0]
     for blocks in step.scheduled_cached_reqs.new_block_ids:

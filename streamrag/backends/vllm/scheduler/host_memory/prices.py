@@ -1,4 +1,4 @@
-"""The prices by which an engine chooses between recomputing and copying."""
+"""The prices by which an engine chooses between recomputing and copying KV."""
 
 from typing import TYPE_CHECKING
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def make_price(options: SchedulerOptions, config: "VllmConfig", block_bytes: int) -> Price | None:
-    """None with eviction="swap", which compares nothing. `block_bytes` is the size of a KV block on one device.
+    """Return the price for an engine; None with eviction="swap", which compares nothing.
 
-    :raises ConfigurationError: there is no such profile, it does not say what copies take, or is of another engine.
+    :raises ConfigurationError: the profile does not exist, lacks copy times, or belongs to another engine.
     """
     if options.eviction == "swap":
         return None
@@ -25,8 +25,7 @@ def make_price(options: SchedulerOptions, config: "VllmConfig", block_bytes: int
 
 
 def _model_shape(facts: EngineFacts, config: "VllmConfig") -> ModelShape:
-    """The shape of a dense transformer with a gated feed-forward part. For other models it is a guess, which their
-    steps correct."""
+    """Return the shape of a dense transformer with a gated feed-forward part: for other models a first estimate."""
     model, text = config.model_config, config.model_config.hf_text_config
     return decoder_shape(
         facts.model,
@@ -54,7 +53,7 @@ def _profile(options: SchedulerOptions, config: "VllmConfig", block_bytes: int) 
             is_async=config.scheduler_config.async_scheduling,
         )
     profile = load_profile(options.profile)
-    if options.num_host_blocks is None:  # else it is a simulated engine, on a host that has nothing to do with it
+    if options.num_host_blocks is None:  # set only for simulated engines, whose profile is of another host
         check_fits(
             profile,
             block_size=facts.block_size,

@@ -1,4 +1,4 @@
-"""The parts of a step of vLLM: whose tokens it computes, and how many."""
+"""The parts of a step of vLLM: how many tokens it computes for each request."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from streamrag.engine.costs.step_profiles import Part
 
 
 def parts_of(step: SchedulerOutput) -> Iterator[tuple[str, Part]]:
-    """Yield the requests of a step, in its order of new ones before others, and what it computes of each."""
+    """Yield (request id, part) for each request of a step, in vLLM's order: new requests first."""
     counts = step.num_scheduled_tokens
     for new in step.scheduled_new_reqs:
         yield new.req_id, (counts[new.req_id], new.num_computed_tokens)

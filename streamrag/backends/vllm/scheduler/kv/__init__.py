@@ -1,8 +1,8 @@
 """KV memory on the device.
 
-memory        vLLM's KV cache as a plan sees it
-replacement   prompts that change, and what of their KV is kept
-later_hits    blocks that others have computed since a request began
-eviction      taking KV from requests, and what becomes of it
-claims        KV blocks that complete prompts and their answers may come to need
+memory        vLLM's KV cache, as the planner sees it
+replacement   replace the prompt of a request and keep its valid KV
+later_hits    prefix hits for requests that already hold KV
+eviction      take KV from requests
+claims        the KV budget of complete prompts and their answers
 """

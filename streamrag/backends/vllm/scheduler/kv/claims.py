@@ -1,9 +1,9 @@
-"""The KV memory that complete prompts have claimed, answers included.
+"""The KV budget that complete prompts claim, including their answers.
 
     begins ──claim: blocks for prompt and answer──▶ in the budget ──loses its KV, or ends──▶ claim released
 
-Source: cell-budget admission of arXiv 2605.13784, section 3.7. Here a block that others hold already is not counted:
-questions of one session share all but their own tokens.
+Source: cell-budget admission of arXiv 2605.13784, section 3.7. Unlike there, a block that others hold already is not
+counted: questions of one session share all but their own tokens.
 """
 
 from streamrag.backends.vllm.scheduler.request import StreamRequest
@@ -11,7 +11,7 @@ from streamrag.engine.rules import Budget
 
 
 class KvClaims:
-    """A count of the KV blocks that requests claim, of a `share` of the engine's `num_blocks`; None for no budget."""
+    """Counts the KV blocks that requests claim of a budget: `share` of `num_blocks`; None for no budget."""
 
     def __init__(self, share: float | None, num_blocks: int) -> None:
         self._num_blocks = None if share is None else int(share * num_blocks)
@@ -24,13 +24,13 @@ class KvClaims:
         return Budget(self._num_blocks - self._num_claimed, has_claims=self._num_claims > 0)
 
     def claim(self, request: StreamRequest, num_blocks: int) -> None:
-        """Add the claim of a request that begins, and has none."""
+        """Add the claim of a request that begins and has no claim."""
         request.num_blocks_claimed, request.view = num_blocks, None
         self._num_claimed += num_blocks
         self._num_claims += 1
 
     def release(self, request: StreamRequest) -> None:
-        """Remove the claim, if any, of a request that has lost its KV, or has ended."""
+        """Remove the claim, if any, of a request that has lost its KV or has ended."""
         if request.num_blocks_claimed is not None:
             self._num_claimed -= request.num_blocks_claimed
             self._num_claims -= 1

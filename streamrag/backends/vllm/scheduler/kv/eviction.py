@@ -1,4 +1,4 @@
-"""Evictions: requests lose their KV, which is dropped, or saved to host memory."""
+"""Evictions: taking KV from requests. The KV is dropped, or saved to host memory."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ from streamrag.engine.swapping import DROPPED, Comparison
 
 @dataclass(kw_only=True, eq=False)
 class Evictions:
-    """Takes KV from requests. `preempt_in_vllm` is vLLM's own `_preempt_request`, which calls no hook."""
+    """Takes KV from requests. `preempt_in_vllm` is vLLM's own `_preempt_request`; calling it runs no hook."""
 
     scheduler: Scheduler
     preempt_in_vllm: Callable[..., None]
@@ -28,16 +28,15 @@ class Evictions:
     host_memory: HostMemory | None
 
     def fate(self, view: RequestView) -> Fate:
-        """Decide what becomes of the KV of a victim."""
         request = self.scheduler.requests[view.request_id]
         request.comparison = self._compare(request)
         return request.comparison.choice
 
     def evict(self, request: StreamRequest) -> None:
-        """Take all KV of a request, which waits afterwards, or stays idle."""
+        """Take all KV of a request. The request then waits, or stays idle."""
         if request.status == RequestStatus.RUNNING:
             self.scheduler.running.remove(request)
-            # It may be resumed in this very step, for which the first model runner must be sent its tokens.
+            # It may be resumed in this very step, and then the first model runner must be sent its tokens.
             self.preempt(request)
         else:
             self.on_preemption(request)
@@ -45,18 +44,18 @@ class Evictions:
             request.num_preemptions += 1
 
     def evict_all(self, requests: Iterable[StreamRequest]) -> None:
-        """Evict those of some waiting or idle requests that hold KV."""
+        """Evict each waiting or idle request that holds KV."""
         for request in requests:
             if any(self.scheduler.kv_cache_manager.get_block_ids(request.request_id)):
                 self.evict(request)
 
     def preempt(self, request: StreamRequest) -> None:
-        """Preempt a request that runs, and is in no queue any more."""
+        """Preempt a running request that has been removed from all queues."""
         self.on_preemption(request)
         self._preempt_now(request)
 
     def on_preemption(self, request: StreamRequest) -> None:
-        """Note that a request is about to lose its KV, and have host memory save it if that is worth it."""
+        """Update the state and log of a request that is about to lose its KV; have host memory save it if worth it."""
         self.claims.release(request)
         comparison = request.comparison or self._compare(request)
         request.num_kept_tokens = 0
@@ -68,10 +67,10 @@ class Evictions:
         request.log.on_loss(request.num_computed_tokens, comparison, self.clock.monotonic())
 
     def on_failed_loads(self, block_ids: set[int]) -> set[str]:
-        """Have those that hold KV that could not be loaded start again without it, idle streams included.
+        """Restart the requests that hold KV of failed loads, including idle streams. Return their ids.
 
-        Return their ids. vLLM's own way looks at the running requests only, and leaves it to the order in which they
-        run next that one of those that share a block computes it before the others read it.
+        vLLM's own method checks only running requests, and relies on their order to recompute a shared block before
+        others read it.
         """
         assert self.host_memory is not None
         wrong = self.host_memory.on_failed_loads(block_ids)
@@ -88,11 +87,11 @@ class Evictions:
         if request.is_finished():
             return False
         (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-        # Who has lost the blocks since may still be sent what was computed from them.
+        # A request that has lost such blocks since may still be sent output that was computed from them.
         return request.request_id in wrong.requests or not wrong.blocks.isdisjoint(block_ids)
 
     def _restart(self, request: StreamRequest) -> None:
-        """Drop all KV of a request, and what its steps in flight return."""
+        """Drop all KV of a request, and the output of its steps in flight."""
         self.claims.release(request)
         request.view = None
         if request.num_computed_tokens:

@@ -1,17 +1,17 @@
-"""Later hits: what others have computed since a request began is taken from the prefix cache.
+"""Later hits: prefix hits for a request that already holds KV.
 
-    held       [ b0 ][ b1 ][ b2 ..  ]            the last block is not whole, and is given back
+    held       [ b0 ][ b1 ][ b2 ..  ]            the last block is not full, and is given back
     cached                 [ b2 ][ b3 ][ b4 ]    by others
-    then       [ b0 ][ b1 ][ b2 ][ b3 ][ b4 ]    one token at least is left to compute
+    then       [ b0 ][ b1 ][ b2 ][ b3 ][ b4 ]    at least one token is left to compute
 
-vLLM looks only for those that hold nothing: once for each request. But prompts of streams grow, and what comes may
-have been computed for another meanwhile. A block's hash is of its tokens and of all before it, so what is found is what
-would be computed. Who was running is sent to the model runner as a whole again: that is how it learns of other blocks.
+vLLM looks up each request only once, before it holds any KV. But the prompts of streams grow, and others may have
+computed the new part meanwhile. A block's hash covers its tokens and all before it, so a hit equals what would be
+computed. A running request is sent to the model runner as a whole again, so that the runner learns of its new blocks.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
@@ -19,12 +19,9 @@ from vllm.v1.request import RequestStatus
 from streamrag.backends.vllm.scheduler.kv.replacement import drop_output_in_flight, free_blocks
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
 
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-
 
 def can_look_again(scheduler: Scheduler) -> bool:
-    """Whether blocks are cached, and of one kind that is kept whole and hashed by the block."""
+    """Whether blocks are cached, all of one kind: full attention, hashed by the block."""
     groups = scheduler.kv_cache_manager.coordinator.single_type_managers
     if not scheduler.kv_cache_manager.enable_caching or len(groups) != 1:
         return False
@@ -32,9 +29,9 @@ def can_look_again(scheduler: Scheduler) -> bool:
 
 
 class LaterHits:
-    """Looks for later hits in an engine that `can_look_again`.
+    """Finds later hits in an engine for which `can_look_again` holds.
 
-    are_of_all: whether plain requests are looked up again as well, and not streams only.
+    are_of_all: whether plain requests are looked up again too, and not only streams.
     """
 
     def __init__(self, scheduler: Scheduler, *, are_of_all: bool) -> None:
@@ -45,8 +42,8 @@ class LaterHits:
         self._group_ids = [self._group.kv_cache_group_id]
         self._block_size = self._group.block_size
 
-    def find(self, request: StreamRequest) -> Sequence["KVCacheBlock"]:
-        """Return the cached blocks behind the whole ones of `request`. Mostly, one lookup shows that there are none."""
+    def find(self, request: StreamRequest) -> Sequence[KVCacheBlock]:
+        """Return the cached blocks after the full ones of `request`. Usually, the first lookup finds none."""
         block_hashes = request.block_hashes
         start = request.num_computed_tokens // self._block_size
         end = min((request.num_tokens - 1) // self._block_size, len(block_hashes))
@@ -65,14 +62,14 @@ class LaterHits:
             return False
         return request.status in (RequestStatus.WAITING, RequestStatus.RUNNING)
 
-    def num_needed(self, request: StreamRequest, found: Sequence["KVCacheBlock"], num_tokens: int) -> int:
-        """Return how many blocks must be free for it to take `found`, and to hold its first `num_tokens` tokens."""
+    def num_needed(self, request: StreamRequest, found: Sequence[KVCacheBlock], num_tokens: int) -> int:
+        """Return how many blocks must be free for `request` to take `found` and hold its first `num_tokens` tokens."""
         num_held = request.num_computed_tokens // self._block_size + len(found)
         num_blocks = -(-num_tokens // self._block_size)
         return max(num_blocks - num_held, 0) + sum(block.ref_cnt == 0 for block in found)
 
-    def take(self, request: StreamRequest, found: Sequence["KVCacheBlock"]) -> None:
-        """Give `request`, which runs in the next step, `found`: nothing was allocated since that was looked up."""
+    def take(self, request: StreamRequest, found: Sequence[KVCacheBlock]) -> None:
+        """Add `found` to the blocks of `request`, which runs next. Nothing may be allocated since the lookup."""
         start = request.num_computed_tokens // self._block_size
         self._pool.touch(found)
         blocks = self._group.req_to_blocks[request.request_id]
@@ -82,4 +79,4 @@ class LaterHits:
         free_blocks(self._scheduler, request, given_back)
         request.num_computed_tokens = len(blocks) * self._block_size
         request.view = None
-        drop_output_in_flight(request)  # which is none: a prompt that is not at its end is not sampled from
+        drop_output_in_flight(request)  # there is none: a prompt that is not computed to its end samples no token

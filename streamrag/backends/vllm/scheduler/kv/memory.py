@@ -1,10 +1,11 @@
-"""vLLM's KV cache as a plan sees it."""
+"""vLLM's KV cache, as the planner sees it."""
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
@@ -15,23 +16,17 @@ from streamrag.engine import RequestView
 from streamrag.engine.rules import NextBlock
 from streamrag.records import KvHeld, KvUse
 
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-
 
 class _Hit(NamedTuple):
-    """KV that a request finds."""
+    """KV that exists for a request."""
 
-    blocks: KVCacheBlocks
-    """Blocks of the prefix cache."""
-    num_local: int
-    """Tokens in these, or in what the request holds."""
-    num_tokens: int
-    """Tokens with those that would be loaded from host memory."""
+    blocks: KVCacheBlocks  # blocks in the prefix cache
+    num_local: int  # number of tokens in these blocks, or in those that the request holds
+    num_tokens: int  # number of tokens, including those that would be loaded from host memory
 
 
 class KvMemory:
-    """Answers as `Scheduler.schedule` would: what it says fits is then allocated. Implements `engine.Memory`."""
+    """Implements `engine.Memory`. Its answers match what `Scheduler.schedule` allocates afterwards."""
 
     def __init__(self, scheduler: Scheduler, host_memory: HostMemory | None, later_hits: LaterHits | None) -> None:
         self._scheduler = scheduler
@@ -43,25 +38,25 @@ class KvMemory:
         self._requests: dict[str, StreamRequest] = scheduler.requests
         self.later_hits = later_hits
         self.next_block: NextBlock | None = self._next_block if later_hits and later_hits.are_of_all else None
-        """See `engine.groups.NextBlock`; None where requests that share what they compute next do not wait."""
+        """See `engine.groups.NextBlock`; None if prefills are not grouped."""
         self._hits: dict[str, _Hit] = {}
         self._found: dict[str, Sequence[KVCacheBlock]] = {}
         self.num_free_blocks = 0
 
     def start_step(self) -> None:
-        """Forget what was true when somebody asked last."""
+        """Discard the lookups of the last step, and count the free blocks."""
         self.end_step()
         self.num_free_blocks = self._manager.block_pool.get_num_free_blocks()
 
     def end_step(self) -> None:
-        """Keep nothing of requests that may be gone by the next."""
+        """Discard all lookups, because requests may be gone by the next step."""
         self._hits.clear()
         self._found.clear()
 
     def use(self, idle: Iterable[Request]) -> KvUse:
-        """Return the use of KV memory now; `idle` are requests outside of vLLM's queues."""
+        """Return the current use of KV memory; `idle` are the requests outside vLLM's queues."""
         scheduler, pool = self._scheduler, self._host_memory.pool if self._host_memory else None
-        num_blocks = self.num_device_blocks - 1  # one holds nothing
+        num_blocks = self.num_device_blocks - 1  # vLLM reserves one null block
         return KvUse(
             running=_held(scheduler.running),
             waiting=_held(scheduler.waiting),
@@ -72,7 +67,6 @@ class KvMemory:
         )
 
     def num_blocks(self, request: StreamRequest) -> int:
-        """Return the number of blocks that a request holds."""
         return sum(len(group.req_to_blocks.get(request.request_id, ())) for group in self.groups)
 
     def view(self, request: StreamRequest, is_idle: bool = False) -> RequestView:
@@ -86,7 +80,7 @@ class KvMemory:
         return view._replace(num_cached_tokens=self._hit(view).num_tokens)
 
     def _may_hit(self, view: RequestView) -> bool:
-        """Whether looking up could find anything. Most that wait find nothing, not even their first block."""
+        """Whether a lookup could find anything. For most waiting requests not even the first block is cached."""
         if self._host_memory is not None or len(self.groups) > 1:
             return True
         hashes = self._requests[view.request_id].block_hashes
@@ -100,7 +94,7 @@ class KvMemory:
             hit = _Hit(blocks, num_local, num_local + (match.num_tokens if match else 0))
             self._hits[view.request_id] = hit
             if hit.num_tokens < request.num_kept_tokens - self.smallest_block_size:
-                request.num_kept_tokens = hit.num_tokens  # host memory has let go of some
+                request.num_kept_tokens = hit.num_tokens  # host memory has dropped some blocks
                 request.view = None
         return self._hits[view.request_id]
 
@@ -112,28 +106,27 @@ class KvMemory:
             return request.num_computed_tokens
         return (request.num_computed_tokens // self.smallest_block_size + len(found)) * self.smallest_block_size
 
-    def _find(self, request: RequestView) -> "Sequence[KVCacheBlock]":
-        """Return the cached blocks behind what the request holds."""
+    def _find(self, request: RequestView) -> Sequence[KVCacheBlock]:
+        """Return the cached blocks after those that the request holds."""
         if self.later_hits is None or request.has_output:
             return ()
         if request.request_id not in self._found:
-            of_vllm = self._requests[request.request_id]
-            found = self.later_hits.find(of_vllm)
-            # Who runs would have to begin as those that wait. It must not come to wait for memory by that.
-            if found and request.is_running and self._num_needed_with(of_vllm, found, 0) > self.num_free_blocks:
+            vllm_request = self._requests[request.request_id]
+            found = self.later_hits.find(vllm_request)
+            # A running request would be admitted again, like a waiting one. It must not have to wait for memory then.
+            if found and request.is_running and self._num_needed_with(vllm_request, found, 0) > self.num_free_blocks:
                 found = ()
             self._found[request.request_id] = found
         return self._found[request.request_id]
 
-    def _num_needed_with(self, request: StreamRequest, found: "Sequence[KVCacheBlock]", end: int) -> int:
+    def _num_needed_with(self, request: StreamRequest, found: Sequence[KVCacheBlock], end: int) -> int:
         """Return how many blocks must be free for `request` to take `found` and to compute its tokens before `end`."""
         assert self.later_hits is not None
         num_tokens = request.num_tokens if self._scheduler.scheduler_reserve_full_isl else end
         return self.later_hits.num_needed(request, found, num_tokens) + self._manager.watermark_blocks
 
     def take_later(self, view: RequestView) -> bool:
-        """Have a request that runs in this step take what was found behind what it holds, and say whether there was
-        any."""
+        """Add the later hits found in this step to a request. Return whether there are any."""
         found = self._found.get(view.request_id)
         if not found:
             return False
@@ -142,16 +135,16 @@ class KvMemory:
         return True
 
     def _next_block(self, request: RequestView, num_tokens: int) -> Hashable | None:
-        of_vllm = self._requests[request.request_id]
+        vllm_request = self._requests[request.request_id]
         index = num_tokens // self.smallest_block_size
-        is_whole = index < len(of_vllm.block_hashes) and not of_vllm.skip_reading_prefix_cache
-        return of_vllm.block_hashes[index] if is_whole else None
+        is_full = index < len(vllm_request.block_hashes) and not vllm_request.skip_reading_prefix_cache
+        return vllm_request.block_hashes[index] if is_full else None
 
     def num_blocks_needed(self, request: RequestView, num_tokens: int) -> int:
-        of_vllm = self._requests[request.request_id]
+        vllm_request = self._requests[request.request_id]
         if found := self._found.get(request.request_id):
-            return self._num_needed_with(of_vllm, found, self.num_present_tokens(request) + num_tokens)
-        is_running = of_vllm.status == RequestStatus.RUNNING
+            return self._num_needed_with(vllm_request, found, self.num_present_tokens(request) + num_tokens)
+        is_running = vllm_request.status == RequestStatus.RUNNING
         if is_running and len(self.groups) == 1:
             num_blocks = cdiv(request.num_computed_tokens + num_tokens, self.groups[0].block_size)
             return max(num_blocks - request.num_blocks, 0)
@@ -160,13 +153,13 @@ class KvMemory:
             hit = _Hit(self._manager.empty_kv_cache_blocks, num_computed, num_computed)
         else:
             hit = self._hit(request)
-        num_needed = self._num_to_allocate(of_vllm, hit, hit.num_tokens + num_tokens, is_whole=False)
+        num_needed = self._num_to_allocate(vllm_request, hit, hit.num_tokens + num_tokens, is_whole=False)
         if is_running:
             return num_needed
-        # To be admitted, a request must fit as a whole, not only the part that this step computes. For a sliding window
-        # the whole is estimated with a cap, so that it may be less than the part.
+        # To be admitted, a request must fit as a whole, not only this step's part. For a sliding window, vLLM caps the
+        # estimate for the whole, which may then be less than the part.
         if self._scheduler.scheduler_reserve_full_isl:
-            whole = self._num_to_allocate(of_vllm, hit, of_vllm.num_tokens, is_whole=True)
+            whole = self._num_to_allocate(vllm_request, hit, vllm_request.num_tokens, is_whole=True)
             num_needed = max(num_needed, whole)
         return num_needed + self._manager.watermark_blocks
 

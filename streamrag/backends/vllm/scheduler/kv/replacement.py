@@ -1,30 +1,26 @@
-"""Replacing the prompt of a request inside vLLM, and keeping of its KV what is still true.
+"""Replace the prompt of a request inside vLLM, and keep the KV that is still valid.
 
 computed   ├──────────────────────┤
 old        k k k k k k k k o o o o o o          k: common, o: only in the old prompt, n: only in the new
 new        k k k k k k k k n n n
 LCP        ├─────────────┤
-blocks     [       ][       ][       ]          the block in which the LCP ends is kept only if nobody shares it
+blocks     [       ][       ][       ]          the block in which the LCP ends is kept only if it is not shared
 """
 
-from typing import TYPE_CHECKING
-
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import Request
 
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.core import common_prefix_len
 
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.request import Request
 
+def replace_prompt(scheduler: Scheduler, request: StreamRequest, num_kept: int, new: Request) -> int:
+    """Set the prompt of `request` to its first `num_kept` tokens, then those of `new`. Return the LCP of old and new.
 
-def replace_prompt(scheduler: Scheduler, request: StreamRequest, num_kept: int, new: "Request") -> int:
-    """Give `request` the first `num_kept` tokens of its prompt and then those of `new`. Returns the LCP of old and new.
-
-    The request must have no output. What its steps in flight still compute is dropped.
+    The request must have no output. The output of its steps in flight is dropped.
     """
     assert request.num_output_tokens == 0
     assert request.num_output_placeholders == 0
@@ -40,7 +36,11 @@ def replace_prompt(scheduler: Scheduler, request: StreamRequest, num_kept: int, 
     # Not in place: an in-process model runner refers to the old list.
     request.prompt_token_ids = tokens.copy()
     request.num_prompt_tokens = len(tokens)
-    replace_hashes(scheduler, request, num_shared, new if num_kept == 0 else None)
+    if num_kept == 0:
+        request.block_hashes = new.block_hashes  # of the whole prompt
+    else:
+        del request.block_hashes[num_shared // scheduler.hash_block_size :]
+        request.update_block_hashes()
     request.num_computed_tokens = num_left
     request.is_prefill_chunk = True
     request.spec_token_ids = []
@@ -48,26 +48,17 @@ def replace_prompt(scheduler: Scheduler, request: StreamRequest, num_kept: int, 
     return num_shared
 
 
-def replace_hashes(scheduler: Scheduler, request: StreamRequest, num_shared: int, whole: "Request | None") -> None:
-    """Make the block hashes those of the new tokens. `whole`, if any, was made with the whole prompt and has them."""
-    if whole is not None:
-        request.block_hashes = whole.block_hashes
-        return
-    del request.block_hashes[num_shared // scheduler.hash_block_size :]
-    request.update_block_hashes()
-
-
 def drop_output_in_flight(request: StreamRequest) -> None:
-    """Have the scheduler drop what steps in flight will return: it was computed from the old prompt."""
+    """Have the scheduler drop the output of steps in flight, which was computed from the old prompt."""
     request.num_stale_output_tokens = request.num_in_flight_tokens
     request.drop_stale_output = request.num_in_flight_tokens > 0
 
 
 def keep_kv(scheduler: Scheduler, request: StreamRequest, num_valid: int) -> int:
-    """Free the KV past the first `num_valid` tokens. Returns the number of tokens whose KV is left.
+    """Free the KV after the first `num_valid` tokens. Return the number of tokens whose KV is left.
 
-    Their number is `num_valid`, or less: a block that is full is shared through the prefix cache and must not be
-    written again; and attention with more than one kind of KV, or not full, is recomputed from what the cache has.
+    This is less than `num_valid` where a full block is shared through the prefix cache, and must not be written again.
+    For models without plain full attention it is 0, and prefix hits restore the KV.
     """
     manager = scheduler.kv_cache_manager
     if num_valid >= request.num_computed_tokens:
@@ -94,7 +85,7 @@ def keep_kv(scheduler: Scheduler, request: StreamRequest, num_valid: int) -> int
     return num_valid
 
 
-def free_blocks(scheduler: Scheduler, request: StreamRequest, freed: list["KVCacheBlock"]) -> None:
+def free_blocks(scheduler: Scheduler, request: StreamRequest, freed: list[KVCacheBlock]) -> None:
     """Free what `request` does not hold any more, the last one first; later, if a step in flight may still write it."""
     if scheduler._request_blocks_can_be_freed(request):
         scheduler.kv_cache_manager.block_pool.free_blocks(reversed(freed))
