@@ -4,8 +4,8 @@
         async for chunk in pipeline.stream("How do I cancel a task group?"):
             print(chunk.text, end="")
 
-Here is what a program needs to ask, to bring parts of its own, and to catch errors. Nothing heavy is imported before it
-is used: each name loads its own module.
+These names are what a program needs to ask questions, to bring its own parts, and to catch errors. Each name loads its
+module on first use, so that nothing heavy is imported before it is needed.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,9 @@
-"""The values that travel through a query, and the protocols at the seams.
+"""The values that travel through a query, and the protocols between its parts.
 
     query ──Source──▶ Append | Update | Skipped | CutShort ──Mode──▶ Prompt ──Backend──▶ Prefilled | AnswerChunk
 
-Every value here is immutable. A program that brings its own retrieval implements `Source`; one that brings its own
-engine implements `Backend`; one that orders contexts in its own way implements `Mode`.
+Every value here is immutable. Implement `Source` to bring your own retrieval, `Backend` to bring your own engine, and
+`Mode` to order contexts in your own way.
 """
 
 from streamrag.core.answers import MAX_INT as MAX_INT

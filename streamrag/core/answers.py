@@ -1,4 +1,4 @@
-"""How an answer is sampled, and what backends yield of it."""
+"""Sampling options, and the events that backends yield."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ from streamrag.records import RequestRecord
 from streamrag.support.validation import Flag, NumberOrZero, PositiveFraction, Whole, validated
 
 MAX_STOP_TEXTS, MAX_STOP_CHARS = 16, 256
-"""Each text is searched for at every token, in the event loop: these take 10 us, and 100,000 texts took 15 ms. As many
-characters of the answer are held back. OpenAI takes 4 texts; vLLM has no limit."""
+"""Limits on stop texts. Each text is searched for at every token in the event loop: 16 take 10 us, 100,000 took 15 ms.
+The longest text's length is held back from the answer. OpenAI allows 4 texts; vLLM has no limit."""
 
 MAX_INT = (1 << 31) - 1
 
@@ -26,7 +26,7 @@ StopTexts = Annotated[
 @validated
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Options for sampling an answer. The defaults are greedy.
+    """Options for sampling an answer. By default, sampling is greedy.
 
     :raises ConfigurationError: a value that no engine accepts.
     """
@@ -40,12 +40,12 @@ class SamplingParams:
     stop: StopTexts = ()
     ignore_eos: Flag = False
     extra: Annotated[Mapping[str, Any], Field()] = field(default_factory=dict)
-    """Passed to the engine unchanged, for parameters that streamrag does not name."""
+    """Parameters that streamrag does not name, passed to the engine unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The backend has computed the KV of at least this many leading tokens of the query's newest prompt."""
+    """The backend has computed the KV of at least `num_tokens` leading tokens of the query's newest prompt."""
 
     num_tokens: int
 
@@ -61,7 +61,7 @@ class AnswerChunk:
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     record: RequestRecord | None = None
-    """The engine's record of the request; on the last chunk only, and None if the engine keeps no records."""
+    """The engine's record of the request, on the last chunk only; None if the engine keeps no records."""
     logprobs: Any = None
     """Log-probabilities in the engine's own format, one entry per token, if `SamplingParams.extra` asks for them."""
 

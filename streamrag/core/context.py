@@ -1,4 +1,4 @@
-"""What sources yield: chunks of retrieved text, and what happens to the context."""
+"""The events that sources yield: chunks of retrieved text, and changes of the context."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -8,12 +8,12 @@ from typing import TypeAlias
 class Chunk:
     """A passage of retrieved text, and where it came from.
 
-    Two chunks with the same `uri` and `passage` are the same place; two equal chunks are also the same text.
+    Two chunks with the same `uri` and `passage` are from the same place; two equal chunks also have the same text.
     """
 
     text: str
     uri: str
-    """URL, or path of the document."""
+    """URL or path of the document."""
     title: str = ""
     passage: int = 0
     """Number of the passage within its document, from 0."""
@@ -23,7 +23,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """A retriever's forecast of the chunks still to come. Schedulers may use it; correctness never depends on it."""
+    """A retriever's forecast of the chunks still to come. It only affects scheduling, never the answer."""
 
     num_chunks: int | None = None
     """Chunk events still to come after this one."""
@@ -49,7 +49,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A result that retrieval could not use: an unreachable page, a wrong type, a limit that was met."""
+    """A result that retrieval could not use: an unreachable page, a wrong type, a limit that was reached."""
 
     uri: str
     reason: str
@@ -57,9 +57,9 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class CutShort:
-    """Retrieval ends before it is done: its time is up, or others kept busy what it needs.
+    """Retrieval ends early: its time is up, or a resource that it needs is busy.
 
-    What was found is good, but what was not found may exist all the same.
+    The chunks so far are usable, but relevant ones may be missing.
     """
 
     reason: str
