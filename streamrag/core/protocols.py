@@ -4,9 +4,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from streamrag.core.answers import BackendEvent, SamplingParams
-from streamrag.core.context import Append, Chunk, SourceEvent, Update
-from streamrag.core.prompts import Prompt
+from streamrag.core.values import Append, BackendEvent, Chunk, Prompt, SamplingParams, SourceEvent, Update
 
 MAX_NAME_CHARS = 80
 

@@ -7,7 +7,7 @@
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from streamrag.engine.costs.price import Price
 from streamrag.engine.eviction import Fate
@@ -35,29 +35,19 @@ DROPPED = Comparison("recompute", 0.0, 0.0)
 """The comparison where KV can only be recomputed."""
 
 
-class SwapChoice(Protocol):
-    """A policy that decides between recomputing and copying. Times are on the engine's clock."""
+class SwapAlways:
+    """A policy that saves and loads every block it can. Times are on the engine's clock."""
 
     def evict(self, num_blocks: int, num_unsaved: int, now_s: float) -> Comparison:
         """Choose for a victim with `num_blocks` computed blocks, `num_unsaved` of which are not in host memory."""
+        return Comparison("swap", 0.0, 0.0)
 
     def resume(self, start: int, num_blocks: int, now_s: float) -> Comparison:
         """Choose for a request whose blocks [start, start + num_blocks) are in host memory."""
+        return Comparison("swap", 0.0, 0.0)
 
     def num_to_write_through(self, share_free: float) -> int:
         """Return how many blocks to copy ahead of evictions in this step, where `share_free` of the KV is free."""
-
-
-class SwapAlways:
-    """A policy that saves and loads every block it can."""
-
-    def evict(self, num_blocks: int, num_unsaved: int, now_s: float) -> Comparison:
-        return Comparison("swap", 0.0, 0.0)
-
-    def resume(self, start: int, num_blocks: int, now_s: float) -> Comparison:
-        return Comparison("swap", 0.0, 0.0)
-
-    def num_to_write_through(self, share_free: float) -> int:
         return 0
 
 
@@ -94,3 +84,7 @@ class CostChoice:
         """Compare, leaving out the part of `load_s` that is hidden behind the computation of the step."""
         hidden_s = min(load_s, self.price.mean_step_s) if self.price.is_overlapped else 0.0
         return Comparison("swap" if swap_s - hidden_s < recompute_s else "recompute", recompute_s, swap_s)
+
+
+SwapChoice: TypeAlias = SwapAlways | CostChoice
+"""A policy that decides between recomputing and copying."""

@@ -66,8 +66,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
         self.num_answered = 0
         self.error: StreamRagError | None = None
         """Error of the last attempt, if it failed. The next version is tried again."""
-        self.due_s = 0.0
-        """Earliest time of the next attempt, on the event loop's clock."""
+        self.due_s = 0.0  # earliest time of the next attempt, on the event loop's clock
         self.work: asyncio.Task[None] | None = None
         """The task that is computing an answer, if any."""
         self._watches = watches

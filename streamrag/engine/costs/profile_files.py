@@ -56,7 +56,7 @@ def load_profile(name_or_path: str) -> StepProfile:
         raise ConfigurationError(f"{name_or_path} is no hardware profile: {reason}") from error
 
 
-def save_profile(profile: AnalyticProfile | TableProfile, path: Path) -> None:
+def save_profile(profile: StepProfile, path: Path) -> None:
     """Write `profile` to a file that `load_profile` reads.
 
     :raises ConfigurationError: the file cannot be written.
@@ -75,8 +75,8 @@ def _read(path: str) -> dict[str, Any]:
     return values
 
 
-def _from_dict(values: Mapping[str, Any]) -> AnalyticProfile | TableProfile:
-    kinds: Mapping[Any, type[AnalyticProfile | TableProfile]] = {"analytic": AnalyticProfile, "table": TableProfile}
+def _from_dict(values: Mapping[str, Any]) -> StepProfile:
+    kinds: Mapping[Any, type[StepProfile]] = {"analytic": AnalyticProfile, "table": TableProfile}
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f'its "kind" is {str(kind)[:40]!r}, not "analytic" or "table"')
@@ -85,7 +85,7 @@ def _from_dict(values: Mapping[str, Any]) -> AnalyticProfile | TableProfile:
     return profile
 
 
-def _check(profile: AnalyticProfile | TableProfile) -> None:
+def _check(profile: StepProfile) -> None:
     """Raise ValueError for a number that no machine has: a time could be infinite or negative."""
     positive: dict[str, float | None] = {
         name: getattr(profile, name) for name in ("block_size", "tensor_parallel_size", "num_layers")

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from streamrag.engine.costs.copy_costs import CopyCosts, linear_copies
 from streamrag.engine.costs.step_parts import Part as Part
@@ -20,43 +20,6 @@ from streamrag.errors import ConfigurationError
 
 DEFAULT_BUDGET = 2_048
 """Tokens per step, by default."""
-
-
-class StepProfile(Protocol):
-    """The costs of steps and copies on an engine's hardware."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def tensor_parallel_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model, because copies and the forward can overlap layer by layer."""
-
-    @property
-    def copies(self) -> CopyCosts | None:
-        """The costs of copies; None if they are unknown."""
-
-    @property
-    def kv_tokens(self) -> int:
-        """Capacity of the KV cache, in tokens; 0 if it is unknown."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per KV block."""
-
-    @property
-    def is_async(self) -> bool:
-        """Whether vLLM schedules a step while another one computes."""
-
-    @property
-    def delivery_s(self) -> float:
-        """Seconds that an answer takes in addition to its steps: from the client to the engine and back."""
-
-    @property
-    def provenance(self) -> Mapping[str, Any]: ...
-    def step_s(self, parts: Sequence[Part]) -> float:
-        """Return the seconds of a step with these parts, at least one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +56,13 @@ class AnalyticProfile:
     overhead_s: float
     """Overhead of each step: launches, sampling, and scheduling that is not hidden."""
     kv_tokens: int
+    """Capacity of the KV cache, in tokens; 0 if it is unknown."""
     block_size: int = 16
+    """Tokens per KV block."""
     is_async: bool = True
+    """Whether vLLM schedules a step while another one computes."""
     delivery_s: float = 0.0
+    """Seconds that an answer takes in addition to its steps: from the client to the engine and back."""
     host_bandwidth_bytes_per_s: float | None = None
     """Bandwidth of one device's link to host memory, in each direction; None if the costs of copies are unknown."""
     host_latency_s: float = 0.0
@@ -110,6 +77,7 @@ class AnalyticProfile:
 
     @property
     def copies(self) -> CopyCosts | None:
+        """The costs of copies; None if they are unknown."""
         if self.host_bandwidth_bytes_per_s is None:
             return None
         # Each rank copies its share of a block over its own link, in parallel with the others.
@@ -119,6 +87,7 @@ class AnalyticProfile:
         )
 
     def step_s(self, parts: Sequence[Part]) -> float:
+        """Return the seconds of a step with these parts, at least one."""
         model, num_devices = self.model, self.tensor_parallel_size
         num_new = sum(new for new, _ in parts)
         num_read = sum(context + new for new, context in parts)
@@ -162,6 +131,7 @@ class TableProfile:
             raise ConfigurationError(f"profile {self.name!r}: points must be two or more, ascending; got {tokens}")
 
     def step_s(self, parts: Sequence[Part]) -> float:
+        """Return the seconds of a step with these parts, at least one."""
         num_new = sum(new for new, _ in parts)
         own_pair_s = self.pair_s if self.own_pair_s is None else self.own_pair_s
         attention_s = self.pair_s * context_pairs(parts) + own_pair_s * own_pairs(parts)
@@ -172,6 +142,10 @@ class TableProfile:
         right = min(max(bisect_left(points, (num_new,)), 1), len(points) - 1)
         (x0, y0), (x1, y1) = points[right - 1], points[right]
         return y0 + (y1 - y0) * (num_new - x0) / (x1 - x0)
+
+
+StepProfile: TypeAlias = AnalyticProfile | TableProfile
+"""The costs of steps and copies on an engine's hardware."""
 
 
 def recompute_s(
