@@ -1,7 +1,6 @@
 """Run one query, from admission to its last token."""
 
 import asyncio
-import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -35,7 +34,7 @@ from streamrag.query.relevance import Relevance
 from streamrag.query.retrieval import Retrieval, closing
 from streamrag.support.clock import Clock
 from streamrag.support.messages import kind_of, message_of
-from streamrag.support.tasks import LET_GO_S, cancel_regardless, is_cancelled
+from streamrag.support.tasks import end_or_leave, is_cancelled
 from streamrag.telemetry import (
     Answer,
     Answered,
@@ -125,7 +124,9 @@ class QueryRun:
         finally:
             is_late = not work.done()
             try:
-                await self._end(work)
+                phase = self._phase.value.partition(":")[0]
+                parts = f"{part_name(self._source)} and {part_name(self._backend)}"
+                await end_or_leave(work, f"a query of {parts} that was stopped {phase}")
             finally:  # not in the inner task, which may be left behind
                 if self._has_place:
                     admission.release_on_behalf_of(self)
@@ -134,22 +135,6 @@ class QueryRun:
                 f"the query's deadline of {self._query.deadline_s:g} s passed {self._phase.value}"
             )
         return work.result()
-
-    async def _end(self, work: "asyncio.Task[Answer]") -> None:
-        try:
-            await cancel_regardless([work], at_most_s=LET_GO_S)
-        finally:
-            if not work.done():
-                work.add_done_callback(lambda task: task.cancelled() or task.exception())  # mark it as retrieved
-                phase = self._phase.value.partition(":")[0]
-                warnings.warn(
-                    f"a query that was stopped {phase} has not ended within {LET_GO_S:g} s and is left behind: "
-                    f"{part_name(self._source)} or {part_name(self._backend)} swallows CancelledError, or waits, or "
-                    "tokenises, where it cannot be cancelled",
-                    ResourceWarning,
-                    stacklevel=1,
-                    source=self,
-                )
 
     async def _run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
         await started()
@@ -170,7 +155,7 @@ class QueryRun:
             if is_cancelled():
                 raise
             raise BackendError(
-                f"{part_name(self._backend)} failed: a {type(error).__name__}, though nobody has stopped the query"
+                f"{part_name(self._backend)} failed: a {type(error).__name__}, although the query was not stopped"
             ) from error
 
     async def _retrieve_and_answer(self) -> Answer:

@@ -59,7 +59,7 @@ class SessionTasks:
         if is_late:
             raise DeadlineExceededError(f"the {what}'s deadline of {deadline_s:g} s passed")
         if task.cancelled():
-            raise BackendError(f"a {what} of {self._name} failed: a CancelledError, though nobody has stopped it")
+            raise BackendError(f"a {what} of {self._name} failed: a CancelledError, although it was not stopped")
         return task.result()
 
     def _check_open(self, what: str) -> None:

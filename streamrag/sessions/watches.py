@@ -82,7 +82,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
 
     @property
     def name(self) -> str | None:
-        """Its key in `Session.watches`; None if it has no name."""
+        """The key of the watch in `Session.watches`; None if it has no name."""
         return self.options.name
 
     @property
