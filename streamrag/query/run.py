@@ -1,6 +1,7 @@
 """Run one query, from admission to its last token."""
 
 import asyncio
+import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -34,7 +35,7 @@ from streamrag.query.relevance import Relevance
 from streamrag.query.retrieval import Retrieval, closing
 from streamrag.support.clock import Clock
 from streamrag.support.messages import kind_of, message_of
-from streamrag.support.tasks import end_or_leave, is_cancelled
+from streamrag.support.tasks import LET_GO_S, cancel_regardless, is_cancelled
 from streamrag.telemetry import (
     Answer,
     Answered,
@@ -66,7 +67,9 @@ T = TypeVar("T")
 class _Phase(Enum):
     """A phase of a query, with the end of the error message if the deadline passes in it."""
 
-    STARTING = "while the engine or the source was starting: start the pipeline before it is asked, or raise deadline_s"
+    STARTING = (
+        "while the engine or the source was starting: start the pipeline before the first query, or raise deadline_s"
+    )
     WAITING = "while other queries had all places: raise deadline_s or max_concurrent_queries"
     RETRIEVING = "while retrieving: raise deadline_s, or give the source a shorter timeout of its own"
     GENERATING = "while generating: raise deadline_s, or lower max_tokens"
@@ -124,9 +127,7 @@ class QueryRun:
         finally:
             is_late = not work.done()
             try:
-                phase = self._phase.value.partition(":")[0]
-                parts = f"{part_name(self._source)} and {part_name(self._backend)}"
-                await end_or_leave(work, f"a query of {parts} that was stopped {phase}")
+                await self._end(work)
             finally:  # not in the inner task, which may be left behind
                 if self._has_place:
                     admission.release_on_behalf_of(self)
@@ -135,6 +136,22 @@ class QueryRun:
                 f"the query's deadline of {self._query.deadline_s:g} s passed {self._phase.value}"
             )
         return work.result()
+
+    async def _end(self, work: "asyncio.Task[Answer]") -> None:
+        try:
+            await cancel_regardless([work], at_most_s=LET_GO_S)
+        finally:
+            if not work.done():
+                work.add_done_callback(lambda task: task.cancelled() or task.exception())  # mark it as retrieved
+                phase = self._phase.value.partition(":")[0]
+                warnings.warn(
+                    f"a query that was stopped {phase} has not ended within {LET_GO_S:g} s and is left behind: "
+                    f"{part_name(self._source)} or {part_name(self._backend)} swallows CancelledError, or waits, or "
+                    "tokenises, where it cannot be cancelled",
+                    ResourceWarning,
+                    stacklevel=1,
+                    source=self,
+                )
 
     async def _run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
         await started()

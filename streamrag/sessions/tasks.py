@@ -20,7 +20,7 @@ class SessionTasks:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
-    def begin(
+    def start(
         self, work: Callable[[], Coroutine[Any, Any, T]], what: str, deadline_s: float | None = None
     ) -> "asyncio.Task[T]":
         """Return a new task that runs `work`. `what` names it in errors.

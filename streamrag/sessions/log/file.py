@@ -259,14 +259,14 @@ def _translated(path: Path) -> Iterator[None]:
         elif isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_CORRUPT:
             message = f"{path} cannot be read: {error}"
         else:
-            message = f"{path} is damaged: {error}. Nothing was changed. Move the file away to begin anew"
+            message = f"{path} is damaged: {error}. Nothing was changed. Move the file away to start a new log"
         raise SessionLogError(message) from error
 
 
 def _old_format(path: Path) -> str:
     with suppress(OSError), open_regular(path) as file:
         if file.read(64).replace(b" ", b"").startswith(OLD_FORMAT):
-            return " that can be read: an older streamrag wrote it as text. Move it away to begin anew"
+            return " that can be read: an older streamrag wrote it as text. Move it away to start a new log"
     return ""
 
 
