@@ -4,8 +4,8 @@
         async for chunk in pipeline.stream("How do I cancel a task group?"):
             print(chunk.text, end="")
 
-Here is what a program needs to ask, to bring parts of its own, and to catch errors. Nothing heavy is imported before it
-is used: each name loads its own module.
+These names are what a program needs to ask questions, to bring its own parts, and to catch errors. Each name loads its
+module on first use, so that nothing heavy is imported before it is needed.
 """
 
 from typing import TYPE_CHECKING
@@ -99,92 +99,48 @@ if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder as TraceRecorder
     from streamrag.trace.replay import ReplaySource as ReplaySource
 
-_HOMES = {
-    "Answer": "streamrag.telemetry",
-    "AnswerChunk": "streamrag.core",
-    "AnswerStream": "streamrag.query.answer_stream",
-    "Append": "streamrag.core",
-    "AppendMode": "streamrag.modes",
-    "Backend": "streamrag.core",
-    "BackendError": "streamrag.errors",
-    "BackendEvent": "streamrag.core",
-    "Calibration": "streamrag.sources.emission.calibration",
-    "Chunk": "streamrag.core",
-    "AlreadyStartedError": "streamrag.errors",
-    "ConfigurationError": "streamrag.errors",
-    "CutShort": "streamrag.core",
-    "DeadlineExceededError": "streamrag.errors",
-    "EngineDeadError": "streamrag.errors",
-    "EventStream": "streamrag.query.answer_stream",
-    "Hint": "streamrag.core",
-    "HybridSource": "streamrag.sources.search.hybrid",
-    "IndexCorruptError": "streamrag.errors",
-    "IndexExistsError": "streamrag.errors",
-    "IndexMismatchError": "streamrag.errors",
-    "IndexMissingError": "streamrag.errors",
-    "IndexSummary": "streamrag.sources.index.generation",
-    "IvfSource": "streamrag.sources.search.vector",
-    "Merged": "streamrag.sources.merged",
-    "NearEnd": "streamrag.sources.emission.near_end",
-    "MissingDependencyError": "streamrag.errors",
-    "Mode": "streamrag.core",
-    "ModelError": "streamrag.errors",
-    "ModelInfo": "streamrag.core",
-    "OpenAIBackend": "streamrag.backends.openai",
-    "PgVectorSource": "streamrag.sources.postgres.source",
-    "Pipeline": "streamrag.pipeline",
-    "PipelineClosedError": "streamrag.errors",
-    "Prefilled": "streamrag.core",
-    "Progress": "streamrag.core",
-    "Prompt": "streamrag.core",
-    "PromptTemplate": "streamrag.modes",
-    "PromptTooLongError": "streamrag.errors",
-    "QueryOptions": "streamrag.query.options",
-    "ReplaySource": "streamrag.trace.replay",
-    "RequestView": "streamrag.engine",
-    "RetrieverSource": "streamrag.sources.retriever",
-    "SamplingParams": "streamrag.core",
-    "ServerError": "streamrag.errors",
-    "Skipped": "streamrag.core",
-    "Source": "streamrag.core",
-    "SessionLogError": "streamrag.errors",
-    "SessionLogInUseError": "streamrag.errors",
-    "SourceError": "streamrag.errors",
-    "SourceEvent": "streamrag.core",
-    "Startable": "streamrag.core",
-    "StreamRagError": "streamrag.errors",
-    "StreamedTokens": "streamrag.backends.vllm.client.token_streams",
-    "TableSummary": "streamrag.sources.postgres.build",
-    "TokenStream": "streamrag.backends.vllm.client.token_streams",
-    "TokenStreams": "streamrag.backends.vllm.client.token_streams",
-    "Tokenizer": "streamrag.core",
-    "TooManyQueriesError": "streamrag.errors",
-    "TooManySessionsError": "streamrag.errors",
-    "TraceError": "streamrag.errors",
-    "TraceRecorder": "streamrag.trace.recorder",
-    "Turn": "streamrag.core",
-    "UnreachableError": "streamrag.errors",
-    "UnsafeUrlError": "streamrag.errors",
-    "UnsupportedVersionError": "streamrag.errors",
-    "Update": "streamrag.core",
-    "UpdateMode": "streamrag.modes",
-    "VectorIndexError": "streamrag.errors",
-    "VectorSource": "streamrag.sources.search.vector",
-    "VllmBackend": "streamrag.backends.vllm",
-    "WebSource": "streamrag.sources.crawl.web",
-    "WorkerError": "streamrag.errors",
-    "WorthSending": "streamrag.sources.emission.worth_sending",
-    "add_documents": "streamrag.sources.index.changes",
-    "build_index": "streamrag.sources.index.build",
-    "calibrate": "streamrag.sources.emission.calibrate",
-    "build_table": "streamrag.sources.postgres.build",
-    "from_passages": "streamrag.sources.generators",
-    "from_rankings": "streamrag.sources.generators",
-    "index_source": "streamrag.sources.search.vector",
-    "plain_chat": "streamrag.core",
-    "search_engine": "streamrag.sources.crawl.search_engine",
-    "remove_documents": "streamrag.sources.index.changes",
+_NAMES = {
+    "streamrag.backends.openai": "OpenAIBackend",
+    "streamrag.backends.vllm": "VllmBackend",
+    "streamrag.backends.vllm.client.token_streams": "StreamedTokens TokenStream TokenStreams",
+    "streamrag.core": (
+        "AnswerChunk Append Backend BackendEvent Chunk CutShort Hint Mode ModelInfo Prefilled Progress Prompt "
+        "SamplingParams Skipped Source SourceEvent Startable Tokenizer Turn Update plain_chat"
+    ),
+    "streamrag.engine": "RequestView",
+    "streamrag.errors": (
+        "AlreadyStartedError BackendError ConfigurationError DeadlineExceededError EngineDeadError IndexCorruptError "
+        "IndexExistsError IndexMismatchError IndexMissingError MissingDependencyError ModelError PipelineClosedError "
+        "PromptTooLongError ServerError SessionLogError SessionLogInUseError SourceError StreamRagError "
+        "TooManyQueriesError TooManySessionsError TraceError UnreachableError UnsafeUrlError UnsupportedVersionError "
+        "VectorIndexError WorkerError"
+    ),
+    "streamrag.modes": "AppendMode PromptTemplate UpdateMode",
+    "streamrag.pipeline": "Pipeline",
+    "streamrag.query.answer_stream": "AnswerStream EventStream",
+    "streamrag.query.options": "QueryOptions",
+    "streamrag.sources.crawl.search_engine": "search_engine",
+    "streamrag.sources.crawl.web": "WebSource",
+    "streamrag.sources.emission.calibrate": "calibrate",
+    "streamrag.sources.emission.calibration": "Calibration",
+    "streamrag.sources.emission.near_end": "NearEnd",
+    "streamrag.sources.emission.worth_sending": "WorthSending",
+    "streamrag.sources.generators": "from_passages from_rankings",
+    "streamrag.sources.index.build": "build_index",
+    "streamrag.sources.index.changes": "add_documents remove_documents",
+    "streamrag.sources.index.generation": "IndexSummary",
+    "streamrag.sources.merged": "Merged",
+    "streamrag.sources.postgres.build": "TableSummary build_table",
+    "streamrag.sources.postgres.source": "PgVectorSource",
+    "streamrag.sources.retriever": "RetrieverSource",
+    "streamrag.sources.search.hybrid": "HybridSource",
+    "streamrag.sources.search.vector": "IvfSource VectorSource index_source",
+    "streamrag.telemetry": "Answer",
+    "streamrag.trace.recorder": "TraceRecorder",
+    "streamrag.trace.replay": "ReplaySource",
 }
+"""The public names of each module, which is imported when one of them is used."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [*sorted(_HOMES), "__version__"]
 

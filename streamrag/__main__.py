@@ -1,4 +1,4 @@
-"""`python -m streamrag` is the `streamrag` program."""
+"""Run the `streamrag` program with `python -m streamrag`."""
 
 import sys
 

@@ -1,38 +1,38 @@
-"""The exceptions of streamrag; each message names the value that was wrong, and the remedy.
+"""The exceptions of streamrag. Each message names the offending value and what to do.
 
     StreamRagError
-    ├── ConfigurationError            a value that cannot work; the message names it and the remedy
-    │   ├── MissingDependencyError    an optional part is not installed; the message has the install line
-    │   ├── UnsupportedVersionError   an installed package has a version that streamrag does not run on
+    ├── ConfigurationError            a value that cannot work
+    │   ├── MissingDependencyError    an optional package is not installed
+    │   ├── UnsupportedVersionError   an installed package has an unsupported version
     │   ├── ModelError                the model cannot be loaded
     │   ├── AlreadyStartedError       a source, a backend or a recorder has an owner already
     │   ├── TraceError                a trace cannot be read or written
     │   ├── SessionLogError           a session's log cannot be read or written
-    │   │   └── SessionLogInUseError  another session has it, here or in another process
+    │   │   └── SessionLogInUseError  another session uses it
     │   └── VectorIndexError          a vector index cannot be used
     │       ├── IndexMissingError     there is none at this path
     │       ├── IndexCorruptError     its files are damaged or incomplete
-    │       ├── IndexMismatchError    it was made with another embedder or dimension
+    │       ├── IndexMismatchError    it was built with another embedder or dimension
     │       └── IndexExistsError      building would overwrite it
-    ├── PipelineClosedError           a query on a pipeline that has been closed, or was before its end
-    ├── TooManyQueriesError           refused: the pipeline is full
-    ├── TooManySessionsError          refused: the tenant has as many sessions as may be, or all have
+    ├── PipelineClosedError           the pipeline was closed
+    ├── TooManyQueriesError           rejected: the pipeline is full
+    ├── TooManySessionsError          rejected: a limit on sessions is reached
     ├── DeadlineExceededError         the query's deadline passed
     ├── PromptTooLongError            the question does not fit the model's length
     ├── SourceError                   retrieval failed
     │   ├── UnreachableError          no start address could be fetched
-    │   ├── UnsafeUrlError            an address that is not allowed to be fetched
-    │   └── WorkerError               a worker process died or did not answer in time
+    │   ├── UnsafeUrlError            an address must not be fetched
+    │   └── WorkerError               a worker process died or timed out
     └── BackendError                  the engine or server failed
         ├── EngineDeadError           the embedded engine is gone
-        └── ServerError               an OpenAI-compatible server refused or broke off
+        └── ServerError               an OpenAI-compatible server failed
 
 `except StreamRagError` catches them all.
 """
 
 
 class StreamRagError(Exception):
-    """Everything that streamrag raises on purpose."""
+    """The base class of all exceptions that streamrag raises on purpose."""
 
 
 class ConfigurationError(StreamRagError, ValueError):
@@ -40,7 +40,7 @@ class ConfigurationError(StreamRagError, ValueError):
 
 
 class MissingDependencyError(ConfigurationError):
-    """An optional part is not installed."""
+    """An optional package is not installed; the message has the install line."""
 
     def __init__(self, package: str, install: str) -> None:
         super().__init__(f"{package} is not installed. Install it with:  {install}")
@@ -49,7 +49,7 @@ class MissingDependencyError(ConfigurationError):
 
 
 class UnsupportedVersionError(ConfigurationError):
-    """An installed package has a version that streamrag does not run on."""
+    """An installed package has a version that streamrag does not support."""
 
 
 class ModelError(ConfigurationError):
@@ -57,19 +57,19 @@ class ModelError(ConfigurationError):
 
 
 class AlreadyStartedError(ConfigurationError):
-    """A source or a backend is started a second time; the first owner goes on using it."""
+    """A source, a backend or a recorder was started a second time; its first owner is not affected."""
 
 
 class TraceError(ConfigurationError):
-    """A trace cannot be read or written; the message names the file, and the line."""
+    """A trace cannot be read or written; the message names the file and the line."""
 
 
 class SessionLogError(ConfigurationError):
-    """A session's log cannot be read or written, or is in use; the message names the file."""
+    """A session's log cannot be read or written; the message names the file."""
 
 
 class SessionLogInUseError(SessionLogError):
-    """Another session has the log, here or in another process."""
+    """Another session uses the log, in this process or in another."""
 
 
 class VectorIndexError(ConfigurationError):
@@ -85,7 +85,7 @@ class IndexCorruptError(VectorIndexError):
 
 
 class IndexMismatchError(VectorIndexError):
-    """The index was made with another embedder or dimension."""
+    """The index was built with another embedder or dimension."""
 
 
 class IndexExistsError(VectorIndexError):
@@ -93,17 +93,17 @@ class IndexExistsError(VectorIndexError):
 
 
 class PipelineClosedError(StreamRagError):
-    """A query on a pipeline that has been closed, or was closed before the answer was complete."""
+    """The pipeline was closed before the query, or before its answer was complete."""
 
 
 class TooManyQueriesError(StreamRagError):
-    """A query was refused: as many as the pipeline allows are running."""
+    """A query was rejected because the pipeline runs as many as it may."""
 
 
 class TooManySessionsError(StreamRagError):
-    """A session was refused: a tenant's, or the common, limit of sessions or of tokens in their windows is reached.
+    """A session was rejected because a limit on sessions, or on tokens in their windows, is reached.
 
-    `limit` is "sessions" or "session_tokens", or with "client_" before it, if it is the tenant's.
+    `limit` names it: "sessions" or "session_tokens", with "client_" before it if it is a tenant's limit.
     """
 
     def __init__(self, message: str, limit: str = "sessions") -> None:
@@ -128,11 +128,11 @@ class UnreachableError(SourceError):
 
 
 class UnsafeUrlError(SourceError, ValueError):
-    """An address that is not allowed to be fetched."""
+    """An address must not be fetched, for example because it is private."""
 
 
 class WorkerError(SourceError):
-    """A worker process died, or did not answer in time."""
+    """A worker process died or did not answer in time."""
 
 
 class BackendError(StreamRagError):
@@ -144,4 +144,4 @@ class EngineDeadError(BackendError):
 
 
 class ServerError(BackendError):
-    """An OpenAI-compatible server refused the request or broke off."""
+    """An OpenAI-compatible server rejected the request or broke off."""

@@ -1,4 +1,4 @@
-"""A source, a mode and a backend that together answer queries."""
+"""Join a source, a mode and a backend into a pipeline that answers queries."""
 
 import asyncio
 import os
@@ -6,6 +6,7 @@ import threading
 import warnings
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import anyio
@@ -34,23 +35,24 @@ FORKED = "it was started in the process that this one was forked from, and lives
 class Pipeline:
     """Answers queries from a source with a backend, and owns both.
 
-    Entering it starts the engine and the workers, leaving it stops them. Without `async with` it starts on the first
-    query, and `aclose()` stops it.
+    Entering the pipeline starts the engine and the workers, leaving it stops them. Without `async with`, the first
+    query starts them, and `aclose()` stops them.
 
-    source: where chunks come from.
-    backend: where tokens come from.
-    owns_source: False if somebody else starts and closes it, for several pipelines over one.
-    owns_backend: the same of the backend.
-    mode: folds chunk events into a context; the default, `UpdateMode`, follows the source.
+    source: the retriever that yields chunks.
+    backend: the model that generates tokens.
+    owns_source: whether the pipeline starts and closes the source; False to share it between pipelines.
+    owns_backend: whether the pipeline starts and closes the backend; False to share it between pipelines.
+    mode: turns chunk events into a context; the default, `UpdateMode`, follows the source.
     template: the words around the context.
-    overlap: False retrieves everything before the model gets any of it: the baseline of every measurement.
-    max_concurrent_queries: those that run at once; past it a query waits, or is refused.
-    when_full: "wait", or "refuse", which raises TooManyQueriesError.
-    on_source_error: "raise", or "answer" from what had arrived when the source failed, and tell the model so.
-    on_progress: called with a line for a person at each step of starting.
-    recorder: writes what retrieval does to a trace file; it is started and stopped with the rest.
-    session_limits: how many sessions may be open at once, and how many tokens they may hold, of each tenant and of all.
-    clock: what times are told by.
+    overlap: whether to prefill while retrieval runs; False retrieves everything first, the baseline of all
+        measurements.
+    max_concurrent_queries: most queries that run at the same time; beyond that, `when_full` decides.
+    when_full: "wait" queues the query, "refuse" raises TooManyQueriesError.
+    on_source_error: "raise", or "answer" from the chunks that had arrived and tell the model that retrieval failed.
+    on_progress: called with a human-readable line at each step of starting.
+    recorder: writes a trace of the retrieval to a file; the pipeline starts and closes it.
+    session_limits: most sessions, and tokens in their windows, per tenant and in total.
+    clock: the clock for all times.
 
     :raises ConfigurationError: values that cannot work.
     """
@@ -107,22 +109,22 @@ class Pipeline:
 
     @property
     def num_queries(self) -> int:
-        """Queries that are waiting or running."""
+        """Number of queries that are waiting or running."""
         return sum(not task.done() for task in self._queries)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop that it was started in, and is to be asked in; None before that.
+        """The event loop that the pipeline was started in and must be used in; None before the start.
 
-        Raises PipelineClosedError in a fork of the process that it was started in.
+        Raises PipelineClosedError in a fork of the process that started it.
         """
         self._raise_forked()
         return self._starting.get_loop() if self._starting is not None else None
 
     def claim(self, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
-        """The event loop to start it in: `loop`, unless it has one, or another that runs has been claimed for it.
+        """Return the event loop to use: the pipeline's own, or a running one that was claimed before, or `loop`.
 
-        Called from any thread, by those that share a pipeline and may each be the first to ask it.
+        Thread-safe, for threads that share a pipeline and may each send the first query.
         """
         with self._claiming:
             if self._claimed is None or not self._claimed.is_running():
@@ -130,18 +132,16 @@ class Pipeline:
             return self.loop or self._claimed
 
     def stream(self, query: str, **options: Unpack[QueryOptions]) -> AnswerStream:
-        """The answer to `query`, chunk by chunk; `options` are those of `QueryOptions`.
+        """Return the answer to `query` as a stream of chunks. For the options see `QueryOptions`.
 
         Raises ConfigurationError for options that are unknown or cannot work. Raises, when iterated, SourceError,
         BackendError, PromptTooLongError, DeadlineExceededError, TooManyQueriesError and PipelineClosedError.
         """
-        asked = self._query(query, options)
-        return AnswerStream(lambda emit: self._start_query(asked, emit))
+        return AnswerStream(partial(self._start_query, self._query(query, options)))
 
     def events(self, query: str, **options: Unpack[QueryOptions]) -> EventStream:
-        """Everything that happens while `query` is answered. Options and errors as in `stream`."""
-        asked = self._query(query, options)
-        return EventStream(lambda emit: self._start_query(asked, emit))
+        """Return the events of `query`, the last of which has the answer. Options and errors as in `stream`."""
+        return EventStream(partial(self._start_query, self._query(query, options)))
 
     def session(
         self,
@@ -157,22 +157,22 @@ class Pipeline:
         name: str = "session",
         tenant: str = "",
     ) -> "Session":
-        """Context that streams in for as long as the session is open, and questions about it; see `Session`.
+        """Return a session: context that streams in while it is open, and questions about it; see `Session`.
 
-        Use it as an async context manager, inside the pipeline's.
+        Use it as an async context manager, inside the pipeline's. Entering it raises TooManySessionsError if it exceeds
+        the pipeline's `session_limits`.
 
         system: replaces the template's system text.
         template: the words around data and question; each chunk is one `passage`.
         window_tokens: most tokens of data in the prompt; three quarters of the model's length by default.
-        slide_share: share of the window that goes at a time when it is full.
-        max_waiting, max_waiting_characters: what waits for the engine at most; beyond it the oldest chunks are dropped.
-        batch_interval_s: least seconds between two batches of data: askers wait for fewer steps of the engine, and for
-            newer data.
-        log: a file that the session's text is kept in; if it is there, the session goes on where it ended, with its
-            system text and its versions.
+        slide_share: share of the window that is removed at once when it is full.
+        max_waiting, max_waiting_characters: most data that wait for the engine; beyond that the oldest are dropped.
+        batch_interval_s: least seconds between two batches of data; fewer batches delay questions less, but their data
+            are older.
+        log: a file for the session's text; if it exists, the session resumes from it, with its system text and
+            versions.
         name: for errors and schedulers.
-        tenant: whose it is, for the pipeline's `session_limits`. One more than these allow raises
-            TooManySessionsError when it is entered.
+        tenant: the owner, for the pipeline's `session_limits`.
         """
         from streamrag.sessions.limits import SessionBooks, SessionLimits
         from streamrag.sessions.session import Session
@@ -198,16 +198,16 @@ class Pipeline:
         )
 
     async def start(self) -> None:
-        """Start the engine and the workers, unless they are running. Queries that come meanwhile wait.
+        """Start the engine and the workers, unless they are running. Queries that arrive meanwhile wait.
 
-        Raises ConfigurationError and BackendError; nothing is left running then, and the next call tries again.
+        Raises ConfigurationError and BackendError. Nothing is left running then, and the next call tries again.
         """
         if self._is_closed:
             raise PipelineClosedError("this pipeline has been closed: make a new one")
         await self._start()
 
     async def _start(self) -> None:
-        """Also for queries that came before the pipeline was closed, and that it lets go on."""
+        """Start the parts, also for queries that were submitted before `aclose` and are draining."""
         self._raise_forked()
         if self._closing is not None:
             raise PipelineClosedError("the query was stopped before its end: its pipeline was closed")
@@ -227,10 +227,10 @@ class Pipeline:
 
     @validated
     async def aclose(self, *, drain_s: SecondsOrZero = 0.0) -> None:
-        """Refuse new queries, let running ones go on for up to `drain_s` seconds, end them and sessions, stop all.
+        """Reject new queries, drain running ones for up to `drain_s` seconds, then end queries, sessions and parts.
 
-        A call that is cancelled aborts them at once, and still returns only when all is stopped. So does a second call.
-        Aborted queries raise PipelineClosedError.
+        Cancelling the call, or calling it again, ends the drain at once; either still returns only when everything has
+        stopped. Aborted queries raise PipelineClosedError.
         """
         self._is_closed = True
         try:
@@ -240,7 +240,7 @@ class Pipeline:
             if self._closing is None:
                 self._closing = asyncio.create_task(self._close(), name="streamrag close")
             await wait_regardless([self._closing])
-        self._closing.result()  # raises what a part raised
+        self._closing.result()  # raises what a part raised on closing
 
     async def _close(self) -> None:
         tasks: list[asyncio.Task[Any]] = [*self._queries, *([self._starting] if self._starting else [])]
@@ -268,7 +268,7 @@ class Pipeline:
         await self.aclose()
 
     def __del__(self) -> None:
-        starting = getattr(self, "_starting", None)  # not there when __init__ raised
+        starting = getattr(self, "_starting", None)  # missing if __init__ raised
         if starting is not None and not self._is_closed and (not starting.done() or _succeeded(starting)):
             warnings.warn(
                 "a Pipeline was dropped without being closed: its engine and workers may still run; "
@@ -280,14 +280,14 @@ class Pipeline:
 
     def _query(self, text: str, options: QueryOptions) -> Query:
         check_options(options)
-        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        system = given.pop("system", None)
+        values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        system = values.pop("system", None)
         if not isinstance(system, str | None):
             raise ConfigurationError(f"system={short(system)} must be a str")
-        given["template"] = template = given.get("template", self._template)
+        values["template"] = template = values.get("template", self._template)
         if system is not None and isinstance(template, PromptTemplate):
-            given["template"] = replace(template, system=plain_text(system))
-        return Query(text, **{"overlap": self.overlap, **given})
+            values["template"] = replace(template, system=plain_text(system))
+        return Query(text, **{"overlap": self.overlap, **values})
 
     def _start_query(self, query: Query, emit: Emit) -> "asyncio.Task[Answer]":
         if self._is_closed:
@@ -323,7 +323,7 @@ class Pipeline:
     def _forget_query(self, task: "asyncio.Task[Answer]") -> None:
         self._queries.discard(task)
         if not task.cancelled():
-            task.exception()  # the handle raises it, unless that was dropped
+            task.exception()  # mark it as retrieved; the stream raises it, unless it was dropped
 
     async def _start_parts(self) -> None:
         self._parts = await start_all(self._owned, self._on_progress)

@@ -1,6 +1,6 @@
-"""What happened in a query, and when: one class per event, the answer with its timings, and the engine's record.
+"""The events of a query, its answer with timings, and the engine's record.
 
-Every `at_s` counts seconds from the moment the query was submitted, on the pipeline's clock. Times of records are of
+Every `at_s` is in seconds since the query was submitted, on the pipeline's clock. Times in records are those of
 `time.monotonic`.
 """
 
@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RetrievalStarted:
-    """The query was admitted and its source is at work."""
+    """The query was admitted, and its source starts to retrieve."""
 
     at_s: float
     query: str
@@ -46,7 +46,7 @@ class RetrievalStarted:
 
 @dataclass(frozen=True, slots=True)
 class ChunkArrived:
-    """The source brought a chunk that the context did not hold."""
+    """The source yielded a chunk that was not in the context."""
 
     at_s: float
     chunk: Chunk
@@ -54,7 +54,7 @@ class ChunkArrived:
 
 @dataclass(frozen=True, slots=True)
 class DocumentSkipped:
-    """The source could not use something, and went on."""
+    """The source could not use a document, and continued without it."""
 
     at_s: float
     uri: str
@@ -63,7 +63,7 @@ class DocumentSkipped:
 
 @dataclass(frozen=True, slots=True)
 class RetrievalCutShort:
-    """The source ended before it was done; what had arrived is used, and the model is told."""
+    """The source ended early. The chunks so far are used, and the model is told that some may be missing."""
 
     at_s: float
     reason: str
@@ -71,7 +71,7 @@ class RetrievalCutShort:
 
 @dataclass(frozen=True, slots=True)
 class SourceFailed:
-    """The source failed and the answer is made from what had arrived (`on_source_error="answer"`)."""
+    """The source failed, and the answer uses the chunks so far (`on_source_error="answer"`)."""
 
     at_s: float
     error: SourceError
@@ -79,23 +79,23 @@ class SourceFailed:
 
 @dataclass(frozen=True, slots=True)
 class ContextChanged:
-    """A new prompt went to the backend."""
+    """A new prompt was sent to the backend."""
 
     at_s: float
     num_chunks: int
     num_tokens: int
     """Length of the new prompt."""
     num_shared: int
-    """Leading tokens that the previous prompt had too: their KV stays valid."""
+    """Leading tokens shared with the previous prompt, whose KV stays valid."""
     num_invalidated: int
-    """Tokens of the previous prompt after those: their KV is no longer valid."""
+    """Tokens of the previous prompt behind these, whose KV is no longer valid."""
     chunks: tuple[Chunk, ...] = ()
     """The passages of the new prompt, in prompt order."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunksLeftOut:
-    """Chunks that do not fit the context's token budget, by rank or arrival; reported when the context is complete."""
+    """Some chunks do not fit the context's token budget. Reported when the context is complete."""
 
     at_s: float
     chunks: tuple[Chunk, ...]
@@ -104,7 +104,7 @@ class ChunksLeftOut:
 
 @dataclass(frozen=True, slots=True)
 class ChunksShortened:
-    """Chunks that fit the context's token budget only in part; the prompt has what matters most to the question."""
+    """Some chunks fit the context's token budget only in part; the prompt has their most relevant passages."""
 
     at_s: float
     chunks: tuple[Chunk, ...]
@@ -119,12 +119,12 @@ class ContextComplete:
     num_chunks: int
     num_tokens: int
     chunks: tuple[Chunk, ...]
-    """The passages of the prompt, in prompt order; the answer's `citations` will be these."""
+    """The passages of the prompt, in prompt order; the answer's `citations` refer to them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgressed:
-    """The backend has computed the KV of at least this many leading tokens of the newest prompt."""
+    """The backend has computed the KV of at least `num_tokens` leading tokens of the newest prompt."""
 
     at_s: float
     num_tokens: int
@@ -147,31 +147,31 @@ class Timings:
     queued_s: float
     """Seconds from the query until it was admitted."""
     first_chunk_s: float | None
-    """Seconds from the query to the first chunk of context; None when there was none."""
+    """Seconds from the query to the first chunk of context; None if there was none."""
     retrieval_s: float
     """Seconds from the query to the end of retrieval."""
     ttft_s: float
     """Seconds from the query to the first token."""
     ttft_after_retrieval_s: float
-    """Seconds from the end of retrieval to the first token (what the Stream2LLM paper calls TTFT)."""
+    """Seconds from the end of retrieval to the first token, which the Stream2LLM paper calls TTFT."""
     total_s: float
     """Seconds from the query to the last token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Citation:
-    """A passage of the prompt, with the number that the model saw."""
+    """A passage of the prompt."""
 
     number: int
-    """Place in the prompt, from 1: the rank in update mode, unless its order is "stable"; the order of arrival in
-    append mode."""
+    """The number that the model saw: the place in the prompt, from 1. That is the rank in update mode, unless its order
+    is "stable", and the order of arrival in append mode."""
     uri: str
     title: str
     passage: int
     text: str
     score: float | None
     rank: int | None = None
-    """Place in the retriever's last ranking, from 1; None if it ranked nothing, as a crawl does."""
+    """Place in the retriever's last ranking, from 1; None if it does not rank, like a crawl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,50 +181,52 @@ class Answer:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
-    """"stop" or "length"; a server may have reasons of its own."""
+    """"stop" or "length"; a server may have other reasons."""
     citations: tuple[Citation, ...]
     """The passages of the prompt, in prompt order."""
     left_out: tuple[Chunk, ...]
     """Chunks that did not fit the token budget."""
     shortened: tuple[Chunk, ...]
-    """Chunks that fit it only in part, as they arrived; `sources` has the parts."""
+    """Chunks that fit it only in part, whole as they arrived; `citations` has the parts."""
     num_prompt_tokens: int
     num_invalidated: int
-    """Tokens that went to the backend and were replaced by a later prompt, over all prompts of the query."""
+    """Tokens that were sent to the backend and replaced by a later prompt, over all prompts of the query."""
     is_exact: bool
-    """Whether the model saw exactly the tokens of the prompt (not so for a server that takes only text)."""
+    """Whether the model saw exactly the tokens of the prompt; False for a server that takes only text."""
     source_error: SourceError | None
     """The error that ended retrieval early, with `on_source_error="answer"`."""
     cut_short: str | None
-    """Reason why retrieval was cut short, though it did not fail: a time limit, or a source kept busy by others."""
+    """Why retrieval ended early without an error: a time limit, or a busy resource. None if it did not."""
     submitted_s: float
-    """When the query was submitted, on the pipeline's clock. With the default clock, which is `time.monotonic`, this is
-    the clock of `record` too: `record.first_kv_s - submitted_s` compares with the timings and with every `at_s`."""
+    """When the query was submitted, on the pipeline's clock. The default clock is `time.monotonic`, as in `record`, so
+    that `record.first_kv_s - submitted_s` compares with the timings and with every `at_s`."""
     timings: Timings
     record: RequestRecord | None = None
     """The engine's record of the request; None if the engine keeps no records."""
     breaks_look_alikes: bool = False
-    """Whether look-alikes of special tokens were broken by a space, because a server tokenised the text. Otherwise the
-    model saw them as they are, as text; in neither case as special tokens."""
+    """Whether text that looks like a special token got a space inserted, because a server tokenised the text. Otherwise
+    the model saw it unchanged, as text. It never saw a special token."""
 
     version: int | None = None
     """Version of the session's data that the answer belongs to; None outside sessions."""
     gap: float | None = None
-    """Margin of the first token over the next best, as a difference of log-probabilities; None unless a
-    session's question asked for it."""
+    """Lead of the first token over the next best, as a difference of log-probabilities; None unless a session's
+    question was asked with `with_gap`."""
 
     @property
     def is_in_rank_order(self) -> bool:
-        """Whether the prompt has its passages in the order in which the retriever ranked them, if it did. Not so where
-        `UpdateMode(order="stable")` kept those that survived in front, or `AppendMode` those that came first."""
+        """Whether the passages of the prompt are in the retriever's order; True if it does not rank.
+
+        False if `UpdateMode(order="stable")` kept surviving passages in front, or `AppendMode` the earliest ones.
+        """
         ranks = [citation.rank for citation in self.citations]
-        return all(rank is None for rank in ranks) or (
-            None not in ranks and ranks == sorted(ranks, key=lambda r: r or 0)
-        )
+        if all(rank is None for rank in ranks):
+            return True
+        return None not in ranks and ranks == sorted(ranks, key=lambda r: r or 0)
 
     @property
     def has_context(self) -> bool:
-        """Whether anything usable was retrieved; if not, the model was told so."""
+        """Whether anything usable was retrieved. If not, the model was told so."""
         return bool(self.citations)
 
 

@@ -1,14 +1,13 @@
-"""Parts for tests and demonstrations: exact, instant, able to fail on purpose; and a tiny model for the real engine.
+"""Test doubles that are exact, instant and able to fail on purpose, and small models for the real engine.
 
     source = ScriptedSource([Append(Chunk("Paris is in France.", "geo.md"))])
     backend = ScriptedBackend(answer="In France.")
     async with Pipeline(source, backend) as pipeline:
         print("".join([chunk.text async for chunk in pipeline.stream("Where is Paris?")]))
-    assert backend.prompts[-1][-1].is_complete  # every prompt of every query is kept
+    assert backend.prompts[-1][-1].is_complete  # all prompts of all queries are recorded
 
-`make_tiny_llama` writes a Llama with random weights for `VllmBackend`; its answers are noise.
-`make_demo_model` writes a small model that answers in English, from two packages that carry it. `StretchedSource` is
-another source, slowed down.
+`make_tiny_llama` writes a Llama with random weights for `VllmBackend`; its answers are noise. `make_demo_model` writes
+a small model that answers in English, from two installed packages. `StretchedSource` slows another source down.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -52,13 +51,13 @@ __all__ = [
 ]
 
 Step: TypeAlias = SourceEvent | float | BaseException | anyio.Event
-"""An event to yield, seconds to pause, an error to raise, or something to wait for."""
+"""An event to yield, seconds to sleep, an error to raise, or an `anyio.Event` to wait for."""
 
 
 class ScriptedSource:
-    """Plays the same steps for every query, or those that a function makes of the query.
+    """A source that plays the same steps for every query, or the steps that a function returns for it.
 
-    Counts what is under way, so that a test can see that nothing is left: `num_streams`, `is_started`.
+    `num_streams` and `is_started` show whether anything is left running.
     """
 
     def __init__(self, steps: Iterable[Step] | Callable[[str], Iterable[Step]]) -> None:
@@ -94,10 +93,12 @@ class ScriptedSource:
 
 
 class ScriptedBackend:
-    """Answers every complete prompt with the same text, one character a token, and keeps all prompts it was given.
+    """A backend that answers every complete prompt with the same text, one character per token, and records all
+    prompts.
 
-    With `hold`, prefilling waits for the event; with `error`, it is raised in place of the answer's second token; with
-    `is_endless`, the answer never finishes.
+    hold: prefilling waits for this event.
+    error: raised in place of the answer's second token.
+    is_endless: whether the answer never finishes.
     """
 
     def __init__(
@@ -127,12 +128,12 @@ class ScriptedBackend:
         self.is_started = False
 
     async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
-        seen: list[Prompt] = []
-        self.prompts.append(seen)
+        received: list[Prompt] = []
+        self.prompts.append(received)
         self.num_requests += 1
         try:
             async for prompt in prompts:
-                seen.append(prompt)
+                received.append(prompt)
                 if self._hold is not None:
                     await self._hold.wait()
                 yield Prefilled(len(prompt.token_ids))

@@ -466,7 +466,7 @@ class CancelledBackend(ScriptedBackend):
 
 async def test_a_backend_that_cancels_itself_has_failed() -> None:
     async with Pipeline(ScriptedSource([Append(A)]), CancelledBackend()) as pipeline:
-        with pytest.raises(BackendError, match=r"CancelledBackend failed: a CancelledError, though nobody"):
+        with pytest.raises(BackendError, match=r"CancelledBackend failed: a CancelledError, although"):
             _ = [chunk async for chunk in pipeline.stream("Why?")]
 
 

@@ -1,28 +1,11 @@
-"""The values that travel through a query, and the protocols at the seams.
+"""The values that travel through a query, and the protocols between its parts.
 
     query ──Source──▶ Append | Update | Skipped | CutShort ──Mode──▶ Prompt ──Backend──▶ Prefilled | AnswerChunk
 
-Every value here is immutable. A program that brings its own retrieval implements `Source`; one that brings its own
-engine implements `Backend`; one that orders contexts in its own way implements `Mode`.
+Every value here is immutable. Implement `Source` to bring your own retrieval, `Backend` to bring your own engine, and
+`Mode` to order contexts in your own way.
 """
 
-from streamrag.core.answers import MAX_INT as MAX_INT
-from streamrag.core.answers import MAX_STOP_CHARS as MAX_STOP_CHARS
-from streamrag.core.answers import MAX_STOP_TEXTS as MAX_STOP_TEXTS
-from streamrag.core.answers import AnswerChunk as AnswerChunk
-from streamrag.core.answers import BackendEvent as BackendEvent
-from streamrag.core.answers import Prefilled as Prefilled
-from streamrag.core.answers import SamplingParams as SamplingParams
-from streamrag.core.context import Append as Append
-from streamrag.core.context import Chunk as Chunk
-from streamrag.core.context import CutShort as CutShort
-from streamrag.core.context import Hint as Hint
-from streamrag.core.context import Skipped as Skipped
-from streamrag.core.context import SourceEvent as SourceEvent
-from streamrag.core.context import Update as Update
-from streamrag.core.prompts import Prompt as Prompt
-from streamrag.core.prompts import RequestClass as RequestClass
-from streamrag.core.prompts import common_prefix_len as common_prefix_len
 from streamrag.core.protocols import MAX_NAME_CHARS as MAX_NAME_CHARS
 from streamrag.core.protocols import Backend as Backend
 from streamrag.core.protocols import Mode as Mode
@@ -34,3 +17,20 @@ from streamrag.core.protocols import Tokenizer as Tokenizer
 from streamrag.core.protocols import Turn as Turn
 from streamrag.core.protocols import part_name as part_name
 from streamrag.core.protocols import plain_chat as plain_chat
+from streamrag.core.values import MAX_INT as MAX_INT
+from streamrag.core.values import MAX_STOP_CHARS as MAX_STOP_CHARS
+from streamrag.core.values import MAX_STOP_TEXTS as MAX_STOP_TEXTS
+from streamrag.core.values import AnswerChunk as AnswerChunk
+from streamrag.core.values import Append as Append
+from streamrag.core.values import BackendEvent as BackendEvent
+from streamrag.core.values import Chunk as Chunk
+from streamrag.core.values import CutShort as CutShort
+from streamrag.core.values import Hint as Hint
+from streamrag.core.values import Prefilled as Prefilled
+from streamrag.core.values import Prompt as Prompt
+from streamrag.core.values import RequestClass as RequestClass
+from streamrag.core.values import SamplingParams as SamplingParams
+from streamrag.core.values import Skipped as Skipped
+from streamrag.core.values import SourceEvent as SourceEvent
+from streamrag.core.values import Update as Update
+from streamrag.core.values import common_prefix_len as common_prefix_len

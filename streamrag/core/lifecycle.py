@@ -1,4 +1,4 @@
-"""Starting sources and backends, each of which has one owner: the code that starts it and closes it."""
+"""Start and close sources and backends. Each has one owner: the code that starts it also closes it."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -18,9 +18,9 @@ SHARE_IT = (
 
 
 async def start_all(parts: Iterable[object], progress: Progress) -> AsyncExitStack:
-    """Start the parts that are `Startable`, all at once, and return what closes them.
+    """Start all `Startable` parts concurrently, and return an exit stack that closes them.
 
-    If one cannot be started, the others are closed. The one itself is not: another owner may be using it.
+    If one fails to start, the others are closed. The one that failed is not: another owner may be using it.
     """
 
     async def start(part: Startable) -> None:
@@ -34,7 +34,7 @@ async def start_all(parts: Iterable[object], progress: Progress) -> AsyncExitSta
         finally:
             await cancel_regardless(starts)
         return started.pop_all()
-    raise AssertionError  # for mypy: a stack may swallow exceptions
+    raise AssertionError  # for mypy: an exit stack may swallow exceptions
 
 
 @overload
@@ -42,9 +42,11 @@ def started_once(start: Start) -> Start: ...
 @overload
 def started_once(*, remedy: str) -> Callable[[Start], Start]: ...
 def started_once(start: Start | None = None, *, remedy: str = SHARE_IT) -> Any:
-    """Refuse to `start` an object that is started; its `aclose` sets `is_started` to False again.
+    """Decorate a `start` method so that it raises AlreadyStartedError while `is_started` is True.
 
-    remedy: what the error tells the caller to do instead.
+    The decorator sets `is_started` to True, and back if `start` raises. The class's `aclose` must set it to False.
+
+    remedy: the end of the error message, which says what to do instead.
     """
     if start is None:
         return partial(started_once, remedy=remedy)

@@ -1,12 +1,10 @@
-"""The seams: what a source, a mode, a backend and a tokenizer must be able to do."""
+"""The protocols that sources, modes, backends and tokenizers implement."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from streamrag.core.answers import BackendEvent, SamplingParams
-from streamrag.core.context import Append, Chunk, SourceEvent, Update
-from streamrag.core.prompts import Prompt
+from streamrag.core.values import Append, BackendEvent, Chunk, Prompt, SamplingParams, SourceEvent, Update
 
 MAX_NAME_CHARS = 80
 
@@ -20,7 +18,7 @@ class Turn:
 
 
 def plain_chat(turns: Sequence[Turn]) -> str:
-    """A conversation for models that have no chat template.
+    """Render a conversation for a model without a chat template.
 
     >>> plain_chat([Turn("system", "Be brief."), Turn("user", "Hello!")])
     'Be brief.\\n\\nUser: Hello!\\n\\nAssistant:'
@@ -30,53 +28,53 @@ def plain_chat(turns: Sequence[Turn]) -> str:
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back, for one model. Called from worker threads, one call at a time."""
+    """The tokenizer of one model. It is called from worker threads, one call at a time."""
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Token ids of `text`, nothing added around them.
+        """Return the token ids of `text`, without adding any around them.
 
-        Without `allow_special`, look-alikes of special tokens are tokenised as the text they are.
+        Unless `allow_special`, text that looks like a special token is tokenised as plain text.
         """
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, special tokens included."""
+        """Return the text of `token_ids`, including special tokens."""
 
     def render_chat(self, turns: Sequence[Turn]) -> str:
-        """`turns` in the model's chat template, up to where the answer begins.
+        """Render `turns` in the model's chat template, up to where the answer begins.
 
-        A model without a template gets `plain_chat`, behind its beginning-of-text token if it wants one.
+        For a model without a template, return `plain_chat`, after its beginning-of-text token if it has one.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The facts that a pipeline must know about the model behind a backend."""
+    """The model behind a backend."""
 
     name: str
     tokenizer: Tokenizer
     max_model_len: int
-    """The most tokens that prompt and answer may have together."""
+    """Most tokens of prompt and answer together."""
     is_exact: bool = True
-    """Whether the tokens that are sent are the tokens that the model sees."""
+    """Whether the model sees exactly the tokens that are sent."""
     breaks_look_alikes: bool = False
-    """Whether look-alikes of special tokens in text are broken by a space, because a server tokenises that text."""
+    """Whether text that looks like a special token gets a space inserted, because a server tokenises the text."""
 
 
 class Source(Protocol):
-    """A retriever, as a stream of chunk events. Errors and schedulers use its `name`, or else the name of its class."""
+    """A retriever that streams chunk events. Errors and schedulers use its `name`, or the name of its class."""
 
     def stream(self, query: str) -> AsyncIterator[SourceEvent]:
-        """Chunk events as they arrive; the context is complete when the iterator ends.
+        """Yield chunk events as they arrive. The context is complete when the iterator ends.
 
-        :raises SourceError: when retrieval fails.
+        :raises SourceError: retrieval failed.
         """
 
 
 class Mode(Protocol):
-    """A rule by which chunk events become a context."""
+    """A rule that turns chunk events into a context."""
 
     def fold(self, chunks: tuple[Chunk, ...], event: Append | Update) -> tuple[Chunk, ...]:
-        """The new context, in prompt order, given the old one and the next event. A pure function."""
+        """Return the new context, in prompt order, from the old one and the next event. A pure function."""
 
 
 class Backend(Protocol):
@@ -87,18 +85,18 @@ class Backend(Protocol):
         """The model; available once the backend has started."""
 
     def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
-        """Prefill each prompt as it comes; sample the answer to the complete one, which is the last.
+        """Prefill each prompt as it arrives, and sample the answer to the last one, which is complete.
 
-        `prompts` is read without delay, whatever is being computed. Closing the iterator aborts the request.
+        Read `prompts` without delay, even while computing. Closing the returned iterator aborts the request.
 
-        :raises BackendError: when the engine fails.
+        :raises BackendError: the engine failed.
         """
 
 
 def part_name(part: object) -> str:
-    """The name of a source or a backend: its attribute `name` if that is a str, else the name of its class.
+    """Return the name of a source or a backend: its attribute `name` if that is a str, else the name of its class.
 
-    The result is one line of at most 80 characters, whatever the attribute holds.
+    The result is one line of at most 80 characters.
 
     >>> class Tickets: name = "tickets\\nof 2026"
     >>> part_name(Tickets())
@@ -110,7 +108,7 @@ def part_name(part: object) -> str:
 
 
 Progress: TypeAlias = Callable[[str], None]
-"""Called with one line for a person whenever starting something reaches a new step."""
+"""A callback that gets one human-readable line for each step of starting something."""
 
 
 @runtime_checkable
@@ -118,10 +116,10 @@ class Startable(Protocol):
     """A source or backend that holds processes, connections or memory."""
 
     async def start(self, progress: Progress) -> None:
-        """Acquire them; return when queries can be served. Must free what it took if it raises.
+        """Acquire the resources, and return when queries can be served. Free them again before raising.
 
         :raises AlreadyStartedError: another owner has started it; `aclose` is not called then.
         """
 
     async def aclose(self) -> None:
-        """Free the resources that `start` took. Does nothing when not started."""
+        """Free the resources that `start` acquired. Does nothing when not started."""

@@ -1,4 +1,4 @@
-"""Tokenizers in threads: one call of each at a time, whichever pipelines share it."""
+"""Run tokenizers in threads, one call per tokenizer at a time, even if several pipelines share it."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,27 +15,26 @@ from streamrag.support.tasks import wait_regardless
 
 T = TypeVar("T")
 
-_Places: TypeAlias = tuple[anyio.CapacityLimiter, anyio.CapacityLimiter]
-"""A tokenizer's own, and the only one to wait for that which all of the background has together."""
+_Limiters: TypeAlias = tuple[anyio.CapacityLimiter, anyio.CapacityLimiter]
+"""Limiters of the threads that use a tokenizer, and of the background calls that queue for it. Each admits one."""
 
-_places = anyio.lowlevel.RunVar[WeakKeyDictionary[object, _Places]]("streamrag tokenizers")
+_limiters = anyio.lowlevel.RunVar[WeakKeyDictionary[object, _Limiters]]("streamrag tokenizers")
 
 
 async def in_thread(tokenizer: Tokenizer, function: Callable[[], T], *, is_background: bool = False) -> T:
-    """Run `function`, which uses `tokenizer`, in a thread, and return its result: a page takes milliseconds.
+    """Run `function`, which uses `tokenizer`, in a thread, and return its result.
 
-    With `is_background`, one call at a time enters the queue for the tokenizer: however many background calls there
-    are, any other caller waits for at most one of them.
+    Background calls queue for the tokenizer one at a time, so that any other call waits for at most one of them.
 
-    A thread cannot be stopped: a caller that is cancelled waits for its own, which keeps the tokenizer's place until it
-    ends. But what the thread waits for on the event loop, as a server's tokenizer does, is cancelled.
-
-    In virtual time there are no threads, and it runs at once.
+    A cancelled caller waits for the end of its thread, which cannot be stopped. If the thread waits for the event loop,
+    as a server's tokenizer does, that wait is cancelled. In virtual time, `function` runs at once without a thread.
     """
     if getattr(asyncio.get_running_loop(), "is_virtual", False):
         return function()
     scope = anyio.CancelScope()
-    work = asyncio.create_task(_run(function, _places_of(tokenizer), is_background, scope), name="streamrag tokenising")
+    work = asyncio.create_task(
+        _run(function, _limiters_of(tokenizer), is_background, scope), name="streamrag tokenising"
+    )
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -44,22 +43,22 @@ async def in_thread(tokenizer: Tokenizer, function: Callable[[], T], *, is_backg
         raise
 
 
-async def _run(function: Callable[[], T], places: _Places, is_background: bool, scope: anyio.CancelScope) -> T:
-    place, waiting = places
+async def _run(function: Callable[[], T], limiters: _Limiters, is_background: bool, scope: anyio.CancelScope) -> T:
+    use, queue = limiters
     with scope:
-        async with waiting if is_background else nullcontext():
-            return await anyio.to_thread.run_sync(function, limiter=place)
+        async with queue if is_background else nullcontext():
+            return await anyio.to_thread.run_sync(function, limiter=use)
     raise asyncio.CancelledError
 
 
-def _places_of(tokenizer: Tokenizer) -> _Places:
-    """Return the limiters of `tokenizer` on this event loop; make them on its first call."""
+def _limiters_of(tokenizer: Tokenizer) -> _Limiters:
+    """Return the limiters of `tokenizer` on this event loop, creating them on its first call."""
     try:
-        places = _places.get()
+        limiters = _limiters.get()
     except LookupError:
-        _places.set(places := WeakKeyDictionary())
+        _limiters.set(limiters := WeakKeyDictionary())
     new = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
     try:
-        return places.setdefault(tokenizer, new)
-    except TypeError:  # no hash, or no room for a weak reference: all such have one place together
-        return places.setdefault(Tokenizer, new)
+        return limiters.setdefault(tokenizer, new)
+    except TypeError:  # without a hash or weak references; all such tokenizers share one place
+        return limiters.setdefault(Tokenizer, new)

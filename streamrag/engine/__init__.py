@@ -1,10 +1,10 @@
-"""Which request runs next, which waits, and which gives up its memory: pure decisions, without any engine.
+"""Scheduling decisions as pure functions: which request runs, which waits, and which loses its KV memory.
 
-    RequestView ──Policy.order──▶ order ──plan──▶ grants (who computes how many tokens), evictions (who loses its KV)
+    RequestView ──Policy.order──▶ order ──plan──▶ grants (tokens that each request computes), evictions (lost KV)
                                             ▲
                                         rules: one small class for each reason to wait, see `streamrag.engine.rules`
 
-The vLLM scheduler and any simulator call the same functions; nothing here imports vLLM.
+The vLLM scheduler and the simulator call the same functions. Nothing here imports vLLM.
 """
 
 from streamrag.engine.classes import ClassPolicy as ClassPolicy

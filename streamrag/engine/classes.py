@@ -1,10 +1,10 @@
-"""Requests in classes by who waits for them: session, pool, stream, each first in, first out.
+"""Serve requests by urgency class, with ageing so that no class starves.
 
-    session  ──────┬──────────── since_s                 a class has so long a start before the next
-    pool     ──────┼──ageing_s── since_s + ageing_s      the places only: who takes one is for another policy to say
+    session  ──────┬──────────── since_s                 each class has a head start of `ageing_s` over the next
+    pool     ──────┼──ageing_s── since_s + ageing_s      the places of the pool only: `within` decides who takes which
     stream         └──────────── since_s + 2 ageing_s
 
-Source: arXiv 2605.13784, section 3.6, which has no ageing, and watched questions before all others.
+Source: arXiv 2605.13784, section 3.6, which has no ageing and puts watched questions before all other classes.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,11 @@ RANKS: dict[str, int] = {name: rank for rank, name in enumerate(get_args(Request
 
 
 class ClassPolicy:
-    """Serves each class before the next, and orders the pool as `within` does. Without other classes it is `within`.
+    """A policy that serves each class before the next, and orders the requests of the pool as `within` does.
 
-    A request is overtaken only by those that came less than its rank times `ageing_s` after it, where session has rank
-    0 and stream 2. The wait of a stream counts from the first of its tokens that are not computed,
-    that of others from their newest chunk. Partial prompts of the pool take places as if they came now: nobody waits
-    for them yet, and when they are complete they age.
+    A request of rank r (session 0, pool 1, stream 2) is overtaken only by requests that arrive less than r times
+    `ageing_s` seconds after it. A stream ages from its first token that is not computed, any other request from its
+    newest chunk. Partial prompts of the pool do not age, because no reader waits for them yet.
     """
 
     def __init__(self, within: "Policy", ageing_s: float) -> None:
@@ -38,7 +37,7 @@ class ClassPolicy:
         self.within = within
         self.needs_prefix_hits = within.needs_prefix_hits
         self._ageing_s = ageing_s
-        self._places = Places(self._place, _does_not_follow_the_clock)
+        self._places = Places(self._place, _has_fixed_place)
 
     def __repr__(self) -> str:
         return f"<{self.within!r} in classes, {self._ageing_s:g} s apart>"
@@ -47,14 +46,14 @@ class ClassPolicy:
         pool = [r for r in requests if r.request_class == "pool"]
         if len(pool) == len(requests):
             return self.within.order(requests, now_s)
-        self._places.forget_unless(len(requests))
-        served = self._places.of([r for r in requests if r.request_class != "pool"], now_s)
+        self._places.trim(len(requests))
+        merged = self._places.look_up([r for r in requests if r.request_class != "pool"], now_s)
         if pool:
-            places = sorted(self._places.of(pool, now_s))
-            taken = zip(places, self.within.order(pool, now_s), strict=True)
-            served += [(*place[:-1], request) for place, request in taken]
-        served.sort()
-        return [place[-1] for place in served]
+            places = sorted(self._places.look_up(pool, now_s))
+            pairs = zip(places, self.within.order(pool, now_s), strict=True)
+            merged += [(*place[:-1], request) for place, request in pairs]
+        merged.sort()
+        return [place[-1] for place in merged]
 
     def _place(self, r: RequestView, now_s: float) -> Place:
         rank = RANKS[r.request_class]
@@ -68,5 +67,5 @@ class ClassPolicy:
         self.within.on_speed(tokens_per_s)
 
 
-def _does_not_follow_the_clock(r: RequestView) -> bool:
+def _has_fixed_place(r: RequestView) -> bool:
     return r.is_complete or r.request_class == "stream"

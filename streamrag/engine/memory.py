@@ -1,4 +1,4 @@
-"""KV memory as a plan sees it, and those who could give some of it up."""
+"""The KV memory that a plan works with, and the requests that could give some of it up."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -7,64 +7,63 @@ from streamrag.engine.request import RequestView
 
 
 class Memory(Protocol):
-    """The KV memory, as a plan sees it. Its methods may be costly; a plan calls them only where the result matters."""
+    """The KV memory of an engine. Its methods may be costly, so a plan calls them only where the result matters."""
 
     num_free_blocks: int
 
     def num_present_tokens(self, request: RequestView) -> int:
-        """Leading tokens that `request` would not compute if it ran now: what it holds, and what the prefix cache has
-        of the rest."""
+        """Return how many leading tokens `request` need not compute: held, or available from the prefix cache."""
 
     def num_blocks_needed(self, request: RequestView, num_tokens: int) -> int:
-        """Free blocks that must be there for `request` to compute `num_tokens` more."""
+        """Return how many free blocks `request` needs to compute `num_tokens` more."""
 
     def num_blocks_freed(self, request: RequestView) -> int:
-        """Blocks that come free if `request` alone loses its KV: those that it shares with nobody. A lower bound."""
+        """Return how many blocks the eviction of `request` alone frees at least: those that no other request shares."""
 
 
 class Victims:
-    """Requests that could give up their KV, the first to go first: the idle ones, then the order from its end."""
+    """The candidates for eviction: first the idle requests, then the order from its end."""
 
     def __init__(self, order: Sequence[RequestView], idle: Callable[[], Sequence[RequestView]], memory: Memory) -> None:
         self._order = order
         self._idle = idle
         self._memory = memory
-        self._found: list[tuple[RequestView, int, int]] = []  # victim, its position in the order, blocks that it frees
-        self._rest: list[tuple[RequestView, int]] | None = None
-        self._yielding: list[tuple[RequestView, int]] = []
+        self._measured: list[tuple[RequestView, int, int]] = []  # victim, its position in the order, blocks it frees
+        self._unmeasured: list[tuple[RequestView, int]] | None = None
+        self._offered: list[tuple[RequestView, int]] = []
 
     def offer(self, request: RequestView, position: int) -> None:
-        """Let anybody have what `request` holds, also from behind it: it cannot go on in this step."""
+        """Let any other request take the blocks of `request`, which cannot run in this step."""
         if request.num_blocks:
-            self._yielding.append((request, position))
+            self._offered.append((request, position))
 
     def take(self, num_blocks: int, after: int) -> tuple[list[RequestView], int]:
-        """Return the first victims that together free `num_blocks`, and how many blocks they do free.
+        """Return the first victims that together free `num_blocks`, and how many blocks they free.
 
-        Victims are all behind position `after`, then those that are on offer.
+        Victims are the requests behind position `after` in the order, then those that were offered.
         """
-        taken: list[RequestView] = []
+        victims: list[RequestView] = []
         num_freed = 0
-        for victim, position, num_freed_by_it in self._from_the_end():
+        for victim, position, num_own_blocks in self._from_the_end():
             if num_freed >= num_blocks or position <= after:
                 break
-            taken.append(victim)
-            num_freed += num_freed_by_it
-        for victim, position in reversed(self._yielding):
+            victims.append(victim)
+            num_freed += num_own_blocks
+        for victim, position in reversed(self._offered):
             if num_freed >= num_blocks:
                 break
             if position <= after:
-                taken.append(victim)
+                victims.append(victim)
                 num_freed += self._memory.num_blocks_freed(victim)
-        return taken, num_freed
+        return victims, num_freed
 
     def _from_the_end(self) -> Iterator[tuple[RequestView, int, int]]:
-        """Ask for each victim only when it is needed: mostly none is."""
-        yield from self._found
-        if self._rest is None:
+        """Yield candidates, measuring each one only when it is needed: most steps need none."""
+        yield from self._measured
+        if self._unmeasured is None:
             holders = [(r, i) for i, r in enumerate(self._order) if r.num_blocks]
-            self._rest = holders + [(r, len(self._order)) for r in self._idle() if r.num_blocks]
-        while self._rest:
-            victim, position = self._rest.pop()
-            self._found.append((victim, position, self._memory.num_blocks_freed(victim)))
-            yield self._found[-1]
+            self._unmeasured = holders + [(r, len(self._order)) for r in self._idle() if r.num_blocks]
+        while self._unmeasured:
+            victim, position = self._unmeasured.pop()
+            self._measured.append((victim, position, self._memory.num_blocks_freed(victim)))
+            yield self._measured[-1]

@@ -1,4 +1,4 @@
-"""Where requests stand in an order, worked out once: most have not changed since the last step, and hundreds wait."""
+"""A cache of sort keys: most requests do not change from step to step, and hundreds of them wait."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
@@ -6,35 +6,32 @@ from typing import Any, TypeAlias
 from streamrag.engine.request import RequestView
 
 Place: TypeAlias = tuple[Any, ...]
-"""A sort key whose last part is the request. The parts before it differ from those of any other request."""
+"""A sort key that ends with its request. The parts before it are unique to that request."""
 
 
 class Places:
-    """A cache of each request's `place`, by the identity of its view; only of views whose place `lasts`."""
+    """A cache of `place(request, now_s)` by the identity of the view, for views of which `is_fixed` holds."""
 
-    def __init__(
-        self, place: Callable[[RequestView, float], Place], lasts: Callable[[RequestView], bool] = lambda request: True
-    ) -> None:
+    def __init__(self, place: Callable[[RequestView, float], Place], is_fixed: Callable[[RequestView], bool]) -> None:
         self._place = place
-        self._lasts = lasts
-        # From the identity of a view, which the place keeps alive.
-        self._known: dict[int, Place] = {}
+        self._is_fixed = is_fixed
+        self._cached: dict[int, Place] = {}  # by id(view); the place keeps the view alive, so ids stay unique
 
-    def of(self, requests: Iterable[RequestView], now_s: float) -> list[Place]:
-        known, enter = self._known.get, self._enter
-        return [place if (place := known(id(r))) is not None else enter(r, now_s) for r in requests]
+    def look_up(self, requests: Iterable[RequestView], now_s: float) -> list[Place]:
+        """Return the place of each request, in the given order."""
+        cached, compute = self._cached.get, self._compute
+        return [place if (place := cached(id(r))) is not None else compute(r, now_s) for r in requests]
 
-    def forget(self) -> None:
-        """Remove every cached place."""
-        self._known.clear()
+    def clear(self) -> None:
+        self._cached.clear()
 
-    def forget_unless(self, num_wanted: int) -> None:
-        """Remove every cached place, unless hardly more are kept than the `num_wanted` that may be needed again."""
-        if len(self._known) > 2 * num_wanted + 100:
-            self.forget()
+    def trim(self, num_requests: int) -> None:
+        """Clear the cache if it holds many more places than the `num_requests` that exist now."""
+        if len(self._cached) > 2 * num_requests + 100:
+            self._cached.clear()
 
-    def _enter(self, request: RequestView, now_s: float) -> Place:
+    def _compute(self, request: RequestView, now_s: float) -> Place:
         place = self._place(request, now_s)
-        if self._lasts(request):
-            self._known[id(request)] = place
+        if self._is_fixed(request):
+            self._cached[id(request)] = place
         return place

@@ -1,10 +1,10 @@
-"""One step of the engine, planned in two phases that change nothing.
+"""Plan one step of the engine, in two phases that change nothing.
 
     order:   r0   r1   r2   r3   r4 │ idle: i0   i1
              ▲ phase 1 grants tokens from here on       ▲ phase 2 takes victims from here on: i1, i0, r4, r3, ...
 
-Phase 1 walks the order and grants tokens while the budget lasts and memory suffices, counting as free what those
-behind could give up. Phase 2 names the victims that the grants need, from the other end, and what becomes of their KV.
+Phase 1 walks the order and grants tokens while the budget and the memory last. Blocks of requests further back count as
+free. Phase 2 chooses the victims whose blocks the grants need, from the other end, and the fate of their KV.
 Source: arXiv 2604.16395, two-phase scheduling. Everything else is a rule: see `streamrag.engine.rules`.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from streamrag.engine.eviction import Fate
 from streamrag.engine.memory import Memory
 from streamrag.engine.request import RequestView
-from streamrag.engine.rules.rule import LateRule, Rule
+from streamrag.engine.rules.rule import Rule
 from streamrag.engine.walk import Candidate, Grant, StepBudget, Wait, Walk
 
 
@@ -28,11 +28,11 @@ class Eviction:
 
 
 class Hold(NamedTuple):
-    """A request that gets nothing in this step, and what held it back."""
+    """A request with tokens to compute that gets none in this step."""
 
     request_id: str
     rule: str
-    """The name of a rule, or "Memory" or "StepBudget"."""
+    """The name of the rule that held it back, or "Memory" or "StepBudget"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Plan:
     grants: tuple[Grant, ...]
     evictions: tuple[Eviction, ...]
     is_put_off: bool = False
-    """Whether nothing is granted now so that it can be planned anew when the step under way has ended."""
+    """Whether nothing is granted because the step is better planned when the one in flight has ended."""
     waiting: tuple[RequestView, ...] = ()
-    """Requests that were asked, and go on when memory is free, or when they are complete."""
+    """Requests that continue when memory is free, or when their prompt is complete."""
     holds: tuple[Hold, ...] = ()
-    """Requests that have tokens to compute and get none, if the caller wanted to know."""
+    """Requests that were held back; empty unless the caller asked for them with `tells_holds`."""
 
 
 def plan(
@@ -58,45 +58,45 @@ def plan(
     fate: Callable[[RequestView], Fate] = lambda victim: "recompute",
     tells_holds: bool = False,
 ) -> Plan:
-    """Plan who computes how much in the next step, and who gives up memory for it.
+    """Plan which requests compute how many tokens in the next step, and which requests are evicted for it.
 
-    :param order: the requests that have something to compute or KV in use, the most urgent first. Those that have shown
-        a token are moved to its front, and of these first the ones that hold a slot, which cannot be taken from them
-        without their KV.
-    :param idle: returns the idle ones in the same sense; called only when memory is short.
-    :param fate: says what becomes of a victim's KV.
-    :param tells_holds: whether the plan says who gets nothing, and which rule held it back.
+    :param order: the requests that have tokens to compute or hold KV, the most urgent first. Requests with output are
+        moved to the front, and of these the ones that hold a slot come first: their slot cannot be taken without
+        evicting their KV.
+    :param idle: returns the idle requests, the last of which is the first victim. Called only when memory is short.
+    :param fate: decides what happens to a victim's KV.
+    :param tells_holds: whether to report the requests that were held back, and the rule that did so.
     """
-    if shown := [r for r in order if r.has_output]:
-        shown.sort(key=lambda r: not r.is_running)
-        order = shown + [r for r in order if not r.has_output]
+    if with_output := [r for r in order if r.has_output]:
+        with_output.sort(key=lambda r: not r.is_running)
+        order = with_output + [r for r in order if not r.has_output]
     # Phase 1
-    walk, holds = _grant_tokens(Walk(order, idle, budget, memory), rules)
+    walk, held_by = _grant_tokens(Walk(order, idle, budget, memory), rules)
     if not walk.grants and not walk.num_ahead and any(rule.only_saves_time for rule in rules):
-        # Nobody has anything to do, and there is time to ask everybody.
+        # Nothing can run, so there is time to examine every request.
         rules = [rule for rule in rules if not rule.only_saves_time]
-        walk, holds = _grant_tokens(Walk(order, idle, budget, memory), rules)
-    told = tuple(_all_holds(walk, holds)) if tells_holds else ()
-    if walk.grants and any(isinstance(rule, LateRule) and rule.is_better_late(walk) for rule in rules):
-        return Plan((), (), is_put_off=True, holds=told)
+        walk, held_by = _grant_tokens(Walk(order, idle, budget, memory), rules)
+    holds = tuple(_holds(walk, held_by)) if tells_holds else ()
+    if walk.grants and any(rule.is_better_late(walk) for rule in rules):
+        return Plan((), (), is_put_off=True, holds=holds)
     # Phase 2
     victims = walk.victims.take(walk.num_missing, walk.last)[0] if walk.num_missing > 0 else []
     evictions = tuple(Eviction(victim, fate(victim)) for victim in victims)
-    return Plan(tuple(walk.grants), evictions, waiting=tuple(walk.waiting), holds=told)
+    return Plan(tuple(walk.grants), evictions, waiting=tuple(walk.waiting), holds=holds)
 
 
 def _grant_tokens(walk: Walk, rules: Sequence[Rule]) -> tuple[Walk, dict[str, str]]:
-    """Ask the rules, then memory, about each request in turn; return the rule that held each request back.
+    """Grant tokens to each request in turn, as the rules and memory allow; return which rule held back each request.
 
-    A request that does not fit lets those behind it continue, but nobody behind it start. A partial prompt that may not
-    evict stands in nobody's way, nor does what it holds.
+    A complete prompt that does not fit lets running requests behind it continue, but lets none behind it start. A
+    partial prompt that may not evict blocks no other request.
     """
     for rule in rules:
         rule.start(walk)
-    learners = [rule for rule in rules if type(rule).on_grant is not Rule.on_grant]
+    observers = [rule for rule in rules if type(rule).on_grant is not Rule.on_grant]
     for_complete = [rule for rule in rules if rule.asks_complete]
     for_partial = [rule for rule in rules if rule.asks_partial]
-    holds: dict[str, str] = {}
+    held_by: dict[str, str] = {}
     for position, request in enumerate(walk.order):
         if walk.closed_by:
             break
@@ -106,13 +106,13 @@ def _grant_tokens(walk: Walk, rules: Sequence[Rule]) -> tuple[Walk, dict[str, st
         wait, name = _first_wait(candidate, for_complete if request.is_complete else for_partial)
         if wait is None:
             walk.grant(candidate)
-            for rule in learners:
+            for rule in observers:
                 rule.on_grant(candidate)
         else:
             walk.hold(candidate, wait)
-            holds[request.request_id] = name
+            held_by[request.request_id] = name
     walk.end()
-    return walk, holds
+    return walk, held_by
 
 
 def _first_wait(candidate: Candidate, rules: Sequence[Rule]) -> tuple[Wait | None, str]:
@@ -122,9 +122,9 @@ def _first_wait(candidate: Candidate, rules: Sequence[Rule]) -> tuple[Wait | Non
     return candidate.walk.wait_for_memory(candidate), candidate.held_by_memory
 
 
-def _all_holds(walk: Walk, holds: Mapping[str, str]) -> Iterator[Hold]:
-    """Yield who gets nothing; who was not asked was held back by what ended the step for it."""
+def _holds(walk: Walk, held_by: Mapping[str, str]) -> Iterator[Hold]:
+    """Yield each request that has tokens to compute and gets none. Some were never asked, because the step was full."""
     granted = {grant.request.request_id for grant in walk.grants}
     for request in walk.order:
         if request.num_remaining_tokens > 0 and request.request_id not in granted:
-            yield Hold(request.request_id, holds.get(request.request_id) or walk.closed_to(request))
+            yield Hold(request.request_id, held_by.get(request.request_id) or walk.closed_to(request))

@@ -1,7 +1,7 @@
-"""Policies: in which order unfinished requests are served; victims are taken from the other end.
+"""Policies order unfinished requests. The first is served first, the last is the first victim.
 
-Whatever the policy, a request that has shown a token comes first: its reader waits for the next one. Every order is
-total: ties fall to the earlier arrival, then to the request id.
+In every policy a request with output comes first, because its reader waits for the next token. Every order is total:
+ties go to the earlier arrival, then to the request id.
 """
 
 import ast
@@ -16,15 +16,15 @@ from streamrag.engine.request import RequestView
 from streamrag.errors import ConfigurationError
 
 FIRST_GUESS = 20_000.0
-"""Tokens per second, as long as no step has been seen."""
+"""Tokens per second until a step has been observed."""
 MOST_DRIFT = 1.5
-"""A speed that is off by less is not worth ordering all requests anew."""
+"""Factor by which the speed may change before all requests are ordered again."""
 TYPICAL_S = 5.0
-"""Seconds from the arrival of a request to its last chunk, if its retriever does not say. It matters only where some
-retrievers say and others do not."""
+"""Assumed seconds from the arrival of a request to its last chunk, if its retriever gives no hint. It matters only
+where some retrievers do and others do not."""
 
 Key: TypeAlias = Callable[[RequestView, float], Any]
-"""Given a request and the time in seconds, something to sort by; the smallest is served first."""
+"""Returns the sort key of a request, given the time in seconds; the smallest key is served first."""
 
 
 class Policy(Protocol):
@@ -37,17 +37,17 @@ class Policy(Protocol):
     """Whether `order` reads `RequestView.num_cached_tokens`, which costs a lookup per waiting request and step."""
 
     def order(self, requests: Sequence[RequestView], now_s: float) -> list[RequestView]:
-        """All of `requests`, the most urgent first."""
+        """Return `requests`, the most urgent first."""
 
     def on_admitted(self, requests: Sequence[RequestView]) -> None:
-        """Called with the requests that this step took up, in order; they were not being computed before."""
+        """Learn which requests started in this step, in order."""
 
     def on_speed(self, tokens_per_s: float) -> None:
-        """Called again and again with the speed at which the engine computes prompts."""
+        """Learn the speed at which the engine computes prompts. Called after every step."""
 
 
 class KeyPolicy:
-    """Orders requests by a key. `is_static` says that a request's key changes only with its view."""
+    """A policy that sorts by a key. `is_static` promises that a request's key changes only with its view."""
 
     needs_prefix_hits = False
 
@@ -60,8 +60,8 @@ class KeyPolicy:
         return f"<policy {self.name}>"
 
     def order(self, requests: Sequence[RequestView], now_s: float) -> list[RequestView]:
-        self._places.forget_unless(len(requests))
-        places = self._places.of(requests, now_s)
+        self._places.trim(len(requests))
+        places = self._places.look_up(requests, now_s)
         places.sort()
         return [place[-1] for place in places]
 
@@ -69,14 +69,14 @@ class KeyPolicy:
         return (not r.has_output, self.key(r, now_s), r.arrival_s, r.request_id, r)
 
     def on_admitted(self, requests: Sequence[RequestView]) -> None:
-        """Do nothing: this order does not depend on the requests that were admitted."""
+        pass
 
     def on_speed(self, tokens_per_s: float) -> None:
-        """Do nothing: this order does not depend on the engine's speed."""
+        pass
 
 
 def arrival() -> Policy:
-    """Order of arrival, complete or not; the last is the first victim.
+    """Order requests by arrival, complete or not.
 
     Source: vLLM's own scheduler, https://docs.vllm.ai, and "DEFAULT_VLLM" of arXiv 2604.16395.
     """
@@ -84,7 +84,7 @@ def arrival() -> Policy:
 
 
 def fcfs() -> Policy:
-    """Complete prompts before partial ones; order of arrival in each.
+    """Order complete prompts before partial ones, and each of the two by arrival.
 
     Source: arXiv 2604.16395, section on scheduling policies, "FCFS".
     """
@@ -92,16 +92,16 @@ def fcfs() -> Policy:
 
 
 def lcas() -> Policy:
-    """Complete prompts before partial ones; the most recent chunk first in each.
+    """Order complete prompts before partial ones, and each of the two by the newest chunk first.
 
-    Under overload it serves the last to come first: a good median, and a tail of minutes.
+    Under overload the last to arrive is served first: a good median, and a tail of minutes.
     Source: arXiv 2604.16395, "last chunk arrival scheduling", as the text describes it.
     """
     return KeyPolicy(lambda r, now_s: (not r.is_complete, -r.last_chunk_s), "lcas", is_static=True)
 
 
 def lcas_oldest() -> Policy:
-    """Complete prompts before partial ones; the least recent chunk first in each.
+    """Order complete prompts before partial ones, and each of the two by the oldest newest chunk first.
 
     Source: the code published with arXiv 2604.16395, which sorts the other way than its text.
     """
@@ -109,7 +109,7 @@ def lcas_oldest() -> Policy:
 
 
 def mcps() -> Policy:
-    """Most computed tokens first, complete or not; the cheapest to recompute are the first victims.
+    """Order by computed tokens, most first, so that the first victims are the cheapest to recompute.
 
     Source: arXiv 2604.16395, "most chunks processed".
     """
@@ -117,16 +117,17 @@ def mcps() -> Policy:
 
 
 class ShortestRemainingPolicy(KeyPolicy):
-    """Shortest remaining prefill first (SRPF): first complete prompts, then partial ones.
+    """A policy that serves the shortest remaining prefill first (SRPF): complete prompts, then partial ones.
 
-    Complete prompts go by their remaining prefill seconds less `ageing` times the wait, which counts from the newest
-    chunk. A request with T seconds left is overtaken only by requests whose newest chunk came less than T / ageing
-    seconds after its own; `ageing=0` can starve. Seconds are tokens over `tokens_per_s`, or over the speed that the
-    engine has shown if that is None. Of partial prompts the first is the one that will be complete first: by what its
-    retriever expects, or else the oldest. By what remains, long prompts would always come last, and be late with all of
-    it when they are complete.
-    Source: shortest remaining processing time (Schrage 1968) with ageing, earliest deadline first for what is not due
-    yet; our simulations of arXiv 2604.16395's loads.
+    The key of a complete prompt is its remaining prefill seconds minus `ageing` times its wait since the newest chunk.
+    A request with T seconds left is overtaken only by requests whose newest chunk came less than T / ageing seconds
+    after its own; with `ageing=0` it can starve. Partial prompts are ordered by when they are expected to be complete,
+    not by what remains: long prompts would always come last, and have everything left to compute when they are
+    complete.
+    Source: shortest remaining processing time (Schrage 1968) with ageing, earliest deadline first for partial prompts;
+    our simulations of arXiv 2604.16395's loads.
+
+    tokens_per_s: prefill speed; None takes the measured speed of the engine.
     """
 
     def __init__(self, ageing: float = 0.1, tokens_per_s: float | None = None) -> None:
@@ -138,27 +139,28 @@ class ShortestRemainingPolicy(KeyPolicy):
         super().__init__(self._key, f"srpf({ageing:g})", is_static=True)
 
     def on_speed(self, tokens_per_s: float) -> None:
-        known = self._tokens_per_s
-        if not self._is_fixed and not known / MOST_DRIFT < tokens_per_s < known * MOST_DRIFT:
+        current = self._tokens_per_s
+        if not self._is_fixed and not current / MOST_DRIFT < tokens_per_s < current * MOST_DRIFT:
             self._tokens_per_s = tokens_per_s
-            self._places.forget()
+            self._places.clear()
 
-    # The wait is now - last_chunk_s; now is the same for all, so that it can be left out of the comparison.
+    # The wait is now_s - last_chunk_s. now_s is the same for all requests, so the key leaves it out.
     def _key(self, r: RequestView, now_s: float) -> tuple[bool, float]:
         if not r.is_complete:
             return (True, r.arrival_s if r.expected_complete_s is None else r.expected_complete_s - TYPICAL_S)
         return (False, r.num_likely_tokens / self._tokens_per_s + self._ageing * r.last_chunk_s)
 
     def _place(self, r: RequestView, now_s: float) -> Place:
-        return (not r.has_output, *self._key(r, now_s), r.arrival_s, r.request_id, r)  # flat is compared sooner
+        return (not r.has_output, *self._key(r, now_s), r.arrival_s, r.request_id, r)  # flat tuples compare faster
 
 
 class LongestPrefixPolicy:
-    """Longest prefix match in rounds (k-LPM): of `k` admissions, first the oldest, then k - 1 times the longest prefix.
+    """A policy of longest prefix match in rounds (k-LPM).
 
-    A prefix counts as far as the prefix cache would provide it, or a partial prompt holds its KV. `k=1` is the order of
-    arrival, infinity is LPM. With m older requests waiting, one is admitted within k * (m + 1) admissions. What has
-    been admitted goes on, in order of arrival: competing anew, two requests could evict each other for ever.
+    In each round of `k` admissions the first goes to the oldest request, the others to the longest prefixes that the
+    cache or the request itself holds. `k=1` orders by arrival, infinity is LPM. With m older requests waiting, one is
+    admitted within k * (m + 1) admissions. Admitted requests come first, by arrival: if they competed again, two
+    requests could evict each other for ever.
     Source: arXiv 2502.04677, "k-LPM".
     """
 
@@ -177,26 +179,22 @@ class LongestPrefixPolicy:
         first = sorted((r for r in requests if _is_admitted(r)), key=lambda r: (not r.has_output, *_by_age(r)))
         waiting = [r for r in requests if not _is_admitted(r)]
         by_age = sorted(waiting, key=_by_age)
-        by_prefix = sorted(by_age, key=_num_present, reverse=True)  # ties stay in order of age
+        by_prefix = sorted(by_age, key=_num_present, reverse=True)  # stable: ties stay in order of age
         if not by_prefix or not _num_present(by_prefix[0]):
-            return first + by_age  # which is also the order of rounds
+            return first + by_age  # rounds would give the same order
         return first + (by_prefix if math.isinf(self.k) else self._rounds(by_age, by_prefix))
 
     def _rounds(self, by_age: list[RequestView], by_prefix: list[RequestView]) -> list[RequestView]:
-        taken: set[str] = set()
-        ages, prefixes = iter(by_age), iter(by_prefix)
-        order: list[RequestView] = []
-        position = self._num_in_round
+        oldest, longest = iter(by_age), iter(by_prefix)
+        order: dict[str, RequestView] = {}
         while len(order) < len(by_age):
-            source = ages if position % self.k == 0 else prefixes
-            chosen = next(r for r in source if r.request_id not in taken)
-            taken.add(chosen.request_id)
-            order.append(chosen)
-            position += 1
-        return order
+            is_first = (self._num_in_round + len(order)) % self.k == 0
+            request = next(r for r in (oldest if is_first else longest) if r.request_id not in order)
+            order[request.request_id] = request
+        return list(order.values())
 
     def on_speed(self, tokens_per_s: float) -> None:
-        """Do nothing: this order does not depend on the engine's speed."""
+        pass
 
     def on_admitted(self, requests: Sequence[RequestView]) -> None:
         if not math.isinf(self.k):
@@ -216,7 +214,7 @@ def _num_present(r: RequestView) -> int:
 
 
 DEFAULT_POLICY = "srpf"
-"""The order that serves our simulated loads best, or nearly so: see the report of `make paper`."""
+"""The policy that serves our simulated loads best, or nearly so: see the report of `make paper`."""
 POLICIES: dict[str, Callable[..., Policy]] = {
     "arrival": arrival,
     "fcfs": fcfs,
@@ -226,13 +224,14 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "k_lpm": LongestPrefixPolicy,
     "srpf": ShortestRemainingPolicy,
 }
-"""The policies that are selected by name."""
+"""Policies by name."""
 
 
 def make_policy(spec: str) -> Policy:
-    """The policy that `spec` names: `"fcfs"`, `"k_lpm(4)"`, `"srpf(ageing=0.25)"`, or `"package.module.function"`.
+    """Return the policy that `spec` names: `"fcfs"`, `"k_lpm(4)"`, `"srpf(ageing=0.25)"`, or a function of your own.
 
-    Your own function is given a `RequestView` and the time in seconds, and returns something to sort by.
+    Your function, named as `"package.module.function"`, is called with a `RequestView` and the time in seconds. It
+    returns a sort key, and the smallest key is served first.
 
     :raises ConfigurationError: there is no such policy, or it does not take these parameters.
     """
@@ -241,7 +240,7 @@ def make_policy(spec: str) -> Policy:
         raise ConfigurationError(f"policy {spec!r} is neither a name like 'fcfs' or 'k_lpm(4)' nor a dotted name")
     name, call = match.groups()
     if name not in POLICIES:
-        return _own_policy(spec, name, call)
+        return _import_policy(spec, name, call)
     try:
         arguments, keywords = _parse_call(call or "()")
         return POLICIES[name](*arguments, **keywords)
@@ -263,15 +262,15 @@ def _number(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-def _own_policy(spec: str, name: str, call: str | None) -> Policy:
+def _import_policy(spec: str, name: str, call: str | None) -> Policy:
     module_name, _, attribute = name.rpartition(".")
-    known = ", ".join(sorted(POLICIES))
+    names = ", ".join(sorted(POLICIES))
     if not module_name or call:
-        raise ConfigurationError(f"there is no policy {spec!r}; choose one of {known}, or a dotted name of your own")
+        raise ConfigurationError(f"there is no policy {spec!r}; choose one of {names}, or a dotted name of your own")
     try:
-        own = getattr(importlib.import_module(module_name), attribute)
+        key = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(f"policy {spec!r} cannot be imported: {error}") from error
-    if not callable(own):
+    if not callable(key):
         raise ConfigurationError(f"policy {spec!r} is not a function of (request, now_s)")
-    return KeyPolicy(own, spec)
+    return KeyPolicy(key, spec)

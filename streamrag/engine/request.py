@@ -1,4 +1,4 @@
-"""What a scheduling decision may know of a request."""
+"""The facts about a request that scheduling decisions depend on."""
 
 from typing import NamedTuple
 
@@ -17,30 +17,30 @@ class RequestView(NamedTuple):
     last_chunk_s: float
     """When its newest chunk arrived; the arrival for a request that is not streamed."""
     num_tokens: int
-    """Tokens whose KV is wanted: the prompt known so far, and the output. A partial prompt leaves out its last token,
-    which is computed when the prompt is complete."""
+    """Tokens whose KV is wanted: the prompt so far and the output. A partial prompt leaves out its last token, which is
+    computed when the prompt is complete."""
     num_computed_tokens: int = 0
-    """Leading tokens whose KV is computed, or being computed."""
+    """Leading tokens whose KV is computed or being computed."""
     num_blocks: int = 0
     """KV blocks held."""
     num_cached_tokens: int = 0
-    """Leading tokens that the prefix cache could provide, if the policy asks for it; else 0."""
+    """Leading tokens that the prefix cache could provide; 0 unless the policy has `needs_prefix_hits`."""
     is_complete: bool = True
-    """Whether the prompt is complete. False while chunks may still come."""
+    """Whether the prompt is complete: no more chunks will come."""
     has_output: bool = False
-    """Whether a token has been sampled: a reader is watching."""
+    """Whether a token has been sampled, so that a reader waits for the next one."""
     is_idle: bool = False
-    """Whether it waits for its next chunk: nothing to compute, perhaps KV to lose."""
+    """Whether it waits for its next chunk with nothing to compute. It may hold KV."""
     is_running: bool = False
     """Whether it holds a sequence slot."""
     expected_complete_s: float | None = None
-    """When the retriever expects the prompt to be complete, if it said so."""
+    """When the retriever expects the prompt to be complete; None if it gave no hint."""
     source_name: str = ""
     """Name of the retriever that its chunks come from, as the client calls it."""
     was_evicted: bool = False
-    """Whether it has lost KV to others before."""
+    """Whether it has been evicted before."""
     num_kept_tokens: int = 0
-    """Leading tokens whose KV it has lost to host memory, and may have back; 0 if it holds KV."""
+    """Leading tokens whose KV was evicted to host memory and can be loaded; 0 if it holds KV."""
     num_step_tokens: int | None = None
     """Most tokens of it in one step while its prompt is partial; see `Pace.num_before_replaced`. None for no limit."""
     is_speculative: bool = False
@@ -48,18 +48,18 @@ class RequestView(NamedTuple):
     request_class: RequestClass = "pool"
     """Urgency class of the request."""
     since_s: float = 0.0
-    """Since when it has had something to compute; chunks that come before the last one is computed change nothing."""
+    """Since when it has had tokens to compute without a break."""
     num_answer_tokens: int = 0
     """Tokens that may still be sampled."""
     has_claim: bool = False
-    """Whether it has been taken into the budget; see `planning.Budget`."""
+    """Whether its blocks are claimed in the KV budget; see `rules.KvBudget`."""
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Tokens still to compute, or to be had back."""
+        """Tokens still to compute or to load."""
         return self.num_tokens - self.num_computed_tokens
 
     @property
     def num_likely_tokens(self) -> int:
-        """Tokens that are likely to be computed: had back, the others take hardly any time."""
+        """Tokens that are likely to be computed. Loading the others from host memory takes hardly any time."""
         return self.num_tokens - max(self.num_computed_tokens, self.num_kept_tokens)

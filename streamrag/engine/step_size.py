@@ -1,83 +1,85 @@
-"""How many tokens of complete prompts a step computes, from what steps have taken and how often prompts come.
+"""How many tokens of complete prompts a step should compute, learnt from past steps and from how often prompts arrive.
 
-A long step wastes less: each has an overhead. A short one holds up fewer, and for less time: whoever becomes complete
-while it computes, and whoever is ready with it but has to wait for its end. Both are weighed in tokens.
+A long step wastes less time, because each step has an overhead. A short step delays fewer requests, for less time:
+those that become complete while it computes, and those that are ready with it but wait for its end. Both costs are in
+tokens.
 """
 
 import math
 from dataclasses import dataclass
 
 WEIGHT = 0.02
-"""Weight of the newest step in what is known of steps."""
+"""Weight of the newest step in the running means."""
 FEWEST_STEPS = 16
-"""Before they are believed."""
+"""Steps to observe before there is an estimate."""
 LEAST_SPREAD = 0.1
-"""Least spread of the tokens of steps, as a share of their mean: steps of one size do not tell overhead from tokens."""
+"""Least spread of the tokens per step, as a share of their mean: from steps of one size, overhead cannot be told."""
 LEAST_APART = 0.05
-"""Share of the squares of pairs that tokens do not explain: with less, it is not told what takes the time."""
+"""Least share of the variance of pairs that tokens do not explain: below it, the two costs cannot be told apart."""
 LEAST_TOKENS = 256
-"""Shorter steps are hardly quicker anywhere, and overhead is never let come to more than half of a step either."""
+"""Least step to aim for: shorter steps are hardly quicker anywhere, and overhead stays below half of the step."""
 RATE_S = 10.0
 """Time constant of the rate at which prompts become complete, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The costs that decide when a step is too long. Its length is in tokens without any before them; see `length`."""
+    """The costs that decide how long a step should be. Lengths are in tokens without context; see `length`."""
 
     overhead: float
-    """Overhead of a step, in tokens that would be computed in its time."""
+    """Overhead of a step, in tokens that could be computed in that time."""
     arrivals: float
     """Prompts that become complete in the time of one token."""
     pair: float = 0.0
-    """Cost of a token's attention to another one, in tokens."""
+    """Cost of one token's attention to another, in tokens."""
 
     def length(self, num_tokens: float, num_before: float) -> float:
-        """Return the length of tokens with `num_before` before them: attending to more makes them take longer."""
+        """Return the cost of `num_tokens` behind `num_before` others, including their attention."""
         return num_tokens * (1 + self.pair * (num_before + num_tokens / 2))
 
     def num_fitting(self, length: float, num_before: int) -> float:
-        """Return the most tokens behind `num_before` others whose length is at most `length`."""
+        """Return how many tokens behind `num_before` others cost `length`: the inverse of `length`."""
         if not self.pair or length == math.inf:
             return length
-        # The positive root of pair n^2 / 2 + b n = length, in a form that subtracts nothing.
+        # The positive root of pair n^2 / 2 + b n = length, in a form without cancellation.
         b = 1 + self.pair * num_before
         return 2 * length / (b + math.sqrt(b * b + 2 * self.pair * length))
 
     def longest(self, num_waiting: float) -> float:
-        """With `num_waiting` complete prompts to compute. Of a step of s tokens and an overhead of h, those that wait
-        lose h / s each in every token's time, and those that come, a of them in that time, lose s / 2 each: the sum
-        is least at s = sqrt(2 h num_waiting / a)."""
-        least = max(self.overhead, LEAST_TOKENS)
+        """Return the best length of a step while `num_waiting` complete prompts have tokens to compute.
+
+        With steps of s tokens and overhead h, each waiting prompt loses h / s per token. Prompts that arrive, a per
+        token, lose s / 2 each. The sum is least at s = sqrt(2 h num_waiting / a).
+        """
         if self.arrivals <= 0:
             return math.inf
-        return max(math.sqrt(2 * self.overhead * num_waiting / self.arrivals), least)
+        return max(math.sqrt(2 * self.overhead * num_waiting / self.arrivals), self.overhead, LEAST_TOKENS)
 
     def is_worth(self, length: float, num_ready: int, num_waiting: float) -> bool:
-        """Whether so much of the next of `num_waiting` prompts belongs into a step with which `num_ready` are ready:
-        these all wait for it, and those are spared the overhead of one step."""
+        """Whether to add `length` to a step: it delays `num_ready` prompts, and saves `num_waiting` one overhead."""
         return num_ready * length <= self.overhead * num_waiting
 
     def is_better_late(self, length: float, num_waiting: float) -> bool:
-        """Whether a step should be planned when the one under way has ended, and not while it computes. Who becomes
-        complete meanwhile can be in it then, and else waits for its end as well: as many as come in such a step's time,
-        for as long as one. It costs those that wait the time in which the device has nothing to do, of which is known
-        only that it is less than the overhead of a step."""
+        """Whether to plan a step when the step in flight has ended, rather than now.
+
+        Prompts that become complete meanwhile, `arrivals` times `length` of them, can then join the step instead of
+        waiting for its end. Waiting prompts lose the time in which the device is idle, at most one overhead each.
+        """
         return self.arrivals * length * length >= self.overhead * num_waiting
 
 
 class StepSizes:
-    """Learns from steps and prompts as they come. Times are on the engine's clock."""
+    """An estimate of `StepSize` from observed steps and prompts. Times are on the engine's clock."""
 
     def __init__(self) -> None:
         self._num_steps = 0
-        # Means of tokens x, pairs z, seconds y, and their products.
+        # Running means of tokens x, pairs z, seconds y, and their products.
         self._x = self._z = self._y = self._xx = self._xz = self._zz = self._xy = self._zy = 0.0
-        self._rate = 0.0  # prompts a second, as of `_rate_at_s`
+        self._rate = 0.0  # prompts per second, as of `_rate_at_s`
         self._rate_at_s = 0.0
 
     def observe_step(self, num_tokens: int, num_pairs: float, duration_s: float) -> None:
-        """Told of each step that computed, with how many pairs of a token and one that it attends to."""
+        """Record a step that computed `num_tokens`, with `num_pairs` pairs of a token and one that it attends to."""
         self._num_steps += 1
         x, z, y = num_tokens, num_pairs, duration_s
         weight = max(WEIGHT, 1 / self._num_steps)
@@ -91,12 +93,12 @@ class StepSizes:
         self._zy += weight * (z * y - self._zy)
 
     def observe_complete(self, now_s: float) -> None:
-        """Told of each prompt that becomes complete."""
+        """Record that a prompt has become complete."""
         self._rate = self._rate_now(now_s) + 1 / RATE_S
         self._rate_at_s = now_s
 
     def at(self, now_s: float) -> StepSize | None:
-        """None as long as too little is known."""
+        """Return the estimate; None while too few or too similar steps were observed."""
         spread = self._xx - self._x * self._x
         if self._num_steps < FEWEST_STEPS or spread <= (LEAST_SPREAD * self._x) ** 2:
             return None
@@ -107,7 +109,7 @@ class StepSizes:
         return StepSize(overhead_s / token_s, self._rate_now(now_s) * token_s, pair_s / token_s)
 
     def _fit(self) -> tuple[float, float]:
-        """Seconds of a token and of a pair: by least squares, or of a token alone where both tell the same."""
+        """Return the seconds of a token and of a pair by least squares; 0 for a pair if they cannot be told apart."""
         xx, xz, zz = self._xx - self._x**2, self._xz - self._x * self._z, self._zz - self._z**2
         xy, zy = self._xy - self._x * self._y, self._zy - self._z * self._y
         determinant = xx * zz - xz * xz

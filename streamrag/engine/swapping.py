@@ -1,30 +1,30 @@
-"""What becomes of a victim's KV, and how it comes back: recomputed, or copied to host memory and back.
+"""Choose between recomputing evicted KV and copying it to host memory and back.
 
-    evict    drop │ save what is overwritten      by what each would cost, the way back included
-    resume   recompute │ load                     anew: of what is there now, and with the queue of copies as it is now
+    evict    drop │ save the blocks that are overwritten     by expected cost, the way back included
+    resume   recompute │ load                                decided again, by what is present and the copy queue now
 
-One way that always copies, and one that compares prices.
+`SwapAlways` always copies; `CostChoice` compares costs.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from streamrag.engine.costs.price import Price
 from streamrag.engine.eviction import Fate
 
 WRITE_THROUGH_BELOW = 0.3
-"""Share of the KV blocks that is free, from which on evictions are near enough to copy ahead of them."""
+"""Share of free KV blocks below which evictions are so near that blocks are copied ahead of them."""
 MOST_WRITTEN_THROUGH = 1_024
-"""Blocks that are written through in one step, at most."""
+"""Most blocks that are written through in one step."""
 UNNOTICED = 0.03
-"""Saving blocks at the last moment holds nobody up if it takes less than this share of computing as many."""
+"""Saving at eviction time delays no request noticeably if it takes less than this share of computing as many blocks."""
 RUN = 64
 """Blocks of a copy that is long enough for its latency not to matter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two ways to have the KV of some tokens again, and what they were expected to take."""
+    """A choice between two ways to restore KV, and the seconds that each was expected to take."""
 
     choice: Fate
     recompute_s: float
@@ -35,37 +35,27 @@ DROPPED = Comparison("recompute", 0.0, 0.0)
 """The comparison where KV can only be recomputed."""
 
 
-class SwapChoice(Protocol):
-    """Decides between recomputing and copying. Block counts are of whole blocks, times on the engine's clock."""
-
-    def evict(self, num_blocks: int, num_unsaved: int, now_s: float) -> Comparison:
-        """For a victim whose first `num_blocks` blocks are computed, of which `num_unsaved` are not in host memory."""
-
-    def resume(self, start: int, num_blocks: int, now_s: float) -> Comparison:
-        """For a request whose blocks [start, start + num_blocks) are in host memory."""
-
-    def num_to_write_through(self, share_free: float) -> int:
-        """Blocks to be copied ahead of their eviction, beside a step that computes. `share_free` is that of the KV."""
-
-
 class SwapAlways:
-    """Saves and loads whatever can be."""
+    """A policy that saves and loads every block it can. Times are on the engine's clock."""
 
     def evict(self, num_blocks: int, num_unsaved: int, now_s: float) -> Comparison:
+        """Choose for a victim with `num_blocks` computed blocks, `num_unsaved` of which are not in host memory."""
         return Comparison("swap", 0.0, 0.0)
 
     def resume(self, start: int, num_blocks: int, now_s: float) -> Comparison:
+        """Choose for a request whose blocks [start, start + num_blocks) are in host memory."""
         return Comparison("swap", 0.0, 0.0)
 
     def num_to_write_through(self, share_free: float) -> int:
+        """Return how many blocks to copy ahead of evictions in this step, where `share_free` of the KV is free."""
         return 0
 
 
 class CostChoice:
-    """Whatever takes less time.
+    """A policy that takes whatever takes less time.
 
-    A victim's KV is worth the recomputation that it saves, times the share of it that is likely to be true still when
-    it comes back: updates invalidate some. Copies wait for those before them.
+    A victim's KV saves its recomputation only if it is still valid when the victim resumes, because updates invalidate
+    some of it; `Price.share_valid` is that share. Copies wait for the copies before them.
     """
 
     def __init__(self, price: Price) -> None:
@@ -91,6 +81,10 @@ class CostChoice:
         return min(int(price.step_s / save_s * RUN), MOST_WRITTEN_THROUGH)
 
     def _cheaper(self, recompute_s: float, swap_s: float, load_s: float) -> Comparison:
-        """Loads run beside what their step computes: for so long they hold up nobody."""
+        """Compare, leaving out the part of `load_s` that is hidden behind the computation of the step."""
         hidden_s = min(load_s, self.price.mean_step_s) if self.price.is_overlapped else 0.0
         return Comparison("swap" if swap_s - hidden_s < recompute_s else "recompute", recompute_s, swap_s)
+
+
+SwapChoice: TypeAlias = SwapAlways | CostChoice
+"""A policy that decides between recomputing and copying."""

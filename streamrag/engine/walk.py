@@ -1,4 +1,4 @@
-"""Phase 1 of a plan as far as it has come: what is granted, what is left, and who waits."""
+"""The state of phase 1 of a plan: grants so far, what is left of the budget, and the requests that wait."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,21 +10,20 @@ from streamrag.engine.request import RequestView
 
 MEMORY = "Memory"
 BUDGET = "StepBudget"
-"""Name for the step's budget where the rule that held a request back is reported."""
+"""Names that a plan reports in place of a rule's, for requests held back by memory or by the step's budget."""
 
 
 class Wait(Enum):
     """The effect on other requests of one that gets nothing in this step."""
 
     SKIP = auto()
-    """No effect: the request goes on in a later step."""
+    """No effect: it continues in a later step."""
     MEMORY = auto()
-    """The request goes on when memory is free; meanwhile any other may take the blocks that it holds."""
+    """Waiting for free memory. Meanwhile any other request may take its blocks."""
     RESERVE = auto()
-    """The memory for the request is reserved for others: it goes on as soon as a little more is free, and keeps what it
-    holds as long as any other can go on without that."""
+    """Waiting for reserved memory. It keeps its blocks unless no other request could run without them."""
     YIELD = auto()
-    """The request goes on when others have ended; meanwhile any other may take the blocks that it holds."""
+    """Waiting for other requests to end. Meanwhile any other request may take its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class StepBudget:
     num_seqs: int
     """Requests that may compute in one step."""
     num_ahead: int = 0
-    """Requests that are served before all others in any case, with one token each, and whose blocks are not free."""
+    """Requests that run before the plan with one token each. Their blocks do not count as free."""
 
 
 class Grant(NamedTuple):
@@ -44,16 +43,16 @@ class Grant(NamedTuple):
     request: RequestView
     num_tokens: int
     num_blocks_claimed: int | None = None
-    """Blocks that it may come to need until its answer ends, if it begins here and there is a KV budget."""
+    """Blocks that it may need until its answer ends; None unless it starts here under a KV budget."""
 
 
 class Candidate:
-    """The request whose turn it is, and what the rules have said of it so far."""
+    """The request whose turn it is, and what the rules have decided about it so far."""
 
     num_reserved: int | None = None
     """Blocks that must stay free if it computes; None if memory may be used up."""
     held_by_memory = MEMORY
-    """Name of the rule that holds it back if memory does not suffice: the one that reserves some, if any does."""
+    """Name to report if memory does not suffice: that of the rule that reserved blocks, if one did."""
     num_blocks_claimed: int | None = None
     """See `Grant`."""
     _num_present: int | None = None
@@ -64,28 +63,28 @@ class Candidate:
         self.request = request
         self.position = position
         self.is_new = request.num_blocks == 0
-        """Whether it holds no KV: it would start in this step."""
+        """Whether it holds no KV, so that it would start in this step."""
         self.num_allowed = walk.num_tokens_left
-        """Most tokens that it may compute. It may lack fewer, until `num_missing` was asked."""
+        """Most tokens that it may compute. Its prompt may have fewer left, until `num_missing` lowers this to them."""
         self.may_evict = request.is_complete
 
     @property
     def num_present(self) -> int:
-        """Leading tokens that it need not compute. Costly when asked for the first time."""
+        """Leading tokens that it need not compute. The first access is costly."""
         if self._num_present is None:
             self._num_present = self.walk.memory.num_present_tokens(self.request)
         return self._num_present
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it computes if nothing more is said of it."""
+        """Tokens that it computes if no rule lowers `num_allowed` further."""
         return min(self.num_allowed, self.request.num_tokens - self.num_present)
 
     @property
     def num_missing(self) -> int:
-        """Blocks that are missing if it computes `num_tokens` beside what is granted; below zero if some stay free.
+        """Blocks that lack if it computes `num_tokens` in addition to the grants; negative if some stay free.
 
-        Costly when asked for the first time. Rules that shorten what it computes come before those that ask.
+        The first access is costly and fixes `num_allowed`: rules that lower it must come before rules that read this.
         """
         if self._num_missing is None:
             self.num_allowed = self.num_tokens
@@ -94,13 +93,13 @@ class Candidate:
         return self._num_missing
 
     @property
-    def is_found_unfit(self) -> bool:
-        """Whether it holds nothing, and it was asked at some cost what it needs."""
+    def is_measured_start(self) -> bool:
+        """Whether it would start in this step, and the blocks that it needs were computed."""
         return self.is_new and self._num_missing is not None
 
 
 class Walk:
-    """Grants tokens to one candidate after the other, and remembers who waits."""
+    """A walk through the order that grants tokens to one candidate after the other."""
 
     def __init__(
         self,
@@ -116,36 +115,36 @@ class Walk:
         self.num_seqs = budget.num_seqs - budget.num_ahead
         self.num_ahead = budget.num_ahead
         self.num_missing = -memory.num_free_blocks
-        """Blocks that the grants so far lack; below zero if some stay free."""
+        """Blocks that the grants so far lack; negative if some stay free."""
         self.num_unfit = 0
-        """New requests that were found not to fit."""
+        """Requests that would start in this step but were measured not to fit."""
         self.grants: list[Grant] = []
         self.last = -1
         """Position of the last grant."""
         self.closed_by = ""
-        """Name of the rule that ended the step for all; empty while others may still compute."""
+        """Name of the rule that ended the step for all requests; empty while it is open."""
         self.closed_to_partial_by = ""
-        """Name of the rule that ended the step for partial prompts; empty while they may still compute."""
+        """Name of the rule that ended the step for partial prompts."""
         self.closed_to_new_by = ""
-        """Name of the rule that ended the step for requests that hold nothing: a more urgent one would never start."""
+        """Name of the rule that ended the step for requests without KV, so that a more urgent one can start at all."""
         self.waiting: list[RequestView] = []
         self._behind_reserve: list[Candidate] = []
         if self.num_tokens <= 0 or self.num_seqs <= 0:
             self.closed_by = BUDGET
 
     def wait_for_memory(self, candidate: Candidate) -> Wait | None:
-        """Return how `candidate` has to wait for memory; None if it fits, or takes from others what it lacks."""
+        """Return how `candidate` has to wait for memory; None if it fits, or if victims can free what it lacks."""
         num_missing = candidate.num_missing
         if candidate.num_reserved is not None and num_missing > -candidate.num_reserved:
             return Wait.MEMORY
         if num_missing <= 0:
             return None
         if not candidate.may_evict:
-            return Wait.MEMORY  # those behind need not wait: its turn comes when its prompt is complete
+            return Wait.MEMORY  # requests behind it may run: its own turn comes when its prompt is complete
         if self.victims.take(num_missing, candidate.position)[1] >= num_missing:
             return None
         if not self.grants and self.num_ahead == 0:
-            # The most urgent request may take everything: what sharing hides from the estimate is free then.
+            # The most urgent request may take everything. Shared blocks, which the estimate leaves out, are freed too.
             for held in self._behind_reserve:
                 self.victims.offer(held.request, held.position)
             return None
@@ -153,9 +152,9 @@ class Walk:
         return Wait.SKIP
 
     def hold(self, candidate: Candidate, wait: Wait) -> None:
-        """Note that `candidate` gets nothing, and who may have what it holds."""
+        """Record that `candidate` gets nothing, and offer its blocks to others if `wait` says so."""
         if wait is Wait.MEMORY:
-            self.num_unfit += candidate.is_found_unfit
+            self.num_unfit += candidate.is_measured_start
             self.waiting.append(candidate.request)
         elif wait is Wait.RESERVE:
             self._behind_reserve.append(candidate)
@@ -163,13 +162,13 @@ class Walk:
             self.victims.offer(candidate.request, candidate.position)
 
     def closed_to(self, request: RequestView) -> str:
-        """Return what ended the step for `request`; empty if it may still compute."""
+        """Return the name of the rule that ended the step for `request`; empty while it may still compute."""
         if not request.is_complete and self.closed_to_partial_by:
             return self.closed_to_partial_by
         return self.closed_by if request.num_blocks else self.closed_by or self.closed_to_new_by
 
     def grant(self, candidate: Candidate) -> None:
-        """Grant `candidate` its tokens."""
+        """Grant `candidate` its `num_allowed` tokens."""
         self.num_missing = candidate.num_missing
         self.grants.append(Grant(candidate.request, candidate.num_allowed, candidate.num_blocks_claimed))
         self.num_tokens_left -= candidate.num_allowed
@@ -178,6 +177,6 @@ class Walk:
             self.closed_by = BUDGET
 
     def end(self) -> None:
-        """Have those wait for memory whom nobody's progress will let on."""
+        """Add requests behind a reserve to `waiting` if nothing runs whose end would free memory for them."""
         if not self.grants and self.num_ahead == 0:
             self.waiting += [held.request for held in self._behind_reserve]

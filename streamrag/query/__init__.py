@@ -1,5 +1,5 @@
-"""One query's life.
+"""One query, from its options to its answer.
 
 options ─▶ run: retrieval ─▶ mode, prompts, backend ─▶ answer_stream
-                    relevance chooses what fits into the context
+                    relevance selects what fits into the context
 """

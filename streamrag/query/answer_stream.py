@@ -1,6 +1,6 @@
-"""What a caller holds while a query runs: an async iterator that owns the query's task.
+"""Async iterators that own the task of a running query.
 
-The task never refers to the handle, so a handle that is dropped is collected, and stops its query.
+The task never refers to its iterator, so that an iterator that is dropped is garbage-collected and stops its query.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from streamrag.support.tasks import wait_regardless
 from streamrag.telemetry import Answer, Answered, Event, TokensGenerated
 
 MAX_UNREAD_EVENTS = 4096
-"""A caller that does not read holds up its own query beyond this many events, and nobody else's."""
+"""Unread events after which a query waits for its caller (backpressure)."""
 
 STOPPED = "there is no result: the query was stopped before its end"
 
@@ -29,10 +29,10 @@ StartQuery: TypeAlias = Callable[[Emit], "asyncio.Task[Answer]"]
 
 
 class QueryHandle(AsyncIterator[T], Generic[T]):
-    """Iterate it for the items of a running query; the query starts with the first one asked for.
+    """An async iterator over the items of a query, which starts with the first item that is requested.
 
-    As an async context manager it also stops the query when the block is left, in whatever way. After a bare loop that
-    was left early, the query is stopped when the handle is collected, with a ResourceWarning.
+    As an async context manager it stops the query when the block is left. Without one, a query whose loop was left
+    early is stopped when the handle is garbage-collected, with a ResourceWarning.
     """
 
     def __init__(self, start: StartQuery) -> None:
@@ -44,20 +44,17 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
 
     @property
     def result(self) -> Answer:
-        """The whole answer, once the query has ended; raises what the query raised.
-
-        Raises StreamRagError while it is still running.
-        """
+        """The whole answer. Raises what the query raised, or StreamRagError while it is still running."""
         if self._answer is not None:
             return self._answer
         if self._task is None or not self._task.done():
-            raise StreamRagError("the result is there once the stream has ended: iterate it to its end first")
+            raise StreamRagError("there is no result yet: iterate the stream to its end first")
         if self._task.cancelled():
             raise StreamRagError(STOPPED)
         return self._task.result()
 
     async def aclose(self) -> None:
-        """Stop the query, if it still runs, and return when nothing of it is left."""
+        """Stop the query, if it still runs, and wait until it has ended."""
         if self._task is None:
             return
         self._is_stopped = self._is_stopped or not self._task.done()
@@ -65,14 +62,13 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         self._close_events()
         await wait_regardless([self._task])
 
-    def _started(self) -> MemoryObjectReceiveStream[Event]:
+    def _ensure_started(self) -> MemoryObjectReceiveStream[Event]:
         if self._events is None:
             send, self._events = anyio.create_memory_object_stream[Event](MAX_UNREAD_EVENTS)
 
             async def emit(event: Event) -> None:
-                with suppress(
-                    anyio.BrokenResourceError, anyio.ClosedResourceError
-                ):  # the caller has left; the task's cancellation is on its way
+                # A caller that has left closed the stream; the task's cancellation is on its way.
+                with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
                     await send.send(event)
 
             try:
@@ -90,18 +86,18 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
             self._events.close()
 
     async def _next_event(self) -> Event:
-        events = self._started()
+        events = self._ensure_started()
         assert self._task is not None
         try:
             event = await events.receive()
         except (anyio.EndOfStream, anyio.ClosedResourceError):
             self._close_events()
             if not self._is_stopped:
-                if self._task.cancelled():  # by neither this handle nor the pipeline: it must not look like an end
+                if self._task.cancelled():  # by foreign code, which must not look like a normal end
                     raise StreamRagError(STOPPED) from None
                 self._task.result()  # raises what the query raised
             raise StopAsyncIteration from None
-        except BaseException:  # cancelled: leave nothing running behind the caller's back
+        except BaseException:  # cancelled: do not leave the query running
             await self.aclose()
             raise
         if isinstance(event, Answered):
@@ -112,7 +108,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         return self
 
     async def __aenter__(self) -> Self:
-        self._started()
+        self._ensure_started()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -137,9 +133,9 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
 
 
 class AnswerStream(QueryHandle[AnswerChunk]):
-    """The answer's chunks as they are generated: an async iterator, and a context manager that ends the query.
+    """An async iterator over the answer's chunks as they are generated, and a context manager that ends the query.
 
-    The query starts with the block, or with the first chunk that is asked for.
+    The query starts with the block, or with the first chunk that is requested.
     """
 
     async def __anext__(self) -> AnswerChunk:
@@ -150,7 +146,7 @@ class AnswerStream(QueryHandle[AnswerChunk]):
 
 
 class EventStream(QueryHandle[Event]):
-    """Everything that happens in the query, in order; `Answered` is the last. Otherwise as `AnswerStream`."""
+    """An async iterator over the query's events, in order; `Answered` is the last. Otherwise like `AnswerStream`."""
 
     async def __anext__(self) -> Event:
         return await self._next_event()

@@ -1,4 +1,4 @@
-"""Queries and their options, and the checks for what cannot work."""
+"""Queries and their options, validated."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,11 +14,11 @@ from streamrag.support.messages import plain_text
 from streamrag.support.validation import CountOrZero, Flag, Number, Seconds, Text, validated
 
 LATE_SHARE = 0.25
-"""A third or a half found the answer no more often in experiments/context_choice.py, and leave more to compute last."""
+"""Default of `late_share`. In experiments/context_choice.py a third or a half found the answer no more often, and they
+leave more tokens to compute at the end."""
 
 MAX_QUERY_CHARACTERS = 100_000
-"""A query is embedded and searched for, besides being tokenised: it should not be a whole document."""
-
+"""A query is embedded and searched for as well as tokenised, so it should not be a whole document."""
 
 ROLES = ("system", "user", "assistant")
 
@@ -35,7 +35,7 @@ def _turns(value: Iterable[Turn]) -> tuple[Turn, ...]:
 class Query:
     """A question with its options; see `QueryOptions`.
 
-    :raises ConfigurationError: a value that cannot work.
+    :raises ConfigurationError: an option cannot work.
     """
 
     text: Text
@@ -53,7 +53,7 @@ class Query:
         if len(self.text) > MAX_QUERY_CHARACTERS:
             raise ConfigurationError(
                 f"the query has {len(self.text):,} characters, and {MAX_QUERY_CHARACTERS:,} is the most: "
-                "a long text to ask about belongs into the history or the source"
+                "put a long text to ask about into the history or the source"
             )
 
 
@@ -63,28 +63,28 @@ class QueryOptions(TypedDict, total=False):
     system: str
     """Replaces the template's system text."""
     template: PromptTemplate
-    """Replaces the pipeline's: the words around the context."""
+    """Replaces the pipeline's template, the words around the context."""
     history: Sequence[Turn]
     """Earlier turns of the conversation, oldest first."""
     params: SamplingParams
-    """Options for sampling the answer; the default is greedy, with at most 256 tokens."""
+    """Options for sampling the answer; greedy with at most 256 tokens by default."""
     max_context_tokens: int
-    """The most tokens of context; by default, all that the model's length leaves. What does not fit is reported."""
+    """Most tokens of context; all that the model's length leaves by default. Chunks that do not fit are reported."""
     deadline_s: float
-    """The most seconds from submission to the last token; by default, there is no limit. Waiting for the
-    engine to start, or for a place, counts."""
+    """Most seconds from submission to the last token, including the wait for the engine and for admission; no limit by
+    default."""
     overlap: bool
-    """Whether to prefill while retrieval runs; the default is the pipeline's."""
+    """Whether to prefill while retrieval runs; as the pipeline by default."""
     late_share: float
-    """Share of the token budget that is kept for the best of the chunks that no longer fit, in a context that grows
-    chunk by chunk; the default is a quarter. With 0, chunks are taken by arrival alone, and whole."""
+    """Share of the token budget that is reserved for the most relevant of the chunks that no longer fit, in a context
+    that grows chunk by chunk; a quarter by default. With 0, chunks are added whole, in order of arrival."""
 
 
 def check_options(options: Mapping[str, object]) -> None:
-    """Raises ConfigurationError for an option that `QueryOptions` does not have; a type checker would have seen it."""
-    known = sorted(QueryOptions.__annotations__)
-    of_params = {field.name: f"params=SamplingParams({field.name}=...)" for field in fields(SamplingParams)}
-    for name in sorted(options.keys() - set(known)):
-        nearest = get_close_matches(name, [*of_params, *known], n=1)
-        hint = f"; did you mean {of_params.get(nearest[0], nearest[0])}?" if nearest else "."
-        raise ConfigurationError(f"a query has no option {name!r}{hint} Its options are {', '.join(known)}")
+    """Raise ConfigurationError for a name that is not an option of `QueryOptions`, and suggest the nearest one."""
+    names = sorted(QueryOptions.__annotations__)
+    params = {field.name: f"params=SamplingParams({field.name}=...)" for field in fields(SamplingParams)}
+    for name in sorted(options.keys() - set(names)):
+        nearest = get_close_matches(name, [*params, *names], n=1)
+        hint = f"; did you mean {params.get(nearest[0], nearest[0])}?" if nearest else "."
+        raise ConfigurationError(f"a query has no option {name!r}{hint} Its options are {', '.join(names)}")

@@ -1,11 +1,10 @@
-"""Relevance of a page's parts, and of pages, to a question: for contexts that do not hold everything.
+"""Rank chunks and their passages by relevance to a question, when the context cannot hold all of them.
 
-Markdown is split into passages, which BM25 compares with the question; a page is as relevant as its best passage. Words
-are compared by how they begin, which does for a stemmer here: nothing has to be installed, and the documents that are
-compared are those of one query.
+Markdown is split into passages, which BM25 scores; a chunk is as relevant as its best passage. Words are compared by
+their first letters: with the few documents of one query, that replaces a stemmer, and needs no package.
 
-Pages are written by strangers, so every step takes time in proportion to what it is given: no two repeats of a regular
-expression can match the same characters, and nothing is summed up or copied anew for each line.
+The text is untrusted, so every function takes linear time: no two repeats of a regular expression can match the same
+characters, and no line is copied or summed up more than once.
 """
 
 import math
@@ -18,26 +17,26 @@ from typing import NamedTuple, TypeAlias
 from streamrag.core import Chunk
 
 NUM_LETTERS = 5
-"""First letters by which words are compared: "cancelled" and "cancelling" are the same then."""
+"""First letters by which words are compared, so that "cancelled" and "cancelling" are equal."""
 
 MIN_READ_CHARS = 200_000
-"""At least so many characters of a text are compared, and at most twice as many as are wanted of it if that is more:
-time must not grow with what cannot be used."""
+"""Characters of a text that are scored, or twice as many as can be used if that is more: time must not grow with text
+that cannot be used."""
 
 K1, B = 1.5, 0.75
-"""BM25's usual weights of repeated words, and of length."""
+"""BM25's usual weights of repeated words and of length."""
 
 TARGET_CHARS = 600
-"""A passage is closed once it is this long: about what a question needs to be answered, with its context."""
+"""A passage ends once it is this long: about what a question needs to be answered, with its context."""
 
 MAX_BLOCK_CHARS = 2000
 MAX_HEADING_CHARS = 200
 MAX_WORD_CHARS = 100
-"""Characters of a word as a term. Stems are remembered, and a page may be one word of a megabyte."""
+"""Most characters of a term. Stemmers cache words, and a page may be one word of a megabyte."""
 
 HEADING = re.compile(r"(#{1,6})\s")
 HEADING_END = "".join(filter(str.isspace, map(chr, range(0x3001)))) + "¶"
-"""All white space of Unicode, and the sign that documentation puts behind a heading to link to it."""
+"""Unicode white space, and the sign that documentation tools put behind a heading as its link."""
 
 FENCE = re.compile(r"\s*(```|~~~)")
 RULE = re.compile(r"\s*([*_-]\s*){3,}")
@@ -53,13 +52,10 @@ STOP_WORDS = frozenset(
     nor not now of off on once only or other our out over own please same she should so some such tell than that the
     their them then there these they this those through to too up very was way we were what when where which while who
     whom why will with would you your
-    """.split()  # noqa: SIM905 (nobody can read a list of quoted words)
+    """.split()  # noqa: SIM905 (a list of quoted words is unreadable)
 )
 
 Stem: TypeAlias = Callable[[str], str]
-
-
-# ---------------------------------------------------------------------------------------------------------- passages
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +63,7 @@ class Passage:
     """Consecutive blocks (paragraphs, list items, code listings) under one heading."""
 
     headings: tuple[str, ...]
-    """Headings from the page's to its own, as Markdown."""
+    """Markdown headings from the page's title down to its own."""
     blocks: tuple[str, ...]
 
     @property
@@ -75,13 +71,10 @@ class Passage:
         return sum(len(block) + 2 for block in (*self.blocks, *self.headings[-1:]))
 
 
-# ---------------------------------------------------------------------------------------------------------- splitting
-
-
 class _Block(NamedTuple):
     text: str
     is_term: bool = False
-    """A line that the next block explains, as in a definition list."""
+    """Whether the next block defines it, as in a definition list."""
     is_heading: bool = False
 
     @property
@@ -90,7 +83,7 @@ class _Block(NamedTuple):
 
 
 def split_markdown(markdown: str) -> list[Passage]:
-    """Split a page into passages, in page order."""
+    """Split a page into passages, in order."""
     passages: list[Passage] = []
     headings: list[str] = []
     blocks: list[_Block] = []
@@ -145,7 +138,7 @@ def _blocks(lines: Iterable[str]) -> Iterator[_Block]:
 
 
 def _pieces(lines: list[str], is_term: bool = False) -> Iterator[_Block]:
-    """Yield the lines as a block; as several if it is too long."""
+    """Yield the lines as one block, or as several if they are too long."""
     piece: list[str] = []
     num_chars = 0
     for part in (part for line in lines for part in _fold(line)):
@@ -160,7 +153,7 @@ def _pieces(lines: list[str], is_term: bool = False) -> Iterator[_Block]:
 
 
 def _fold(line: str) -> Iterator[str]:
-    """Cut a line into parts of at most MAX_BLOCK_CHARS, between words where there are any."""
+    """Yield parts of a line of at most MAX_BLOCK_CHARS, cut between words if possible."""
     begin = 0
     while len(line) - begin > MAX_BLOCK_CHARS:
         end = begin + MAX_BLOCK_CHARS
@@ -170,41 +163,35 @@ def _fold(line: str) -> Iterator[str]:
     yield line[begin:].rstrip()
 
 
-# ------------------------------------------------------------------------------------------------------------- terms
-
-
 def terms(text: str, stem: Stem = str) -> list[str]:
-    """Return the words of `text`, and the parts of those in CamelCase. Chinese, Japanese and Korean go by character."""
-    found: list[str] = []
+    """Return the words of `text`, and the parts of CamelCase words. Chinese, Japanese and Korean split by character."""
+    stems: list[str] = []
     for word in (match[0][:MAX_WORD_CHARS] for match in WORD.finditer(text)):
-        found.append(stem(word.casefold()))
+        stems.append(stem(word.casefold()))
         if not word.islower() and len(parts := CAMEL_CASE.findall(word)) > 1:
-            found.extend(stem(part.casefold()) for part in parts)
-    return found
+            stems.extend(stem(part.casefold()) for part in parts)
+    return stems
 
 
 def relevant_terms(query: str, stem: Stem = str) -> list[str]:
-    """Return the query's terms, each once, without those that every English text has unless there are no others."""
+    """Return the distinct terms of the query, without stop words unless there are no others."""
     words = WORD.findall(query)
-    telling = [word for word in words if word.casefold() not in STOP_WORDS]
-    return list(dict.fromkeys(terms(" ".join(telling or words), stem)))
-
-
-# --------------------------------------------------------------------------------------------------------- relevance
+    relevant = [word for word in words if word.casefold() not in STOP_WORDS]
+    return list(dict.fromkeys(terms(" ".join(relevant or words), stem)))
 
 
 class Relevance:
-    """A judge of texts by one question. It blocks for a time in proportion to the text that may be used."""
+    """The relevance of texts to one question. Its methods block, in proportion to the text that can be used."""
 
     def __init__(self, question: str) -> None:
         self._wanted = relevant_terms(question, _stem)
         self._split: tuple[str, list[Passage], list[int]] = ("", [], [])
 
     def shorten(self, text: str, max_chars: int) -> tuple[str, str]:
-        """Return the parts of `text` with most of the question's words, at most `max_chars`, and the rest, in order.
+        """Return the most relevant passages of `text`, at most `max_chars`, and the rest; each in text order.
 
-        Of parts that have as many, the earlier go first. A part that is too long is left to the rest; if all are, what
-        comes first is cut off. What is behind the first MIN_READ_CHARS, or twice `max_chars`, is left to the rest too.
+        Among equals, earlier passages go first. A passage that is too long goes to the rest; if all are, the text is
+        cut at `max_chars`. Text behind the first MIN_READ_CHARS, or twice `max_chars`, goes to the rest too.
         """
         end = _end_of(text, max(MIN_READ_CHARS, 2 * max_chars))
         passages, ranked = self._ranked(text[:end])
@@ -220,7 +207,7 @@ class Relevance:
         return _joined(first), "\n\n".join(filter(None, (_joined(rest), text[end:])))
 
     def _ranked(self, text: str) -> tuple[list[Passage], list[int]]:
-        """Return the parts of a text, and their numbers, the best first. Keeps the last, for another `max_chars`."""
+        """Return the passages of a text, and their indices in order of relevance. The last result is cached."""
         if self._split[0] != text:
             passages = split_markdown(text)
             scores = self._bm25([" ".join((*passage.headings, *passage.blocks)) for passage in passages])
@@ -228,7 +215,7 @@ class Relevance:
         return self._split[1:]
 
     def scores(self, chunks: Sequence[Chunk]) -> list[float]:
-        """Return a score for each chunk, larger for better: the retriever's own, if it gave them to all."""
+        """Return a score for each chunk, larger is better: the retriever's own scores if all chunks have one."""
         own = [chunk.score for chunk in chunks if chunk.score is not None]
         if len(own) == len(chunks):
             return own
@@ -240,7 +227,7 @@ class Relevance:
         return best
 
     def _bm25(self, texts: Sequence[str]) -> list[float]:
-        """Score texts by BM25, with Lucene's weights of words, which are positive.
+        """Return the BM25 score of each text, with Lucene's positive term weights.
 
         Source: https://en.wikipedia.org/wiki/Okapi_BM25
         """
@@ -248,19 +235,19 @@ class Relevance:
         lengths = [document.total() for document in documents]
         mean = sum(lengths) / max(len(lengths), 1) or 1.0
         wanted = set(self._wanted)
-        # Only the terms that each document has: a question may have as many words as a document.
-        found = [sorted(document.keys() & wanted) for document in documents]
-        num_with = Counter(term for terms_of_one in found for term in terms_of_one)
+        # Iterate over the terms of each document only: a question may have as many words as a document.
+        present_terms = [sorted(document.keys() & wanted) for document in documents]
+        num_with = Counter(term for present in present_terms for term in present)
         weights = {term: math.log(1 + (len(documents) - n + 0.5) / (n + 0.5)) for term, n in num_with.items()}
         scores = []
-        for document, length, present in zip(documents, lengths, found, strict=True):
+        for document, length, present in zip(documents, lengths, present_terms, strict=True):
             norm = K1 * (1 - B + B * length / mean)
             scores.append(sum(weights[t] * document[t] * (K1 + 1) / (document[t] + norm) for t in present))
         return scores
 
 
 def _end_of(text: str, max_chars: int) -> int:
-    """Return how much of a text is read: at most `max_chars`, and if there are any, whole lines."""
+    """Return how many characters of a text to score: at most `max_chars`, in whole lines if possible."""
     return len(text) if len(text) <= max_chars else text.rfind("\n", 0, max_chars) + 1 or max_chars
 
 

@@ -1,4 +1,4 @@
-"""What a source yields, checked: a source is anybody's code."""
+"""Run a source in a task of its own, and validate what it yields: a source is foreign code."""
 
 import asyncio
 import warnings
@@ -18,19 +18,18 @@ from streamrag.support.messages import is_number, is_whole, kind_of, plain_text,
 from streamrag.support.tasks import cancel_regardless, is_cancelled
 
 MAX_COUNT = (1 << 31) - 1
-"""The largest number of a passage: what a trace can hold."""
+"""The largest passage number that a trace can store."""
 
 T = TypeVar("T")
 
 
 class Retrieval:
-    """A source's retrieval for one query, in a task of its own.
+    """The retrieval of a source for one query, in a task of its own.
 
-    The task keeps the source's timeouts and cancel scopes around its `yield`s its own, and lets `aclose()` end it
-    whichever task pulls its events. The source continues when the next event is requested.
+    Because of the task, the source may hold timeouts and cancel scopes open at its `yield`s, and any task may call
+    `aclose`. The source continues when the next event is requested.
 
-    let_go_s: the most seconds that the source may take to stop; it is left behind then. None if that is watched by
-        whoever asks.
+    let_go_s: most seconds that the source may take to stop, before it is left behind; None if the caller limits this.
     """
 
     def __init__(self, source: Source, query: str, *, let_go_s: float | None = None) -> None:
@@ -42,10 +41,10 @@ class Retrieval:
         self._is_stopped = False
 
     async def events(self) -> AsyncGenerator[SourceEvent, None]:
-        """The source's events, once; closing this closes them. What the source raises is raised here.
+        """Yield the source's events. Call it once. Closing the iterator closes the source.
 
-        Raises SourceError for what is no event, and for a CancelledError, GeneratorExit or whatever else is no
-        Exception: raised on, they would end the query without a word.
+        Raises what the source raises, and SourceError for an invalid event, or for a CancelledError, GeneratorExit or
+        other BaseException of the source, which would end the query without an error.
         """
         self._task = asyncio.create_task(self._pull(), name="streamrag source")
         self._task.add_done_callback(lambda _: self._pulled.put_nowait(None))
@@ -60,7 +59,7 @@ class Retrieval:
         self._task.result()
 
     async def aclose(self) -> None:
-        """Stop the source, if it still runs, and return when it has ended, or has had the time for it."""
+        """Stop the source, if it still runs, and wait until it has ended, or until `let_go_s` has passed."""
         self._is_stopped = True
         if self._task is None:
             return
@@ -77,12 +76,12 @@ class Retrieval:
                 )
 
     async def _pull(self) -> None:
-        """Each event, once the one before has been used. A cancellation meanwhile is thrown into the source."""
-        async with closing(_started(self._source, self._query)) as events:
-            go_on: Callable[[], Awaitable[SourceEvent]] = events.__anext__
+        """Queue each event when the previous one was used. A cancellation in between is thrown into the source."""
+        async with closing(_stream(self._source, self._query)) as events:
+            resume: Callable[[], Awaitable[SourceEvent]] = events.__anext__
             while True:
                 try:
-                    event = await go_on()
+                    event = await resume()
                 except StopAsyncIteration:
                     self._raise_swallowed()
                     return
@@ -93,28 +92,28 @@ class Retrieval:
                     raise
                 except BaseException as error:
                     self._raise_swallowed(error)
-                    if isinstance(error, asyncio.CancelledError) and is_cancelled():  # its event loop ends
+                    if isinstance(error, asyncio.CancelledError) and is_cancelled():  # the event loop shuts down
                         raise
                     raise self._failed(error) from error
                 self._raise_swallowed()
                 self._pulled.put_nowait(_checked(self._source, event))
-                go_on = events.__anext__
+                resume = events.__anext__
                 try:
                     await self._pulled.join()
                 except asyncio.CancelledError as error:
-                    go_on = partial(events.athrow, error)
+                    resume = partial(events.athrow, error)
 
     def _raise_swallowed(self, error: BaseException | None = None) -> None:
-        """A source that catches everything, or makes another error of a cancellation, does not outlive its query."""
+        """Raise CancelledError if the query was stopped, even if the source has swallowed or replaced that error."""
         if self._is_stopped:
             raise asyncio.CancelledError from error
 
     def _failed(self, error: BaseException) -> SourceError:
         what = kind_of(error) if isinstance(error, asyncio.CancelledError | GeneratorExit) else short(error)
-        return SourceError(f"{part_name(self._source)} failed: {what}, though nobody has stopped the query")
+        return SourceError(f"{part_name(self._source)} failed: {what}, although the query was not stopped")
 
 
-def _started(source: Source, query: str) -> AsyncIterator[SourceEvent]:
+def _stream(source: Source, query: str) -> AsyncIterator[SourceEvent]:
     events = source.stream(query)
     if iscoroutine(events):
         events.close()
@@ -125,7 +124,7 @@ def _started(source: Source, query: str) -> AsyncIterator[SourceEvent]:
 
 
 def closing(iterator: AsyncIterator[T]) -> "aclosing[AsyncGenerator[T, None]]":
-    """Closes foreign async iterators too, which need not be generators."""
+    """Return a context manager that closes an async iterator, also one that is not a generator."""
     return aclosing(iterator if isinstance(iterator, AsyncGenerator) else _as_generator(iterator))
 
 
@@ -139,7 +138,7 @@ async def _as_generator(iterator: AsyncIterator[T]) -> AsyncGenerator[T, None]:
 
 
 def _checked(source: Source, event: SourceEvent) -> SourceEvent:
-    """The event, of the types that it says: a list of chunks becomes a tuple, and NumPy's numbers Python's."""
+    """Return a valid event with plain types: a list of chunks as a tuple, NumPy numbers as Python's."""
     match event:
         case Append(chunk, hint) if not _chunk_fault(chunk) and not _hint_fault(hint):
             return event if (plain := _plain(chunk)) is chunk else replace(event, chunk=plain)
@@ -153,10 +152,7 @@ def _checked(source: Source, event: SourceEvent) -> SourceEvent:
 
 
 def checked_chunk(chunk: object) -> Chunk:
-    """The chunk, of the types that it says.
-
-    :raises ConfigurationError: it is none.
-    """
+    """Return a valid chunk with plain types; raise ConfigurationError if it is not a chunk."""
     if not isinstance(chunk, Chunk):
         raise ConfigurationError(f"data must be a Chunk or a str, and not {kind_of(chunk)}")
     if fault := _chunk_fault(chunk):
@@ -174,7 +170,7 @@ def _plain(chunk: Chunk) -> Chunk:
 
 
 def _fault(event: object) -> str:
-    """Return what is wrong with `event`, in words for the source's author."""
+    """Describe what is wrong with `event`, for the author of the source."""
     match event:
         case Append(chunk=chunk) if fault := _chunk_fault(chunk):
             return f"an Append with {fault}"
@@ -190,7 +186,7 @@ def _fault(event: object) -> str:
 
 
 def _chunk_fault(chunk: object) -> str:
-    """Return what is wrong with `chunk`, or an empty text. Numbers may be NumPy's."""
+    """Describe what is wrong with `chunk`; return an empty text if it is valid. NumPy numbers are."""
     if not isinstance(chunk, Chunk):
         return f"{kind_of(chunk)} in place of a Chunk"
     for name in ("text", "uri", "title"):
@@ -205,7 +201,7 @@ def _chunk_fault(chunk: object) -> str:
 
 
 def _hint_fault(hint: object) -> str:
-    """Return what is wrong with `hint`, or an empty text."""
+    """Describe what is wrong with `hint`; return an empty text if it is valid."""
     if hint is None:
         return ""
     if not isinstance(hint, Hint):

@@ -1,4 +1,4 @@
-"""One query's life, from retrieval to its last token."""
+"""Run one query, from admission to its last token."""
 
 import asyncio
 import warnings
@@ -65,19 +65,21 @@ T = TypeVar("T")
 
 
 class _Phase(Enum):
-    """What a query is doing, and what to do about it when it does that for too long."""
+    """A phase of a query, with the end of the error message if the deadline passes in it."""
 
-    STARTING = "while the engine or the source was starting: start the pipeline before it is asked, or raise deadline_s"
+    STARTING = (
+        "while the engine or the source was starting: start the pipeline before the first query, or raise deadline_s"
+    )
     WAITING = "while other queries had all places: raise deadline_s or max_concurrent_queries"
     RETRIEVING = "while retrieving: raise deadline_s, or give the source a shorter timeout of its own"
     GENERATING = "while generating: raise deadline_s, or lower max_tokens"
 
 
 class QueryRun:
-    """Runs one query once. What happens goes to `emit`, in order; the end is the answer, or an error.
+    """A single run of a query, which passes its events to `emit` in order.
 
-    With `query.overlap` every change of the context goes to the backend while retrieval is still at work; without it
-    only the complete prompt does. The final prompt, and so the answer, is the same.
+    With `query.overlap`, every change of the context is sent to the backend while retrieval runs; without it, only the
+    complete prompt is. The complete prompt, and thus the answer, is the same.
     """
 
     def __init__(
@@ -109,14 +111,15 @@ class QueryRun:
         self._source_error: SourceError | None = None
         self._cut_short: str | None = None
         self._num_invalidated = 0
-        self._rank_of: dict[tuple[str, int, str], int] = {}  # of the last ranking
+        self._rank_of: dict[tuple[str, int, str], int] = {}  # in the last ranking, by uri, passage and text
         self._complete: AssembledPrompt | None = None
 
     async def run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
-        """The answer, once the pipeline has `started` and `admission` has let the query in.
+        """Wait for `started` and `admission`, run the query, and return its answer.
 
-        It comes about in a task of its own, which this one ends when the deadline passes or the query is stopped, and
-        leaves behind if that will not end. Raises DeadlineExceededError, SourceError, BackendError, PromptTooLongError.
+        The query runs in an inner task, which is cancelled when the deadline passes or the query is stopped, and left
+        behind with a warning if it does not end. Raises DeadlineExceededError, SourceError, BackendError and
+        PromptTooLongError.
         """
         work = asyncio.create_task(self._run(started, admission), name="streamrag query's work")
         try:
@@ -125,7 +128,7 @@ class QueryRun:
             is_late = not work.done()
             try:
                 await self._end(work)
-            finally:  # not in the work itself, which may be left behind
+            finally:  # not in the inner task, which may be left behind
                 if self._has_place:
                     admission.release_on_behalf_of(self)
         if is_late:
@@ -139,7 +142,7 @@ class QueryRun:
             await cancel_regardless([work], at_most_s=LET_GO_S)
         finally:
             if not work.done():
-                work.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else asks for it
+                work.add_done_callback(lambda task: task.cancelled() or task.exception())  # mark it as retrieved
                 phase = self._phase.value.partition(":")[0]
                 warnings.warn(
                     f"a query that was stopped {phase} has not ended within {LET_GO_S:g} s and is left behind: "
@@ -157,7 +160,8 @@ class QueryRun:
         self._has_place = True
         self._phase = _Phase.RETRIEVING
         try:
-            return await self._run_admitted()
+            async with aclosing(self._retrieval):
+                return await self._retrieve_and_answer()
         except RuntimeError as error:
             if message_of(error) != ALREADY_RUNNING:
                 raise
@@ -168,40 +172,13 @@ class QueryRun:
             if is_cancelled():
                 raise
             raise BackendError(
-                f"{part_name(self._backend)} failed: a {type(error).__name__}, though nobody has stopped the query"
+                f"{part_name(self._backend)} failed: a {type(error).__name__}, although the query was not stopped"
             ) from error
-
-    async def _run_admitted(self) -> Answer:
-        try:
-            return await self._retrieve_and_answer()
-        finally:
-            await self._retrieval.aclose()
 
     async def _retrieve_and_answer(self) -> Answer:
         queued_s = self._now()
         await self._emit(RetrievalStarted(queued_s, self._query.text))
-        first_token_s: float | None = None
-        chunks: list[AnswerChunk] = []
-        async with (
-            aclosing(self._prompts()) as prompts,
-            closing(self._backend.generate(prompts, self._query.params)) as events,
-        ):
-            async for event in events:
-                if is_cancelled():  # and the backend swallowed it
-                    raise asyncio.CancelledError
-                at_s = self._now()
-                if not isinstance(event, AnswerChunk | Prefilled):
-                    raise BackendError(
-                        f"{part_name(self._backend)} failed: it yielded {kind_of(event)}, and not an AnswerChunk or "
-                        "Prefilled"
-                    )
-                if isinstance(event, Prefilled):
-                    await self._emit(PrefillProgressed(at_s, event.num_tokens))
-                    continue
-                if first_token_s is None and (event.token_ids or event.text):
-                    first_token_s = at_s
-                chunks.append(event)
-                await self._emit(TokensGenerated(at_s, event.text, event.token_ids, event.finish_reason))
+        chunks, first_token_s = await self._generate()
         if not chunks or chunks[-1].finish_reason is None:
             raise BackendError(f"{part_name(self._backend)} ended without finishing its answer")
         if self._complete is None:
@@ -220,8 +197,34 @@ class QueryRun:
         await self._emit(Answered(total_s, answer))
         return answer
 
+    async def _generate(self) -> tuple[list[AnswerChunk], float | None]:
+        """Return the backend's answer, and the time of its first token; None if it has none."""
+        first_token_s: float | None = None
+        chunks: list[AnswerChunk] = []
+        async with (
+            aclosing(self._prompts()) as prompts,
+            closing(self._backend.generate(prompts, self._query.params)) as events,
+        ):
+            async for event in events:
+                if is_cancelled():  # the backend swallowed the CancelledError
+                    raise asyncio.CancelledError
+                at_s = self._now()
+                if isinstance(event, Prefilled):
+                    await self._emit(PrefillProgressed(at_s, event.num_tokens))
+                elif isinstance(event, AnswerChunk):
+                    if first_token_s is None and (event.token_ids or event.text):
+                        first_token_s = at_s
+                    chunks.append(event)
+                    await self._emit(TokensGenerated(at_s, event.text, event.token_ids, event.finish_reason))
+                else:
+                    raise BackendError(
+                        f"{part_name(self._backend)} failed: it yielded {kind_of(event)}, and not an AnswerChunk or "
+                        "Prefilled"
+                    )
+        return chunks, first_token_s
+
     async def _prompts(self) -> AsyncGenerator[Prompt, None]:
-        """Yield a prompt for each state of the context, while the backend pulls."""
+        """Yield a prompt for each change of the context with `overlap`, then the complete prompt."""
         assembler = await self._in_thread(self._new_assembler)
         chunks = Context()
         is_ranked = False
@@ -233,8 +236,8 @@ class QueryRun:
                     if chunk not in chunks:
                         await self._emit(ChunkArrived(at_s, chunk))
                 chunks = chunks.become(self._fold(chunks, event))
-                is_ranked = is_ranked or isinstance(event, Update)  # an Append behind a ranking leaves that as it is
-                self._note_ranking(event)
+                is_ranked = is_ranked or isinstance(event, Update)  # an Append after an Update keeps the ranking
+                self._update_ranks(event)
                 if self._first_chunk_s is None and chunks:
                     self._first_chunk_s = at_s
                 if self._query.overlap:
@@ -279,7 +282,7 @@ class QueryRun:
         return tuple(folded)
 
     async def _retrieve(self, assembler: PromptAssembler) -> AsyncGenerator[Append | Update, None]:
-        """Yield the source's chunk events. Report what it skipped, and raise or note its failure."""
+        """Yield the source's chunk events. Emit its other events, and raise or record its failure."""
         try:
             async with aclosing(self._source_events(assembler)) as events:
                 async for event in events:
@@ -291,13 +294,13 @@ class QueryRun:
                     else:
                         yield event
         except SourceError as error:
-            await self._note_or_raise(error)
+            await self._record_or_raise(error)
         except StreamRagError:
             raise
-        except Exception as error:  # a source is anybody's code; whatever it raises is a failed retrieval
+        except Exception as error:  # a source is foreign code: any exception means that retrieval failed
             failure = SourceError(f"{part_name(self._source)} failed: {type(error).__name__}: {message_of(error)}")
             failure.__cause__ = error
-            await self._note_or_raise(failure)
+            await self._record_or_raise(failure)
 
     def _source_events(self, assembler: PromptAssembler) -> AsyncGenerator[SourceEvent, None]:
         events = self._retrieval.events()
@@ -309,7 +312,7 @@ class QueryRun:
 
         return self._recorder.record(self._query.text, events, count_tokens, tokenizer=self._backend.model.name)
 
-    async def _note_or_raise(self, failure: SourceError) -> None:
+    async def _record_or_raise(self, failure: SourceError) -> None:
         if not self._answers_despite_source_error:
             raise failure
         self._source_error = failure
@@ -355,7 +358,7 @@ class QueryRun:
             breaks_look_alikes=self._backend.model.breaks_look_alikes,
         )
 
-    def _note_ranking(self, event: Append | Update) -> None:
+    def _update_ranks(self, event: Append | Update) -> None:
         if isinstance(event, Update):
             self._rank_of = {}
         elif not self._rank_of:

@@ -1,12 +1,12 @@
-"""Context that streams in for hours, and questions about it: a prompt that is kept computed while it grows.
+"""Sessions: context that streams in for hours, and questions about it.
 
-Data go from a buffer into a window, and from there into an idle stream of the engine, which computes them as they
-arrive. Each question is a request of its own, which shares that stream's KV blocks. Regions after arXiv 2605.13784: the
-system text is frozen, the data slide, question and answer are ephemeral.
+    append ─▶ Buffer ─▶ Window ─▶ IdleStream        data.py, window.py, ingestion.py: a partial prompt in the engine
+    ask ─▶ cache, in-flight answers ─▶ engine       questions.py, answer.py: a request that shares the stream's KV
+    blocks watch ─▶ the same, after each new version       watches.py, concurrency.py log
+    log/: the text on disk, in SQLite
+
+After arXiv 2605.13784: the system text is frozen, the data slide, question and answer are ephemeral.
 """
-
-# session.py: the public class. data.py: buffer, window and ingestion. questions.py: ask, cache, in flight.
-# watches.py: questions that are kept answered. answer.py: one answer. log/: the text on disk, in SQLite.
 
 from streamrag.sessions.data import SessionState as SessionState
 from streamrag.sessions.drops import DataDropped as DataDropped

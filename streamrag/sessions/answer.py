@@ -1,13 +1,13 @@
-"""One question of a session, answered by the engine: as it likes, or with one of a few answers.
+"""Compute the answer to one question of a session: free text, or a choice from given answers.
 
-Of a few answers, as few tokens are computed as tell them apart:
+A choice computes only as many tokens as tell the answers apart:
 
     prompt | no
-           | very ─ high        One pass behind the prompt says how likely "no" and "very" are. If "no" leads, or "very"
-                 └─ low         leads and had one answer, that is it; else another pass stands behind "very".
+           | very ─ high        One pass gives the log-probabilities of "no" and "very". If "no" leads, it wins.
+                 └─ low         If "very" leads, a second pass behind it compares "high" and "low".
 
-The ready-position exit of arXiv 2605.13784, section 3.9.4, with one difference: the paper looks at the end of the data,
-before any question, and gives each question the same answer. Here it is the end of the prompt, behind the question.
+Source: the ready-position exit of arXiv 2605.13784, section 3.9.4. The paper looks at the end of the data, before any
+question, and gives every question the same answer. Here the pass is at the end of the prompt, behind the question.
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -28,23 +28,23 @@ from streamrag.telemetry import Answer, Timings, TokensGenerated
 
 TokenIds: TypeAlias = tuple[int, ...]
 Pass: TypeAlias = Callable[[TokenIds, Sequence[int]], Awaitable[tuple[int | None, Any]]]
-"""Takes tokens behind the prompt, and those that may come next. Returns the one that does, and the log-probabilities of
-all as the engine has them; None if it has none."""
+"""Runs one pass of the engine: given the tokens behind the prompt and the allowed next tokens, returns the next token
+and the log-probabilities of all allowed ones; None if the engine has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The answer that was chosen of a few."""
+    """A chosen answer."""
 
     text: str
     token_ids: TokenIds
-    """Tokens of the answer, as far as they had to be computed."""
+    """Leading tokens of the answer that had to be computed."""
     gap: float | None
-    """The lead of the answer; None where the engine has no log-probabilities, or no other answer is possible."""
+    """Lead over the next best answer, in log-probability; None if unknown, or if there is no other answer."""
 
 
 class _Draft:
-    """An answer that is being computed: its pieces so far, and when they came."""
+    """The pieces of an answer that is being computed, with their times."""
 
     def __init__(self, snapshot: Snapshot, submitted_s: float, clock: Callable[[], float], emit: Emit) -> None:
         self._snapshot = snapshot
@@ -57,7 +57,7 @@ class _Draft:
         """Chunks of the newest request."""
 
     async def put(self, chunk: AnswerChunk) -> None:
-        """Add a piece of the answer."""
+        """Append a piece of the answer, and emit it."""
         at_s = self._clock() - self._submitted_s
         self._pieces.append(TokensGenerated(at_s, chunk.text, chunk.token_ids, chunk.finish_reason))
         await self._emit(self._pieces[-1])
@@ -95,10 +95,10 @@ async def compute_answer(
     clock: Callable[[], float],
     emit: Emit,
 ) -> Answer:
-    """Return the engine's answer, whose pieces go to `emit`.
+    """Compute the answer to `question`, pass its pieces to `emit`, and return the whole.
 
-    :raises PromptTooLongError, BackendError: there is none.
-    :raises ConfigurationError: the answers that there may be cannot be told from each other.
+    :raises PromptTooLongError, BackendError: it cannot be computed.
+    :raises ConfigurationError: the given answers cannot be told apart.
     """
     draft = _Draft(snapshot, submitted_s, clock, emit)
     tokenizer, answers = snapshot.prompts.tokenizer, question.answers
@@ -109,8 +109,8 @@ async def compute_answer(
         choice = await choose_answer(choices, one_pass, question.decisive_gap)
         await draft.put(AnswerChunk(choice.text, choice.token_ids, "stop"))
         return draft.finish(backend.model, len(token_ids), choice.gap if question.with_gap else None)
-    async with aclosing(_generate(backend, token_ids, question.params_for())) as generated:
-        async for chunk in generated:
+    async with aclosing(_generate(backend, token_ids, question.params_for())) as pieces:
+        async for chunk in pieces:
             draft.chunks.append(chunk)
             await draft.put(chunk)
     gap = next((_gap(chunk.logprobs) for chunk in draft.chunks if chunk.token_ids), None)
@@ -118,9 +118,9 @@ async def compute_answer(
 
 
 def encode_answers(tokenizer: Tokenizer, answers: Sequence[str]) -> dict[TokenIds, str]:
-    """Return answers by their tokens. Blocking.
+    """Return the answers by their tokens. Blocking.
 
-    :raises ConfigurationError: one has no tokens, or is another's beginning.
+    :raises ConfigurationError: one has no tokens, or is a prefix of another.
     """
     by_tokens: dict[TokenIds, str] = {}
     for text in answers:
@@ -139,35 +139,35 @@ def encode_answers(tokenizer: Tokenizer, answers: Sequence[str]) -> dict[TokenId
 
 
 async def choose_answer(answers: Mapping[TokenIds, str], one_pass: Pass, decisive_gap: float = DECISIVE_GAP) -> Choice:
-    """Return the likeliest of `answers`, which are as `encode_answers` returns them.
+    """Return the most likely of `answers`, which are as `encode_answers` returns them.
 
-    The likeliest beginning is extended until it is an answer, or has one only and leads by `decisive_gap`. Where the
-    engine has no log-probabilities, its own tokens are followed.
+    The best prefix is extended until it is an answer, or until it has one answer only and leads by `decisive_gap`.
+    Without log-probabilities, the tokens that the engine samples are followed.
 
-    :raises BackendError: the engine gave none of the answers.
+    :raises BackendError: the engine sampled a token of no answer.
     """
-    likely: dict[TokenIds, float] = {(): 0.0}
+    prefixes: dict[TokenIds, float] = {(): 0.0}  # with their log-probabilities
     while True:
-        best = max(likely, key=likely.__getitem__)
-        left = [token_ids for token_ids in answers if token_ids[: len(best)] == best]
-        others = [value for token_ids, value in likely.items() if token_ids != best]
-        lead = likely[best] - max(others, default=-inf)
-        if best in answers or (best and len(left) == 1 and lead >= decisive_gap):
-            return Choice(answers[left[0]], best, lead if isfinite(lead) else None)
-        after = list(dict.fromkeys(token_ids[len(best)] for token_ids in left))
-        if len(after) == 1 and not others:  # tokens that all have in common decide nothing
-            likely = {(*best, after[0]): 0.0}
+        best = max(prefixes, key=prefixes.__getitem__)
+        candidates = [token_ids for token_ids in answers if token_ids[: len(best)] == best]
+        others = [value for token_ids, value in prefixes.items() if token_ids != best]
+        lead = prefixes[best] - max(others, default=-inf)
+        if best in answers or (best and len(candidates) == 1 and lead >= decisive_gap):
+            return Choice(answers[candidates[0]], best, lead if isfinite(lead) else None)
+        allowed = list(dict.fromkeys(token_ids[len(best)] for token_ids in candidates))
+        if len(allowed) == 1 and not others:  # a token that all answers share decides nothing
+            prefixes = {(*best, allowed[0]): 0.0}
             continue
-        token_id, logprobs = await one_pass(best, after)
-        if token_id not in after:
-            raise BackendError("the engine gave none of the answers that there may be")
-        known = {each: logprobs[each].logprob for each in after if each in logprobs} if logprobs else {}
-        if len(known) < len(after):
-            likely = {(*best, token_id): 0.0}
+        token_id, logprobs = await one_pass(best, allowed)
+        if token_id not in allowed:
+            raise BackendError("the engine sampled none of the answers")
+        values = {each: logprobs[each].logprob for each in allowed if each in logprobs} if logprobs else {}
+        if len(values) < len(allowed):
+            prefixes = {(*best, token_id): 0.0}
             continue
-        value = likely.pop(best)
-        for each in sorted(after, key=lambda each: each != token_id):  # of equals, the engine's own
-            likely[*best, each] = value + known[each]
+        value = prefixes.pop(best)
+        for each in sorted(allowed, key=lambda each: each != token_id):  # the sampled token wins a tie
+            prefixes[*best, each] = value + values[each]
 
 
 def _passes(
@@ -177,12 +177,12 @@ def _passes(
     choices: Mapping[TokenIds, str],
     chunks: list[AnswerChunk],
 ) -> Pass:
-    """Return what makes one pass of the engine; the chunks of the newest stand in `chunks`."""
+    """Return a function that runs one pass of the engine, and stores the chunks of the newest pass in `chunks`."""
     with_logprobs = question.with_gap or any(len(each) > 1 for each in choices)
 
-    async def one_pass(begun: TokenIds, allowed: Sequence[int]) -> tuple[int | None, Any]:
+    async def one_pass(prefix: TokenIds, allowed: Sequence[int]) -> tuple[int | None, Any]:
         params = question.params_for(allowed, with_logprobs=with_logprobs)
-        async with aclosing(_generate(backend, token_ids + begun, params)) as pieces:
+        async with aclosing(_generate(backend, token_ids + prefix, params)) as pieces:
             chunks[:] = [chunk async for chunk in pieces]
         first = next((chunk for chunk in chunks if chunk.token_ids), None)
         return (first.token_ids[0], first.logprobs and first.logprobs[0]) if first else (None, None)
@@ -191,10 +191,7 @@ def _passes(
 
 
 async def _generate(backend: Backend, token_ids: TokenIds, params: SamplingParams) -> AsyncGenerator[AnswerChunk, None]:
-    """Yield the chunks of one request, which ends when this is closed.
-
-    :raises BackendError: it ended without its last chunk.
-    """
+    """Yield the answer chunks of one request; raise BackendError if it ends without its last chunk."""
     is_finished = False
     async with (
         aclosing(_one_prompt(token_ids)) as prompts,
@@ -213,7 +210,7 @@ async def _one_prompt(token_ids: TokenIds) -> AsyncGenerator[Prompt, None]:
 
 
 def _gap(logprobs: Any) -> float | None:
-    """Return the gap between the two most likely first tokens; None where only one is possible."""
+    """Return the gap between the two most likely first tokens; None if there is only one."""
     if not logprobs:
         return None
     best = sorted((entry.logprob for entry in logprobs[0].values()), reverse=True)

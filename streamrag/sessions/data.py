@@ -1,4 +1,4 @@
-"""The data of a session: what was appended, what the prompt holds, and what was dropped."""
+"""The data of a session: appending them, reading them back, and the state of the prompt."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
@@ -25,7 +25,7 @@ from streamrag.support.messages import plain_text, short
 from streamrag.support.validation import Count, CountOrZero, validated
 
 CHUNKS_PER_TURN = 64
-"""Chunks that are appended before others have a turn of the event loop: half a millisecond."""
+"""Chunks that are appended before `append` yields to the event loop: half a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,15 @@ class SessionState:
     """Counts of a session's data, and the state of its log."""
 
     version: int
-    """Version of the data that questions are answered from at once."""
+    """Version of the data that questions are answered from."""
     num_appended: int
-    """Chunks, and system texts that took another's place: the newest version."""
+    """Chunks appended plus system texts frozen: the newest version."""
     num_waiting: int
-    """Chunks that are neither in the prompt nor being computed yet."""
+    """Chunks in the buffer, which wait for the engine."""
     num_dropped: int
-    """Chunks that never came into the prompt: more came than could be taken in."""
+    """Chunks dropped from the buffer, because the engine could not keep up."""
     num_slid: int
-    """Chunks that were in the prompt, and have gone for newer ones."""
+    """Chunks removed from the prompt when the window slid."""
     num_tokens: int
     """Tokens of head and data."""
     num_frozen_tokens: int
@@ -49,16 +49,13 @@ class SessionState:
     window_tokens: int
     """Most tokens that the data may take."""
     num_failures: int
-    """Number of times that the engine gave the stream up."""
+    """Number of times that the engine gave up the stream."""
     log: LogState | None = None
     """State of the log, if there is one."""
 
 
 class SessionData:
-    """The data of one session, from the first call of `append` to the prompt.
-
-    window_tokens: None takes three quarters of what the head leaves, or the window of the log.
-    """
+    """The data of one session, from `append` to the prompt. For the options see `Session`."""
 
     def __init__(
         self,
@@ -76,30 +73,23 @@ class SessionData:
     ) -> None:
         self._backend = backend
         self._log = log
-        words = SESSION_TEMPLATE if template is None else template
-        self._template = words if system is None else replace(words, system=plain_text(system))
+        base = SESSION_TEMPLATE if template is None else template
+        self._template = base if system is None else replace(base, system=plain_text(system))
         self._is_text_given = system is not None or template is not None
         self._window_tokens = window_tokens
         self._slide_share = slide_share
         self._batch_interval_s = batch_interval_s
         self._name = name
         self.buffer = Buffer(max_waiting, max_waiting_characters, self._on_drop)
-        """Chunks that wait for the prompt."""
         self._drops = Drops()
         self._num_in_turn = 0
         self._ingestion: Ingestion | None = None
         self._is_closed = False
 
-    # --------------------------------------------------------------------------------------------- starting and ending
-
     async def open(self, admit: Callable[[int], None]) -> Ingestion:
-        """Return ingestion that is not started, with what the log holds.
+        """Read the log, and return ingestion that holds its data but is not started. Raises as `Session.start` does.
 
-        admit: called with the tokens of the window; raises TooManySessionsError if there is no place for it.
-
-        :raises PromptTooLongError: window and system text do not fit the model's length.
-        :raises SessionLogError: the log cannot be opened, or is of another session.
-        :raises TooManySessionsError: there is no place for the window.
+        admit: called with the tokens of the window; raises TooManySessionsError if a limit is reached.
         """
         contents = None if self._log is None else await self._log.open()
         template, window_tokens = self._template, self._window_tokens
@@ -133,45 +123,33 @@ class SessionData:
         return ingestion
 
     def start(self, ingestion: Ingestion, on_version: Callable[[], None]) -> None:
-        """Begin to take data in. `on_version` is called for each version, and at the end."""
+        """Start ingestion. It calls `on_version` for each version, and at its end."""
         self._ingestion = ingestion
         ingestion.start(on_version, self._drops.end, self._batch_interval_s)
 
     def close(self) -> None:
-        """Refuse data and questions from now on."""
+        """Reject data and questions from now on."""
         self._is_closed = True
 
     async def aclose(self) -> bool:
-        """Stop, and free what the engine holds; return whether it was started."""
+        """Stop ingestion, free its KV, and return whether it was started."""
         if self._ingestion is not None:
             await self._ingestion.aclose()
         return self._ingestion is not None
 
     def check_not_closed(self) -> None:
-        """Check that the session was not closed.
-
-        :raises PipelineClosedError: it was.
-        """
+        """Raise PipelineClosedError if the session was closed."""
         if self._is_closed:
             raise PipelineClosedError(f"{CLOSED}: open another one")
 
     def check_open(self) -> None:
-        """Check that data and questions are taken.
-
-        :raises PipelineClosedError: the session was closed.
-        :raises BackendError: it has failed.
-        """
+        """Raise PipelineClosedError if the session was closed, BackendError if it has failed."""
         self.check_not_closed()
         self.ingestion.check()
 
-    # --------------------------------------------------------------------------------------------------------- reading
-
     @property
     def ingestion(self) -> Ingestion:
-        """The ingestion of a session that was started.
-
-        :raises ConfigurationError: it was not.
-        """
+        """The ingestion; raises ConfigurationError if the session was not started."""
         if self._ingestion is None:
             raise ConfigurationError("the session has not been started: use `async with pipeline.session(...)`")
         return self._ingestion
@@ -194,61 +172,51 @@ class SessionData:
         )
 
     async def at_least(self, version: int) -> Snapshot:
-        """Return the data of this version or a newer one, once they are computed.
-
-        :raises PipelineClosedError: the session was closed.
-        """
+        """Wait until this version is computed, and return the newest one. Raises as `check_open` does."""
         snapshot = await self.ingestion.at_least(version)
         self.check_open()
         return snapshot
 
     @validated
     async def newest(self, behind: CountOrZero, at_most: Count) -> list[tuple[int, str]]:
-        """Return the last data in the window behind a version, oldest first, each with its version and its text."""
+        """Return the versions and texts of the newest chunks in the window; see `Session.newest`."""
         self.check_open()
         pieces = self.ingestion.window.newest(behind, at_most)
         prompts = self.ingestion.ready.prompts
         return await in_thread(prompts.tokenizer, partial(prompts.texts_of, pieces), is_background=True)
 
     async def versions(self) -> AsyncGenerator[int, None]:
-        """Yield the version that questions are answered from, whenever it has changed."""
+        """Yield each new version that questions are answered from; see `Session.versions`."""
         version = self.ingestion.ready.version
         while True:
             version = (await self.at_least(version + 1)).version
             yield version
 
     async def drops(self) -> AsyncGenerator[DataDropped, None]:
-        """Yield data that are dropped from now on, those of a quarter of a second together."""
+        """Yield data that are dropped from now on; see `Session.drops`."""
         self.check_open()
         async with aclosing(self._drops.read()) as drops:
             async for dropped in drops:
                 yield dropped
         self.check_open()
 
-    def _on_drop(self, number: int) -> None:
-        if self._log is not None:
-            self._log.drop(number)
-        self._drops.put(number, self.buffer.num_dropped)
-
-    # --------------------------------------------------------------------------------------------------------- changes
-
     async def append(self, data: Chunk | str) -> int:
-        """Add data at the end, and return the version; see `Session.append`."""
+        """Append a chunk, and return its version; see `Session.append`."""
         self.check_open()
         chunk = self._checked(data)
-        await self._give_turn()
+        await self._yield_sometimes()
         self.check_open()
         return self.ingestion.append(chunk)
 
     async def extend(self, data: Sequence[Chunk | str]) -> int:
-        """Add several chunks, or none of them, and return the newest version; see `Session.extend`."""
+        """Append several chunks or none, and return the newest version; see `Session.extend`."""
         if isinstance(data, str) or not isinstance(data, Sequence):
             raise ConfigurationError(f"data={short(data)} must be a list of chunks or texts; one of them is for append")
         self.check_open()
         chunks = []
         for each in data:
             chunks.append(self._checked(each))
-            await self._give_turn()
+            await self._yield_sometimes()
         self.check_open()
         self.buffer.check(chunks)
         for chunk in chunks:
@@ -256,24 +224,29 @@ class SessionData:
         return self.buffer.num_appended
 
     async def follow(self, source: Source | AsyncIterable[Chunk | str], query: str, tasks: SessionTasks) -> int:
-        """Append all that a source or an async iterator yields, and return the newest version."""
+        """Append what a source or an async iterator yields, and return the newest version; see `Session.follow`."""
         check_followed(source, query)
         self.check_open()
-        await tasks.begin(partial(append_all, source, query, self.append), "source")
+        await tasks.start(partial(append_all, source, query, self.append), "source")
         return self.buffer.num_appended
 
     @validated
     async def freeze(self, system: Annotated[str, Field()]) -> int:
-        """Have another system text from the version on that is returned; see `Session.freeze`."""
+        """Replace the system text from a new version on, and return that version; see `Session.freeze`."""
         self.check_open()
         system = plain_text(system)
         if self._log is not None:
             self._log.check_system(system)
-        before = self.ingestion.ready.prompts
-        prompts = await in_thread(before.tokenizer, partial(before.with_system, system))
+        current = self.ingestion.ready.prompts
+        prompts = await in_thread(current.tokenizer, partial(current.with_system, system))
         prompts.check_window(self.ingestion.window.max_tokens)
         self.check_open()
         return self.ingestion.freeze(prompts, system)
+
+    def _on_drop(self, number: int) -> None:
+        if self._log is not None:
+            self._log.drop(number)
+        self._drops.put(number, self.buffer.num_dropped)
 
     def _checked(self, data: Chunk | str) -> Chunk:
         chunk = checked_chunk(Chunk(data, "") if isinstance(data, str) else data)
@@ -282,7 +255,8 @@ class SessionData:
             self._log.check(chunk)
         return chunk
 
-    async def _give_turn(self) -> None:
+    async def _yield_sometimes(self) -> None:
+        """Yield to the event loop every `CHUNKS_PER_TURN` calls, and on every call once the buffer is half full."""
         self._num_in_turn += 1
         if self._num_in_turn >= CHUNKS_PER_TURN or self.buffer.is_half_full:
             self._num_in_turn = 0

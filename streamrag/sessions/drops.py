@@ -1,4 +1,4 @@
-"""News of data that were dropped, for readers: the drops of some time as one."""
+"""Notify readers of dropped data, debounced."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -6,25 +6,26 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 TOGETHER_S = 0.25
-"""Drops within this time are told of as one."""
+"""Drops within this time are reported together."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataDropped:
-    """Chunks that never came into the prompt: more came than the engine could take in."""
+    """Chunks were dropped before they came into the prompt, because the engine could not keep up."""
 
     num_chunks: int
-    """Chunks dropped since a reader was told last."""
+    """Chunks dropped since the reader's last event."""
     from_version: int
+    """Version of the first of them."""
     to_version: int
-    """Versions of the first and the last of them; some between may have been taken in."""
+    """Version of the last of them. Some chunks in between may not have been dropped."""
     num_dropped: int
     """All chunks dropped since the session began."""
 
 
 @dataclass(eq=False)
 class _Reader:
-    """The drops that one reader has not been told of yet."""
+    """The drops that were not reported to one reader yet."""
 
     num_chunks: int = 0
     first: int = 0
@@ -33,7 +34,7 @@ class _Reader:
 
 
 class Drops:
-    """The drops of one session, and who reads of them."""
+    """The drops of one session, for any number of readers."""
 
     def __init__(self) -> None:
         self._readers: list[_Reader] = []
@@ -41,7 +42,7 @@ class Drops:
         self._has_ended = asyncio.Event()
 
     def put(self, number: int, num_dropped: int) -> None:
-        """Tell readers that the chunk of this number was dropped, the `num_dropped`-th of all."""
+        """Record that the chunk of this number was dropped, as the `num_dropped`-th of all."""
         self._num_dropped = num_dropped
         for reader in self._readers:
             reader.first = reader.first if reader.num_chunks else number
@@ -50,13 +51,13 @@ class Drops:
             reader.has_news.set()
 
     def end(self) -> None:
-        """Tell readers that there will be no more."""
+        """End all readers, once they have received what was dropped."""
         self._has_ended.set()
         for reader in self._readers:
             reader.has_news.set()
 
     async def read(self) -> AsyncGenerator[DataDropped, None]:
-        """Yield drops from now on up to the end."""
+        """Yield drops from now on, until `end`."""
         reader = _Reader()
         self._readers.append(reader)
         try:
@@ -66,9 +67,9 @@ class Drops:
                     async with asyncio.timeout(TOGETHER_S):
                         await self._has_ended.wait()
                 if reader.num_chunks:
-                    news = DataDropped(reader.num_chunks, reader.first, reader.last, self._num_dropped)
+                    event = DataDropped(reader.num_chunks, reader.first, reader.last, self._num_dropped)
                     reader.num_chunks = 0
                     reader.has_news.clear()
-                    yield news
+                    yield event
         finally:
             self._readers.remove(reader)

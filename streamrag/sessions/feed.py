@@ -1,4 +1,4 @@
-"""What a source or an async iterator brings into a session that follows it."""
+"""Append what a source or an async iterator yields to a session."""
 
 from collections.abc import AsyncIterable, Awaitable, Callable
 from contextlib import aclosing
@@ -9,19 +9,16 @@ from streamrag.query.retrieval import Retrieval, checked_chunk, closing
 from streamrag.support.messages import kind_of, message_of
 
 MAX_SEEN = 4096
-"""Chunks of a source that are remembered besides those of the newest update, so that the next does not repeat them."""
+"""Chunks of a source that are remembered, besides the newest update, so that later updates do not append them again."""
 
 
-def check_followed(given: object, query: str) -> None:
-    """Check that this can be followed.
-
-    :raises ConfigurationError: it cannot.
-    """
-    if isinstance(given, type):
-        raise ConfigurationError(f"what is followed is the class {given.__name__}, and must be an object of it")
-    if not callable(getattr(given, "stream", None)) and not isinstance(given, AsyncIterable):
+def check_followed(followed: object, query: str) -> None:
+    """Raise ConfigurationError unless `followed` is a source or an async iterator, and `query` a str."""
+    if isinstance(followed, type):
+        raise ConfigurationError(f"the followed source is the class {followed.__name__}, and must be an object of it")
+    if not callable(getattr(followed, "stream", None)) and not isinstance(followed, AsyncIterable):
         raise ConfigurationError(
-            f"what is followed is {kind_of(given)}: it must be a source, or an async iterator of texts or Chunks"
+            f"the followed source is {kind_of(followed)}: it must be a source, or an async iterator of texts or Chunks"
         )
     if not isinstance(query, str):
         raise ConfigurationError(f"the query is {kind_of(query)}, and must be a str")
@@ -41,7 +38,7 @@ async def append_all(
             await _append_iterator(followed, append)  # type: ignore[arg-type]
     except StreamRagError:
         raise
-    except Exception as error:  # a source is anybody's code; whatever it raises is a failed retrieval
+    except Exception as error:  # a source is foreign code: any exception means that retrieval failed
         raise SourceError(f"{_name(followed)} failed: {type(error).__name__}: {message_of(error)}") from error
 
 
@@ -69,16 +66,16 @@ def _name(followed: object) -> str:
 
 
 def _new_chunks(event: SourceEvent, seen: dict[Chunk, None]) -> list[Chunk]:
-    """Return the chunks of an event that were not seen, and add all to `seen`."""
+    """Return the chunks of `event` to append, and add all of its chunks to `seen`."""
     if isinstance(event, Append):
         chunks: tuple[Chunk, ...] = (event.chunk,)
-        new = [event.chunk]  # also one that is as another was: a log says the same thing twice
+        new = [event.chunk]  # even if it equals an earlier one: a log may say the same thing twice
     elif isinstance(event, Update):
         chunks = event.chunks
         new = [chunk for chunk in dict.fromkeys(chunks) if chunk not in seen]
     else:
         return []
-    for chunk in chunks:  # the newest stand last
+    for chunk in chunks:  # move to the end: the oldest are forgotten first
         seen.pop(chunk, None)
         seen[chunk] = None
     while len(seen) > MAX_SEEN + len(chunks):

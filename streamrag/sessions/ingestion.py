@@ -1,4 +1,4 @@
-"""Taking data in: chunks go from the buffer into the window, and the window's prompt is kept computed."""
+"""Move chunks from the buffer into the window, and keep the window's prompt computed in the engine."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -14,36 +14,33 @@ from streamrag.sessions.window import Buffer, Numbered, Piece, Window
 from streamrag.support.tasks import Broadcast, cancel_regardless, end_or_leave, wait_regardless
 
 MAX_BATCH = 256
-"""Chunks that go into the prompt at once; those that come while they are computed make the next batch."""
+"""Most chunks that are added to the prompt at once. Chunks that arrive while they are computed form the next batch."""
 
 RETRY_S = 1.0
-"""Seconds until the next attempt, after the engine gave the stream up. Answers are exact meanwhile, and slower."""
+"""Seconds until the next attempt after the engine gave up the stream. Meanwhile answers are exact but slower."""
 
 SETTLE_S = 2.0
 SETTLE_TOKEN_S = 0.002
-"""Seconds to wait for word that a prompt is prefilled, in all and for each new token: a question that is asked before
-pays for all that is missing. An engine that is short of memory gives no word."""
+"""Seconds to wait until a prompt is prefilled, in total and per new token. A question that is asked earlier must
+compute the missing tokens itself. An engine that is short of memory may not report the end."""
 
 CLOSED = "the session has been closed"
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Data that questions are asked about."""
+    """A version of a session's data."""
 
     version: int
-    """Number of chunks that had been appended, and system texts frozen."""
+    """Number of chunks appended plus system texts frozen so far."""
     token_ids: tuple[int, ...]
-    """Head and data."""
+    """Tokens of head and data."""
     prompts: SessionPrompts
-    """The prompts that the head is of."""
+    """The prompts with this head."""
 
 
 class IdleStream:
-    """A partial prompt that stays open in the engine so that its KV cache is shared. For one caller at a time.
-
-    The first `advance` opens it.
-    """
+    """A partial prompt that stays open in the engine so that its KV cache is reused. One caller at a time."""
 
     def __init__(self, backend: Backend, name: str) -> None:
         self._backend = backend
@@ -55,9 +52,10 @@ class IdleStream:
         self._task: asyncio.Task[None] | None = None
 
     async def advance(self, token_ids: tuple[int, ...]) -> None:
-        """Change the prompt, and return when its KV is computed, or when that takes too long.
+        """Change the prompt, and return when its KV is computed or a timeout has passed. The first call opens the
+        stream.
 
-        :raises BackendError: the engine gave it up; make another one.
+        :raises BackendError: the engine gave up the stream; make another one.
         """
         num_new = len(token_ids) - common_prefix_len(self._token_ids, token_ids)
         self._token_ids = token_ids
@@ -67,7 +65,7 @@ class IdleStream:
             self._task = asyncio.create_task(self._hold(), name="streamrag session's stream")
         try:
             async with asyncio.timeout(SETTLE_S + SETTLE_TOKEN_S * num_new):
-                while self._num_prefilled < len(token_ids) - 1:  # an engine leaves the last token to the answer
+                while self._num_prefilled < len(token_ids) - 1:  # the last token is computed with the answer
                     if self._task.done():
                         raise BackendError("the engine ended a stream that was not complete")
                     self._has_news.clear()
@@ -76,7 +74,7 @@ class IdleStream:
             return
 
     async def aclose(self) -> None:
-        """Free what it holds in the engine."""
+        """End the stream, and free its KV."""
         if self._task is not None:
             await end_or_leave(self._task, f"the stream of {self._name}, which was stopped,")
 
@@ -94,18 +92,18 @@ class IdleStream:
             self._has_news.set()
 
     async def _prompts(self) -> AsyncGenerator[Prompt, None]:
-        before: tuple[int, ...] = ()
+        previous: tuple[int, ...] = ()
         while True:
             await self._has_prompt.wait()
             self._has_prompt.clear()
-            newest = self._token_ids  # an engine that is slow to ask misses the prompts between
-            num_shared = common_prefix_len(before, newest)
+            newest = self._token_ids  # a slow engine misses the prompts in between
+            num_shared = common_prefix_len(previous, newest)
             yield Prompt(newest, num_shared, is_complete=False, source_name=self._name, request_class="stream")
-            before = newest
+            previous = newest
 
 
 class Ingestion:
-    """Moves data from a buffer through a window into the engine, one batch at a time, in a task of its own."""
+    """A background task that moves data from a buffer through a window into the engine, in batches."""
 
     def __init__(
         self,
@@ -118,35 +116,35 @@ class Ingestion:
     ) -> None:
         self.window = window
         self.ready = Snapshot(0, prompts.head, prompts)
-        """The data that questions are asked about."""
+        """The newest version that is computed, from which questions are answered."""
         self.num_failures = 0
         self._backend = backend
         self._name = name
         self._buffer = buffer
         self._prompts = prompts
         self._next_prompts: tuple[int, SessionPrompts] = 0, prompts
-        """The prompts from this version on."""
+        """The version from which on prompts apply, and these prompts."""
         self._log = log
         self._has_data = asyncio.Event()
         self._news = Broadcast()
-        """Woken by each version, and by the end."""
+        """Woken by each new version, and by the end of the task."""
         self._task: asyncio.Task[None] | None = None
         self._streams: list[IdleStream] = []
-        """The newest last; those before it are about to be closed."""
+        """Open streams, the newest last. Older ones are about to be closed."""
 
     def resume(self, pieces: Sequence[Piece]) -> None:
-        """Have these in the window, as the newest that were appended. Before `start`."""
-        self._take_in(pieces)
+        """Fill the window with the pieces of a log. Call it before `start`."""
+        self._add_to_window(pieces)
         self.ready = self._snapshot(self._buffer.num_appended)
 
     def start(self, on_version: Callable[[], None], on_end: Callable[[], None], batch_interval_s: float) -> None:
-        """Start the task, which calls `on_version` for each version, and at the end; then `on_end`."""
+        """Start the task. It calls `on_version` for each version and at the end, and then `on_end`."""
         self._task = asyncio.create_task(self._run(on_version, batch_interval_s), name=f"streamrag {self._name}")
         for call in (on_version, on_end, self._news.wake):
             self._task.add_done_callback(lambda _, call=call: call())  # type: ignore[misc]
 
     def append(self, chunk: Chunk) -> int:
-        """Add a chunk and return its number. Never waits."""
+        """Append a chunk to the buffer and the log, and return its number."""
         self._has_data.set()
         number = self._buffer.append(chunk)
         if self._log is not None:
@@ -154,7 +152,7 @@ class Ingestion:
         return number
 
     def freeze(self, prompts: SessionPrompts, system: str) -> int:
-        """Have the head of another system text, from the version on that is returned. Never waits."""
+        """Replace the system text from a new version on, and return that version."""
         number = self._buffer.skip_number()
         self._next_prompts = number, prompts
         self._has_data.set()
@@ -163,11 +161,7 @@ class Ingestion:
         return number
 
     def check(self) -> None:
-        """Check that data are taken in.
-
-        :raises PipelineClosedError: it was stopped.
-        :raises BackendError: it has failed.
-        """
+        """Raise PipelineClosedError if the task was cancelled, BackendError if it has failed."""
         if self._task is not None and self._task.done():
             if self._task.cancelled():
                 raise PipelineClosedError(CLOSED)
@@ -175,17 +169,14 @@ class Ingestion:
             raise BackendError(f"the session has failed: {error!r:.300}") from error
 
     async def at_least(self, version: int) -> Snapshot:
-        """Return the data of this version or a newer one, once they are computed.
-
-        :raises PipelineClosedError: the session was closed.
-        """
+        """Wait until this version is computed, and return the newest one. Raises as `check` does."""
         while self.ready.version < version:
             self.check()
             await self._news.wait()
         return self.ready
 
     async def aclose(self) -> None:
-        """Stop, and free what the engine holds."""
+        """Stop the task, and free the KV in the engine."""
         if self._task is not None:
             await cancel_regardless([self._task])
 
@@ -212,8 +203,8 @@ class Ingestion:
     async def _compute(self, snapshot: Snapshot, has_slid: bool) -> bool:
         """Return whether the engine has computed the data.
 
-        Data that have slid get a stream of their own. The one before stays until they are computed, because questions
-        are answered from it.
+        After a slide, the data get a new stream. The old one stays open until they are computed, because questions are
+        answered from it meanwhile.
         """
         if has_slid or not self._streams:
             self._streams.append(IdleStream(self._backend, self._name))
@@ -225,16 +216,16 @@ class Ingestion:
         return True
 
     async def _close_streams(self, *, num_kept: int = 0) -> None:
-        """Close all but the newest `num_kept`."""
-        num_gone = len(self._streams) - num_kept
-        gone, self._streams = self._streams[:num_gone], self._streams[num_gone:]
-        await wait_regardless([asyncio.create_task(each.aclose(), name="streamrag stream ends") for each in gone])
+        """Close all streams but the newest `num_kept`."""
+        num_closing = len(self._streams) - num_kept
+        closed, self._streams = self._streams[:num_closing], self._streams[num_closing:]
+        await wait_regardless([asyncio.create_task(each.aclose(), name="streamrag stream ends") for each in closed])
 
     async def _next(self) -> tuple[Snapshot, bool]:
-        """Return the data with the next batch, and whether what stands before that batch has changed.
+        """Return the data with the next batch, and whether the tokens before that batch have changed.
 
-        It changes when the oldest data go, and with another head, whose version takes all data with it that came
-        before.
+        They change when the window slides, and with a new system text. A new system text waits for no batch limit: its
+        version contains all data that were appended before it.
         """
         number, prompts = self._next_prompts
         batch = self._buffer.take(MAX_BATCH, number)
@@ -243,20 +234,20 @@ class Ingestion:
         while True:
             try:
                 pieces = await self._prompts.pieces_in_background(batch)
-            except StreamRagError:  # as a server's tokenizer raises while the server is away
+            except StreamRagError:  # a server's tokenizer raises it while the server is unreachable
                 self.num_failures += 1
                 await asyncio.sleep(RETRY_S)
             else:
                 break
-        has_changed = self._take_in(pieces) or prompts is not self._prompts
+        has_changed = self._add_to_window(pieces) or prompts is not self._prompts
         self._prompts = prompts
         return self._snapshot(max(batch[-1].number if batch else 0, number, self.ready.version)), has_changed
 
     def _snapshot(self, version: int) -> Snapshot:
         return Snapshot(version, self._prompts.head + self.window.token_ids, self._prompts)
 
-    def _take_in(self, pieces: Sequence[Piece]) -> bool:
-        """Return whether the oldest data had to go."""
+    def _add_to_window(self, pieces: Sequence[Piece]) -> bool:
+        """Add pieces to the window, update the log, and return whether the window has slid."""
         has_slid = self.window.add(pieces)
         if self._log is not None:
             for piece in pieces:

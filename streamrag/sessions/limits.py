@@ -1,4 +1,4 @@
-"""How many sessions may be open at once, of one tenant and of all."""
+"""Limits on open sessions, per tenant and in total."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from streamrag.support.validation import CountOrZero, validated
 @validated
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Bounds of sessions that are open at once; None is no bound.
+    """Limits on sessions that are open at the same time; None is no limit.
 
-    Tokens are those that the windows may hold: a window counts as a whole, however full it is.
+    Tokens are the capacity of the windows, however full they are.
 
-    :raises ConfigurationError: a value is no whole number, or less than 0.
+    :raises ConfigurationError: a value is not a whole number of at least 0.
     """
 
     max_sessions: CountOrZero | None = None
@@ -26,7 +26,7 @@ class SessionLimits:
 
 
 class SessionBooks:
-    """A register of open sessions: their tenants, and the tokens that their windows may hold."""
+    """A registry of open sessions, with their tenants and the capacity of their windows in tokens."""
 
     def __init__(self, limits: SessionLimits) -> None:
         self._limits = limits
@@ -34,48 +34,49 @@ class SessionBooks:
         self._is_closed = False
 
     def close(self) -> list[Any]:
-        """Refuse all further sessions, and return those that are open."""
+        """Reject further sessions, and return those that are open."""
         self._is_closed = True
         return list(self._open)
 
     def enter(self, session: Hashable, tenant: str, num_tokens: int) -> None:
-        """Count a session that is opened.
-
-        :raises TooManySessionsError, PipelineClosedError: there is no place for it; see `check`.
-        """
+        """Register a session if the limits allow it; raises as `check` does."""
         self.check(tenant, num_tokens)
         self.put(session, tenant, num_tokens)
 
     def check(self, tenant: str, num_tokens: int, *, longest_window: float = inf) -> None:
-        """Check that this tenant may open another. No window counts for more than the longest that there can be.
+        """Check that `tenant` may open another session. Registered windows count at most `longest_window` tokens each.
 
-        :raises TooManySessionsError: there are as many as may be, or their windows hold as much.
+        :raises TooManySessionsError: a limit is reached.
         :raises PipelineClosedError: the pipeline was closed.
         """
         if self._is_closed:
             raise PipelineClosedError("the pipeline of this session has been closed: make a new one")
         limits = self._limits
-        windows = [(whose, min(num, longest_window)) for whose, num in self._open.values()]
-        own = [num for whose, num in windows if whose == tenant]
-        for prefix, there, most, most_tokens in (
-            ("client_", own, limits.max_sessions_per_tenant, limits.max_tokens_per_tenant),
+        windows = [(owner, min(num, longest_window)) for owner, num in self._open.values()]
+        for prefix, tokens, most, most_tokens in (
+            (
+                "client_",
+                [num for owner, num in windows if owner == tenant],
+                limits.max_sessions_per_tenant,
+                limits.max_tokens_per_tenant,
+            ),
             ("", [num for _, num in windows], limits.max_sessions, limits.max_tokens),
         ):
-            whose = f" of {tenant!r:.80}" if prefix and tenant else ""
-            if most is not None and len(there) >= most:
-                what = f"{most:,} sessions{whose} are open, which is the most: close one"
-                raise TooManySessionsError(what, f"{prefix}sessions")
-            if most_tokens is not None and sum(there) + num_tokens > most_tokens:
+            owner = f" of {tenant!r:.80}" if prefix and tenant else ""
+            if most is not None and len(tokens) >= most:
+                message = f"{most:,} sessions{owner} are open, which is the limit: close one"
+                raise TooManySessionsError(message, f"{prefix}sessions")
+            if most_tokens is not None and sum(tokens) + num_tokens > most_tokens:
                 raise TooManySessionsError(
-                    f"the windows of sessions{whose} hold {sum(there):,} tokens and this one {num_tokens:,}, where "
-                    f"{most_tokens:,} is the most: close one, or ask for smaller window_tokens",
+                    f"the windows of sessions{owner} hold {sum(tokens):,} tokens, and this one has {num_tokens:,}: "
+                    f"the limit is {most_tokens:,}. Close one, or ask for smaller window_tokens",
                     f"{prefix}session_tokens",
                 )
 
     def put(self, session: Hashable, tenant: str, num_tokens: int) -> None:
-        """Count a session, whatever the limits; or the tokens that its window turned out to have."""
+        """Register a session, or correct its tokens, regardless of the limits."""
         self._open[session] = tenant, num_tokens
 
     def remove(self, session: Hashable) -> None:
-        """Forget a session that is closed."""
+        """Remove a session, if it is registered."""
         self._open.pop(session, None)

@@ -1,4 +1,4 @@
-"""The prompts of a session, as token ids. Functions that are not async block, and are for one thread at a time."""
+"""The prompts of a session, as token ids. Methods that are not async block, and must run in one thread at a time."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,10 +13,10 @@ from streamrag.modes import PromptAssembler, PromptTemplate
 from streamrag.sessions.window import Numbered, Piece, num_characters
 
 MAX_CHARACTERS = 50_000
-"""Characters that are tokenised at once, in some ten milliseconds."""
+"""Characters that are tokenised at once, in about ten milliseconds."""
 
 PASSAGE = {"number": 1, "title": "", "uri": "", "text": ""}
-"""The names that a template's `passage` may have."""
+"""The names that a template's `passage` may contain."""
 
 SESSION_TEMPLATE = PromptTemplate(
     system="Answer the question from the data below, in a few words. The newest data stand last.",
@@ -28,7 +28,7 @@ SESSION_TEMPLATE = PromptTemplate(
 
 
 class SessionPrompts:
-    """The three regions of a session's prompts: frozen head, data, and a tail for each question.
+    """The regions of a session's prompts: a frozen head, the data, and a tail for each question.
 
     :raises PromptTooLongError: the head alone does not fit the model's length.
     """
@@ -50,7 +50,7 @@ class SessionPrompts:
             end = end + literal if name is None else ""
         self._end = end
         self.passage_end = tuple(model.tokenizer.encode(end)) if end else ()
-        """Tokens that each chunk ends with, behind all that is its own: its line break."""
+        """Tokens after the last field of the template's `passage`, such as a line break. Every chunk ends with them."""
         self._no_data = tuple(model.tokenizer.encode(template.no_context))
 
     @property
@@ -59,17 +59,11 @@ class SessionPrompts:
         return self._model.max_model_len - len(self.head)
 
     def with_system(self, system: str) -> "SessionPrompts":
-        """Return the same prompts with another system text. Blocking.
-
-        :raises PromptTooLongError: it alone does not fit the model's length.
-        """
+        """Return the same prompts with another system text; raises PromptTooLongError as the constructor does."""
         return SessionPrompts(self._model, replace(self._template, system=system))
 
     def check_window(self, window_tokens: int) -> None:
-        """Check that there is room for a question beside the window.
-
-        :raises PromptTooLongError: there is none.
-        """
+        """Raise PromptTooLongError if the window leaves no room for a question."""
         if window_tokens >= self.room:
             raise PromptTooLongError(
                 f"window_tokens={window_tokens} and {len(self.head)} tokens of system text leave no room for a "
@@ -77,28 +71,29 @@ class SessionPrompts:
             )
 
     def without_hidden(self, chunk: Chunk) -> Chunk:
-        """Return what the prompt shows of a chunk: no window would ever bound the rest."""
+        """Return `chunk` without fields that the template does not show: no window would bound their size."""
         return replace(chunk, **self._hidden)
 
     def pieces(self, numbered: Sequence[Numbered]) -> list[Piece]:
-        """Return chunks as they stand in the prompt."""
+        """Return the tokens of chunks in the prompt."""
         return [Piece(each.number, tuple(self._assembler.encode_passage(each.number, each.chunk))) for each in numbered]
 
     async def pieces_in_background(self, numbered: Sequence[Numbered]) -> list[Piece]:
-        """Return the same from threads, which give the tokenizer to others every `MAX_CHARACTERS` characters."""
+        """Return the tokens of chunks in the prompt, releasing the tokenizer after every `MAX_CHARACTERS`
+        characters."""
         pieces: list[Piece] = []
-        some: list[Numbered] = []
+        batch: list[Numbered] = []
         size = 0
         for i, each in enumerate(numbered, 1):
-            some.append(each)
+            batch.append(each)
             size += num_characters(each.chunk)
             if size >= MAX_CHARACTERS or i == len(numbered):
-                pieces += await in_thread(self.tokenizer, partial(self.pieces, some), is_background=True)
-                some, size = [], 0
+                pieces += await in_thread(self.tokenizer, partial(self.pieces, batch), is_background=True)
+                batch, size = [], 0
         return pieces
 
     def texts_of(self, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
-        """Return the number and text of each piece, without what each chunk ends with."""
+        """Return the number and the text of each piece, without the end that all chunks have."""
         return [(each.number, self.tokenizer.decode(each.token_ids).removesuffix(self._end)) for each in pieces]
 
     def complete(self, data: tuple[int, ...], question: str) -> tuple[int, ...]:

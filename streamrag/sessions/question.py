@@ -1,4 +1,4 @@
-"""A question to a session, and how it is to be answered."""
+"""Questions to a session, and watched questions, with their options."""
 
 import json
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from streamrag.support.messages import plain_text, short
 from streamrag.support.validation import NonEmptyText, Number, SecondsOrZero, Whole, validated
 
 DECISIVE_GAP = 2.0
-"""Lead in log-probability with which an answer needs no further pass, though it has tokens left. The default is the
-paper's; each question may have its own."""
+"""Default lead in log-probability with which an answer is chosen before all its tokens are computed. Source: arXiv
+2605.13784, section 3.9.4."""
 
 Answers: TypeAlias = Annotated[tuple[NonEmptyText, ...], Field(strict=False)]
-"""The only answers that there may be; any answer, if there are none. A list will do."""
+"""The answers to choose from, as a tuple or list; empty for a free answer."""
 
 
 @validated
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question that was checked.
+    """A validated question.
 
     :raises ConfigurationError: it is empty, or an option cannot work.
     """
@@ -34,7 +34,7 @@ class Question:
     with_gap: bool = False
     decisive_gap: Annotated[Number, Field(ge=0)] = DECISIVE_GAP
     key: tuple[str, frozenset[str], float, str] = field(init=False)
-    """Equal for questions with the same answer. Its last part is empty where each time may have another."""
+    """Equal for questions that have the same answer. Its last part is empty if the answer can differ each time."""
 
     def __post_init__(self) -> None:
         if not self.text.strip():
@@ -50,11 +50,12 @@ class Question:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the same data always get the same answer."""
+        """Whether the same data always give the same answer."""
         return bool(self.key[-1])
 
     def params_for(self, allowed: Sequence[int] = (), *, with_logprobs: bool = False) -> SamplingParams:
-        """Return what the engine is asked for, if only the `allowed` tokens may come."""
+        """Return the parameters of an engine request whose next token is one of `allowed`; any token if that is
+        empty."""
         extra: dict[str, Any] = {}
         if allowed:
             extra["allowed_token_ids"] = sorted(allowed)
@@ -68,7 +69,7 @@ class Question:
 @validated
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
-    """A watched question as it is registered: the arguments of `Session.watch`.
+    """The arguments of `Session.watch`.
 
     :raises ConfigurationError: an option cannot work.
     """
@@ -83,18 +84,12 @@ class WatchOptions:
     name: NonEmptyText | None = None
 
     def parse(self) -> Question:
-        """Return the question, checked.
-
-        :raises ConfigurationError: it cannot work.
-        """
+        """Return the validated question; raises ConfigurationError as `Question` does."""
         return Question(self.question, self.answers, self.params, self.with_gap, self.decisive_gap)
 
 
 def _exact(params: SamplingParams) -> str:
-    """Return equal texts for parameters that make the same answer.
-
-    The text is empty for parameters that may answer otherwise each time, and for values that cannot be compared.
-    """
+    """Return a text that is equal for equal parameters; empty if they sample at random or cannot be compared."""
     if params.temperature > 0:
         return ""
     values = {each.name: getattr(params, each.name) for each in fields(params)}

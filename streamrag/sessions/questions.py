@@ -1,4 +1,4 @@
-"""Questions that are asked of a session, and the answers to its newest version that are kept."""
+"""Answer a session's questions: from the cache, together with an identical question in flight, or by the engine."""
 
 import asyncio
 import sys
@@ -25,35 +25,34 @@ from streamrag.telemetry import Answer, Answered, Event, Timings, TokensGenerate
 
 MAX_ANSWERS = 1024
 MAX_ANSWER_BYTES = 4_000_000
-"""Greedy answers that are kept for the same question to the same data: those last asked for."""
+"""Limits of the answer cache."""
 
 Compute: TypeAlias = Callable[[Emit], Coroutine[Any, Any, Answer]]
-"""Emits an answer's pieces, and returns the whole."""
+"""Computes an answer: emits its pieces, and returns the whole."""
 
 
 class AskOptions(TypedDict, total=False):
     """Options of a question."""
 
     answers: tuple[str, ...]
-    """The only answers there may be, none another's beginning. As few tokens are computed as tell them apart, mostly
-    one."""
+    """The answers to choose from, none of which is a prefix of another. Only as many tokens are computed as tell them
+    apart, mostly one."""
     at_least: int | None
-    """Wait until the data of this version are there, as `append` returned it."""
+    """Wait until this version of the data, as returned by `append`, is computed."""
     params: SamplingParams | None
     deadline_s: float | None
     """Most seconds until the last token."""
     with_gap: bool
-    """Say how sure the model is, by the gap to the next best answer. An engine must know log-probabilities."""
+    """Whether to report the lead over the next best answer. The engine must support log-probabilities."""
     decisive_gap: float
-    """With `answers`: the one that leads by this much, in log-probability, is taken before all its tokens are
-    computed."""
+    """With `answers`: the lead in log-probability with which an answer is chosen before all its tokens are computed."""
 
 
 class Questions:
     """Answers the questions of one session, each from the newest version that is computed.
 
-    conversation_id: tells a router which questions have their context in common.
-    find_ahead: returns the answer to a question and version that was computed before anybody asked.
+    conversation_id: lets a router send all questions to the engine that holds the session's KV.
+    find_ahead: returns the answer to a watched question and version; None if there is none.
     """
 
     def __init__(
@@ -73,9 +72,9 @@ class Questions:
         self._clock = clock
         self._find_ahead = find_ahead
         self.cache = AnswerCache(MAX_ANSWERS, MAX_ANSWER_BYTES)
-        """Answers to the version that stands, by question."""
+        """Repeatable answers to the current version."""
         self.in_flight = InFlightAnswers(clock)
-        """Answers to any version that are being computed."""
+        """Repeatable answers to any version that are being computed."""
 
     @validated
     def ask(
@@ -89,7 +88,7 @@ class Questions:
         with_gap: bool = False,
         decisive_gap: float = DECISIVE_GAP,
     ) -> StartQuery:
-        """Return what starts a question that somebody asks.
+        """Validate a question, and return a function that starts it.
 
         :raises ConfigurationError: options that cannot work.
         """
@@ -103,16 +102,16 @@ class Questions:
         return self.prepare(question, at_least or 0, deadline_s)
 
     def prepare(self, question: Question, at_least: int = 0, deadline_s: float | None = None) -> StartQuery:
-        """Return what starts a question."""
+        """Return a function that starts a question."""
 
         def start(emit: Emit) -> "asyncio.Task[Answer]":
             self._data.check_open()
-            return self._tasks.begin(partial(self._answer, question, at_least, emit), "question", deadline_s)
+            return self._tasks.start(partial(self._answer, question, at_least, emit), "question", deadline_s)
 
         return start
 
     async def _answer(self, question: Question, at_least: int, emit: Emit) -> Answer:
-        conversation.set(self._conversation_id)  # this task is this question's alone
+        conversation.set(self._conversation_id)  # this task has its own context
         submitted_s = self._clock()
         snapshot = await self._data.at_least(at_least)
         key = (question.key, question.with_gap)
@@ -152,29 +151,27 @@ class AnswerCache:
         return len(self._answers)
 
     def get(self, key: Hashable) -> Answer | None:
-        """Return the answer that is kept under this key."""
         if key not in self._answers:
             return None
         self._answers.move_to_end(key)
         return self._answers[key][0]
 
     def put(self, key: Hashable, answer: Answer, num_bytes: int) -> None:
-        """Keep an answer, which takes `num_bytes` with its key."""
-        _, num_before = self._answers.pop(key, (answer, 0))
+        """Add an answer that takes `num_bytes` with its key, and evict the least recently used ones if needed."""
+        _, num_replaced = self._answers.pop(key, (answer, 0))
         self._answers[key] = answer, num_bytes
-        self._num_bytes += num_bytes - num_before
+        self._num_bytes += num_bytes - num_replaced
         while len(self._answers) > self._max_answers or self._num_bytes > self._max_bytes:
-            _, (_, num_gone) = self._answers.popitem(last=False)
-            self._num_bytes -= num_gone
+            _, (_, num_evicted) = self._answers.popitem(last=False)
+            self._num_bytes -= num_evicted
 
     def clear(self) -> None:
-        """Forget the answers to the version of the data that was replaced."""
         self._answers.clear()
         self._num_bytes = 0
 
 
 class InFlightAnswers:
-    """Coalesces identical questions into one computation (single flight). Its last caller who leaves cancels it."""
+    """Coalesces identical questions into one computation (single flight), cancelled when its last caller leaves."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -184,7 +181,7 @@ class InFlightAnswers:
         return len(self._computations)
 
     async def answer(self, key: Hashable, compute: Compute, submitted_s: float, emit: Emit) -> Answer:
-        """Return what `compute` returns, or an earlier caller's; its times are this caller's."""
+        """Join the computation of `key`, or start it with `compute`, and return its answer with this caller's times."""
         computation = self._computations.get(key)
         is_own = computation is None
         if computation is None:
@@ -201,7 +198,7 @@ class InFlightAnswers:
         finally:
             computation.num_callers -= 1
             if not computation.num_callers:
-                if self._computations.get(key) is computation:  # the next caller begins anew
+                if self._computations.get(key) is computation:  # the next caller starts a new computation
                     del self._computations[key]
                 await cancel_regardless([computation.task])
         if is_own:

@@ -27,24 +27,24 @@ from streamrag.support.validation import Count, Number, SecondsOrZero, validated
 
 MAX_WAITING = 4096
 MAX_WAITING_CHARACTERS = 4_000_000
-"""Most data that wait for the engine, unless the caller says otherwise."""
+"""Default limits of the data that wait for the engine."""
 
 
 class Session:
-    """Context that streams in, kept computed, and any number of questions about it at once.
+    """Context that streams in and is kept computed, and any number of concurrent questions about it.
 
-    Made by `Pipeline.session`, and used as an async context manager. An answer is the model's to the very text of its
-    version: computing ahead makes it fast, and changes nothing in it.
+    Create it with `Pipeline.session`, and use it as an async context manager. Computing ahead only makes answers
+    faster: each is the model's answer to the exact text of its version.
 
-    window_tokens: most tokens of data in the prompt; the oldest go for new ones.
-    slide_share: share of the window that goes at a time. The rest is then computed anew, in the background, while
-        questions are answered from the version before.
-    max_waiting, max_waiting_characters: data that waits while the engine computes; beyond it the oldest is dropped.
-    batch_interval_s: least seconds between two batches of data, each of which takes the engine a step at least: askers
-        wait for fewer steps, and for newer data.
-    log: a file that the session's text is kept in; if it is there, the session goes on where it ended.
-    tenant, books: whose it is, and where it is counted while it is open; nowhere, without.
-    admit: makes room for each answer to a watched question, or refuses it for now; without, there is always room.
+    window_tokens: most tokens of data in the prompt; the oldest are removed for new ones.
+    slide_share: share of the window that is removed at once. The rest is then computed again in the background, while
+        questions are answered from the previous version.
+    max_waiting, max_waiting_characters: most data that wait for the engine; beyond that the oldest are dropped.
+    batch_interval_s: least seconds between two batches of data. Each batch takes the engine a step at least, so fewer
+        batches delay questions less, but their data are older.
+    log: a file for the session's text; if it exists, the session resumes from it.
+    tenant, books: the owner, and the registry that counts the session while it is open; by default, it is not counted.
+    admit: admits each answer to a watched question, or rejects it for now; by default, all are admitted.
     """
 
     @validated
@@ -92,39 +92,37 @@ class Session:
             find_ahead=lambda question, version: self._watches.find(question, version),
         )
         self._watches = Watches(self._questions, self._data, self._log, admit)
-        self._has_begun = False
-
-    # --------------------------------------------------------------------------------------------- starting and ending
+        self._is_started = False
 
     async def start(self) -> None:
-        """Have the system text computed. Called by the context manager.
+        """Open the log, and start computing the prompt. Called by the context manager.
 
         :raises PromptTooLongError: window and system text do not fit the model's length.
-        :raises PipelineClosedError: the session was closed, also meanwhile.
+        :raises PipelineClosedError: the session was closed, before or during the call.
         :raises ConfigurationError: it has been started before.
         :raises SessionLogError: the log cannot be opened, or is of another session.
-        :raises TooManySessionsError: of this tenant, or of all, as many are open as may be.
+        :raises TooManySessionsError: a limit of the tenant or of the pipeline is reached.
         """
         self._data.check_not_closed()
-        if self._has_begun:
+        if self._is_started:
             raise ConfigurationError("the session has been started before: open another one")
-        self._has_begun = True
+        self._is_started = True
         try:
             ingestion = await self._data.open(partial(self._books.enter, self, self._tenant))
             self._data.check_not_closed()
         except BaseException:
-            self._has_begun = False
+            self._is_started = False
             self._books.remove(self)
             if self._log is not None:
                 await self._log.aclose()
             raise
-        token = conversation.set(self._conversation_id)  # for the task that it starts
+        token = conversation.set(self._conversation_id)  # inherited by the task that starts here
         self._data.start(ingestion, self._on_version)
         conversation.reset(token)
         self._watches.resume()
 
     async def aclose(self, *, forgets: bool = False) -> None:
-        """End all questions and watches, and free the session's KV; with `forgets`, remove its log too."""
+        """End all questions and watches, and free the session's KV; with `forgets`, delete its log too."""
         self._data.close()
         await run_regardless(self._close(forgets), "streamrag session closes")
 
@@ -151,12 +149,12 @@ class Session:
 
     @property
     def version(self) -> int:
-        """Version of the data that questions are answered from at once."""
+        """Version of the data that questions are answered from."""
         return self._data.ingestion.ready.version
 
     @property
     def watches(self) -> dict[str, Watch]:
-        """Watches that have a name, by name."""
+        """Named watches, by name."""
         return dict(self._watches.named)
 
     @property
@@ -164,35 +162,33 @@ class Session:
         """Counts of the data, and the state of the log."""
         return self._data.state
 
-    # ------------------------------------------------------------------------------------------------------------ data
-
     async def append(self, data: Chunk | str) -> int:
-        """Add data at the end and return its version: how many chunks have been appended, and system texts frozen.
+        """Append data, and return their version: the number of chunks appended plus system texts frozen so far.
 
         Never waits for the engine. Yields to the event loop every 64 chunks, and on every chunk once the buffer is half
-        full, so that a tight loop cannot starve ingestion. If more comes than can be taken in, the oldest data that
-        wait are dropped: see `state` and `drops`. If cancelled, nothing is appended.
+        full, so that a tight loop cannot starve ingestion. When the buffer is full, its oldest chunks are dropped: see
+        `state` and `drops`. If cancelled, nothing is appended.
 
-        :raises SessionLogError: a session with a log takes no chunk of more than a million characters.
+        :raises SessionLogError: with a log, the chunk has more than a million characters.
         :raises PipelineClosedError: the session was closed.
         """
         return await self._data.append(data)
 
     async def extend(self, data: Sequence[Chunk | str]) -> int:
-        """Add several chunks at the end, all of them or none, and return the newest version.
+        """Append several chunks, all of them or none, and return the newest version.
 
-        :raises ConfigurationError: there are more than may wait at once, `max_waiting` and `max_waiting_characters`.
+        :raises ConfigurationError: they exceed `max_waiting` or `max_waiting_characters`.
         :raises SessionLogError: a chunk is too long for the log.
         :raises PipelineClosedError: the session was closed.
         """
         return await self._data.extend(data)
 
     async def flush(self) -> int:
-        """Wait until all that has been appended is in the log, and on the disk as far as the system knows (`fsync`).
+        """Wait until all appended data are in the log and synced to disk (`fsync`), and return the version on disk.
 
-        Returns the version that is. Without it, what a killed process had appended in its last moments may be missing.
+        Without it, data that a killed process appended in its last moments may be missing.
 
-        :raises SessionLogError: the disk does not take it; the session goes on, and so does trying.
+        :raises SessionLogError: the data cannot be written. The session continues, and writing is tried again.
         :raises ConfigurationError: the session has no log.
         """
         self._data.check_open()
@@ -201,70 +197,66 @@ class Session:
         return await self._log.flush()
 
     async def follow(self, source: Source | AsyncIterable[Chunk | str], query: str = "") -> int:
-        """Append all that a source or an async iterator yields, until it ends, and return the newest version.
+        """Append everything that a source or an async iterator yields, and return the newest version when it ends.
 
-        Of each update of a source only the new chunks are appended. An iterator that is a generator is closed at the
-        end, also after an error.
+        Of each update of a source only the new chunks are appended. A generator is closed at the end, even after an
+        error.
 
         source: a source, or an async iterator of texts or chunks.
-        query: what a source is asked.
+        query: the query for the source.
 
-        :raises SourceError: it failed, or yielded something else; what came before stays.
+        :raises SourceError: it failed, or yielded something else. Earlier chunks stay in the session.
         :raises ConfigurationError: it is neither a source nor an async iterator.
         :raises PipelineClosedError: the session was closed.
         """
         return await self._data.follow(source, query, self._tasks)
 
     async def freeze(self, system: str) -> int:
-        """Have another system text from now on: other instructions, and with them documents, or a summary of data that
-        have gone.
+        """Replace the system text, for example by new instructions or a summary of older data; return the new version.
 
-        All that stands behind it is computed anew in the background, as when the window slides, and meanwhile questions
-        are answered from the version before. Returns the version that has it, as `append` does; a later one has the
-        text that was frozen last. In a session with a log it is there again when that is resumed.
+        The data behind it are computed again in the background, as when the window slides. Meanwhile questions are
+        answered from the previous version. A session that resumes from a log has the text that was frozen last.
 
-        :raises PromptTooLongError: beside the window it leaves no room for a question. Nothing has changed.
-        :raises ConfigurationError: it is no str.
-        :raises SessionLogError: a session with a log takes no system text of more than a million characters.
-        :raises PipelineClosedError: the session was closed, also meanwhile.
+        :raises PromptTooLongError: text and window leave no room for a question. Nothing has changed.
+        :raises ConfigurationError: it is not a str.
+        :raises SessionLogError: with a log, the text has more than a million characters.
+        :raises PipelineClosedError: the session was closed, before or during the call.
         """
         return await self._data.freeze(system)
 
     async def newest(self, *, behind: int = 0, at_most: int = 100) -> list[tuple[int, str]]:
-        """Return the newest data in the window, oldest first, each with its version and its text in the prompt.
+        """Return the newest chunks in the window, oldest first, each with its version and its text in the prompt.
 
-        behind: only data that came after this version.
-        at_most: how many chunks.
+        behind: only chunks with a higher version.
+        at_most: most chunks to return.
         """
         return await self._data.newest(behind, at_most)
 
     def versions(self) -> AsyncGenerator[int, None]:
-        """Yield the version that questions are answered from, whenever it has changed; a slow reader gets the newest.
+        """Yield each new version that questions are answered from; a slow reader skips to the newest.
 
         :raises PipelineClosedError: the session was closed.
         """
         return self._data.versions()
 
     def drops(self) -> AsyncGenerator[DataDropped, None]:
-        """Yield data that are dropped from now on, those of a quarter of a second together.
+        """Yield an event when data are dropped from now on, at most one per quarter of a second.
 
         :raises PipelineClosedError: the session was closed.
         :raises BackendError: it has failed.
         """
         return self._data.drops()
 
-    # ------------------------------------------------------------------------------------------------------- questions
-
     def ask(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
-        """Return the answer to `question`, chunk by chunk, from the newest version that is computed.
+        """Return the answer to `question` as a stream of chunks, from the newest version that is computed.
 
         Raises, when iterated, DeadlineExceededError, PromptTooLongError, BackendError and PipelineClosedError; and
-        ConfigurationError for answers that cannot be told from each other.
+        ConfigurationError for given answers that cannot be told apart.
         """
         return AnswerStream(self._questions.ask(question, **options))
 
     def ask_events(self, question: str, **options: Unpack[AskOptions]) -> EventStream:
-        """Return the same as events: each piece of the answer, then the whole with its version and timings."""
+        """Return the answer as a stream of events: its pieces, then the whole with its version and timings."""
         return EventStream(self._questions.ask(question, **options))
 
     def watch(
@@ -279,16 +271,16 @@ class Session:
         decisive_gap: float = DECISIVE_GAP,
         name: str | None = None,
     ) -> Watch:
-        """Have `question` answered ahead after each change of the data; iterate it for answers that changed.
+        """Answer `question` ahead after each change of the data. Iterate the watch for answers that have changed.
 
-        Who asks the same question of the same version, in the same way, has the answer at once: with the same
-        `answers`, or else the same `params`.
+        `ask` returns such an answer at once, for the same question and version with the same `answers` or, without
+        `answers`, the same `params`.
 
         answers, with_gap, decisive_gap: see `ask`.
         every_s: least seconds between two answers.
-        priority: the higher are answered first; among equals, the one that was answered longest ago.
-        name: under which it is found in `watches`; another one of that name goes. In a session with a log it is there
-            again when that is resumed, unless it was closed before the session.
+        priority: higher ones are answered first; among equals, the one that was answered longest ago.
+        name: its key in `watches`; replaces a watch of the same name. A session that resumes from a log restores named
+            watches, unless they were closed before the session.
 
         :raises ConfigurationError: values that cannot work.
         :raises SessionLogError: it has a name, and is too long for the log.

@@ -1,4 +1,4 @@
-"""The work of a session, in tasks that end with it."""
+"""The tasks of a session, which end with it."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -13,22 +13,20 @@ T = TypeVar("T")
 
 
 class SessionTasks:
-    """All work that is running. Each piece is foreign code in part, and has a task of its own to be left behind.
-
-    name: the session's, for errors.
-    """
+    """The running tasks of the session `name`. Each runs foreign code in an inner task, which can be left behind."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
-    def begin(
+    def start(
         self, work: Callable[[], Coroutine[Any, Any, T]], what: str, deadline_s: float | None = None
     ) -> "asyncio.Task[T]":
-        """Return a task that does `work`, and can be cancelled.
+        """Return a new task that runs `work`. `what` names it in errors.
 
-        It raises DeadlineExceededError after `deadline_s` seconds, and PipelineClosedError when the session is closed.
+        The task raises DeadlineExceededError after `deadline_s` seconds, and PipelineClosedError when the session is
+        closed.
         """
         task = asyncio.create_task(self._run(work, what, deadline_s), name=f"streamrag {what} of {self._name}")
         self._tasks.add(task)
@@ -38,14 +36,14 @@ class SessionTasks:
     async def aclose(self) -> None:
         """Cancel all tasks, and wait until they have ended."""
         self._is_closed = True
-        with suppress(asyncio.CancelledError):  # work that has begun says why it ends, once it has had its first turn
+        with suppress(asyncio.CancelledError):  # a task must have started to raise the right error
             await asyncio.sleep(0)
         await cancel_regardless(list(self._tasks))
 
     def _forget(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # its caller raises it, unless they have left
+            task.exception()  # the caller raises it, unless it has left
 
     async def _run(self, work: Callable[[], Coroutine[Any, Any, T]], what: str, deadline_s: float | None) -> T:
         self._check_open(what)
@@ -61,7 +59,7 @@ class SessionTasks:
         if is_late:
             raise DeadlineExceededError(f"the {what}'s deadline of {deadline_s:g} s passed")
         if task.cancelled():
-            raise BackendError(f"a {what} of {self._name} failed: a CancelledError, though nobody has stopped it")
+            raise BackendError(f"a {what} of {self._name} failed: a CancelledError, although it was not stopped")
         return task.result()
 
     def _check_open(self, what: str) -> None:

@@ -1,4 +1,7 @@
-"""Questions that are kept answered: Flash Queries, after arXiv 2605.13784, section 3.9."""
+"""Watched questions, which are answered again after each change of the data.
+
+Source: Flash Queries, arXiv 2605.13784, section 3.9.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -26,15 +29,15 @@ from streamrag.support.tasks import Broadcast, cancel_regardless
 from streamrag.telemetry import Answer
 
 RETRY_S = 1.0
-"""Seconds until the next attempt, after one that failed or for which there was no room."""
+"""Seconds until the next attempt, after one that failed or was not admitted."""
 
 Admit: TypeAlias = Callable[[Question], Callable[[], None]]
-"""Makes room for one answer, and returns what is to be called at its end; or raises TooManyQueriesError."""
+"""Admits one answer and returns a function to call at its end, or raises TooManyQueriesError."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchedAnswer:
-    """An answer that was computed before anybody asked."""
+    """An answer to a watched question."""
 
     question: str
     text: str
@@ -43,30 +46,29 @@ class WatchedAnswer:
     took_s: float
     """Seconds to compute it."""
     gap: float | None
-    """Confidence: how much more likely the answer's first token was than the next best, in log-probability; of a few
-    answers, the chosen one than the next best, as far as they were computed. None if it was not asked for."""
+    """Lead in log-probability: of the first token over the next best or, with `answers`, of the chosen answer over the
+    next best, as far as they were computed. None without `with_gap`."""
     answer: Answer
 
 
 class Watch(AsyncIterator[WatchedAnswer]):
-    """A question that is answered again with each version of the data.
+    """A question that is answered again for each version of the data.
 
-    Iterate it for its answers, each when it differs from the one before. A reader that is slow misses answers that were
-    overtaken, and gets the newest. `aclose` ends it.
+    Iterate it for answers that differ from the previous one. A slow reader skips to the newest. `aclose` ends it.
     """
 
     def __init__(self, watches: "Watches", options: WatchOptions) -> None:
         self.options = options
         self.spec = options.parse()
-        """The question, checked."""
+        """The validated question."""
         self.newest: WatchedAnswer | None = None
-        """The answer to the newest version that it was computed for."""
+        """The newest answer; None until there is one."""
         self.num_answered = 0
         self.error: StreamRagError | None = None
-        """Error of the last attempt, if it failed; it is made again with the next data."""
-        self.due_s = 0.0
+        """Error of the last attempt, if it failed. The next version is tried again."""
+        self.due_s = 0.0  # earliest time of the next attempt, on the event loop's clock
         self.work: asyncio.Task[None] | None = None
-        """The task that answers it."""
+        """The task that is computing an answer, if any."""
         self._watches = watches
         self._unread: WatchedAnswer | None = None
         self._last_read: str | None = None
@@ -75,21 +77,21 @@ class Watch(AsyncIterator[WatchedAnswer]):
 
     @property
     def question(self) -> str:
-        """The question as it was asked."""
+        """The text of the question."""
         return self.spec.text
 
     @property
     def name(self) -> str | None:
-        """The name under which it is found in `Session.watches`."""
+        """The key of the watch in `Session.watches`; None if it has no name."""
         return self.options.name
 
     @property
     def version(self) -> int:
-        """Version of `newest`; -1 before there is one."""
+        """Version of `newest`; -1 if there is none."""
         return -1 if self.newest is None else self.newest.version
 
     def put(self, answer: WatchedAnswer) -> None:
-        """Have a new answer."""
+        """Set the newest answer, and wake its readers."""
         self.newest = answer
         self.num_answered += 1
         self.error = None
@@ -97,7 +99,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
         self._news.wake()
 
     async def at_least(self, version: int) -> WatchedAnswer:
-        """Return the answer to this version of the data, or to a newer one, once it is there.
+        """Wait for the answer to this version of the data or a newer one, and return it.
 
         :raises PipelineClosedError: the watch ended first.
         :raises StreamRagError: the question cannot be answered at all.
@@ -109,18 +111,18 @@ class Watch(AsyncIterator[WatchedAnswer]):
         return self.newest
 
     async def aclose(self) -> None:
-        """Stop watching, at once: the question is no longer answered ahead, nor when its session is resumed."""
+        """End the watch, and remove it from the session's log."""
         self.end()
 
     def end(self) -> None:
-        """End the watch, at once."""
+        """End the watch, and remove it from the session's log."""
         self._watches.forget(self)
         self.stop()
 
     def stop(self, error: StreamRagError | None = None) -> None:
-        """End the watch for now: a session that is resumed has it again, if it has a name.
+        """End the watch, but leave it in the log, so that a resumed session restores it.
 
-        error: why it cannot be answered at all, for its readers.
+        error: raised in its readers, if the question cannot be answered at all.
         """
         if self._is_closed:
             return
@@ -148,12 +150,10 @@ class Watch(AsyncIterator[WatchedAnswer]):
 
 
 class Watches:
-    """All registered questions of a session. As many are answered at once as end before the data change again.
+    """The watches of a session, and the background task that answers them after each new version.
 
-    After each new version they are answered in order of priority. When another version stands before all are answered,
-    those that were left go first among their equals, so that none starves.
-
-    admit: called before each answer; while it refuses, none is begun.
+    They are answered in order of priority, then of their newest version, so that none starves. `ConcurrencyEstimator`
+    limits how many are answered concurrently. `admit` is called before each answer; while it raises, none is started.
     """
 
     def __init__(self, questions: Questions, data: SessionData, log: SessionLog | None, admit: Admit) -> None:
@@ -162,39 +162,35 @@ class Watches:
         self._log = log
         self._admit = admit
         self.active: list[Watch] = []
-        """Watches that are answered."""
+        """Watches that have not ended."""
         self.named: dict[str, Watch] = {}
-        """Watches that have a name, also those that cannot be answered, until their owner ends them."""
+        """Named watches, including those that cannot be answered, until their owner ends them."""
         self._concurrency = ConcurrencyEstimator()
         self._has_work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
 
     def add(self, options: WatchOptions) -> Watch:
-        """Register a question to watch. It replaces another one of the same name.
-
-        :raises ConfigurationError: it cannot work, or cannot be kept in the log.
-        :raises SessionLogError: it is too long for the log.
-        """
+        """Watch a question, and write it to the log if it has a name. Raises as `Session.watch` does."""
         question = options.parse()
         if options.name is not None:
             options = replace(options, name=plain_text(options.name), question=question.text, answers=question.answers)
             if self._log is not None:
                 self._log.add_watch(options)
-        return self.begin(options)
+        return self._start(options)
 
     def resume(self) -> None:
-        """Register the questions that the log has."""
+        """Restore the watches of the log."""
         for options in self._log.watches.values() if self._log else ():
-            self.begin(options)
+            self._start(options)
 
-    def begin(self, options: WatchOptions) -> Watch:
-        """Register a question that is in the log, or has no name."""
+    def _start(self, options: WatchOptions) -> Watch:
+        """Watch a question without writing it to the log. It replaces a watch of the same name."""
         watch = Watch(self, options)
         if watch.name is not None:
-            before, self.named[watch.name] = self.named.get(watch.name), watch
-            if before is not None:
-                before.stop()
+            replaced, self.named[watch.name] = self.named.get(watch.name), watch
+            if replaced is not None:
+                replaced.stop()
         self.active.append(watch)
         self._has_work.set()
         if self._task is None:
@@ -202,19 +198,19 @@ class Watches:
         return watch
 
     def forget(self, watch: Watch) -> None:
-        """Remove it from the log: its owner has ended it, and no session that is resumed has it."""
+        """Remove a watch from `named` and the log, unless the session is closing."""
         if watch.name is not None and self.named.get(watch.name) is watch and not self._is_closed:
             del self.named[watch.name]
             if self._log is not None:
                 self._log.remove_watch(watch.name)
 
     def on_version(self) -> None:
-        """Wake the task that answers watched questions: the data has a new version."""
+        """Record that the data have a new version, and wake the task that answers watches."""
         self._concurrency.observe_version(_now_s())
         self._has_work.set()
 
     def find(self, question: Question, version: int) -> Answer | None:
-        """Return the answer that was computed ahead for this very question and version, if there is one."""
+        """Return the answer to this question and version that was computed ahead; None if there is none."""
         for watch in self.active:
             if watch.newest is None or watch.version != version or not question.is_repeatable:
                 continue
@@ -223,7 +219,7 @@ class Watches:
         return None
 
     async def aclose(self) -> None:
-        """End all watches; a log keeps those with a name."""
+        """End all watches. Named ones stay in the log."""
         self._is_closed = True
         await cancel_regardless([task for task in (self._task, *(each.work for each in self.active)) if task])
         for watch in list(self.active):
@@ -238,15 +234,15 @@ class Watches:
                     await self._has_work.wait()
 
     def _start_due(self) -> float | None:
-        """Begin to answer all that is due, as far as there is room.
+        """Start answering the watches that are due, up to the limit.
 
-        Returns the seconds until there is more to do; None if only another event brings more.
+        Returns the seconds until the next one may be due; None to wait for the next event.
         """
         try:
             self._data.check_open()
         except PipelineClosedError:
             return None
-        except BackendError as error:  # the session has failed: there will be no other version
+        except BackendError as error:  # the session has failed, so there will be no new version
             for watch in list(self.active):
                 watch.stop(error)
         now, version = _now_s(), self._data.ingestion.ready.version
@@ -270,7 +266,7 @@ class Watches:
         return wait_s
 
     def _on_end(self, watch: Watch, leave: Callable[[], None], work: "asyncio.Task[None]") -> None:
-        leave()  # also where the work was cancelled before it had begun
+        leave()  # in a callback, because the task may be cancelled before it starts
         if watch.work is work:
             watch.work = None
         self._has_work.set()
@@ -282,10 +278,10 @@ class Watches:
                 async for _ in stream:
                     pass
             answer = stream.result
-        except (ConfigurationError, PromptTooLongError) as error:  # this question's fault
+        except (ConfigurationError, PromptTooLongError) as error:  # no version of the data can be answered
             watch.work = None
             watch.stop(error)
-        except Exception as error:  # whatever the engine raises, the others are answered, and this one again
+        except Exception as error:  # foreign code may raise anything; the watch is tried again
             failed = BackendError(f"the engine failed: {error!r:.300}")
             watch.error = error if isinstance(error, StreamRagError) else failed
             watch.due_s = _now_s() + max(watch.options.every_s, RETRY_S)

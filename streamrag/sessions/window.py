@@ -1,4 +1,4 @@
-"""Data of a session: those that wait for the prompt, and those that are in it."""
+"""The data of a session: a buffer of chunks that wait, and the window of chunks in the prompt."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ from streamrag.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """A chunk and its number, which is 1 for the first that was appended."""
+    """A chunk and its number, counted from 1 in the order of appending."""
 
     number: int
     chunk: Chunk
@@ -19,21 +19,21 @@ class Numbered:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A chunk as it stands in the prompt."""
+    """The tokens of a chunk in the prompt."""
 
     number: int
     token_ids: tuple[int, ...]
 
 
 def num_characters(chunk: Chunk) -> int:
-    """Return the characters of all texts of a chunk."""
+    """Return the number of characters of a chunk's text, uri and title together."""
     return len(chunk.text) + len(chunk.uri) + len(chunk.title)
 
 
 class Buffer:
-    """A bounded queue of chunks that wait. The oldest is dropped for a new one, and counted.
+    """A bounded queue of chunks that wait for the engine. When it is full, the oldest chunks are dropped.
 
-    on_drop: called with the number of each chunk that is dropped, once it is counted.
+    on_drop: called with the number of each dropped chunk, after it is counted.
     """
 
     def __init__(
@@ -52,14 +52,11 @@ class Buffer:
 
     @property
     def is_half_full(self) -> bool:
-        """Whether half of the chunks or characters that may wait do."""
+        """Whether at least half of its chunks or of its characters are in use."""
         return 2 * len(self._waiting) >= self._max_chunks or 2 * self._num_characters >= self._max_characters
 
     def check(self, chunks: Sequence[Chunk]) -> None:
-        """Check that these chunks may wait at once. A single one may, whatever its length.
-
-        :raises ConfigurationError: some of them would be dropped for others.
-        """
+        """Raise ConfigurationError if some of `chunks` would be dropped for others. A single chunk always fits."""
         num = sum(map(num_characters, chunks))
         if len(chunks) > self._max_chunks or (len(chunks) > 1 and num > self._max_characters):
             raise ConfigurationError(
@@ -68,7 +65,7 @@ class Buffer:
             )
 
     def append(self, chunk: Chunk) -> int:
-        """Add a chunk and return its number."""
+        """Append a chunk and return its number, dropping the oldest chunks if there is no room."""
         self.num_appended += 1
         self._waiting.append(Numbered(self.num_appended, chunk))
         self._num_characters += num_characters(chunk)
@@ -82,29 +79,28 @@ class Buffer:
         return self.num_appended
 
     def skip_number(self) -> int:
-        """Return the next number, which no chunk has."""
+        """Return the next number, so that no chunk gets it."""
         self.num_appended += 1
         return self.num_appended
 
     def take(self, max_chunks: int, to: int = 0) -> list[Numbered]:
-        """Remove and return the oldest `max_chunks`, or all up to the number `to`, if these are more."""
-        taken: list[Numbered] = []
-        while self._waiting and (len(taken) < max_chunks or self._waiting[0].number <= to):
-            taken.append(self._waiting.popleft())
-        self._num_characters -= sum(num_characters(each.chunk) for each in taken)
-        return taken
+        """Remove and return the oldest `max_chunks`, or all up to the number `to` if these are more."""
+        batch: list[Numbered] = []
+        while self._waiting and (len(batch) < max_chunks or self._waiting[0].number <= to):
+            batch.append(self._waiting.popleft())
+        self._num_characters -= sum(num_characters(each.chunk) for each in batch)
+        return batch
 
 
 class Window:
-    """The newest data, up to a number of tokens. It grows at its end; when it is full, a large part goes at once.
+    """A sliding window of the newest data, up to a number of tokens.
 
-    All positions behind the part that goes move, so all that stays is computed anew: with a share s of the window going
-    at a time, (1 - s) / s tokens for each that comes. With half of it that is one token for each, with a tenth nine.
-
-    What a window holds follows from the pieces alone, not from how many come at once.
+    It grows at its end. When it is full, it slides: a large share at its beginning is removed at once, and the rest
+    must be computed again because its positions move. With a share s that is (1 - s) / s computed tokens for each new
+    one: 1 with a half, 9 with a tenth. The content depends on the pieces only, not on how they are batched.
 
     slide_share: share of `max_tokens` that is free after a slide.
-    end: what a piece that is cut still ends with, such as its line break.
+    end: tokens that a piece still ends with after it is cut, such as its line break.
     """
 
     def __init__(self, max_tokens: int, slide_share: float, end: tuple[int, ...] = ()) -> None:
@@ -114,7 +110,7 @@ class Window:
         self._pieces: deque[Piece] = deque()
         self._token_ids: list[int] = []
         self.num_slid = 0
-        """Pieces that have gone."""
+        """Pieces that were removed by slides."""
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -126,16 +122,16 @@ class Window:
 
     @property
     def oldest(self) -> int | None:
-        """Number of the oldest piece."""
+        """Number of the oldest piece; None if there is none."""
         return self._pieces[0].number if self._pieces else None
 
     def newest(self, behind: int, most: int) -> list[Piece]:
-        """Return the last `most` pieces behind the number `behind`, in order."""
+        """Return the last `most` pieces with numbers over `behind`, in order."""
         newer = takewhile(lambda piece: piece.number > behind, reversed(self._pieces))
         return list(islice(newer, most))[::-1]
 
     def add(self, pieces: Iterable[Piece]) -> bool:
-        """Add pieces, and return whether old ones had to go. A piece longer than what is kept loses its end."""
+        """Add pieces, and return whether the window has slid. A piece longer than what a slide keeps is cut."""
         has_slid = False
         for piece in pieces:
             cut = Piece(piece.number, self._cut(piece.token_ids))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrag import Chunk, Prompt, SamplingParams
-from streamrag.core import common_prefix_len, part_name, prompts, protocols
+from streamrag.core import common_prefix_len, part_name, protocols, values
 from streamrag.errors import ConfigurationError
 from streamrag.support.messages import short
 
@@ -26,7 +26,7 @@ def test_the_common_prefix_is_what_comparing_one_by_one_finds(a: list[int], b: l
 
 
 def test_the_examples_in_docstrings_are_true() -> None:
-    results = [doctest.testmod(module) for module in (prompts, protocols)]
+    results = [doctest.testmod(module) for module in (values, protocols)]
     assert [(result.failed, result.attempted) for result in results] == [(0, 1), (0, 3)]
 
 

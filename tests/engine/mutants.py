@@ -168,7 +168,7 @@ MUTANTS = (
     Mutant(
         "a slot is loaded and overwritten",
         HOST_POOL,
-        "            self._forget_use(key, self._blocks[key])\n",
+        "            self._remove_from_lru(key, self._blocks[key])\n",
         "            pass\n",
         400,
     ),
@@ -251,7 +251,7 @@ MUTANTS = (
     Mutant("a pause plans and evicts", HOOKS, "if self._pause_state != PauseState.UNPAUSED:", "if False:", 3_000),
     Mutant(
         "speculative prompts evict as well",
-        RULES + "partial_eviction",
+        RULES + "memory",
         "self._can_growing_now and not candidate.request.is_speculative",
         "self._can_growing_now",
         0,  # it is only computed in vain
@@ -275,7 +275,7 @@ MUTANTS = (
     ),
     Mutant(
         "a step of partial prompts is planned as early as any",
-        RULES + "late_binding",
+        RULES + "sized_steps",
         "        if walk.num_ahead or not self._is_early():\n",
         "        if True:\n",
         0,  # nothing is wrong with it but the time that it takes
@@ -435,7 +435,7 @@ MUTANTS = (
     Mutant(
         "those that have shown a token take each other's slots",
         PLANNING,
-        "        shown.sort(key=lambda r: not r.is_running)\n",
+        "        with_output.sort(key=lambda r: not r.is_running)\n",
         "",
         0,
         "tests/engine/test_planning.py::test_of_those_that_have_shown_a_token_the_ones_that_hold_a_slot_come_first",
@@ -466,7 +466,7 @@ MUTANTS = (
     ),
     Mutant(
         "data take what is kept for questions",
-        RULES + "data_high_water",
+        RULES + "memory",
         "return Wait.RESERVE if -self._num_blocks < candidate.num_missing <= 0 else None",
         "return None",
         0,
@@ -482,7 +482,7 @@ MUTANTS = (
     ),
     Mutant(
         "data fill their steps",
-        RULES + "data_share",
+        RULES + "tokens",
         'return self._num_share if candidate.request.request_class == "stream" else NO_LIMIT',
         "return NO_LIMIT",
         0,
@@ -490,7 +490,7 @@ MUTANTS = (
     ),
     Mutant(
         "what is over the budget begins behind what is not",
-        RULES + "kv_budget",
+        RULES + "memory",
         "        if not self._is_over:\n",
         "        if True:\n",
         0,
@@ -585,7 +585,7 @@ MUTANTS = (
     Mutant(
         "places are never forgotten",
         PLACES,
-        "if len(self._known) > 2 * num_wanted + 100:",
+        "if len(self._cached) > 2 * num_requests + 100:",
         "if False:",
         0,
         PLACES_TEST,
@@ -593,7 +593,7 @@ MUTANTS = (
     Mutant(
         "the places of classes are never forgotten",
         CLASSES,
-        "        self._places.forget_unless(len(requests))\n",
+        "        self._places.trim(len(requests))\n",
         "",
         0,
         PLACES_TEST,
@@ -601,7 +601,7 @@ MUTANTS = (
     Mutant(
         "the places of a policy are never forgotten",
         POLICIES,
-        "        self._places.forget_unless(len(requests))\n",
+        "        self._places.trim(len(requests))\n",
         "",
         0,
         PLACES_TEST,
@@ -624,7 +624,7 @@ MUTANTS = (
     ),
     Mutant(
         "data take memory from others",
-        RULES + "data_high_water",
+        RULES + "memory",
         "        candidate.may_evict = False\n",
         "",
         0,
@@ -664,7 +664,7 @@ MUTANTS = (
     ),
     Mutant(
         "what comes behind what is over the budget keeps what it holds",
-        RULES + "kv_budget",
+        RULES + "memory",
         "return Wait.YIELD if self._is_over else None",
         "return Wait.SKIP if self._is_over else None",
         0,

@@ -123,8 +123,8 @@ MUTANTS = (
         "frozenset(), self.decisive",
         50,
     ),
-    mutant("answers that begin alike are not told apart", ANSWER, "len(left) == 1 and ", "", 50),
-    mutant("a further pass forgets what was begun", ANSWER, "token_ids + begun", "token_ids", 50),
+    mutant("answers that begin alike are not told apart", ANSWER, "len(candidates) == 1 and ", "", 50),
+    mutant("a further pass forgets what was begun", ANSWER, "token_ids + prefix", "token_ids", 50),
     mutant("a watch is answered once", WATCHES, "watch.version < version and", "watch.version < 0 and", 20),
     mutant(
         "a watch tells what its reader knows",
@@ -168,8 +168,8 @@ MUTANTS = (
     Mutant(
         "a database with other tables is opened",
         FILE,
-        "if found != set(SCHEMA):",
-        "if not found:",
+        "if schema != set(SCHEMA):",
+        "if not schema:",
         0,
         "tests/sessions/test_log.py::test_a_database_that_is_damaged_or_means_harm_is_explained_and_stays",
     ),

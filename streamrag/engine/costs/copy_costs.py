@@ -1,13 +1,12 @@
-"""What copying KV blocks between a device and host memory takes, and how copies and steps get in each other's way.
+"""The time of copying KV blocks between a device and host memory, and of steps with copies.
 
     step    start ──▶ must-saves ──▶ forward of num_layers layers ──▶ end
     out     [held of the step before][must-saves][held ......]
     in                               [loads ..........]
 
-What a step overwrites is saved before its forward. A block that stays is saved beside it, and what is loaded is read
-layer by layer.
-
-A device that cannot copy and compute at a time, as a CPU, stands still meanwhile: all copies add to the step.
+Blocks that a step overwrites (must-saves) are saved before its forward. Blocks that stay (held) are saved beside it,
+and loads overlap with the forward layer by layer. On a device that cannot copy and compute at the same time, such as a
+CPU, all copies add to the step.
 """
 
 from bisect import bisect_left
@@ -19,60 +18,60 @@ from typing import TypeAlias
 from streamrag.errors import ConfigurationError
 
 CopyPoint: TypeAlias = tuple[int, float]
-"""A number of blocks, and the seconds that copying them in one go takes."""
+"""A number of blocks, and the seconds to copy them at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyCosts:
-    """Seconds to copy blocks out, to host memory, and back in. Ranks copy their shares at the same time.
+    """The seconds to copy blocks out to host memory and back in. Ranks copy their shares in parallel.
 
-    Linear between the points. Beyond the last it goes on as it was; below the first it goes down to its latency, which
-    is where the first two points meet zero blocks, or nothing.
+    Linear between the points, and extrapolated beyond the last. Below the first point the line goes down to the
+    latency, which is the first segment's value at zero blocks, at least 0.
 
-    :raises ConfigurationError: the points are none, do not ascend, or more blocks take less time.
+    :raises ConfigurationError: there are no points, they do not ascend, or more blocks take less time.
     """
 
     out_points: tuple[CopyPoint, ...]
     in_points: tuple[CopyPoint, ...]
     block_bytes: int
-    """Bytes of one block on one device: with tensor parallelism, of a rank's share."""
+    """Bytes of one block on one device; with tensor parallelism, of one rank's share."""
     is_overlapped: bool
-    """Whether the device computes while copies run (CUDA). It stands still meanwhile otherwise (CPU)."""
+    """Whether the device computes while copies run: true on CUDA, false on a CPU."""
 
     def __post_init__(self) -> None:
-        _check("out_points", self.out_points)
-        _check("in_points", self.in_points)
+        _check_points("out_points", self.out_points)
+        _check_points("in_points", self.in_points)
         if self.block_bytes <= 0:
             raise ConfigurationError(f"block_bytes={self.block_bytes}: must be positive")
 
     def out_s(self, num_blocks: int) -> float:
-        """To copy so many blocks from the device to the host."""
-        return _interpolated(self.out_points, num_blocks)
+        """Return the seconds to copy `num_blocks` blocks from the device to the host."""
+        return _interpolate(self.out_points, num_blocks)
 
     def in_s(self, num_blocks: int) -> float:
-        """To copy so many blocks from the host to the device."""
-        return _interpolated(self.in_points, num_blocks)
+        """Return the seconds to copy `num_blocks` blocks from the host to the device."""
+        return _interpolate(self.in_points, num_blocks)
 
 
 def linear_copies(
     block_bytes: int, bytes_per_s: float, latency_s: float = 0.0, *, is_overlapped: bool = True
 ) -> CopyCosts:
-    """Copies over one link in each direction, whose speed does not depend on how much is copied."""
+    """Return the costs of copies over a link of constant speed in each direction."""
     if bytes_per_s <= 0:
-        raise ConfigurationError(f"bytes_per_s={bytes_per_s:g}: a link must be faster than that")
+        raise ConfigurationError(f"bytes_per_s={bytes_per_s:g}: must be positive")
     points = tuple((num, latency_s + num * block_bytes / bytes_per_s) for num in (1, 2))
     return CopyCosts(points, points, block_bytes, is_overlapped)
 
 
-def _check(name: str, points: Sequence[CopyPoint]) -> None:
-    blocks, seconds = [num for num, _ in points], [taken_s for _, taken_s in points]
+def _check_points(name: str, points: Sequence[CopyPoint]) -> None:
+    blocks, seconds = [num for num, _ in points], [copy_s for _, copy_s in points]
     if not blocks or blocks[0] < 1 or any(a >= b for a, b in pairwise(blocks)):
         raise ConfigurationError(f"{name}: must be one or more, of ascending numbers of blocks from 1 on; got {blocks}")
     if not seconds[0] >= 0 or not all(a <= b for a, b in pairwise(seconds)):
         raise ConfigurationError(f"{name}: more blocks must not take less time; got {seconds} s")
 
 
-def _interpolated(points: Sequence[CopyPoint], num_blocks: int) -> float:
+def _interpolate(points: Sequence[CopyPoint], num_blocks: int) -> float:
     if num_blocks <= 0:
         return 0.0
     first_num, first_s = points[0]
@@ -89,15 +88,15 @@ def _interpolated(points: Sequence[CopyPoint], num_blocks: int) -> float:
 
 @dataclass(slots=True)
 class CopyClock:
-    """The copy engines of a device in virtual time, one for each direction: each does one thing after the other."""
+    """The two copy engines of a device in virtual time, one for each direction, each with a FIFO queue."""
 
     costs: CopyCosts
     num_layers: int
-    """Layers of the model: loads and the forward overlap layer by layer."""
+    """Layers of the model, because loads and the forward overlap layer by layer."""
     busy_out_s: float = 0.0
     busy_in_s: float = 0.0
     _out_free_s: float = field(default=0.0, init=False)
-    """When the engine that copies out will have done what it was given."""
+    """When the queue of copies out will be empty."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 1:
@@ -106,9 +105,9 @@ class CopyClock:
     def step_s(
         self, start_s: float, compute_s: float, num_saves: int = 0, num_held_saves: int = 0, num_loads: int = 0
     ) -> float:
-        """Return the seconds of a step that begins at `start_s`, not before the end of the one before it.
+        """Return the seconds of a step that starts at `start_s`, which is after the end of the previous step.
 
-        `num_saves` blocks are overwritten in it and saved before; `num_held_saves` stay and are saved by the way.
+        `num_saves` blocks are saved before its forward, `num_held_saves` beside it; see the module's drawing.
         """
         saves_s, held_s = self.costs.out_s(num_saves), self.costs.out_s(num_held_saves)
         loads_s = self.costs.in_s(num_loads)
@@ -116,9 +115,9 @@ class CopyClock:
         self.busy_in_s += loads_s
         if not self.costs.is_overlapped:
             return saves_s + held_s + loads_s + compute_s
-        # The held saves of the step before come first: its blocks may be written from now on.
+        # The held saves of the previous step must end first, because this step may overwrite their blocks.
         forward_s = max(start_s, self._out_free_s) + saves_s
         self._out_free_s = forward_s + held_s
-        # What is loaded may go where the must-saves come from, and the last layer waits for its own load.
+        # Loads may go into the blocks of the must-saves, and the last layer waits for its own load.
         behind_loads_s = loads_s + compute_s / self.num_layers if num_loads else 0.0
         return forward_s + max(compute_s, behind_loads_s) - start_s

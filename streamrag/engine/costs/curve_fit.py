@@ -1,4 +1,4 @@
-"""Lines through measurements: what steps and copies cost, as monotone and piecewise linear functions. Needs scipy."""
+"""Fit the costs of steps and copies to measurements, as monotone and piecewise linear functions. Needs scipy."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class FittedCosts:
 
 
 def require_scipy() -> None:
-    """Raises MissingDependencyError without scipy."""
+    """Raise MissingDependencyError if scipy is not installed."""
     try:
         import scipy  # type: ignore[import-untyped]  # noqa: F401
     except ImportError:
@@ -29,10 +29,11 @@ def require_scipy() -> None:
 
 
 def fit_table(measured: Sequence[tuple[Sequence[Part], float]], knots: Sequence[int]) -> FittedCosts:
-    """The costs that fit best: least squares of relative errors, no cost below zero.
+    """Fit non-negative costs to steps, by least squares of relative errors.
 
-    `measured` holds steps with their seconds, `knots` the tokens at which the line may bend. Costs that the
-    measurements do not tell apart (all steps with one request, say) go to the base line.
+    measured: the parts of each step, and its seconds.
+    knots: numbers of new tokens at which the base line may bend. Costs that the measurements do not tell apart, such as
+        those of a request where all steps have one, go to the base line.
     """
     require_scipy()
     import numpy as np
@@ -44,7 +45,7 @@ def fit_table(measured: Sequence[tuple[Sequence[Part], float]], knots: Sequence[
     rows, seconds = [], []
     for parts, step_s in measured:
         num_new = sum(new for new, _ in parts)
-        # The line as a start and ramps, each non-negative: more tokens never take less time.
+        # The base line is a start and ramps, all non-negative, so that more tokens never take less time.
         widths = [min(max(num_new - a, 0), b - a) for a, b in pairwise(ascending)]
         widths[-1] += max(num_new - ascending[-1], 0)
         rows.append([1.0, *widths, context_pairs(parts), own_pairs(parts), len(parts) - 1])
@@ -52,9 +53,8 @@ def fit_table(measured: Sequence[tuple[Sequence[Part], float]], knots: Sequence[
     weights = 1 / np.asarray(seconds)
     matrix = np.asarray(rows, dtype=float) * weights[:, None]
     scales = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
-    found = nnls(matrix / scales, np.ones(len(seconds)))[0] / scales
-    start_s, *slopes = (float(v) for v in found[:-3])
-    pair_s, own_pair_s, request_s = (float(v) for v in found[-3:])
+    solution = nnls(matrix / scales, np.ones(len(seconds)))[0] / scales
+    start_s, *slopes, pair_s, own_pair_s, request_s = (float(v) for v in solution)
     points = [(float(ascending[0]), start_s - request_s)]
     for slope, (a, b) in zip(slopes, pairwise(ascending), strict=True):
         points.append((float(b), points[-1][1] + slope * (b - a)))
@@ -62,10 +62,7 @@ def fit_table(measured: Sequence[tuple[Sequence[Part], float]], knots: Sequence[
 
 
 def fit_copies(measured: Mapping[int, Sequence[float]]) -> tuple[CopyPoint, ...]:
-    """The monotone line that is nearest to the medians, by relative errors.
-
-    `measured` holds the seconds of each copy, by numbers of blocks.
-    """
+    """Fit a monotone line to the median seconds of copies, which are given by their number of blocks."""
     require_scipy()
     from scipy.optimize import isotonic_regression
 

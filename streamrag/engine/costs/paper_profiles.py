@@ -1,55 +1,41 @@
-"""Reads the latency profiles of Stream2LLM's artifact (github.com/rajveerb/stream2llm), as they are.
+"""Read the latency profiles of Stream2LLM's artifact (github.com/rajveerb/stream2llm).
 
     {"recomputation_latencies": {"16": [ms, ...], "32": [...], ...}, "metadata": {...}}
     {"swap_in_latency": {"16": [ms, ...], ...}, "swap_out_latency": {...}, "metadata": {...}}
 
-All numbers are of tokens, in powers of two from one KV block on; the swaps of all workers are in one list. A recompute
-latency is that of one step from nothing, so that above `max_num_batched_tokens` it is not of so many tokens: such
-latencies are left out. The files tell neither the capacity of the KV cache nor how large a block is in bytes: that is
-known here for the models below.
+Keys are numbers of tokens, in powers of two from one KV block on. The swaps of all workers are in one list. A recompute
+latency is that of one step without context, so latencies above `max_num_batched_tokens` are of fewer tokens and are
+left out. The files have neither the capacity of the KV cache nor the bytes of a block; `KV_BYTES_PER_TOKEN` has the
+latter.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
 from typing import Any
 
 from streamrag.engine.costs.copy_costs import CopyCosts, CopyPoint
 from streamrag.engine.costs.curve_fit import fit_copies, fit_table
+from streamrag.engine.costs.step_profiles import TableProfile
 
 RECOMPUTE, SWAP_IN, SWAP_OUT, METADATA = "recomputation_latencies", "swap_in_latency", "swap_out_latency", "metadata"
 SHARED = ("model_name", "tensor_parallel_size")
 """Keys of the metadata whose values must be the same in both files of a pair."""
 KV_BYTES_PER_TOKEN = {"llama-3.1-8b": 131_072, "llama-3.1-70b": 327_680}
-"""KV bytes per token of models with 16 bits, by what their names begin with."""
+"""KV bytes per token of 16-bit models, by the beginning of their names."""
 NUM_FITTED = 3
-"""Costs of a step that are fitted: what each step takes, what a token takes, and what a pair of tokens takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class PaperCosts:
-    """The costs that the files state, in seconds."""
-
-    device: str
-    points: tuple[tuple[float, float], ...]
-    """(new tokens, seconds without attention) of steps."""
-    pair_s: float
-    block_size: int
-    tensor_parallel_size: int
-    copies: CopyCosts | None
-    provenance: Mapping[str, Any]
+"""Costs of a step that are fitted: of the step, of a token, and of a pair of tokens."""
 
 
 def is_paper_profile(values: Mapping[str, Any]) -> bool:
-    """Whether these values have the keys of one of the two kinds of file."""
+    """Whether `values` has a key of one of the two kinds of file."""
     return bool({RECOMPUTE, SWAP_IN, SWAP_OUT} & values.keys())
 
 
-def read_paper_costs(files: Sequence[Mapping[str, Any]]) -> PaperCosts:
-    """Return the costs that are in the file of recomputing, and in that of swapping if there is one.
+def read_paper_profile(name: str, files: Sequence[Mapping[str, Any]]) -> TableProfile:
+    """Return the profile that a file of recompute latencies describes, with the copies of a file of swap latencies.
 
-    :raises ValueError: they are not as described above, or not of the same engine.
+    :raises ValueError: the files are not as described above, or are of different engines.
     """
     recompute = [values for values in files if RECOMPUTE in values]
     swap = [values for values in files if {SWAP_IN, SWAP_OUT} & values.keys()]
@@ -58,17 +44,20 @@ def read_paper_costs(files: Sequence[Mapping[str, Any]]) -> PaperCosts:
     if len(swap) > 1 or any(not is_paper_profile(values) for values in files):
         raise ValueError("beside it there can be one file of swap latencies, and nothing else")
     metadata = _metadata(recompute[0])
-    for name in SHARED if swap else ():
-        ours, theirs = metadata.get(name), _metadata(swap[0]).get(name)
+    for key in SHARED if swap else ():
+        ours, theirs = metadata.get(key), _metadata(swap[0]).get(key)
         if ours != theirs:
-            raise ValueError(f"{name} is {ours!r} in the recompute file and {theirs!r} in that of swapping")
+            raise ValueError(f"{key} is {ours!r} in the recompute file and {theirs!r} in that of swapping")
     latencies = _latencies(recompute[0], RECOMPUTE)
     points, pair_s = _fit_steps(latencies, metadata.get("max_num_batched_tokens"))
     block_size, num_ranks = min(latencies), metadata.get("tensor_parallel_size", 1)
-    return PaperCosts(
+    return TableProfile(
+        name=name,
         device=f"unknown; {metadata.get('model_name', 'unknown model')}, profiled with Stream2LLM's artifact",
         points=points,
         pair_s=pair_s,
+        request_s=0.0,
+        kv_tokens=0,
         block_size=block_size,
         tensor_parallel_size=num_ranks,
         copies=_copies(swap[0], block_size, block_size * _kv_bytes_per_token(metadata) // num_ranks) if swap else None,
@@ -84,19 +73,16 @@ def _metadata(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _latencies(values: Mapping[str, Any], name: str) -> dict[int, list[float]]:
-    """Return the measured seconds by number of tokens.
-
-    :raises ValueError: the table `name` is missing, or is not latencies in ms by numbers of tokens.
-    """
+    """Return the measured seconds by number of tokens, from the table `name`."""
     measured = values.get(name)
     if not isinstance(measured, dict) or not measured:
         raise ValueError(f'its "{name}" is missing or empty; it must have latencies in ms by numbers of tokens')
     latencies = {}
-    for num_tokens, found_ms in measured.items():
-        is_list = isinstance(found_ms, list) and found_ms
-        if not num_tokens.isdecimal() or not is_list or not all(isinstance(ms, int | float) for ms in found_ms):
-            raise ValueError(f'"{name}" has {num_tokens!r}: {found_ms!r}, not latencies in ms by a number of tokens')
-        latencies[int(num_tokens)] = [ms / 1e3 for ms in found_ms]
+    for num_tokens, all_ms in measured.items():
+        is_list = isinstance(all_ms, list) and all_ms
+        if not num_tokens.isdecimal() or not is_list or not all(isinstance(ms, int | float) for ms in all_ms):
+            raise ValueError(f'"{name}" has {num_tokens!r}: {all_ms!r}, not latencies in ms by a number of tokens')
+        latencies[int(num_tokens)] = [ms / 1e3 for ms in all_ms]
     return latencies
 
 
@@ -104,7 +90,7 @@ def _fit_steps(
     latencies: Mapping[int, Sequence[float]], budget: int | None
 ) -> tuple[tuple[tuple[float, float], ...], float]:
     """Return the points of the base line and the seconds of a pair, which together give every measured latency."""
-    seconds = {num: median(found) for num, found in sorted(latencies.items()) if budget is None or num <= budget}
+    seconds = {num: median(all_s) for num, all_s in sorted(latencies.items()) if budget is None or num <= budget}
     if len(seconds) < 2:
         raise ValueError(f'"{RECOMPUTE}" has {len(seconds)} numbers of tokens up to a step of {budget}; two are needed')
     pair_s = 0.0
@@ -117,8 +103,8 @@ def _fit_steps(
 
 def _kv_bytes_per_token(metadata: Mapping[str, Any]) -> int:
     name = str(metadata.get("model_name")).rpartition("/")[2].lower()
-    for known, num_bytes in KV_BYTES_PER_TOKEN.items():
-        if name.removeprefix("meta-").startswith(known):
+    for prefix, num_bytes in KV_BYTES_PER_TOKEN.items():
+        if name.removeprefix("meta-").startswith(prefix):
             return num_bytes
     raise ValueError(f"how large the KV of model {name!r} is, is not known; give the recompute file alone")
 

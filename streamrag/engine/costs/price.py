@@ -1,4 +1,4 @@
-"""What recomputing KV blocks takes, and what copying them takes: a profile, corrected by what is observed."""
+"""The seconds to recompute or to copy KV blocks: a profile, corrected by observation."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from streamrag.errors import ConfigurationError
 WEIGHT = 0.1
 """Weight of the newest observation in a running mean."""
 NUM_NEWEST = 9
-"""Observations that correct a profile."""
+"""Observations in the median that corrects a profile."""
 FEWEST_TOKENS = 64
-"""Shorter steps say more about what a step costs than about what a token does."""
+"""Smaller steps do not correct the profile, because their duration is mostly overhead."""
 
 
 @dataclass(slots=True)
 class _Scale:
-    """The factor by which steps or copies take longer than the profile says: the median of the last few.
+    """The factor by which steps or copies take longer than the profile says: the median of the last few ratios.
 
-    Not a mean: the first copies into memory that was never written take several times as long as all later ones, and
-    a machine that is shared becomes faster or slower from one moment to the next.
+    Not a mean, because the first copies into untouched memory take several times as long as later ones, and the speed
+    of a shared machine jumps.
     """
 
     value: float = 1.0
@@ -33,10 +33,11 @@ class _Scale:
 
 
 class Price:
-    """The choice for an engine with blocks of `block_size` tokens and steps of `budget` tokens. Times are on the
-    engine's clock.
+    """The expected costs on an engine with blocks of `block_size` tokens and steps of `budget` tokens.
 
-    :raises ConfigurationError: the profile does not know what copies take.
+    Times are on the engine's clock.
+
+    :raises ConfigurationError: the profile has no costs of copies.
     """
 
     def __init__(self, profile: StepProfile, block_size: int, budget: int = DEFAULT_BUDGET) -> None:
@@ -47,19 +48,17 @@ class Price:
             )
         self.profile = profile
         self.is_overlapped = profile.copies.is_overlapped
-        """Whether copies run beside the computation."""
+        """Whether copies overlap with the computation."""
         self.share_valid = 1.0
-        """Share of the computed tokens that chunks find whose KV is still valid afterwards."""
+        """Share of a prompt's computed tokens whose KV stays valid when a chunk arrives: a running mean."""
         self.step_s = self.mean_step_s = 0.0
-        """Seconds of the last step that computed, and of steps on average."""
+        """Seconds of the last step, and the running mean."""
         self._copies = profile.copies
         self._block_size = block_size
         self._budget = budget
         self._compute_scale, self._out_scale, self._in_scale = _Scale(), _Scale(), _Scale()
         self._out_free_s = self._in_free_s = 0.0
-        """When the copies that were sent are expected to be done."""
-
-    # ------------------------------------------------------------------------------------------------ what is asked
+        """When the queues of copies are expected to be empty."""
 
     def recompute_s(self, start: int, num_blocks: int) -> float:
         """Return the seconds that computing blocks [start, start + num_blocks) of a request adds to steps."""
@@ -68,33 +67,32 @@ class Price:
         return self._compute_scale.value * recompute_s(self.profile, start * size, end, self._budget)
 
     def save_s(self, num_blocks: int) -> float:
-        """Return the seconds of copying `num_blocks` blocks to host memory in one go."""
+        """Return the seconds to copy `num_blocks` blocks to host memory at once."""
         return self._out_scale.value * self._copies.out_s(num_blocks)
 
     def load_s(self, num_blocks: int) -> float:
-        """Return the seconds of copying `num_blocks` blocks back from host memory."""
+        """Return the seconds to copy `num_blocks` blocks back from host memory."""
         return self._in_scale.value * self._copies.in_s(num_blocks)
 
     def wait_to_save_s(self, now_s: float) -> float:
-        """For the copies out that were sent before."""
+        """Return the seconds until the queue of copies out is expected to be empty."""
         return max(self._out_free_s - now_s, 0.0)
 
     def wait_to_load_s(self, now_s: float) -> float:
+        """Return the seconds until the queue of copies in is expected to be empty."""
         return max(self._in_free_s - now_s, 0.0)
 
     def share(self, parts: Sequence[Part], index: int, num_tokens: int) -> float:
-        """Share of the time of a step with these parts that the first `num_tokens` tokens of part `index` add."""
+        """Return the share of a step's time that the first `num_tokens` tokens of part `index` add to it."""
         num_new, num_before = parts[index]
         rest = [(num_new - num_tokens, num_before + num_tokens)] if num_tokens < num_new else []
-        # A step of its own would have computed one token after them in any case.
+        # Without them the step would still compute the request's next token.
         without = [*parts[:index], *parts[index + 1 :], *rest] or [(1, num_before + num_tokens)]
         whole_s = self.profile.step_s(parts)
         return max(whole_s - self.profile.step_s(without), 0.0) / whole_s
 
-    # --------------------------------------------------------------------------------------------- what is observed
-
     def observe_sent(self, num_out: int, num_in: int, now_s: float) -> None:
-        """Blocks of each step that are to be copied."""
+        """Record that a step queued copies of `num_out` blocks to host memory and `num_in` blocks back."""
         if num_out:
             self._out_free_s = max(self._out_free_s, now_s) + self.save_s(num_out)
         if num_in:
@@ -103,27 +101,30 @@ class Price:
     def observe_step(
         self, parts: Sequence[Part], duration_s: float, copies_s: float, *, is_held_up: bool = False
     ) -> None:
-        """Learn from a step: the parts that it computed, its duration, and its copies, which may have held it up."""
+        """Record the duration of a step, and of its copies.
+
+        is_held_up: whether the step waited for copies; for how long is unknown, so it is not used then.
+        """
         if not self.is_overlapped:
             duration_s -= copies_s
         elif is_held_up:
-            return  # for how long is not known
+            return
         self.step_s = duration_s
-        self.mean_step_s = _moved(self.mean_step_s, duration_s)
+        self.mean_step_s = _updated(self.mean_step_s, duration_s)
         if sum(num_new for num_new, _ in parts) >= FEWEST_TOKENS:
             self._compute_scale.observe(duration_s / self.profile.step_s(parts))
 
     def observe_copies(self, num_out: int, out_s: float, num_in: int, in_s: float) -> None:
-        """Learn from the seconds that copies of these numbers of blocks took, out and in."""
+        """Record the seconds that copies of `num_out` blocks out and of `num_in` blocks in have taken."""
         if num_out:
             self._out_scale.observe(out_s / self._copies.out_s(num_out))
         if num_in:
             self._in_scale.observe(in_s / self._copies.in_s(num_in))
 
     def observe_chunk(self, num_computed: int, num_valid: int) -> None:
-        """Each chunk that found computed tokens, and of how many the KV is still true."""
-        self.share_valid = _moved(self.share_valid, num_valid / num_computed)
+        """Record a chunk that left the KV of `num_valid` of `num_computed` tokens valid. `num_computed` is over 0."""
+        self.share_valid = _updated(self.share_valid, num_valid / num_computed)
 
 
-def _moved(mean: float, newest: float) -> float:
+def _updated(mean: float, newest: float) -> float:
     return (1 - WEIGHT) * mean + WEIGHT * newest

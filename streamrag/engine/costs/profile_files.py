@@ -1,40 +1,38 @@
-"""Files of hardware profiles: JSON objects, which say where they come from.
+"""Files of hardware profiles, as JSON objects. Some are shipped with the package, and have names.
 
-    {"kind": "table" or "analytic", and the fields of that class in `engine.costs`}
-    {"recomputation_latencies": ...}                                               Stream2LLM's: `engine.paper_profiles`
-
-Some are shipped, and known by name.
+{"kind": "table" or "analytic", and the fields of that class in `step_profiles`}
+{"recomputation_latencies": ...}                                                 Stream2LLM's: `paper_profiles`
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from streamrag.engine.costs.paper_profiles import is_paper_profile, read_paper_costs
+from streamrag.engine.costs.paper_profiles import is_paper_profile, read_paper_profile
 from streamrag.engine.costs.step_profiles import AnalyticProfile, StepProfile, TableProfile
 from streamrag.errors import ConfigurationError
 from streamrag.support.bounded_reading import as_dataclass, parse_json, read_bytes
 from streamrag.support.files import write_whole
 
 MAX_NUMBER = 10**15
-"""The largest whole number in a profile."""
+"""The largest integer in a profile."""
 
 
 def profile_names() -> list[str]:
-    """Return the names of the profiles that are shipped with the package, sorted."""
+    """Return the sorted names of the profiles that are shipped with the package."""
     folder = resources.files(__package__) / "profiles"
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
 def load_profile(name_or_path: str) -> StepProfile:
-    """A shipped profile by its name, or one from a file.
+    """Return the shipped profile of that name, or the one in a file.
 
-    Files of Stream2LLM's artifact are taken too: the one of recomputing, or both, with a comma between them.
+    Files of Stream2LLM's artifact work too: the recompute file alone, or both files with a comma between their paths.
 
-    :raises ConfigurationError: there is none of that name, or the file is no profile.
+    :raises ConfigurationError: there is no profile of that name, or the file is no profile.
     """
     if name_or_path in profile_names():
         text = (resources.files(__package__) / "profiles" / f"{name_or_path}.json").read_text()
@@ -47,19 +45,21 @@ def load_profile(name_or_path: str) -> StepProfile:
         values.append(_read(path))
     try:
         if any(is_paper_profile(each) for each in values):
-            return _from_paper(paths[0], values)
+            profile = read_paper_profile(Path(paths[0]).stem, values)
+            _check(profile)
+            return profile
         if len(values) > 1:
             raise ValueError("only files of Stream2LLM come in pairs; give one")
         return _from_dict(values[0])
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ConfigurationError(f"{name_or_path} is no hardware profile: {reason}") from error
+        raise ConfigurationError(f"{name_or_path} is not a hardware profile: {reason}") from error
 
 
-def save_profile(profile: AnalyticProfile | TableProfile, path: Path) -> None:
-    """Write `profile` so that `load_profile` reads it.
+def save_profile(profile: StepProfile, path: Path) -> None:
+    """Write `profile` to a file that `load_profile` reads.
 
-    :raises ConfigurationError: it cannot be written.
+    :raises ConfigurationError: the file cannot be written.
     """
     kind = "analytic" if isinstance(profile, AnalyticProfile) else "table"
     write_whole(path, json.dumps({"kind": kind, **asdict(profile)}, indent=2) + "\n")
@@ -69,14 +69,14 @@ def _read(path: str) -> dict[str, Any]:
     try:
         values = parse_json(read_bytes(path))
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} is no hardware profile: {error}") from error
+        raise ConfigurationError(f"{path} is not a hardware profile: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigurationError(f"{path} is no hardware profile: it is no JSON object")
+        raise ConfigurationError(f"{path} is not a hardware profile: it is not a JSON object")
     return values
 
 
-def _from_dict(values: Mapping[str, Any]) -> AnalyticProfile | TableProfile:
-    kinds: Mapping[Any, type[AnalyticProfile | TableProfile]] = {"analytic": AnalyticProfile, "table": TableProfile}
+def _from_dict(values: Mapping[str, Any]) -> StepProfile:
+    kinds: Mapping[Any, type[StepProfile]] = {"analytic": AnalyticProfile, "table": TableProfile}
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f'its "kind" is {str(kind)[:40]!r}, not "analytic" or "table"')
@@ -85,11 +85,8 @@ def _from_dict(values: Mapping[str, Any]) -> AnalyticProfile | TableProfile:
     return profile
 
 
-def _check(profile: AnalyticProfile | TableProfile) -> None:
-    """Check that no time can be infinite or run backwards.
-
-    :raises ValueError: a number that no machine has.
-    """
+def _check(profile: StepProfile) -> None:
+    """Raise ValueError for a number that no machine has: a time could be infinite or negative."""
     positive: dict[str, float | None] = {
         name: getattr(profile, name) for name in ("block_size", "tensor_parallel_size", "num_layers")
     }
@@ -107,21 +104,3 @@ def _check(profile: AnalyticProfile | TableProfile) -> None:
         is_wrong = value is not None and (value < 0 or (name in positive and value == 0))
         if is_wrong or (isinstance(value, int) and value > MAX_NUMBER):
             raise ValueError(f"{name}={value:g} cannot be")
-
-
-def _from_paper(path: str, values: Sequence[Mapping[str, Any]]) -> TableProfile:
-    costs = read_paper_costs(values)
-    profile = TableProfile(
-        name=Path(path).stem,
-        device=costs.device,
-        points=costs.points,
-        pair_s=costs.pair_s,
-        request_s=0.0,
-        kv_tokens=0,
-        block_size=costs.block_size,
-        tensor_parallel_size=costs.tensor_parallel_size,
-        copies=costs.copies,
-        provenance=costs.provenance,
-    )
-    _check(profile)
-    return profile

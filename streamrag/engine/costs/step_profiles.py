@@ -1,17 +1,17 @@
-"""How long a step of an engine takes, from a profile of its hardware.
+"""The seconds of a step, from a profile of the engine's hardware.
 
 parts of a step      (512 new tokens after 3,000), (1 after 900), ...
 analytic profile     max(FLOPs / (peak x efficiency), bytes / bandwidth) + overhead
-table profile        measured: piecewise linear in the tokens, plus what attention costs, plus so much a request
+table profile        measured: piecewise linear in the new tokens, plus the cost of attention, plus a cost per request
 
-Attention of new tokens to each other can cost less a pair than to what was there before: its KV is at hand.
+A pair of two new tokens can cost less attention than a pair with an older token, because its KV need not be read.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from streamrag.engine.costs.copy_costs import CopyCosts, linear_copies
 from streamrag.engine.costs.step_parts import Part as Part
@@ -19,44 +19,7 @@ from streamrag.engine.costs.step_parts import context_pairs, own_pairs
 from streamrag.errors import ConfigurationError
 
 DEFAULT_BUDGET = 2_048
-"""Tokens in a step, where nobody says how many."""
-
-
-class StepProfile(Protocol):
-    """The costs of steps and copies on an engine's hardware."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def tensor_parallel_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model: copies and the forward can overlap layer by layer."""
-
-    @property
-    def copies(self) -> CopyCosts | None:
-        """None if nothing is known of them."""
-
-    @property
-    def kv_tokens(self) -> int:
-        """Capacity of the KV cache."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per KV block."""
-
-    @property
-    def is_async(self) -> bool:
-        """Whether vLLM schedules one step while another computes there."""
-
-    @property
-    def delivery_s(self) -> float:
-        """Seconds that an answer takes beside its steps: from the client to the engine and back."""
-
-    @property
-    def provenance(self) -> Mapping[str, Any]: ...
-    def step_s(self, parts: Sequence[Part]) -> float:
-        """Seconds of a step with these parts, of which there is at least one."""
+"""Tokens per step, by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +40,7 @@ class ModelShape:
 class AnalyticProfile:
     """A profile by the roofline model.
 
-    Matrix products take 2 FLOPs a parameter and token; attention 4 a pair, layer, head and dimension.
+    Matrix products take 2 FLOPs per parameter and token, attention 4 per pair, layer, head and dimension.
     """
 
     name: str
@@ -87,17 +50,21 @@ class AnalyticProfile:
     peak_flops: float
     """FLOPs per second of one device, dense."""
     efficiency: float
-    """Share of the peak that a step reaches when it is bound by compute."""
+    """Share of the peak that a compute-bound step reaches."""
     bandwidth_bytes_per_s: float
     """Bandwidth of one device's memory."""
     overhead_s: float
-    """Overhead of each step: launches, sampling, what the scheduler does not hide."""
+    """Overhead of each step: launches, sampling, and scheduling that is not hidden."""
     kv_tokens: int
+    """Capacity of the KV cache, in tokens; 0 if it is unknown."""
     block_size: int = 16
+    """Tokens per KV block."""
     is_async: bool = True
+    """Whether vLLM schedules a step while another one computes."""
     delivery_s: float = 0.0
+    """Seconds that an answer takes in addition to its steps: from the client to the engine and back."""
     host_bandwidth_bytes_per_s: float | None = None
-    """Bandwidth of one device's link to host memory, in each direction; None if nothing is known of copies."""
+    """Bandwidth of one device's link to host memory, in each direction; None if the costs of copies are unknown."""
     host_latency_s: float = 0.0
     """Latency of each copy."""
     is_overlapped: bool = True
@@ -110,15 +77,17 @@ class AnalyticProfile:
 
     @property
     def copies(self) -> CopyCosts | None:
+        """The costs of copies; None if they are unknown."""
         if self.host_bandwidth_bytes_per_s is None:
             return None
-        # Each rank copies its share of a block over its own link, at the same time as the others.
+        # Each rank copies its share of a block over its own link, in parallel with the others.
         block_bytes = self.model.kv_bytes_per_token * self.block_size // self.tensor_parallel_size
         return linear_copies(
             block_bytes, self.host_bandwidth_bytes_per_s, self.host_latency_s, is_overlapped=self.is_overlapped
         )
 
     def step_s(self, parts: Sequence[Part]) -> float:
+        """Return the seconds of a step with these parts, at least one."""
         model, num_devices = self.model, self.tensor_parallel_size
         num_new = sum(new for new, _ in parts)
         num_read = sum(context + new for new, context in parts)
@@ -132,21 +101,17 @@ class AnalyticProfile:
 
 @dataclass(frozen=True, slots=True)
 class TableProfile:
-    """A profile made from measured steps.
-
-    Between two points the time is linear in the tokens; beyond the last it goes on as it was.
-    """
+    """A profile from measured steps: linear between two points, and extrapolated beyond the last."""
 
     name: str
     device: str
     points: tuple[tuple[float, float], ...]
-    """(new tokens in the step, seconds) of steps without context, at least two, ascending."""
+    """(new tokens, seconds) of steps without context; at least two, ascending."""
     pair_s: float
     """Seconds for one pair of a new token and one before the step that it attends to."""
     request_s: float
     """Seconds for each request in a step."""
     kv_tokens: int
-    """Zero if it is not known."""
     block_size: int = 32
     is_async: bool = False
     delivery_s: float = 0.0
@@ -157,7 +122,7 @@ class TableProfile:
     copies: CopyCosts | None = None
     unsteadiness: tuple[float, ...] = ()
     """Factors by which each measured step took longer than others like it, in the order in which they ran: on a machine
-    that is not always equally fast, slow steps come in rows. Empty if unknown."""
+    of varying speed, slow steps come in runs. Empty if unknown."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -166,6 +131,7 @@ class TableProfile:
             raise ConfigurationError(f"profile {self.name!r}: points must be two or more, ascending; got {tokens}")
 
     def step_s(self, parts: Sequence[Part]) -> float:
+        """Return the seconds of a step with these parts, at least one."""
         num_new = sum(new for new, _ in parts)
         own_pair_s = self.pair_s if self.own_pair_s is None else self.own_pair_s
         attention_s = self.pair_s * context_pairs(parts) + own_pair_s * own_pairs(parts)
@@ -178,15 +144,19 @@ class TableProfile:
         return y0 + (y1 - y0) * (num_new - x0) / (x1 - x0)
 
 
+StepProfile: TypeAlias = AnalyticProfile | TableProfile
+"""The costs of steps and copies on an engine's hardware."""
+
+
 def recompute_s(
     profile: StepProfile, start: int, end: int, budget: int = DEFAULT_BUDGET, beside: Sequence[Part] = ()
 ) -> float:
-    """Seconds that computing tokens [start, end) of one request adds to steps of at most `budget` tokens.
+    """Return the seconds that computing tokens [start, end) of one request adds to steps of at most `budget` tokens.
 
-    `beside` is what each of these steps holds anyway, a running batch say. Without it that is only the token after
-    them, which the request computes in any case.
+    beside: parts that each of these steps has anyway, such as a running batch. Without them a step would only compute
+        the request's next token.
 
-    :raises ConfigurationError: what is beside leaves no room in a step.
+    :raises ConfigurationError: the parts beside leave no room in a step.
     """
     room = budget - sum(num_new for num_new, _ in beside)
     if room < 1:

@@ -1,42 +1,40 @@
-"""Requests whose next tokens are the same compute them once: grouped prefill.
+"""Grouped prefill: requests whose next tokens are the same compute them once.
 
-    leader     ├─ there ─┼─ computed in this step ─┼─ ...           the first of the order
-    follower   ├─ there ─┤ waits, and finds them in the prefix cache when they are there
+    leader     ├─ present ─┼─ computed in this step ─┼─ ...           the first in the order
+    follower   ├─ present ─┤ waits, and finds the blocks in the prefix cache later
 
-Nothing is remembered from step to step: who leads is who computes them in this one, so that a leader that is aborted,
-preempted or short of memory is followed by the next in the order. Source: arXiv 2605.13784, section 3.7, which compares
-eight tokens; here it is whole KV blocks, by the hashes of the prefix cache: of a block and of all before it.
+No state is kept between steps, so when a leader is aborted, preempted or short of memory, the next request in the order
+leads. Source: arXiv 2605.13784, section 3.7, which compares eight tokens. Here whole KV blocks are compared, by the
+hashes of the prefix cache, which cover a block and all before it.
 """
 
 from collections.abc import Callable, Hashable
 from typing import TypeAlias
 
 from streamrag.engine.request import RequestView
-from streamrag.engine.rules.rule import WaitRule
+from streamrag.engine.rules.rule import Rule
 from streamrag.engine.walk import Candidate, Wait, Walk
 
 NextBlock: TypeAlias = Callable[[RequestView, int], Hashable | None]
-"""Names the whole block in which the token behind so many leading tokens of a request stands, and all before it; None
-if that block is not whole, or the request cannot share it."""
+"""Given a request and a number of leading tokens, returns the hash of the whole block that the next token is in; None
+if that block is not whole or cannot be shared."""
 
 
-class GroupedPrefills(WaitRule):
-    """Lets a request wait if somebody computes what it lacks next, and it would have more of that by waiting.
+class GroupedPrefills(Rule):
+    """Lets a request wait if another computes its next block in this step and waiting gains it more tokens.
 
-    One that holds a slot goes on. One that holds nothing finds in this very step what its leader computes: it waits
-    only if the leader has more to compute that they share. And no complete prompt waits for a partial one, of which
-    steps have little.
+    A request that holds a slot does not wait. A request without KV finds in this very step what its leader computes, so
+    it waits only if they share still more blocks. A complete prompt does not wait for a partial one, whose share of a
+    step is small.
     """
-
-    __slots__ = ("_leaders", "_next_block")
 
     def __init__(self, next_block: NextBlock) -> None:
         self._next_block = next_block
 
     def start(self, walk: Walk) -> None:
-        self._leaders: dict[Hashable, tuple[RequestView, int]] = {}  # with the end of what it computes
+        self._leaders: dict[Hashable, tuple[RequestView, int]] = {}  # by next block: leader, end of what it computes
 
-    def must_wait(self, candidate: Candidate) -> Wait | None:
+    def ask(self, candidate: Candidate) -> Wait | None:
         request = candidate.request
         if request.is_running:
             return None
@@ -46,9 +44,11 @@ class GroupedPrefills(WaitRule):
         leader, end = self._leaders[block]
         if request.is_complete and not leader.is_complete:
             return None
-        behind = self._next_block(leader, end)
-        has_more = request.num_blocks > 0 or (behind is not None and behind == self._next_block(request, end))
-        return Wait.SKIP if has_more else None
+        next_of_leader = self._next_block(leader, end)
+        gains = request.num_blocks > 0 or (
+            next_of_leader is not None and next_of_leader == self._next_block(request, end)
+        )
+        return Wait.SKIP if gains else None
 
     def on_grant(self, candidate: Candidate) -> None:
         block = self._next_block(candidate.request, candidate.num_present)

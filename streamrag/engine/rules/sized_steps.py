@@ -1,27 +1,25 @@
-"""Steps of complete prompts are as long as suits all that wait; see `streamrag.engine.step_size`."""
+"""Rules about the length of steps and when they are planned; see `streamrag.engine.step_size` for the costs."""
 
 import math
 from collections.abc import Callable, Sequence
 
 from streamrag.engine.request import RequestView
-from streamrag.engine.rules.rule import TokenRule
+from streamrag.engine.rules.rule import Rule, TokenRule
 from streamrag.engine.step_size import StepSize
 from streamrag.engine.walk import Candidate, Grant, Walk
 
 
 class SizedSteps(TokenRule):
-    """Ends a step where more tokens are not worth that others wait for its end.
+    """Ends a step where more tokens would delay other requests by more than they save.
 
-    size: returns what is known of steps; None as long as that is too little.
+    size: returns the estimated costs of steps; None while they are unknown.
     """
-
-    __slots__ = ("_known", "_length_left", "_num_ready", "_num_waiting", "_size", "_size_now", "num_waiting")
 
     def __init__(self, size: Callable[[], StepSize | None]) -> None:
         self._size = size
 
     def start(self, walk: Walk) -> None:
-        size = self._known = self._size()
+        size = self._estimate = self._size()
         self.num_waiting = 0.0 if size is None else count_waiting(walk.order, size)
         self._size_now = size if self.num_waiting else None
         self._num_ready, self._num_waiting = 0, self.num_waiting
@@ -53,8 +51,8 @@ class SizedSteps(TokenRule):
             self._num_ready += num_present + num_tokens == request.num_tokens
 
     def is_long(self, grants: Sequence[Grant]) -> bool:
-        """Return whether a step of `grants` is so long that it is better planned late."""
-        size = self._known
+        """Whether a step of `grants` is so long that it should be planned late."""
+        size = self._estimate
         if size is None:
             return False
         length = sum(size.length(g.num_tokens, g.request.num_tokens - g.request.num_likely_tokens) for g in grants)
@@ -62,12 +60,12 @@ class SizedSteps(TokenRule):
 
 
 def count_waiting(order: Sequence[RequestView], size: StepSize) -> float:
-    """Return how many complete prompts have something to compute, and will come while they are computed."""
+    """Return how many complete prompts have tokens to compute, plus those that will arrive while these are computed."""
     num, length, pair = 0, 0.0, size.pair
     for request in order:
         if not request.is_complete or request.has_output:
             continue
-        # `num_likely_tokens` and `StepSize.length`, written out: hundreds wait on a busy engine.
+        # `num_likely_tokens` and `StepSize.length`, inlined: hundreds of requests wait on a busy engine.
         num_before, num_kept = request.num_computed_tokens, request.num_kept_tokens
         if num_kept > num_before:
             num_before = num_kept
@@ -76,3 +74,26 @@ def count_waiting(order: Sequence[RequestView], size: StepSize) -> float:
             num += 1
             length += num_likely * (1 + pair * (num_before + num_likely / 2))
     return num + size.arrivals * length
+
+
+class LateBinding(Rule):
+    """Puts off a step of partial prompts, or a long step, while another step computes.
+
+    A prompt that becomes complete meanwhile can then join the step instead of waiting for its end.
+
+    is_early: returns whether a step computes prompts now, so that there is time.
+    sized: decides which steps of complete prompts are long; None if none is.
+    """
+
+    asks_complete = asks_partial = False
+
+    def __init__(self, is_early: Callable[[], bool], sized: SizedSteps | None = None) -> None:
+        self._is_early = is_early
+        self._sized = sized
+
+    def is_better_late(self, walk: Walk) -> bool:
+        if walk.num_ahead or not self._is_early():
+            return False
+        if not any(grant.request.is_complete for grant in walk.grants):
+            return True
+        return self._sized is not None and self._sized.is_long(walk.grants)

@@ -1,20 +1,18 @@
-"""Not everybody is asked in each step whether it fits."""
+"""Bound the planning time when memory is short."""
 
-from streamrag.engine.rules.rule import WaitRule
+from streamrag.engine.rules.rule import Rule
 from streamrag.engine.walk import Candidate, Wait, Walk
 
 MOST_TRIES = 4
-"""New requests in a step that are found not to fit, before only those are asked whose turn it is: what each needs is
-costly to know, they are many when memory is short, and hardly anybody fits then."""
+"""Requests that are measured not to fit, before further ones are only examined in turn: measuring is costly, and when
+memory is short, many requests wait and hardly any fits."""
 
 NUM_IN_TURN = 4
-"""Positions of the order that have their turn in a step, so that everybody is asked some time."""
+"""Positions of the order that are examined in each step once `MOST_TRIES` is reached, so that all get their turn."""
 
 
-class Turns(WaitRule):
-    """Keeps planning short where memory is: once some partial prompts do not fit, others are asked in turn."""
-
-    __slots__ = ("_turn",)
+class Turns(Rule):
+    """Skips most partial prompts that would start, once some were measured not to fit; the others rotate by step."""
 
     asks_complete = False
     only_saves_time = True
@@ -25,7 +23,7 @@ class Turns(WaitRule):
     def start(self, walk: Walk) -> None:
         self._turn += 1
 
-    def must_wait(self, candidate: Candidate) -> Wait | None:
+    def ask(self, candidate: Candidate) -> Wait | None:
         if candidate.walk.num_unfit < MOST_TRIES or not candidate.is_new or candidate.may_evict:
             return None
         num = len(candidate.walk.order)

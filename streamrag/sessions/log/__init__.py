@@ -1,4 +1,4 @@
-"""A session's text on disk, so that a restarted process resumes it."""
+"""A session's text on disk, from which a restarted process resumes it."""
 
 from streamrag.sessions.log.contents import LogState as LogState
 from streamrag.sessions.log.session_log import SessionLog as SessionLog

@@ -1,8 +1,8 @@
-"""The tables of a session's log, and what is written to and read from them. Blocking.
+"""The tables of a session's log. Functions here block.
 
 meta       one row for each field of `Header`
-chunks     data in the window, and data that wait for it
-watches    watched questions that have a name, each as JSON
+chunks     chunks in the window and in the buffer
+watches    options of named watches, as JSON
 """
 
 import json
@@ -30,14 +30,14 @@ SCHEMA = (
 CHUNK_COLUMNS = ("text", "uri", "title", "passage", "score")
 
 MAX_NUMBER = 1 << 52
-"""Above all numbers that a session counts to, and below what SQLite has room for: a log that has more is damaged."""
+"""Bound on all counts, below SQLite's limit. A log with a larger number is damaged."""
 
 Count = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Options and counts of a session, from which it is made again."""
+    """The options and counts from which a session resumes."""
 
     system: str
     window_tokens: Annotated[int, Field(ge=1)]
@@ -47,20 +47,20 @@ class Header:
     num_dropped: Count = 0
     num_slid: Count = 0
     num_events: Count = 0
-    """Events up to this number may have been told to readers."""
+    """Upper bound of the event numbers that readers may have received."""
     frozen: str | None = None
-    """The system text that took the place of `system`, if one did."""
+    """The system text that replaced `system`; None if it was never replaced."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogContents:
-    """Everything that a log holds."""
+    """The whole contents of a log."""
 
     header: Header
     chunks: dict[int, Chunk] = field(default_factory=dict)
     """Chunks by number, in order."""
     watches: dict[str, WatchOptions] = field(default_factory=dict)
-    """Watched questions by name."""
+    """Options of named watches, by name."""
 
     @property
     def system(self) -> str:
@@ -73,19 +73,18 @@ class LogState:
     """State of a session's log."""
 
     is_resumed: bool = False
-    """Whether it was there when the session was opened."""
+    """Whether the session was resumed from it."""
     flushed: int = 0
-    """The version that is on the disk, with all before it."""
+    """The newest version that is on disk."""
     num_failures: int = 0
-    """Number of attempts to write that failed."""
+    """Number of failed attempts to write."""
     error: str | None = None
-    """Reason why the last attempt to write failed, if it did. The session goes on, and it is tried again."""
+    """The reason why the last attempt to write failed; None if it succeeded. The session continues, and it is tried
+    again."""
 
 
 def write_contents(connection: sqlite3.Connection, contents: LogContents, before: LogContents | None) -> None:
-    """Have a log hold `contents`, by one transaction.
-
-    before: what it holds; None if it has no tables yet.
+    """Replace the contents `before` of a log by `contents`, in one transaction. `before` is None for a new log.
 
     :raises sqlite3.Error: nothing was changed.
     """
@@ -119,10 +118,7 @@ def write_contents(connection: sqlite3.Connection, contents: LogContents, before
 
 
 def read_contents(connection: sqlite3.Connection) -> LogContents:
-    """Return everything that a log holds, checked.
-
-    :raises ValueError, sqlite3.Error: the log is damaged.
-    """
+    """Read and validate a log; raise ValueError or sqlite3.Error if it is damaged."""
     (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if verdict != "ok":
         raise ValueError(verdict)
@@ -144,20 +140,14 @@ def read_contents(connection: sqlite3.Connection) -> LogContents:
 
 
 def read_header_rows(connection: sqlite3.Connection) -> Header:
-    """Return a log's header, checked.
-
-    :raises ValueError, sqlite3.Error: the log is damaged.
-    """
+    """Read and validate a log's header; raise ValueError or sqlite3.Error if it is damaged."""
     rows = connection.execute("SELECT name, value FROM meta LIMIT 100")
     with _located("meta"):
         return as_dataclass(Header, {str(name): value for name, value in rows})
 
 
 def encode_watch(watch: WatchOptions) -> str:
-    """Return a watch as it is kept.
-
-    :raises ConfigurationError: its parameters cannot be kept.
-    """
+    """Return a watch as JSON; raise ConfigurationError if its parameters cannot be written."""
     try:
         values = asdict(watch)
         text = json.dumps({name: value for name, value in values.items() if name != "name"})

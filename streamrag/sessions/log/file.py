@@ -1,7 +1,7 @@
-"""The SQLite database that a session's text is kept in, written by one process at a time. Blocking.
+"""The SQLite database that holds a session's text, written by one process at a time. Functions here block.
 
-It is in WAL mode with synchronous=FULL: what was committed survives a killed process and a power failure. While it is
-open, SQLite keeps `-wal` and `-shm` beside it, and `-lock` says that a session has it.
+It is in WAL mode with synchronous=FULL, so that commits survive a killed process and a power failure. While it is open,
+there are files with `-wal` and `-shm` beside it, and one with `-lock`, by which a session owns it.
 """
 
 import glob
@@ -30,11 +30,11 @@ APPLICATION_ID = 0x73726C67
 FORMAT_VERSION = 1
 OLD_FORMAT = b'{"format":"streamrag-session"'
 MAX_FILE_BYTES = 256 << 20
-"""Bytes of a log, as it is written and as it is read. Texts take up to four times as much in memory."""
+"""Most bytes of a log, for writing and reading. Its texts take up to four times as much in memory."""
 MAX_VALUE_BYTES = 16_000_000
-"""Bytes of one value in it: a chunk has a million characters at most."""
+"""Most bytes of one value: a chunk has at most a million characters."""
 MAX_WAL_BYTES = 1 << 20
-"""Beyond this the WAL is copied into the database and emptied. Until then deleted text may be in it."""
+"""Size from which the WAL is copied into the database and truncated. Until then it may contain deleted text."""
 BUSY_S = 1.0
 """Longest wait for another program that uses the database."""
 PAGE_BYTES = 4096
@@ -60,19 +60,18 @@ SIDECARS = ("-wal", "-shm", "-journal")
 
 
 class LogFile:
-    """A log that this process has from `open` to `close`. For one thread at a time."""
+    """A log that this process owns from `open` to `close`. For one thread at a time."""
 
     def __init__(self, path: Path) -> None:
-        self.path = Path(os.path.realpath(path))  # what a link names is written, and the link stays
+        self.path = Path(os.path.realpath(path))  # write to the target of a link, and keep the link
         self._lock = FileLock(_beside(self.path, "-lock"), self.path)
         self._connection: sqlite3.Connection | None = None
         self._statuses: dict[Path, os.stat_result] = {}
-        """The database and the files beside it: which they are."""
+        """Status of the database and the files beside it, to notice that they were replaced."""
         self._contents: LogContents | None = None
-        """Contents of the file."""
 
     def open(self) -> LogContents | None:
-        """Take the log for this process and read it; return None if it is new, and an empty file then.
+        """Lock the log and read it. If there is none, create an empty file and return None.
 
         :raises SessionLogError: it cannot be opened, another process has it, or it is damaged. Nothing was changed.
         """
@@ -92,7 +91,7 @@ class LogFile:
         return self._contents
 
     def write(self, contents: LogContents) -> None:
-        """Have the file hold this, and wait until it does.
+        """Replace the contents of the log, and wait until they are on disk.
 
         :raises OSError, SessionLogError: nothing was written.
         """
@@ -111,18 +110,18 @@ class LogFile:
                     _execute(self._connection, COMPACTION)
         except sqlite3.Error as error:
             is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-            full = f"No space left on the disk, or the log has {MAX_FILE_BYTES >> 20} MiB, the most that it may have"
+            full = f"No space left on the disk, or the log has reached its limit of {MAX_FILE_BYTES >> 20} MiB"
             raise SessionLogError(full if is_full else str(error)) from error
 
     def touch(self, at_s: float) -> None:
-        """Set the file's time: the session was last used then, on the wall clock."""
+        """Set the file's time to when the session was last used, on the wall clock."""
         with suppress(OSError):
             os.utime(self.path, (at_s, at_s))
 
     def remove(self) -> None:
-        """Delete the log, which need not be open, and let others have its name.
+        """Delete the log, which need not be open, and release the lock.
 
-        :raises SessionLogInUseError: another process has it; it stays.
+        :raises SessionLogInUseError: another session uses it; it is not deleted.
         """
         try:
             self._lock.take()
@@ -132,12 +131,12 @@ class LogFile:
         except SessionLogInUseError:
             raise
         except OSError:
-            return  # there is none, or it cannot be removed
+            return  # it does not exist, or cannot be removed
         finally:
             self.close()
 
     def close(self) -> None:
-        """Let others have the log."""
+        """Close the database, and release the lock."""
         if self._connection is not None and self._is_ours():
             with suppress(sqlite3.Error):
                 _execute(self._connection, COMPACTION)
@@ -145,7 +144,7 @@ class LogFile:
         self._lock.release()
 
     def _create(self, contents: LogContents) -> None:
-        """Make the database beside its place, and move it there when it is whole."""
+        """Create the database under another name, and rename it when it is complete."""
         if not _is_free(self.path) and not self._is_ours():
             raise SessionLogError("the file was replaced by somebody else")
         unfinished = self.path.with_name(f".writing-{secrets.token_hex(4)}-{self.path.name}")
@@ -158,11 +157,11 @@ class LogFile:
                 write_contents(connection, contents, None)
                 _execute(connection, ("journal_mode=WAL",))
             sync(unfinished)
-            _remove_sidecars(self.path)  # of a database that was removed: they must not be taken for this one's
+            _remove_sidecars(self.path)  # those of a removed database must not be applied to this one
             unfinished.replace(self.path)
         finally:
             _remove_unfinished(self.path)
-        with suppress(OSError):  # a file system that cannot sync folders does it by itself
+        with suppress(OSError):  # some file systems cannot sync folders, and need not
             sync(self.path.parent)
         self._contents, self._statuses = contents, {self.path: self.path.stat()}
         self._connection = self._connect()
@@ -179,7 +178,7 @@ class LogFile:
     def _disconnect(self) -> None:
         if self._connection is None:
             return
-        if not self._is_ours():  # of a database that was removed or replaced, SQLite leaves what lies beside it
+        if not self._is_ours():  # if the database was removed or replaced, SQLite leaves the files beside it
             for path, status in self._statuses.items():
                 if is_same(status, path):
                     path.unlink()
@@ -188,23 +187,23 @@ class LogFile:
 
 
 def read_header(path: Path) -> Header:
-    """Read how the session of this log is made again, which another process may have.
+    """Read the header of a log, which another process may have open.
 
-    :raises SessionLogError: it cannot be read, or is no log.
+    :raises SessionLogError: it cannot be read, or is not a log.
     """
     with _translated(path):
         status = path.stat()
         try:
             with closing(_connect(path)) as connection:
                 return read_header_rows(connection)
-        finally:  # SQLite may have finished what a killed process had begun, which is no use of the session
+        finally:  # SQLite may have recovered the WAL of a killed process, which does not count as using the session
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open the database of a log, once it is clear that it is one.
+    """Open the database of a log, after checking that it is one.
 
-    :raises OSError, SessionLogError, sqlite3.Error: it cannot be opened, or is none.
+    :raises OSError, SessionLogError, sqlite3.Error: it cannot be opened, or is not a log.
     """
     _check_files(path)
     connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
@@ -219,8 +218,8 @@ def _connect(path: Path) -> sqlite3.Connection:
             raise SessionLogError(f"{path} is no log of a session: it is another program's database")
         if version > FORMAT_VERSION:
             raise SessionLogError(f"{path} was written by a newer streamrag: update this one")
-        found = {sql for (sql,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
-        if found != set(SCHEMA):
+        schema = {sql for (sql,) in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
+        if schema != set(SCHEMA):
             raise SessionLogError(f"{path} is no log of a session: it has other tables. Nothing was changed")
         _execute(connection, (f"max_page_count={MAX_FILE_BYTES // PAGE_BYTES}",))
     except BaseException:
@@ -230,7 +229,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _check_files(path: Path) -> None:
-    """Refuse what SQLite would follow, wait for or read without end."""
+    """Reject links, pipes and huge files, which SQLite would follow, wait for or read without end."""
     num_bytes = path.stat().st_size
     if not stat.S_ISREG(path.stat().st_mode):
         raise SessionLogError(f"{path} cannot be a session's log: it is no regular file")
@@ -241,12 +240,12 @@ def _check_files(path: Path) -> None:
             if suffix == "-journal" or not stat.S_ISREG(status.st_mode):
                 raise SessionLogError(f"{path}{suffix} is not of a session's log: move it away. Nothing was changed")
     if num_bytes > 2 * MAX_FILE_BYTES:
-        raise SessionLogError(f"{path} has more than {2 * MAX_FILE_BYTES >> 20} MiB, the most that is read of a log")
+        raise SessionLogError(f"{path} has more than {2 * MAX_FILE_BYTES >> 20} MiB, the limit for reading a log")
 
 
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
-    """Raise a SessionLogError for whatever is wrong with a log that is opened."""
+    """Translate errors of opening a log into SessionLogError."""
     try:
         yield
     except SessionLogError:
@@ -260,14 +259,14 @@ def _translated(path: Path) -> Iterator[None]:
         elif isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_CORRUPT:
             message = f"{path} cannot be read: {error}"
         else:
-            message = f"{path} is damaged: {error}. Nothing was changed. Move the file away to begin anew"
+            message = f"{path} is damaged: {error}. Nothing was changed. Move the file away to start a new log"
         raise SessionLogError(message) from error
 
 
 def _old_format(path: Path) -> str:
     with suppress(OSError), open_regular(path) as file:
         if file.read(64).replace(b" ", b"").startswith(OLD_FORMAT):
-            return " that can be read: an older streamrag wrote it as text. Move it away to begin anew"
+            return " that can be read: an older streamrag wrote it as text. Move it away to start a new log"
     return ""
 
 
@@ -277,7 +276,7 @@ def _execute(connection: sqlite3.Connection, pragmas: tuple[str, ...]) -> None:
 
 
 def _is_free(path: Path) -> bool:
-    """Whether nothing is there, or an empty file."""
+    """Whether there is no file at `path`, or an empty one."""
     with suppress(FileNotFoundError):
         status = path.stat()
         return stat.S_ISREG(status.st_mode) and not status.st_size
@@ -294,7 +293,7 @@ def _remove_sidecars(path: Path) -> None:
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Remove what a killed process was making. The caller has the lock."""
+    """Remove the unfinished databases of killed processes. The caller has the lock."""
     for unfinished in path.parent.glob(f".writing-????????-{glob.escape(path.name)}"):
         unfinished.unlink(missing_ok=True)
         _remove_sidecars(unfinished)

@@ -1,4 +1,4 @@
-"""Who has a log: one session, of all processes."""
+"""A lock on a session's log, across processes."""
 
 import fcntl
 import os
@@ -9,7 +9,7 @@ from streamrag.errors import SessionLogInUseError
 
 
 class FileLock:
-    """A lock on a file beside a log: closing any handle of a database would end this process's locks on it."""
+    """A lock on a separate file: closing any handle of the database itself would release this process's locks on it."""
 
     def __init__(self, path: Path, log_path: Path) -> None:
         self._path = path
@@ -17,29 +17,29 @@ class FileLock:
         self._file: int | None = None
 
     def take(self) -> None:
-        """Take the lock, unless this object has it.
+        """Take the lock, unless this object has it already.
 
-        :raises SessionLogInUseError: a session has it, here or in another process.
+        :raises SessionLogInUseError: another session has it, in this process or in another.
         """
         if self._file is not None and not is_same(os.fstat(self._file), self._path):
-            os.close(self._file)  # somebody has removed it
+            os.close(self._file)  # the file was removed, so the lock is void
             self._file = None
         while self._file is None:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             file = os.open(self._path, flags, 0o600)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if is_same(os.fstat(file), self._path):  # else its owner has removed it meanwhile
+                if is_same(os.fstat(file), self._path):  # else the previous owner removed it before we locked it
                     self._file = file
             except BlockingIOError:
-                what = "is the log of a session that is open, here or in another process: close that first"
-                raise SessionLogInUseError(f"{self._log_path} {what}") from None
+                message = "is the log of a session that is open, here or in another process: close that first"
+                raise SessionLogInUseError(f"{self._log_path} {message}") from None
             finally:
                 if self._file is None:
                     os.close(file)
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the lock, and remove its file."""
         if self._file is not None:
             with suppress(OSError):
                 if is_same(os.fstat(self._file), self._path):
@@ -49,7 +49,7 @@ class FileLock:
 
 
 def is_same(status: os.stat_result, path: Path) -> bool:
-    """Whether `path` is the file of this status."""
+    """Whether `path` is the same file as the one with this status."""
     with suppress(OSError):
         return os.path.samestat(status, path.lstat())
     return False

@@ -1,4 +1,4 @@
-"""A session's text on disk, written in the background, so that a restarted process resumes it."""
+"""Write a session's text to disk in the background, so that a restarted process can resume the session."""
 
 import asyncio
 import logging
@@ -25,17 +25,17 @@ from streamrag.support.messages import message_of, short
 from streamrag.support.tasks import LET_GO_S, Broadcast, wait_regardless
 
 MAX_CHARACTERS = 1_000_000
-"""Most characters of one chunk's texts, of a watch, and of the system text."""
+"""Most characters of a chunk, of a watch, and of the system text."""
 
 RETRY_S = 5.0
-"""Seconds until the next attempt, after the disk refused one."""
+"""Seconds until the next attempt after a failed write."""
 
 EVENTS_AHEAD = 1024
-"""Numbers of events that are reserved at a time, and again when half of them are left: a process that is killed has
-given no number that its successor gives too."""
+"""Event numbers that are reserved in the log at a time, and again when half of them are used, so that a resumed session
+does not reuse a number of the killed process."""
 
 MAX_THREADS = 4
-"""Threads that wait for disks, in one event loop."""
+"""Most threads per event loop that wait for disks."""
 
 T = TypeVar("T")
 
@@ -45,13 +45,13 @@ _limiter = anyio.lowlevel.RunVar[anyio.CapacityLimiter]("streamrag session logs"
 
 
 class SessionLog:
-    """The log of a session. Appending never waits: a task writes what has changed meanwhile, and waits for the disk.
+    """The log of a session. Changes never block: a background task writes them to disk.
 
-    owner: kept in the log, and read by `read_header`.
-    on_failure: called with the reason when the disk does not take something, the first time in a row.
-    max_watches: most watches that are read from the file; None reads all.
+    owner: stored in the log, and returned by `read_header`.
+    on_failure: called with the reason when a write fails, once per series of failures.
+    max_watches: most watches to read from the file; None reads all.
 
-    :raises ConfigurationError: the path is none.
+    :raises ConfigurationError: `path` is not a path.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SessionLog:
         self.state = LogState()
         self.watches: dict[str, WatchOptions] = {}
         self.num_events = 0
-        """Events that were told, also before a restart. A new event's number is one more."""
+        """Number of the newest event, counted across restarts."""
         self._owner = owner
         self._on_failure = on_failure
         self._max_watches = max_watches
@@ -75,28 +75,24 @@ class SessionLog:
             raise ConfigurationError(f"log={short(path)} must be the path of a file") from None
         self._header: Header
         self._held: dict[int, Chunk] = {}
-        """All that the session holds: in its window, and not there yet."""
+        """Chunks in the session's window and buffer, by number."""
         self._is_dirty = True
         self._has_events = False
         self._is_closing = False
         self._task: asyncio.Task[None] | None = None
         self._has_work = asyncio.Event()
         self._hurry = asyncio.Event()
-        """Set when somebody waits for the disk."""
+        """Set when a caller waits for the disk, to cut the wait before a retry short."""
         self._attempts = Broadcast()
+        """Woken after each attempt to write."""
 
     @property
     def path(self) -> Path:
         """Path of the log, with links resolved."""
         return self._file.path
 
-    # --------------------------------------------------------------------------------------------- starting and ending
-
     async def open(self) -> LogContents | None:
-        """Take the file and read it; return None if it is new.
-
-        :raises SessionLogError: it cannot be opened, another session has it, or it is damaged. Nothing was changed.
-        """
+        """Lock the file and read it; return None if it is new. Raises as `LogFile.open` does."""
         try:
             contents = await _in_thread(self._file.open)
         except asyncio.CancelledError:
@@ -111,27 +107,24 @@ class SessionLog:
         return contents
 
     def start(self, system: str, window_tokens: int, slide_share: float, contents: LogContents | None) -> None:
-        """Begin to write the log. Events may be added once `wait_for_attempt` has returned.
-
-        :raises SessionLogError: the system text is too long for a log.
-        """
+        """Start writing the log; raises as `check_system` does. Call `wait_for_attempt` before `next_event`."""
         self.check_system(system)
-        before = Header(system, window_tokens, slide_share, self._owner) if contents is None else contents.header
-        self._header = replace(before, window_tokens=window_tokens, slide_share=slide_share)
+        header = Header(system, window_tokens, slide_share, self._owner) if contents is None else contents.header
+        self._header = replace(header, window_tokens=window_tokens, slide_share=slide_share)
         self._change(num_events=self.num_events + EVENTS_AHEAD)
         self._is_closing = False
         self._task = asyncio.create_task(self._write_all(), name="streamrag session's log")
 
     async def wait_for_attempt(self) -> None:
-        """Wait for the next attempt to write. The first one reserves numbers for events."""
+        """Wait for the end of the next attempt to write. The first one reserves event numbers."""
         await self._attempts.wait()
 
     async def aclose(self, *, removes: bool = False) -> None:
-        """Write what is left, and let others have the file; with `removes`, delete it.
+        """Write the remaining changes and release the file; with `removes`, delete it.
 
-        If the disk does not answer, this is done once it does.
+        If the disk does not respond in time, a background task does this later.
 
-        :raises SessionLogInUseError: it is to be deleted, was never opened, and another session has it.
+        :raises SessionLogInUseError: with `removes`, the log was never opened, and another session has it.
         """
         end = self._file.remove if removes else self._file.close
         if self._task is not None:
@@ -148,53 +141,45 @@ class SessionLog:
                 return
         await _in_thread(end)
 
-    # ------------------------------------------------------------------------------------------------------------ data
-
     @staticmethod
     def check(chunk: Chunk) -> None:
-        """Check that a log takes this chunk.
-
-        :raises SessionLogError: it is too long.
-        """
+        """Raise SessionLogError if `chunk` is too long for a log."""
         if num_characters(chunk) > MAX_CHARACTERS:
             raise SessionLogError(f"a chunk has more than {MAX_CHARACTERS:,} characters, the most in a log: split it")
 
     @staticmethod
     def check_system(system: str) -> None:
-        """Check that a log takes this system text.
-
-        :raises SessionLogError: it is too long.
-        """
+        """Raise SessionLogError if the system text is too long for a log."""
         if len(system) > MAX_CHARACTERS:
             raise SessionLogError(f"a session with a log has a system text of at most {MAX_CHARACTERS:,} characters")
 
     def append(self, numbered: Numbered) -> None:
-        """Keep a chunk that was appended. Never waits."""
+        """Add a chunk that was appended."""
         self._held[numbered.number] = numbered.chunk
         self._change(num_appended=numbered.number)
 
     def freeze(self, number: int, system: str) -> None:
-        """Keep the system text that the version of this number has."""
+        """Set the system text of the version `number`."""
         self._change(num_appended=number, frozen=system)
 
     def drop(self, number: int) -> None:
-        """Delete a chunk that was dropped before it came into the window, and count it."""
+        """Remove a chunk that was dropped from the buffer, and count it."""
         self.forget(number)
         self._change(num_dropped=self._header.num_dropped + 1)
 
     def forget(self, number: int) -> None:
-        """Delete a chunk that takes no room in the window."""
+        """Remove a chunk that has no tokens in the window."""
         self._held.pop(number, None)
         self._change()
 
     def slide(self, oldest: int, num_slid: int) -> None:
-        """Delete what went out of the window, which begins with the chunk of number `oldest` now."""
+        """Remove the chunks before `oldest`, the first one in the window, if the window has slid."""
         if num_slid != self._header.num_slid:
             self._held = {number: chunk for number, chunk in self._held.items() if number >= oldest}
             self._change(num_slid=num_slid)
 
     def add_watch(self, watch: WatchOptions) -> None:
-        """Keep a watched question, which has a name.
+        """Add a named watch.
 
         :raises SessionLogError: it is too long for a log.
         :raises ConfigurationError: its parameters cannot be written.
@@ -206,12 +191,12 @@ class SessionLog:
         self._change()
 
     def remove_watch(self, name: str) -> None:
-        """Delete a watched question."""
+        """Remove a named watch."""
         del self.watches[name]
         self._change()
 
     def next_event(self) -> int:
-        """Return the number of a new event."""
+        """Return the number of a new event, reserving more numbers if needed."""
         self.num_events += 1
         self._has_events = True
         if self.num_events + EVENTS_AHEAD // 2 > self._header.num_events:
@@ -219,9 +204,9 @@ class SessionLog:
         return self.num_events
 
     async def flush(self) -> int:
-        """Wait until all that was appended is on the disk, as far as the system knows; return the version that is.
+        """Wait until all appended data are synced to disk, and return the version on disk.
 
-        :raises SessionLogError: the disk does not take it, or the log was closed. It is tried again later.
+        :raises SessionLogError: the write failed and will be tried again, or the log was closed.
         """
         newest, num_failures = self._header.num_appended, self.state.num_failures
         while self.state.flushed < newest:
@@ -235,10 +220,8 @@ class SessionLog:
         return self.state.flushed
 
     async def touch(self, at_s: float) -> None:
-        """Set the file's time: the session was last used then, on the wall clock, though nothing was appended."""
+        """Set the file's time to when the session was last used, on the wall clock."""
         await _in_thread(partial(self._file.touch, at_s))
-
-    # --------------------------------------------------------------------------------------------------------- writing
 
     def _change(self, **header: int | str) -> None:
         if header:
@@ -262,7 +245,7 @@ class SessionLog:
                 self._has_work.set()
 
     async def _write(self) -> bool:
-        """Write what has changed; return whether the disk has taken it."""
+        """Write the changes, if there are any; return whether that succeeded."""
         if not self._is_dirty:
             return True
         contents = LogContents(self._header, dict(self._held), dict(self.watches))
@@ -280,7 +263,9 @@ class SessionLog:
         is_news = self.state.error is None
         self.state = replace(self.state, num_failures=self.state.num_failures + 1, error=reason)
         if is_news:
-            log.warning("%s cannot be written: %s. The session goes on; it is tried again", self.path, reason)
+            log.warning(
+                "%s cannot be written: %s. The session continues, and writing is tried again", self.path, reason
+            )
             self._on_failure(reason)
 
 
@@ -290,7 +275,7 @@ async def _end_late(end: Callable[[], None], writing: "asyncio.Task[None]") -> N
 
 
 async def _in_thread(function: Callable[[], T]) -> T:
-    """Return what it returns. A caller that is cancelled waits for its end, since a thread cannot be stopped."""
+    """Run `function` in a thread. A cancelled caller waits for its end, because a thread cannot be stopped."""
     try:
         limiter = _limiter.get()
     except LookupError:

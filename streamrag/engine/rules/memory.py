@@ -1,0 +1,117 @@
+"""Rules about KV memory: who may evict, which blocks stay free, and admission of complete prompts by a KV budget."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from streamrag.engine.rules.rule import Rule
+from streamrag.engine.walk import Candidate, Wait, Walk
+
+
+class PartialEviction(Rule):
+    """Decides whether partial prompts may evict other requests, which they may not without this rule.
+
+    Growing prompts gain from it if evicted KV is copied back rather than computed again: they have little left to
+    compute when they are complete. Prompts that are replaced would only thrash.
+
+    can_partial: whether all partial prompts may evict.
+    can_growing: returns whether partial prompts that are not speculative may evict in this step.
+    """
+
+    asks_complete = False
+
+    def __init__(self, can_partial: bool = False, can_growing: Callable[[], bool] = lambda: False) -> None:
+        self._can_partial = can_partial
+        self._can_growing = can_growing
+
+    def start(self, walk: Walk) -> None:
+        self._can_growing_now = self._can_growing()
+
+    def ask(self, candidate: Candidate) -> Wait | None:
+        candidate.may_evict = self._can_partial or (self._can_growing_now and not candidate.request.is_speculative)
+        return None
+
+
+class LowWater(Rule):
+    """Keeps `num_blocks` free beside a partial prompt that was evicted and would start again.
+
+    Other requests are likely to need its blocks before it is complete, and would evict it a second time.
+    """
+
+    asks_complete = False
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+
+    def ask(self, candidate: Candidate) -> Wait | None:
+        if not candidate.is_new or not candidate.request.was_evicted or candidate.may_evict:
+            return None
+        candidate.num_reserved, candidate.held_by_memory = self._num_blocks, type(self).__name__
+        # Its own need is costly to compute and is checked last, by `Walk.wait_for_memory`.
+        return Wait.MEMORY if candidate.walk.num_missing > -self._num_blocks else None
+
+
+class DataHighWater(Rule):
+    """Keeps `num_blocks` free for questions, which the data of sessions may not use, nor may they evict others."""
+
+    asks_complete = False
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+
+    def ask(self, candidate: Candidate) -> Wait | None:
+        if candidate.request.request_class != "stream":
+            return None
+        candidate.may_evict = False
+        return Wait.RESERVE if -self._num_blocks < candidate.num_missing <= 0 else None
+
+
+class Budget(NamedTuple):
+    """The KV memory that complete prompts may still claim, for their prompts and answers."""
+
+    num_blocks: int
+    """Blocks that are not claimed; negative if one request alone has claimed more than there are."""
+    has_claims: bool
+    """Whether any request has a claim. If none has, the next one may start whatever it claims."""
+
+
+class KvBudget(Rule):
+    """Admits a complete prompt only if there is KV memory for it and its whole answer.
+
+        starts ──claim: blocks for prompt and answer──▶ in the budget ──evicted, or ended──▶ claim released
+
+    Once a prompt does not fit, smaller ones behind it wait too, so that it cannot starve. Blocks that other requests
+    hold already are not claimed: questions of one session share all but their own tokens.
+    Source: cell-budget admission of arXiv 2605.13784, section 3.7.
+
+    budget: returns what is left of the budget.
+    """
+
+    asks_partial = False
+
+    def __init__(self, budget: Callable[[], Budget]) -> None:
+        self._budget = budget
+
+    def start(self, walk: Walk) -> None:
+        self._num_blocks, self._has_claims = self._budget()
+        self._is_over = False
+
+    def ask(self, candidate: Candidate) -> Wait | None:
+        if candidate.request.has_claim:
+            return None
+        if not self._is_over:
+            candidate.num_blocks_claimed = _num_blocks_until_end(candidate)
+            self._is_over = self._has_claims and candidate.num_blocks_claimed > self._num_blocks
+        return Wait.YIELD if self._is_over else None
+
+    def on_grant(self, candidate: Candidate) -> None:
+        if candidate.num_blocks_claimed is not None:
+            self._num_blocks -= candidate.num_blocks_claimed
+            self._has_claims = True
+
+
+def _num_blocks_until_end(candidate: Candidate) -> int:
+    """Return how many unshared blocks the request may hold when its answer ends."""
+    request, memory = candidate.request, candidate.walk.memory
+    num_held = memory.num_blocks_freed(request) if request.num_blocks else 0
+    num_tokens = request.num_tokens - candidate.num_present + request.num_answer_tokens
+    return num_held + memory.num_blocks_needed(request, num_tokens)
