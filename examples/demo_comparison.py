@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from scipy import stats
+from scipy import stats  # type: ignore[import-untyped]
 
 from streamrag import Pipeline, SamplingParams, VllmBackend
 from streamrag.telemetry import Answer, Answered, Event

@@ -106,7 +106,7 @@ def is_alike(one: list[str], other: list[str]) -> bool:
 
 def share(known: NearDuplicates, texts: list[str]) -> str:
     num_found = sum(known.has(text) for text in texts)
-    known._of_page.clear()
+    known._page_paragraphs.clear()
     return f"{num_found / len(texts):.1%}"
 
 

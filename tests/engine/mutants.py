@@ -242,7 +242,7 @@ MUTANTS = (
     Mutant(
         "what another computes in this very step is written through",
         HOST_MEMORY,
-        "            if request_id in starting:\n",
+        "            if request_id in self._prefix_hits:\n",
         "            if False:\n",
         0,  # two prompts that are the same but for their ends, short of memory: once in 10,000 seeds
         "tests/backends/vllm/scheduler/test_write_through.py"

@@ -73,10 +73,9 @@ async def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Async
     server = VllmServer(f"http://127.0.0.1:{port}")
     try:
         async with server.client:
-            async with asyncio.timeout(240):
-                while not await is_ready(server):
-                    assert process.returncode is None, log_path.read_text()[-3000:]
-                    await asyncio.sleep(0.2)
+            while not await is_ready(server):
+                assert process.returncode is None, log_path.read_text()[-3000:]
+                await asyncio.sleep(0.2)
             yield server
     finally:
         process.terminate()

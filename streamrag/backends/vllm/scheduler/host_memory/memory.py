@@ -57,6 +57,7 @@ class HostMemory:
         self._loads: list[tuple[int, int, Any]] = []  # of the current step: slot, device block, key
         self._in_flight = LoadsInFlight(self._group.req_to_blocks)
         self._unwritten: dict[str, StreamRequest] = {}  # partial prompts with blocks to write through
+        self._prefix_hits: set[str] = set()  # requests that found blocks in the prefix cache in this step
         self._num_written: dict[str, int] = {}  # leading blocks of each that have been written through
 
     def start_step(self, now_s: float) -> None:
@@ -128,6 +129,8 @@ class HostMemory:
 
     def look_up(self, request: StreamRequest, num_local: int) -> Match | None:
         """Return the KV after the first `num_local` tokens, which the prefix cache has; None if nothing was lost."""
+        if num_local:
+            self._prefix_hits.add(request.request_id)
         start, end = num_local // self._block_size, (request.num_tokens - 1) // self._block_size
         num_blocks = self.pool.num_valid(request.block_hashes[start:end]) if end > start else 0
         if request.skip_reading_prefix_cache or (num_blocks == 0 and not request.was_evicted):
@@ -154,7 +157,8 @@ class HostMemory:
         losers: Counter[StreamRequest] = Counter()
         saves = list(self._saves(step, unheard_of, losers)) if self._released else []
         loads, self._loads = self._loads, []
-        held_saves = list(self._write_through(step, unheard_of)) if self._unwritten else []
+        held_saves = list(self._write_through(unheard_of)) if self._unwritten else []
+        self._prefix_hits.clear()
         self.pool.unpin()
         self._in_flight.on_step(step.num_scheduled_tokens, {block_id: key for _, block_id, key in loads})
         self.num_loaded += len(loads)
@@ -215,16 +219,15 @@ class HostMemory:
             return False
         return index < len(request.block_hashes) and request.block_hashes[index] == released.key
 
-    def _write_through(self, step: SchedulerOutput, unheard_of: set[int]) -> Iterator[tuple[int, int]]:
+    def _write_through(self, unheard_of: set[int]) -> Iterator[tuple[int, int]]:
         """Yield (block, slot) for blocks that partial prompts hold, oldest first, as many as there is time to copy."""
         pool = self._block_pool
         num_left = self.choice.num_to_write_through(pool.get_num_free_blocks() / pool.num_gpu_blocks)
-        starting = {new.req_id for new in step.scheduled_new_reqs} | step.scheduled_cached_reqs.resumed_req_ids
         for request_id, request in list(self._unwritten.items()):
             if num_left <= 0:
                 return
-            if request_id in starting:
-                continue  # another request may compute its prefix hits in this very step
+            if request_id in self._prefix_hits:
+                continue  # another request may compute these blocks in this very step
             if request.is_complete or request.num_computed_tokens == 0:
                 del self._unwritten[request_id]
                 continue
