@@ -1,4 +1,4 @@
-"""streamrag in other people's frameworks, and their retrievers as sources: a module and an extra for each.
+"""Adapters for other frameworks, with a module and an extra for each: streamrag in them, and their retrievers as sources.
 
-Nothing else in streamrag imports these.
+No other part of streamrag imports this package.
 """
