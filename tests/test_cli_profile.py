@@ -29,8 +29,8 @@ def test_numbers_below_one_are_refused(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{dummy}", "is no JSON"),
-        ("[1]", "is no JSON object"),
+        ("{dummy}", "is not JSON"),
+        ("[1]", "is not a JSON object"),
         ('{"max_model_len": 9}', "max_model_len has an option of its own, --max-model-len"),
     ],
     ids=["no JSON", "no object", "named twice"],

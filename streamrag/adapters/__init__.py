@@ -1,4 +1,4 @@
-"""Adapters for other frameworks, with a module and an extra for each: streamrag in them, and their retrievers as sources.
+"""Adapters for other frameworks: streamrag as their component, and their retrievers as sources. Each has an extra.
 
 No other part of streamrag imports this package.
 """

@@ -67,7 +67,6 @@ class LoopPortal:
 
     @classmethod
     def to_pipeline(cls, pipeline: Pipeline) -> "LoopPortal":
-        """Return a portal to a pipeline, which may have been started."""
         return cls(pipeline.start, pipeline.aclose, running_in=lambda: pipeline.loop, claim=pipeline.claim)
 
     @classmethod

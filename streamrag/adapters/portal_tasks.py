@@ -1,4 +1,4 @@
-"""The tasks in a portal's event loop: the tenant's start and end, iterations for callers elsewhere, and a loop thread."""
+"""The tasks in a portal's event loop: start and end of the tenant, iterations for other threads, and a loop thread."""
 
 import asyncio
 import os
@@ -77,7 +77,6 @@ class Tenant:
             self.on_ended()
 
     async def end_reads(self) -> None:
-        """Stop all iterations."""
         await asyncio.gather(*(end_or_leave(task, "streamrag read", at_most_s=END_S) for task in self.reads))
 
     async def _begin(self) -> None:

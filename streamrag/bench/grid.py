@@ -121,7 +121,6 @@ def describe_qps(qps: float | None) -> str:
 
 
 def describe_load(settings: CellSettings) -> str:
-    """Return a line that names the workload and every shared setting that is not the default."""
     usual = CellSettings(settings.clock, settings.workload, "streaming")
     name = settings.workload if settings.workload in GENERATED else Path(settings.workload).name
     unusual = (each for each in UNUSUAL if getattr(settings, each) != getattr(usual, each))

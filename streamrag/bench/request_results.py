@@ -14,7 +14,7 @@ last chunks may arrive within one step.
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from streamrag.bench.arms import Timing
 from streamrag.bench.cell import CellSettings, RequestResult
@@ -72,10 +72,10 @@ def _merge(records: Sequence[RequestRecord], shift_s: float) -> RequestRecord | 
     if not records:
         return None
     last = records[-1]
-    times = {name: getattr(last, name) for name in TIMES}
+    times: dict[str, Any] = {name: getattr(last, name) for name in TIMES}
     return replace(
         last,
-        **{name: at_s if at_s is None else at_s + shift_s for name, at_s in times.items()},
+        **{name: None if at_s is None else at_s + shift_s for name, at_s in times.items()},
         **{name: sum(getattr(record, name) for record in records) for name in SUMMED},
         chunks=tuple(replace(c, arrival_s=c.arrival_s + shift_s) for c in last.chunks),
         preemptions=tuple(replace(p, at_s=p.at_s + shift_s) for record in records for p in record.preemptions),

@@ -168,7 +168,6 @@ def _stop(running: Sequence[_Running]) -> None:
 
 
 def _signal(process: BaseProcess, number: signal.Signals) -> None:
-    """Send a signal to the process and its children."""
     assert process.pid is not None
     try:
         os.killpg(process.pid, number)

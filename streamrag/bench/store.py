@@ -85,7 +85,6 @@ class CellStore:
             raise ConfigurationError(f"{folder} is a file; --output names a folder")
 
     def path(self, settings: CellSettings, *, with_steps: bool = False) -> Path:
-        """Return the path for the cell's result, whether or not it exists."""
         steps = ".steps" if with_steps else ""
         return self.cells / f"{_slug(settings)}-{cell_key(settings)}{steps}.json.gz"
 

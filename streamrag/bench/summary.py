@@ -42,7 +42,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the arithmetic mean; NaN without values."""
     return math.fsum(values) / len(values) if values else math.nan
 
 
@@ -190,7 +189,6 @@ def _max_and_mean(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(value: float, reference: float) -> float:
-    """Return `value / reference`; NaN if the reference is not positive."""
     return value / reference if reference > 0 else math.nan
 
 

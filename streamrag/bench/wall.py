@@ -79,7 +79,6 @@ async def _run(settings: CellSettings, load: Fitted, keep_steps: bool, progress:
 
 
 def max_model_len(settings: CellSettings, queries: Sequence[TracedQuery]) -> int:
-    """Return the `max_model_len` that an engine needs for the longest query."""
     return longest_prompt(queries) + settings.num_output_tokens + 1
 
 

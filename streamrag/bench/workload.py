@@ -131,7 +131,6 @@ class Fitted:
     """Number of contexts that lost chunks."""
 
     def provenance(self) -> dict[str, int]:
-        """Return the budget as part of a result's provenance."""
         if self.max_context_tokens is None:
             return {}
         return {"max_context_tokens": self.max_context_tokens, "num_contexts_cut": self.num_cut}
@@ -192,7 +191,6 @@ def longest_prompt(queries: Sequence[TracedQuery]) -> int:
 
 
 def num_tokens_after(event: TracedEvent, num_before: int) -> int:
-    """Return the number of tokens in the context after an event."""
     num_new = sum(chunk.num_tokens for chunk in chunks_of(event))
     return num_before + num_new if isinstance(event, TracedAppend) else num_new
 

@@ -140,6 +140,5 @@ def _make_backend(arguments: argparse.Namespace) -> Backend:
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
-    """Return the answer as `--json` prints it."""
     error = answer.source_error
     return {**asdict(answer), "has_context": answer.has_context, "source_error": error and str(error)}

@@ -111,6 +111,7 @@ async def questions(
         for line in ended:
             if question := _text(buffer + line):
                 yield question
+            buffer = b""
         buffer = (buffer + rest)[:MAX_LINE_BYTES]
         if not part:
             break

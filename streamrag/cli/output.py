@@ -63,7 +63,6 @@ class Output(Console):
         self._write(text if _encodable(text, self.file) == text else json_text(values, only_ascii=True))
 
     def print_plain(self, text: str) -> None:
-        """Print a sanitized text without wrapping."""
         self._write(sanitize(text).removesuffix("\n"))
 
     def _write(self, text: str) -> None:

@@ -100,7 +100,6 @@ def _file_name(model: str) -> str:
 
 @contextmanager
 def _model(name: str | None, console: Output) -> Iterator[str]:
-    """Yield the named model, or a temporary tiny one."""
     if name is not None:
         yield name
         return
@@ -151,4 +150,4 @@ def _print(profile: "TableProfile", console: Output) -> None:
     error = measured["median_error_of_the_fit"]
     if error is not None:
         console.print(f"median error of the fit: {error:.1%}")
-    console.print(describe_crossing(crossing(profile, copies.in_s, most_tokens(profile))))
+    console.print(describe_crossing(crossing(profile, copies.in_s, most_tokens(profile)), profile.block_size))

@@ -152,7 +152,6 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
 def _summary(
     output: Path, questions: Sequence[str], failed: Mapping[str, Exception], elapsed_s: float, *, is_new: bool
 ) -> Iterator[str]:
-    """Yield a line for each distinct error, and one with the number of recorded queries."""
     questions_of: dict[str, list[str]] = {}
     for question, error in failed.items():
         questions_of.setdefault(one_line(str(error)), []).append(one_line(question))

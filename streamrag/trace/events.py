@@ -41,7 +41,6 @@ class ChunkFields(Fields):
     score: Score | None = None
 
     def chunk(self) -> Chunk:
-        """Return the chunk that sources yield."""
         return Chunk(self.text, self.uri, self.title, self.passage, self.score)
 
 
@@ -64,7 +63,6 @@ class HintFields(Fields):
 
 
 def to_hint(fields: HintFields | None) -> Hint | None:
-    """Return the hint that sources yield."""
     return None if fields is None else Hint(fields.num_chunks, fields.end_s)
 
 
@@ -83,7 +81,6 @@ class AppendLine(Fields):
     hint: HintFields | None = None
 
     def event(self) -> SourceEvent:
-        """Return the event that sources yield."""
         return Append(self.chunk.chunk(), to_hint(self.hint))
 
 
@@ -95,7 +92,6 @@ class UpdateLine(Fields):
     hint: HintFields | None = None
 
     def event(self) -> SourceEvent:
-        """Return the event that sources yield."""
         return Update(tuple(each.chunk() for each in self.chunks), to_hint(self.hint))
 
 
@@ -105,7 +101,6 @@ class SkippedLine(SkippedFields):
     type: Literal["skipped"]
 
     def event(self) -> SourceEvent:
-        """Return the event that sources yield."""
         return Skipped(self.uri, self.reason)
 
 
@@ -116,7 +111,6 @@ class CutShortLine(Fields):
     reason: str
 
     def event(self) -> SourceEvent:
-        """Return the event that sources yield."""
         return CutShort(self.reason)
 
 

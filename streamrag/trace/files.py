@@ -54,7 +54,6 @@ class LineWriter:
         return self._file.fileno()
 
     def abandon(self) -> None:
-        """Close the file without finishing the compressed stream."""
         self._file.close()
 
     def close(self) -> None:

@@ -85,8 +85,6 @@ class _OpenQuery:
 
 
 class _Assembly:
-    """A builder of a trace from its lines."""
-
     def __init__(self) -> None:
         self._headers: list[Header] = []
         self._chunks: dict[str, TracedChunk] = {}

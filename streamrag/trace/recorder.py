@@ -164,7 +164,6 @@ class TraceRecorder:
         return self._writer, query_id
 
     def _encode(self, query_id: str, at_s: float, event: Append | Update, counts: Sequence[int]) -> Iterator[Line]:
-        """Yield the lines of a chunk event. Runs in the writer's thread."""
         chunks = (event.chunk,) if isinstance(event, Append) else event.chunks
         traced = tuple(map(_traced_chunk, chunks, counts))
         if isinstance(event, Append):

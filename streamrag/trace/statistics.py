@@ -53,7 +53,6 @@ class Distribution:
         return below + (above - below) * (position - floor(position))
 
     def share_over(self, limit: float) -> float:
-        """Return the share of values larger than `limit`, from 0 to 1."""
         return sum(value > limit for value in self.values) / len(self.values) if self.values else 0.0
 
     def summary(self) -> dict[str, float]:

@@ -116,7 +116,6 @@ def stretched(trace: Trace, delay: Positive) -> Trace:
 
 
 def stretched_hint(hint: Hint | None, delay: float) -> Hint | None:
-    """Return the hint with its time multiplied by `delay`."""
     return hint and replace(hint, end_s=None if hint.end_s is None else hint.end_s * delay)
 
 

@@ -410,7 +410,7 @@ async def test_cancelling_reaches_every_member() -> None:
 
 
 def test_what_is_no_retriever_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="is no LlamaIndex retriever"):
+    with pytest.raises(ConfigurationError, match="is not a LlamaIndex retriever"):
         LlamaIndexSource("index")  # type: ignore[arg-type]
 
 

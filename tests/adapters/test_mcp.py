@@ -217,7 +217,7 @@ JUNK = """while True: print("no message", flush=True)"""
 
 
 @pytest.mark.parametrize(
-    ("does", "why"), [(PING, "64 requests open"), (LOG, "too much"), (SAID, "too much"), (JUNK, "too much")]
+    ("does", "why"), [(PING, "more than 64 open requests"), (LOG, "too many"), (SAID, "too many"), (JUNK, "too many")]
 )
 async def test_a_server_that_talks_without_being_asked_is_dropped(does: str, why: str, tmp_path: Path) -> None:
     server = old_server(tmp_path, "resources/read", does)
@@ -258,7 +258,7 @@ async def test_a_server_that_talks_over_http_without_being_asked_is_dropped() ->
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(SourceError, match="is lost: it has sent too much that nobody asked for"):
+        with pytest.raises(SourceError, match="is lost: it has sent too many unsolicited messages"):
             await asked(f"http://127.0.0.1:{port}/mcp", "search")
 
 

@@ -122,7 +122,6 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     def _parse_messages(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]
     ) -> tuple[str, dict[str, Any]]:
-        """Return the query and the pipeline's options."""
         own = {name: getattr(self, name) for name in ("temperature", "top_p", "max_tokens", "seed", "stop", "timeout")}
         given = {
             name: value for name, value in {**own, **call, "stop": stop or own["stop"]}.items() if value is not None
@@ -164,7 +163,6 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
 async def _answer(
     pipeline: Pipeline, query: str, options: Mapping[str, Any]
 ) -> AsyncGenerator[AnswerChunk | Answer, None]:
-    """Yield the chunks with text, and at last the answer."""
     async with pipeline.stream(query, **options) as stream:
         async for chunk in stream:
             if chunk.text:

@@ -74,8 +74,6 @@ class StreamragRetriever(PortalOwner, BaseRetriever):
 
 
 class _Found:
-    """The context during retrieval."""
-
     def __init__(self, num_wanted: int | None) -> None:
         self._chunks = Context()
         self._num_wanted = num_wanted

@@ -42,8 +42,8 @@ class LangchainSource:
     def __init__(self, found_by: Any, name: str) -> None:
         if isinstance(found_by, type) or _kind(found_by) is None:
             raise ConfigurationError(
-                f"{short(found_by)} is not a retriever, vector store, document loader or Runnable of LangChain, and not "
-                "a function of the query that returns one"
+                f"{short(found_by)} is neither a retriever, vector store, document loader or Runnable of LangChain, "
+                "nor a function of the query that returns one"
             )
         self._found_by = found_by
         self.name = name or type(found_by).__name__
@@ -126,8 +126,6 @@ class _Query:
 
 
 class _Member:
-    """A member of an ensemble as a source."""
-
     def __init__(self, query: _Query, found_by: Any) -> None:
         self._query = query
         self._found_by = found_by

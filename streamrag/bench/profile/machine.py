@@ -88,7 +88,6 @@ def _described(profile: TableProfile, facts: EngineFacts, times: RecomputeTimes,
 
 
 def _recompute_figures(profile: TableProfile, budget: int, times: RecomputeTimes) -> dict[str, Any]:
-    """Return the measured medians, and the median error of the profile's predictions."""
     batch = ((1, NUM_CONTEXT_BESIDE),) * times.num_beside
     alone = {size: median(seconds) for size, seconds in times.alone.items()}
     beside = {size: median(seconds) for size, seconds in times.beside.items()}

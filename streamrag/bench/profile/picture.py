@@ -15,7 +15,6 @@ NUM_POINTS = 120
 
 
 def step_budget(profile: StepProfile) -> int:
-    """Return the token budget of the profile's steps."""
     return int(profile.provenance.get("max_num_batched_tokens", DEFAULT_BUDGET))
 
 
@@ -47,10 +46,12 @@ def crossing(profile: StepProfile, copies_s: Callable[[int], float], most: int) 
     return high * size
 
 
-def describe_crossing(tokens: int | None) -> str:
+def describe_crossing(tokens: int | None, block_size: int) -> str:
     """Return a sentence about the result of `crossing`."""
     if tokens is None:
         return "recomputing is always faster than copying in"
+    if tokens == block_size:
+        return "copying in is always faster than recomputing"
     return f"copying in is faster than recomputing from {tokens:,} tokens on"
 
 
@@ -68,8 +69,8 @@ def draw_profile(path: Path, profile: StepProfile) -> None:
     _draw_recompute(panel, profile, most)
     _draw_copies(panel, profile, copies, most)
     tokens = crossing(profile, copies.in_s, most)
-    panel.set_title(describe_crossing(tokens), loc="left", fontsize=9)
-    if tokens is not None:
+    panel.set_title(describe_crossing(tokens, profile.block_size), loc="left", fontsize=9)
+    if tokens not in (None, profile.block_size):
         panel.axvline(tokens, color="#777777", linewidth=0.8, linestyle="--")
     panel.set_xscale("log")
     panel.set_yscale("log")

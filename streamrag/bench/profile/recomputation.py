@@ -94,8 +94,6 @@ async def measure_recompute(
 
 
 class _Meter:
-    """The measurements of one engine, within its limits."""
-
     def __init__(self, client: EngineClient, budget: int, max_model_len: int, num_beside: int) -> None:
         self._client = client
         self._budget = budget

@@ -48,7 +48,6 @@ class _Batch:
     num_output_tokens: int = 1
 
     def step_parts(self) -> Iterator[tuple[Part, ...]]:
-        """Yield the parts of each step."""
         yield ((self.num_tokens, self.num_context),) * self.num_requests
         num_before = self.num_context + self.num_tokens
         for index in range(self.num_output_tokens - 1):
@@ -226,9 +225,8 @@ async def steps_since(client: EngineClient, num_before: int, num_tokens: int) ->
         if sum(step.num_tokens for step in steps) >= num_tokens:
             return steps
         await asyncio.sleep(0.001)
-    raise BackendError(
-        f"the engine reported steps of {sum(s.num_tokens for s in steps)} tokens instead of {num_tokens}"
-    )
+    num_reported = sum(step.num_tokens for step in steps)
+    raise BackendError(f"the engine reported steps of {num_reported} tokens instead of {num_tokens}")
 
 
 class FreshTokens:
@@ -244,7 +242,6 @@ class FreshTokens:
 
 
 async def answer(client: EngineClient, query_id: str, token_ids: list[int], num_output_tokens: int) -> None:
-    """Send a request, and wait for the end of the answer."""
     async with aclosing(client.generate(query_id, token_ids, num_output_tokens)) as answer:
         async for _ in answer:
             pass

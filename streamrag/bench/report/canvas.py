@@ -66,7 +66,6 @@ def seconds_upwards(panel: Any) -> None:
 
 
 def formatter(write: Callable[[float], str]) -> Any:
-    """Return a formatter of an axis's ticks."""
     from matplotlib.ticker import FuncFormatter
 
     return FuncFormatter(lambda value, _: write(value))

@@ -52,12 +52,10 @@ class Pool:
         return tuple(digest.settings.seed for digest in self.digests)
 
     def only(self, seeds: Iterable[int]) -> "Pool":
-        """Return the pool of the cells with these seeds."""
         wanted = set(seeds)
         return Pool(tuple(digest for digest in self.digests if digest.settings.seed in wanted))
 
     def values(self, of: Values) -> list[float]:
-        """Return the values of all requests of all seeds."""
         return [value for digest in self.digests for value in of(digest)]
 
     def figure(self, of: Values, name: str) -> Figure:

@@ -137,7 +137,6 @@ def _work(comparison: Comparison) -> Table:
 
 
 def _counts(pool: Pool, fates: Sequence[str], *, has_copies: bool) -> list[Cell]:
-    """Return the cells with counts; none without engine records."""
     if any(digest.num_preemptions is None for digest in pool.digests):
         return []
 

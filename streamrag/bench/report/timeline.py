@@ -30,8 +30,6 @@ Arguments: TypeAlias = dict[str, Any]
 
 
 class _Span(NamedTuple):
-    """A state of a request, from start to end."""
-
     name: str
     start_s: float
     end_s: float

@@ -71,11 +71,9 @@ class CellsView:
                 self._lines[settings].show(describe_cell(settings), count)
             case CellFinished():
                 self._remove(settings)
-                self._remove(settings)
                 if not self._console.is_terminal:
                     self._console.print_line(f"{self._num_ended}/{self._num_cells} {describe_cell(settings)}")
             case CellFailed():
-                self._remove(settings)
                 self._remove(settings)
                 error = "the same" if event.error in self._errors else event.error
                 self._errors.add(event.error)

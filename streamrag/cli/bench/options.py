@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,7 +67,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.usage, parser.epilog = "%(prog)s --workload LOAD [options]", SIMULATE + CELLS
     _add_profile(parser)
     _add_load(parser)
-    _add_what(parser, arms=["no-streaming", "streaming"], seeds=None)
+    _add_what(parser, arms=("no-streaming", "streaming"), seeds=None)
     _add_running(parser)
     parser.set_defaults(model=None)
 
@@ -76,7 +77,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.usage, parser.epilog = "%(prog)s --workload LOAD --model MODEL [options]", RUN + CELLS
     parser.add_argument("--model", required=True, metavar="MODEL", help="folder or name of a model for vLLM")
     _add_load(parser)
-    _add_what(parser, arms=["no-streaming", "streaming"], seeds=[1])
+    _add_what(parser, arms=("no-streaming", "streaming"), seeds=(1,))
     _add_running(parser)
     parser.set_defaults(profile=None)
 
@@ -97,8 +98,8 @@ def _add_timeline(parser: argparse.ArgumentParser) -> None:
     _add_profile(parser)
     add("--model", metavar="MODEL", help="a real engine instead of the simulated one")
     _add_load(parser, workload="crawler")
-    parser.set_defaults(queries=TIMELINE_QUERIES)
-    _add_what(parser, arms=["streaming"], seeds=[1])
+    parser.set_defaults(num_queries=TIMELINE_QUERIES)
+    _add_what(parser, arms=("streaming",), seeds=(1,))
 
 
 VERBS = {
@@ -116,28 +117,18 @@ def grid_of(arguments: argparse.Namespace) -> Grid:
     :raises ConfigurationError: a value is invalid.
     """
     is_wall = arguments.model is not None
-    seeds = arguments.seeds or ([1, 2, 3] if arguments.qps else [1])
+    seeds = arguments.seeds or ((1, 2, 3) if arguments.qps else (1,))
     profile = arguments.profile if is_wall else arguments.profile or DEFAULT_PROFILE
-    return Grid(
-        clock="wall" if is_wall else "virtual",
-        workload=arguments.workload,
-        arms=tuple(arguments.arms),
-        policies=tuple(arguments.policy),
-        evictions=tuple(arguments.eviction or [_default_eviction(None if is_wall else profile)]),
-        host_kv_bytes=arguments.host_kv_bytes,
-        scheduler_options=dict(arguments.scheduler_option),
-        qps=tuple(arguments.qps),
-        delays=tuple(arguments.delay),
-        kv_tokens=tuple(arguments.kv_tokens),
-        seeds=tuple(seeds),
-        num_queries=arguments.queries,
-        num_output_tokens=arguments.output_tokens,
-        profile=profile,
-        model=arguments.model,
-        max_num_batched_tokens=arguments.budget,
-        max_num_seqs=arguments.max_num_seqs,
-        max_context_tokens=arguments.max_context_tokens,
-    )
+    names = {field.name for field in fields(Grid)} & vars(arguments).keys()
+    values: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+    values |= {
+        "clock": "wall" if is_wall else "virtual",
+        "profile": profile,
+        "seeds": seeds,
+        "evictions": arguments.evictions or (_default_eviction(None if is_wall else profile),),
+        "scheduler_options": dict(arguments.scheduler_options),
+    }
+    return Grid(**values)
 
 
 def _default_eviction(profile: str | None) -> EvictionMode:
@@ -147,12 +138,12 @@ def _default_eviction(profile: str | None) -> EvictionMode:
     return default_eviction()
 
 
-def _list_of(convert: Callable[[str], T]) -> Callable[[str], list[T]]:
+def _list_of(convert: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     """Return a parser of comma-separated values. Commas within parentheses do not separate: `srpf(0.5, 20000)`."""
 
-    def parse(text: str) -> list[T]:
+    def parse(text: str) -> tuple[T, ...]:
         try:
-            return [convert(part.strip()) for part in re.split(r",(?![^(]*\))", text) if part.strip()]
+            return tuple(convert(part.strip()) for part in re.split(r",(?![^(]*\))", text) if part.strip())
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{error} in the list {text!r}") from None
 
@@ -167,7 +158,6 @@ def _bytes(text: str) -> int:
 
 
 def _option(text: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE, where VALUE is JSON or else a text."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, e.g. can_partial_evict=true")
@@ -181,28 +171,33 @@ def _add_load(parser: argparse.ArgumentParser, *, workload: str | None = None) -
     add = parser.add_argument_group("load (lists have commas between their values)").add_argument
     about = f"{', '.join(PLAIN)} (generated; with suffix -hints: with hints), or a trace file"
     add("--workload", required=workload is None, default=workload, metavar="LOAD", help=about)
-    add("--qps", type=floats, default=[], metavar="LIST", help="queries per second, Poisson (the trace's arrivals)")
-    add("--delay", type=floats, default=[1.0], metavar="LIST", help="factors of the gaps between chunks (1)")
-    add("--queries", type=int, metavar="N", help="maximum number of queries per cell")
-    add("--output-tokens", type=int, default=1, metavar="N", help="tokens per answer (%(default)s)")
+    add("--qps", type=floats, default=(), metavar="LIST", help="queries per second, Poisson (the trace's arrivals)")
+    about = "factors of the gaps between chunks (1)"
+    add("--delay", dest="delays", type=floats, default=(1.0,), metavar="LIST", help=about)
+    add("--queries", dest="num_queries", type=int, metavar="N", help="maximum number of queries per cell")
+    about = "tokens per answer (%(default)s)"
+    add("--output-tokens", dest="num_output_tokens", type=int, default=1, metavar="N", help=about)
     about = "maximum tokens of a context; chunks that do not fit are left out (the model's limit)"
     add("--max-context-tokens", type=int, metavar="N", help=about)
-    add("--kv-tokens", type=wholes, default=[], metavar="LIST", help="capacities of the KV cache, in tokens")
-    add("--budget", type=int, metavar="N", help="token budget of a step (as published for the workload)")
+    add("--kv-tokens", type=wholes, default=(), metavar="LIST", help="capacities of the KV cache, in tokens")
+    about = "token budget of a step (as published for the workload)"
+    add("--budget", dest="max_num_batched_tokens", type=int, metavar="N", help=about)
     add("--max-num-seqs", type=int, default=256, metavar="N", help="maximum number of running requests (%(default)s)")
 
 
-def _add_what(parser: argparse.ArgumentParser, *, arms: list[str], seeds: list[int] | None) -> None:
+def _add_what(parser: argparse.ArgumentParser, *, arms: tuple[str, ...], seeds: tuple[int, ...] | None) -> None:
     add = parser.add_argument_group("what is compared").add_argument
     add("--arms", type=texts, default=arms, metavar="LIST", help=f"of {', '.join(ARMS)} ({', '.join(arms)})")
-    add("--policy", type=texts, default=[DEFAULT_POLICY], metavar="LIST", help="the streaming arm's policies (srpf)")
+    about = "the streaming arm's policies (srpf)"
+    add("--policy", dest="policies", type=texts, default=(DEFAULT_POLICY,), metavar="LIST", help=about)
     about = f"its evictions, of {', '.join(EVICTIONS)} (cost; recompute for a profile without copy times)"
-    add("--eviction", type=texts, metavar="LIST", help=about)
+    add("--eviction", dest="evictions", type=texts, metavar="LIST", help=about)
     about = "host memory for KV, e.g. 64e9 (the scheduler's default)"
     add("--host-kv-bytes", type=_bytes, metavar="N", help=about)
     about = "option of the streaming arm's scheduler, e.g. can_partial_evict=true; may be given repeatedly"
-    add("--scheduler-option", type=_option, action="append", default=[], metavar="NAME=VALUE", help=about)
-    about = f"random seeds ({', '.join(map(str, seeds or [1, 2, 3]))}{'' if seeds else '; 1 without --qps'})"
+    option = {"dest": "scheduler_options", "type": _option, "action": "append", "default": []}
+    add("--scheduler-option", metavar="NAME=VALUE", help=about, **option)
+    about = f"random seeds ({', '.join(map(str, seeds or (1, 2, 3)))}{'' if seeds else '; 1 without --qps'})"
     add("--seeds", type=wholes, default=seeds, metavar="LIST", help=about)
 
 

@@ -235,7 +235,6 @@ def lines_of(found: Machine) -> Iterator[tuple[str, str]]:
 
 
 def as_json(found: Machine) -> dict[str, Any]:
-    """Return the results as `--json` prints them."""
     return {**asdict(found), "can_serve": not found.problems}
 
 

@@ -159,6 +159,5 @@ class ServerExaminer:
 
 
 def as_json(finding: Finding) -> dict[str, Any]:
-    """Return the results as `--json` prints them."""
     derived = ("cold_ttft_s", "warm_ttft_s", "saved", "helps", "verdict")
     return {**asdict(finding), **{name: getattr(finding, name) for name in derived}}

@@ -19,7 +19,6 @@ USUAL_DURATION_S = 4.47
 
 
 def with_hints(trace: Trace, kind: HintKind) -> Trace:
-    """Return the trace with a hint at each chunk event."""
     return Trace(tuple(_hinted(query, kind) for query in trace.queries), {**trace.provenance, "hints": kind})
 
 

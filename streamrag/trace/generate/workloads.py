@@ -39,7 +39,6 @@ class Workload:
     """Maximum of a chunk's length above the median, in units of `sigma_chunk`, before scaling to its query."""
 
     def length(self, rng: Random) -> float:
-        """Draw the length of a chunk, as a multiple of the median."""
         return exp(self.sigma_chunk * min(rng.gauss(), self.max_sigmas))
 
 
