@@ -72,11 +72,13 @@ def _merge(records: Sequence[RequestRecord], shift_s: float) -> RequestRecord | 
     if not records:
         return None
     last = records[-1]
-    times: dict[str, Any] = {name: getattr(last, name) for name in TIMES}
+    changes: dict[str, Any] = {name: sum(getattr(record, name) for record in records) for name in SUMMED}
+    for name in TIMES:
+        at_s = getattr(last, name)
+        changes[name] = None if at_s is None else at_s + shift_s
     return replace(
         last,
-        **{name: None if at_s is None else at_s + shift_s for name, at_s in times.items()},
-        **{name: sum(getattr(record, name) for record in records) for name in SUMMED},
+        **changes,
         chunks=tuple(replace(c, arrival_s=c.arrival_s + shift_s) for c in last.chunks),
         preemptions=tuple(replace(p, at_s=p.at_s + shift_s) for record in records for p in record.preemptions),
         restores=tuple(replace(r, at_s=r.at_s + shift_s) for record in records for r in record.restores),

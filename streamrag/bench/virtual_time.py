@@ -50,7 +50,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._num_turns += 1
         if self._num_turns > MOST_TURNS_AT_ONE_TIME:
             self._num_turns = 0  # so that cancelled tasks can clean up
-            raise DeadlockError(f"virtual time stands still at {self._now_s:.6f} s: some task spins without waiting")
+            raise DeadlockError(f"virtual time stands still at {self._now_s:.6f} s: a task runs a busy loop")
         return []
 
     def _process_events(self, events: list[Any]) -> None:

@@ -457,8 +457,8 @@ async def test_messages_are_system_text_history_and_query(model: StreamragChatMo
     for wrong, why in (
         ([HumanMessage("a"), AIMessage("b")], "last message must be a human message"),
         ([SystemMessage("a")], "last message must be a human message"),
-        ([ToolMessage("a", tool_call_id="1"), HumanMessage("b")], "of a tool"),
-        ([HumanMessage([picture])], "reads text only"),
+        ([ToolMessage("a", tool_call_id="1"), HumanMessage("b")], "for tools"),
+        ([HumanMessage([picture])], "content other than text"),
     ):
         with pytest.raises(ConfigurationError, match=why):
             await model.ainvoke(wrong)
@@ -665,7 +665,7 @@ async def test_what_is_wrapped_is_asked_as_a_whole() -> None:
 
 async def test_what_is_none_of_these_is_refused() -> None:
     for wrong in (42, Finder, "retriever"):
-        with pytest.raises(ConfigurationError, match="no retriever"):
+        with pytest.raises(ConfigurationError, match="neither a retriever"):
             from_langchain(wrong)
     with pytest.raises(SourceError, match="instead of a list"):
         await events(RunnableLambda(lambda query: "text"))

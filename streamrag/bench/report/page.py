@@ -129,7 +129,7 @@ def _work(comparison: Comparison) -> Table:
     num_counts = sum(len(names) for _, names in groups)
 
     def row(variant: str, pool: Pool) -> list[Cell]:
-        counts = _counts(pool, fates, has_copies=has_copies) or [Cell("not told"), *[Cell("")] * (num_counts - 1)]
+        counts = _counts(pool, fates, has_copies=has_copies) or [Cell("unknown"), *[Cell("")] * (num_counts - 1)]
         busy = pool.total(lambda d: 100 * d.busy_s / d.completion_s if d.completion_s else math.nan)
         return [Cell(variant), *counts, cell(busy, unit=" %"), cell(pool.total(lambda d: d.completion_s))]
 
@@ -177,10 +177,10 @@ def _arrivals(comparison: Comparison) -> dict[str, Any]:
         for name, values in listed
         if values
     ]
-    note = f"Of one cell, {describe_qps(one.settings.qps)}, seed {one.settings.seed}; all arms have the same load."
+    note = f"For one cell, {describe_qps(one.settings.qps)}, seed {one.settings.seed}; all arms have the same load."
     if not one.gaps_s:
-        note += " Gaps are told by streaming cells only, and there is none here with more than one chunk."
-    return {"note": note, "table": Table(["", "how many", "mean", "P50", "P95", "P99", "most"], rows)}
+        note += " Gaps are reported by streaming cells only, and none here has more than one chunk."
+    return {"note": note, "table": Table(["", "count", "mean", "P50", "P95", "P99", "max"], rows)}
 
 
 def _provenance(digests: Iterable[Digest]) -> list[tuple[str, str]]:

@@ -195,7 +195,7 @@ def _add_what(parser: argparse.ArgumentParser, *, arms: tuple[str, ...], seeds: 
     about = "host memory for KV, e.g. 64e9 (the scheduler's default)"
     add("--host-kv-bytes", type=_bytes, metavar="N", help=about)
     about = "option of the streaming arm's scheduler, e.g. can_partial_evict=true; may be given repeatedly"
-    option = {"dest": "scheduler_options", "type": _option, "action": "append", "default": []}
+    option: dict[str, Any] = {"dest": "scheduler_options", "type": _option, "action": "append", "default": []}
     add("--scheduler-option", metavar="NAME=VALUE", help=about, **option)
     about = f"random seeds ({', '.join(map(str, seeds or (1, 2, 3)))}{'' if seeds else '; 1 without --qps'})"
     add("--seeds", type=wholes, default=seeds, metavar="LIST", help=about)
