@@ -36,7 +36,7 @@ class CellStarted:
 
 @dataclass(frozen=True, slots=True)
 class CellProgressed:
-    """Of the cell's requests, `num_done` of `num_total` have been answered."""
+    """A progress report: `num_done` of the cell's `num_total` requests have been answered."""
 
     settings: CellSettings
     num_done: int

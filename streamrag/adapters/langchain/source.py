@@ -59,7 +59,7 @@ class LangchainSource:
 
 
 class _Query:
-    """One query's retrieval, with the documents of its chunks."""
+    """The retrieval of a query, with the documents of its chunks."""
 
     def __init__(self, text: str, name: str) -> None:
         self._text = text

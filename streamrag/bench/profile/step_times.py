@@ -65,7 +65,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass of measurements on an engine."""
+    """A pass of measurements on one engine."""
 
     steps: tuple[StepTime, ...]
     beside_s: tuple[float, ...]

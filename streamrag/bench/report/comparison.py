@@ -38,7 +38,7 @@ def _statistic(name: str) -> Statistic:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """One or more cells that differ only in their seed, ordered by seed."""
+    """A non-empty group of cells that differ only in their seed, ordered by seed."""
 
     digests: tuple[Digest, ...]
 
