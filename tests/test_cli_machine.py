@@ -87,8 +87,9 @@ def test_a_model_that_does_not_fit_is_told_so_and_what_would(doctor: Any, model:
 def test_the_dtype_is_told_with_its_reason_and_counts_as_memory(doctor: Any, model: Path) -> None:
     _, out = doctor("--model", str(model))
     assert "device: CPU with avx2, avx512_bf16\n" in out
-    assert "dtype: the dtype of the weights, but bfloat16 for weights in float32; float32 instead of float16, which" in out
-    assert "in place of bfloat16" not in out
+    rule = "dtype: the dtype of the weights, but bfloat16 for weights in float32"
+    assert f"{rule}; float32 instead of float16, which" in out
+    assert "instead of bfloat16" not in out
     status, out = doctor("--model", str(model), capabilities=WITHOUT_BFLOAT16)
     assert status == 0
     assert (
