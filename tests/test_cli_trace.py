@@ -71,10 +71,10 @@ def test_where_every_retrieval_fails_no_trace_is_begun_and_a_reason_is_named_onc
     assert f"{output}: not written" in printed
     assert not output.exists()
     assert main(["record", "whole?", *command[3:]]) == 0
-    assert "behind what was there" not in capsys.readouterr().err
+    assert "appended to the existing trace" not in capsys.readouterr().err
     assert main(command) == 1
     assert "0 of 2 retrievals recorded" in (printed := capsys.readouterr().err)
-    assert "behind what was there" in printed
+    assert "appended to the existing trace" in printed
     assert [query.outcome for query in read_trace(output).queries] == ["complete", "failed", "failed"]
 
 

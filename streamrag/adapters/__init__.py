@@ -1,4 +1,4 @@
-"""streamrag in other people's frameworks, and their retrievers as sources: a module and an extra for each.
+"""Adapters for other frameworks: streamrag as their component, and their retrievers as sources. Each has an extra.
 
-Nothing else in streamrag imports these.
+No other part of streamrag imports this package.
 """

@@ -1,11 +1,11 @@
-"""streamrag in Haystack, and Haystack's retrievers as sources. Needs `pip install 'streamrag[haystack]'`.
+"""Adapters for Haystack, both ways. Needs `pip install 'streamrag[haystack]'`.
 
 source = HaystackSource(InMemoryBM25Retriever(store), rankers=[ranker])
 pipeline = haystack.Pipeline()
 pipeline.add_component("rag", StreamragGenerator(streamrag.Pipeline(source, OpenAIBackend(url))))
 pipeline.run({"rag": {"query": "How do I cancel a task group?", "streaming_callback": print_streaming_chunk}})
 
-Haystack's own `pipeline.close()` stops what this has started.
+Haystack's `pipeline.close()` stops what the components have started.
 """
 
 import asyncio
@@ -47,24 +47,24 @@ except ImportError:
 __all__ = ["HaystackSource", "StreamragGenerator"]
 
 URIS = ("uri", "url", "source", "file_path", "source_id")
-"""Keys of a document's meta for its address; the first that is there counts."""
+"""Keys of a document's meta for its address, in order of precedence."""
 
 
 @component
 class StreamragGenerator:
-    """A pipeline as a Haystack component: a query goes in, the answer and the documents of its prompt come out.
+    """A pipeline as a Haystack component that takes a query, and returns replies and the documents in the prompt.
 
-    It stands in the place of retriever, ranker, prompt builder and generator. Its `replies` and `documents` connect to
-    an `AnswerBuilder`. Documents that came from a `HaystackSource` come out with their own ids and meta.
+    It replaces retriever, ranker, prompt builder and generator. Its `replies` and `documents` connect to an
+    `AnswerBuilder`. Documents of a `HaystackSource` keep their ids and meta.
 
-    `run_async` starts the pipeline in the caller's event loop, and `run` in a thread, unless it is running already:
-    then it is asked where it runs. Haystack's `Pipeline.close` closes it for good, if it was started here.
+    Unless the pipeline has been started, `run_async` starts it in the caller's event loop, and `run` in a thread;
+    Haystack's `Pipeline.close` then closes it for good.
 
-    pipeline: what answers.
-    streaming_callback: called with each piece of text, unless `run` is given another.
-    options: those of `QueryOptions`, for every query.
+    pipeline: the pipeline that answers.
+    streaming_callback: called with each piece of text; `run` may override it.
+    options: `QueryOptions` for every query.
 
-    :raises ConfigurationError: an option that is unknown.
+    :raises ConfigurationError: an option is unknown.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class StreamragGenerator:
         self._portal = LoopPortal.to_pipeline(pipeline)
 
     def warm_up(self) -> None:
-        """Start the pipeline, unless it has been started already."""
+        """Start the pipeline, unless it has been started."""
         self._portal.start()
 
     async def warm_up_async(self) -> None:
-        """Start the pipeline in this event loop."""
+        """Start the pipeline in this event loop, unless it has been started."""
         await self._portal.settle()
 
     def close(self) -> None:
@@ -140,7 +140,6 @@ class StreamragGenerator:
     async def _answer_parts(
         self, query: str, history: Sequence[ChatMessage] | None
     ) -> AsyncGenerator[StreamingChunk | dict[str, Any], None]:
-        """Yield the pieces of the answer, and then the outputs."""
         options = self._options
         if history:
             turns = [Turn(message.role.value, message.text or "") for message in history]  # type: ignore[arg-type]
@@ -189,21 +188,20 @@ class StreamragGenerator:
 class HaystackSource:
     """A Haystack retriever component as a source.
 
-    Each `Update` is what is known by then. A `MultiRetriever` has one whenever one of its retrievers answers, by
-    reciprocal rank; what it returns itself makes the next. Then each of the `rankers` makes one if it changes
-    something. So the last one is what Haystack would have put into the prompt, and the model has read the ones before,
-    as far as they agree with it, when it comes.
+    Each stage yields an `Update`: every answer of a `MultiRetriever`'s member, fused by reciprocal rank; the
+    retriever's own result; and each of the `rankers` that changes the result. The last update is the context that
+    Haystack would have put into the prompt; meanwhile the model prefills the earlier ones.
 
-    Components that are not async run in threads, where cancelling the query cannot stop them. They are warmed up when
-    the source is started, and closed with it.
+    Components without async methods run in threads, which cancelling the query cannot stop. They are warmed up when the
+    source starts, and closed with it.
 
-    retriever: a component that takes a `query` and returns `documents`. One that takes an embedding becomes that in
-        Haystack's `TextEmbeddingRetriever`.
-    rankers: components that its documents go through, in this order; they take `documents`, and perhaps the `query`.
-    inputs: the retriever's other inputs, as in `{"top_k": 5}`.
-    name: the source's; the retriever's class by default.
+    retriever: a component that takes a `query` and returns `documents`. Wrap one that takes an embedding in Haystack's
+        `TextEmbeddingRetriever`.
+    rankers: components that process the documents in this order; they take `documents`, and optionally the `query`.
+    inputs: other inputs of the retriever, such as `{"top_k": 5}`.
+    name: name of the source; by default the retriever's class.
 
-    :raises ConfigurationError: `retriever` or a ranker is no such component.
+    :raises ConfigurationError: `retriever` or a ranker is not such a component.
     """
 
     def __init__(
@@ -220,7 +218,7 @@ class HaystackSource:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Warm the components up."""
+        """Warm up the retriever and the rankers."""
         try:
             for part in (self._retriever, *self._rankers):
                 await self._call(part, "warm_up")
@@ -229,13 +227,13 @@ class HaystackSource:
             raise
 
     async def aclose(self) -> None:
-        """Close the retriever and the rankers, where they have a `close`."""
+        """Close the retriever and the rankers, if they have a `close`."""
         self.is_started = False
         for part in (self._retriever, *self._rankers):
             await self._call(part, "close")
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """An `Update` for each list of documents that differs from the one before, and what had no text."""
+        """Yield an `Update` for each list of documents that differs from the one before, and skipped documents."""
         reader = PassageReader(self.name)
         before: tuple[Chunk, ...] | None = None
         skipped: set[str] = set()
@@ -255,7 +253,6 @@ class HaystackSource:
     async def _rankings(
         self, query: str, reader: PassageReader
     ) -> AsyncGenerator[list[Document] | tuple[Chunk, ...], None]:
-        """Yield better and better lists: of chunks, or of the documents that Haystack has made."""
         documents: list[Document] = []
         if isinstance(getattr(self._retriever, "retrievers", None), dict):  # as the experimental MultiRetriever
             fused = self._fused(query, reader)
@@ -276,7 +273,7 @@ class HaystackSource:
     async def _fused(
         self, query: str, reader: PassageReader
     ) -> AsyncGenerator[list[Document] | tuple[Chunk, ...], None]:
-        """Yield the fused results of the retrievers that have answered, and at last what Haystack makes of all."""
+        """Yield the fused results of the members that have answered, and at last the retriever's own documents."""
         came: asyncio.Queue[list[Document] | None] = asyncio.Queue()
         watched = copy(self._retriever)
         watched.retrievers = {
@@ -289,20 +286,20 @@ class HaystackSource:
         try:
             while (documents := await came.get()) is not None:
                 rankings.append(_chunks(documents, reader))
-                if len(rankings) < len(watched.retrievers):  # else what Haystack makes of all is next
+                if len(rankings) < len(watched.retrievers):  # otherwise the retriever's own result is next
                     yield reciprocal_rank_fusion(rankings)[:top_k]
             yield task.result()
         finally:
             await cancel_regardless([task])
 
     async def _documents(self, part: Any, **inputs: Any) -> list[Document]:
-        found = (await self._call(part, "run", **inputs) or {}).get("documents")
-        if not isinstance(found, list):
-            raise SourceError(f"{type(part).__name__} returned {kind_of(found)} as documents, and must return a list")
-        return found
+        documents = (await self._call(part, "run", **inputs) or {}).get("documents")
+        if not isinstance(documents, list):
+            raise SourceError(f"{type(part).__name__} returned {kind_of(documents)} as documents instead of a list")
+        return documents
 
     async def _call(self, part: Any, method: str, **inputs: Any) -> Any:
-        """Call the async method, or the other one in a thread, or nothing."""
+        """Call the component's async method, or its sync method in a thread; return None if it has neither."""
         if run_async := getattr(part, f"{method}_async", None):
             return await run_async(**inputs)
         if run := getattr(part, method, None):
@@ -312,7 +309,7 @@ class HaystackSource:
 
 @dataclass(frozen=True)
 class _Watched:
-    """A retriever of a `MultiRetriever` that reports its answer as soon as there is one."""
+    """A wrapper of a member that reports its answer immediately."""
 
     ask: Callable[..., Awaitable[list[Document]]]
     tell: Callable[[list[Document]], None]
@@ -325,7 +322,7 @@ class _Watched:
 
 def _check(part: Any, wanted: str, what: str) -> None:
     if isinstance(part, type) or wanted not in getattr(part, "__haystack_input__", ()):
-        raise ConfigurationError(f"HaystackSource: {kind_of(part)} does not take {wanted!r}, and cannot be {what}")
+        raise ConfigurationError(f"HaystackSource: {kind_of(part)} does not take {wanted!r}, as needed for {what}")
 
 
 def _chunks(found: Sequence[Document] | tuple[Chunk, ...], reader: PassageReader) -> tuple[Chunk, ...]:
@@ -346,7 +343,6 @@ def _chunk(document: Document, reader: PassageReader) -> Chunk:
 
 
 def _document(chunk: Chunk) -> Document:
-    """The document that the chunk was made of, or one with the same id for the same place."""
     if isinstance(chunk, FoundChunk):
         return chunk.origin  # type: ignore[no-any-return]
     meta = {"uri": chunk.uri, "title": chunk.title, "passage": chunk.passage}

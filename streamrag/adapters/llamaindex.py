@@ -1,10 +1,10 @@
-"""streamrag in LlamaIndex, and LlamaIndex's retrievers as sources. Needs `pip install 'streamrag[llamaindex]'`.
+"""Adapters for LlamaIndex, both ways. Needs `pip install 'streamrag[llamaindex]'`.
 
 source = LlamaIndexSource(index.as_retriever(), node_postprocessors=[reranker])
 with StreamragQueryEngine(Pipeline(source, OpenAIBackend(url)), streaming=True) as engine:
     engine.query("How do I cancel a task group?").print_response_stream()
 
-A `StreamragNodeRetriever` is the other way round: a source of streamrag in a LlamaIndex application.
+A `StreamragNodeRetriever` is a source of streamrag as a retriever in LlamaIndex.
 """
 
 import asyncio
@@ -44,20 +44,20 @@ except ImportError:
 __all__ = ["LlamaIndexSource", "StreamragNodeRetriever", "StreamragQueryEngine"]
 
 URIS = ("uri", "url", "source", "file_path", "file_name")
-"""Keys of a node's metadata for the address of its document; the first that is there counts."""
+"""Keys of a node's metadata for its document's address, in order of precedence."""
 
 
 class StreamragNodeRetriever(PortalOwner, BaseRetriever):
-    """A source as a LlamaIndex retriever: `retrieve` and `aretrieve` return everything that it has found, in its order.
+    """A source as a LlamaIndex retriever, which returns the source's final context.
 
-    A source that must be started is started by the first query, on an event loop of the retriever's own in a thread, or
-    by `async with` in that loop; `close`, or the end of a block, closes it. Any other is awaited where it is asked.
+    A source that must be started is started by the first query, in a thread with its own event loop, or by `async with`
+    in the current loop; `close`, or the end of the block, closes it. Other sources run in the caller's loop.
 
-    source: where passages come from.
-    top_k: the most nodes that are returned.
+    source: the source to retrieve from.
+    top_k: maximum number of nodes.
     callback_manager: LlamaIndex's.
 
-    :raises ConfigurationError: `source` is none, or `top_k` is less than 1.
+    :raises ConfigurationError: `source` is not a source, or `top_k` is less than 1.
     """
 
     def __init__(
@@ -84,20 +84,19 @@ class StreamragNodeRetriever(PortalOwner, BaseRetriever):
 class StreamragQueryEngine(PortalOwner, BaseQueryEngine):
     """A pipeline as a LlamaIndex query engine.
 
-    `query` and `aquery` return when retrieval is complete, with `source_nodes`; with `streaming` the text follows as it
-    is generated, otherwise they return the whole. Nodes that came from a `LlamaIndexSource` are in `source_nodes` with
-    their own ids and metadata. `response.metadata["streamrag"]` has the numbers of the answer, once it is complete.
+    With `streaming`, `query` and `aquery` return when retrieval is complete, and the text streams as it is generated;
+    otherwise they return the complete answer. In `source_nodes`, nodes of a `LlamaIndexSource` keep their ids and
+    metadata. `response.metadata["streamrag"]` has the answer's figures, once it is complete.
 
-    `aquery` starts the pipeline in the caller's event loop, and `query` in a thread, unless it is running already: then
-    it is asked where it runs. `close` closes the pipeline, if it was started here, and so does the end of a block; in
-    an event loop it is `aclose`, and `async with`.
+    Unless the pipeline has been started, `aquery` starts it in the caller's event loop, and `query` in a thread; then
+    `close`, or the end of a `with` block, closes it. In an event loop, use `aclose` and `async with`.
 
-    pipeline: what answers.
+    pipeline: the pipeline that answers.
     streaming: whether to return LlamaIndex's streaming responses.
     callback_manager: LlamaIndex's.
-    options: those of `QueryOptions`, for every query.
+    options: `QueryOptions` for every query.
 
-    :raises ConfigurationError: an option that is unknown.
+    :raises ConfigurationError: an option is unknown.
     """
 
     def __init__(
@@ -150,7 +149,7 @@ class StreamragQueryEngine(PortalOwner, BaseQueryEngine):
     async def _texts(
         self, query: str, nodes: list[NodeWithScore], metadata: dict[str, Any]
     ) -> AsyncGenerator[str, None]:
-        """No text once the nodes are there, and then that of the answer, with its numbers as the last."""
+        """Fill `nodes` and yield an empty text; then yield the answer's text, and at the end add its figures."""
         async with self._pipeline.events(query, **self._options) as events:
             async for event in events:
                 match event:
@@ -177,20 +176,19 @@ class StreamragQueryEngine(PortalOwner, BaseQueryEngine):
 class LlamaIndexSource:
     """A LlamaIndex retriever as a source.
 
-    Each `Update` is what is known by then. A `QueryFusionRetriever` has one whenever one of its members answers, by
-    reciprocal rank; its own fusion, which is the last word, makes the next. Then each of the `node_postprocessors`,
-    such as a reranker, makes one if it changes something. So the last one is what LlamaIndex would have put into the
-    prompt, and the model has read the ones before, as far as they agree with it, when it comes.
+    Each stage yields an `Update`: every answer of a `QueryFusionRetriever`'s member, fused by reciprocal rank; the
+    retriever's own result; and each of the `node_postprocessors`, such as a reranker, that changes the result. The last
+    update is the context that LlamaIndex would have put into the prompt; meanwhile the model prefills the earlier ones.
 
-    Retrievers and postprocessors that are not async run in threads, where cancelling the query cannot stop them.
+    Retrievers and postprocessors without async methods run in threads, which cancelling the query cannot stop.
 
     retriever: any LlamaIndex retriever.
-    node_postprocessors: what its nodes go through, in this order.
-    metadata_mode: which of a node's metadata are put before its text: "none", or those "llm" is to see, as LlamaIndex's
-        own query engines do.
-    name: the source's; the retriever's class by default.
+    node_postprocessors: postprocessors of the nodes, in this order.
+    metadata_mode: the metadata to put before a node's text: "none", or those for the "llm", as in LlamaIndex's own
+        query engines.
+    name: name of the source; by default the retriever's class.
 
-    :raises ConfigurationError: `retriever` is none.
+    :raises ConfigurationError: `retriever` is not a LlamaIndex retriever.
     """
 
     def __init__(
@@ -202,7 +200,7 @@ class LlamaIndexSource:
         name: str = "",
     ) -> None:
         if not isinstance(retriever, BaseRetriever):
-            raise ConfigurationError(f"LlamaIndexSource: {kind_of(retriever)} is no LlamaIndex retriever")
+            raise ConfigurationError(f"LlamaIndexSource: {kind_of(retriever)} is not a LlamaIndex retriever")
         self.name = name or type(retriever).__name__
         self._retriever = retriever
         self._postprocessors = tuple(node_postprocessors)
@@ -210,7 +208,7 @@ class LlamaIndexSource:
         self._calls = Threads(MAX_CALLS, f"retrieve {self.name}")
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """An `Update` for each list of nodes that differs from the one before."""
+        """Yield an `Update` for each list of nodes that differs from the one before."""
         reader = PassageReader(self.name)
         before: tuple[Chunk, ...] | None = None
         nodes: list[NodeWithScore] = []
@@ -257,7 +255,7 @@ class LlamaIndexSource:
                 number, nodes = answer
                 weights.append(watched._retriever_weights[number])
                 rankings.append(self._chunks(nodes, reader))
-                if len(rankings) < len(members) * watched.num_queries:  # else the retriever's own fusion is next
+                if len(rankings) < len(members) * watched.num_queries:  # otherwise the retriever's own result is next
                     yield reciprocal_rank_fusion(rankings, weights)[: watched.similarity_top_k]
             yield task.result()
         finally:
@@ -289,7 +287,7 @@ class LlamaIndexSource:
 
 @dataclass(frozen=True)
 class _Watched:
-    """A member of a fusion that reports its answer as soon as there is one."""
+    """A wrapper of a member that reports its answer immediately."""
 
     ask: Callable[[QueryBundle], Awaitable[list[NodeWithScore]]]
     tell: Callable[[list[NodeWithScore]], None]
@@ -305,7 +303,6 @@ def _tell(came: "asyncio.Queue[Any]", number: int, nodes: list[NodeWithScore]) -
 
 
 def _node(chunk: Chunk) -> NodeWithScore:
-    """The node that the chunk was made of, or one with the same id for the same place."""
     if isinstance(chunk, FoundChunk):
         return NodeWithScore(node=chunk.origin, score=chunk.score)
     metadata = {"uri": chunk.uri, "title": chunk.title, "passage": chunk.passage}

@@ -1,7 +1,7 @@
-"""A portal to the event loop in which a pipeline or a source lives, for callers in any thread and any loop.
+"""A portal to the event loop of a pipeline or a source, for callers in any thread and any loop.
 
-What streamrag starts belongs to one event loop. Frameworks call from everywhere: from programs without a loop, from
-threads beside a loop, from one loop after another. Why this is not anyio's `BlockingPortal`: see DECISIONS.md.
+A started pipeline or source belongs to one event loop, but frameworks call it from code without a loop, from other
+threads, and from several loops. DECISIONS.md has the reasons not to use anyio's `BlockingPortal`.
 """
 
 import asyncio
@@ -25,26 +25,26 @@ from streamrag.support.messages import short
 from streamrag.support.tasks import run_regardless
 
 LOOK_S = 1.0
-"""Seconds between looks, while waiting for another event loop, whether that loop still runs: nothing tells its end."""
+"""Seconds between checks whether the other event loop still runs: there is no notification of its end."""
 
 BLOCKED_S = 30.0
-"""Seconds without a turn after which a loop counts as blocked, perhaps by a wait for this very call."""
+"""Seconds without an iteration after which a loop counts as blocked, perhaps by a wait for this call."""
 
 BLOCKED = (
-    "the event loop that it was started in has not turned for {:.0f} s: something blocks it, perhaps a wait for this "
-    "call, as LangChain's batch waits for its threads: use the framework's async methods there"
+    "the event loop that it was started in has been blocked for {:.0f} s, perhaps by a wait for this call, as in "
+    "LangChain's batch: use the framework's async methods in that loop"
 )
 
 T = TypeVar("T")
 
 
 class LoopPortal:
-    """Runs calls in the event loop of something that `start` starts and `aclose` stops; both are called in that loop.
+    """A portal that runs calls in the event loop of its tenant, which `start` starts and `aclose` stops in that loop.
 
-    The loop is that of the first caller of `settle`, or the one that `running_in` names because somebody else has
-    started it, who then closes it too; where several callers are the first at once, `claim` names the loop of one.
-    Otherwise the first call starts a thread with a loop of its own, which ends with `close`, or when the portal is
-    collected. A portal is of one process: in a fork, calls are refused, and there is nothing to close.
+    The loop is the one that `running_in` returns, if the tenant was started elsewhere and is closed there too; or that
+    of the first caller of `settle`. Otherwise the first call starts a thread with its own loop, which ends with `close`
+    or when the portal is garbage-collected. `claim` resolves races between several first callers: it returns the
+    winner's loop. Calls in a forked process raise `PipelineClosedError`.
     """
 
     def __init__(
@@ -58,26 +58,25 @@ class LoopPortal:
         self._tenant = Tenant(start, aclose)
         self._running_in = running_in
         self._claim = claim
-        self._guard = threading.RLock()  # a generator that is collected takes it too, in whatever thread that is
+        self._guard = threading.RLock()  # reentrant: a garbage-collected generator takes it in any thread
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: Future[None] | None = None
         self._is_closed = False
         self._process_id: int | None = None
-        """The process in which there is a loop."""
+        """The process of the loop."""
 
     @classmethod
     def to_pipeline(cls, pipeline: Pipeline) -> "LoopPortal":
-        """Return a portal to a pipeline, which may be running already."""
         return cls(pipeline.start, pipeline.aclose, running_in=lambda: pipeline.loop, claim=pipeline.claim)
 
     @classmethod
     def to_source(cls, source: Source, *, is_owned: bool = True) -> "LoopPortal":
-        """Return a portal to a source, which starts and closes it if the source `is_owned` and needs that.
+        """Return a portal to a source, which starts and closes the source if it `is_owned`.
 
-        :raises ConfigurationError: it is no source.
+        :raises ConfigurationError: `source` is not a source.
         """
         if isinstance(source, type) or not callable(getattr(source, "stream", None)):
-            raise ConfigurationError(f"source={short(source)} is no source: it has no method 'stream'")
+            raise ConfigurationError(f"source={short(source)} is not a source: it has no method 'stream'")
         started = AsyncExitStack()
 
         async def start() -> None:
@@ -87,71 +86,71 @@ class LoopPortal:
         return cls(start, started.aclose)
 
     def start(self) -> None:
-        """Start what lives behind the portal."""
-        self.run(_nothing)
+        """Start the tenant."""
+        self.run(_do_nothing)
 
     async def settle(self) -> None:
-        """Start what lives behind the portal; in this event loop, unless it has a loop already."""
+        """Start the tenant, in this event loop unless it has one."""
         self._check_open()
         with self._guard:
             here = asyncio.get_running_loop()
             if self._loop is None and self._running_in() is None and self._claim(here) is here:
                 self._process_id = os.getpid()
                 self._loop = here
-        await self.arun(_nothing)
+        await self.arun(_do_nothing)
 
     def close(self) -> None:
-        """Stop what was started here, and what is read through the portal, and wait until it has ended.
+        """Stop all iterations through the portal, and the tenant if it was started here, and wait for their end.
 
-        :raises ConfigurationError: this is the loop's own thread, which would wait for itself.
+        :raises ConfigurationError: the caller is in the portal's loop, and would wait for itself.
         """
         if self._end is None or not self._end.done():
-            _refuse_own(self._loop)
-        with suppress(PipelineClosedError):  # its loop has ended meanwhile, or this is a fork
+            _check_not_in(self._loop)
+        with suppress(PipelineClosedError):  # the loop has ended, or this is a forked process
             if (ending := self._begin_end()) is not None and current_loop() is not ending[1]:
                 _wait_for(*ending)
 
     async def aclose(self) -> None:
-        """Do the same without blocking the event loop."""
+        """Close the portal like `close`, without blocking the event loop."""
         with suppress(PipelineClosedError):
             if (ending := self._begin_end()) is not None:
                 await run_regardless(_await(*ending), "streamrag close")
 
     def run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Return what `work()` returns, awaited in the portal's loop. Errors as of `iterate`."""
+        """Await `work()` in the portal's loop, and return the result. Raises like `iterate`."""
         with closing(self.iterate(partial(_one, work))) as results:
             return next(results)
 
     async def arun(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do the same without blocking this loop; cancelling this cancels `work()`."""
+        """Await `work()` in the portal's loop without blocking this loop. Cancelling cancels `work()`."""
         async with aclosing(self.aiterate(partial(_one, work))) as results:
             return await anext(results)
 
     def iterate(self, make: Callable[[], AsyncGenerator[T, None]]) -> Generator[T, None, None]:
-        """Yield what `make()` yields, made in the portal's loop.
+        """Create an async generator with `make()` in the portal's loop, and yield its items.
 
-        :raises ConfigurationError: this is the loop's own thread, which would wait for itself.
-        :raises PipelineClosedError: it has been closed, or its loop has ended.
+        :raises ConfigurationError: the caller is in the portal's loop, and would wait for itself.
+        :raises PipelineClosedError: the portal has been closed, or its loop has ended.
         """
         loop = self._open_loop()
-        _refuse_own(loop)
+        _check_not_in(loop)
         reading = Reading(self._tenant, make)
         waits = True
         try:
             while (item := _wait_for(self._submit(loop, reading.next), loop)) is not END:
                 yield item
-        except PipelineClosedError:  # it has ended, or nothing is to be waited for there
+        except PipelineClosedError:  # the loop has ended or is blocked: do not wait for it
             waits = False
             raise
         finally:
             with suppress(PipelineClosedError):
                 if not sys.is_finalizing():
                     closed = self._submit(loop, reading.aclose)
-                    if waits and current_loop() is not loop:  # where a garbage collection may run this, too
+                    if waits and current_loop() is not loop:  # garbage collection may run this in the loop
                         _wait_for(closed, loop)
 
     async def aiterate(self, make: Callable[[], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-        """Do the same without blocking this loop; cancelling this cancels that."""
+        """Iterate like `iterate`, without blocking this loop. Cancelling cancels the generator."""
         loop = self._open_loop()
         is_here = asyncio.get_running_loop() is loop
         reading = Reading(self._tenant, make)
@@ -177,18 +176,18 @@ class LoopPortal:
             raise PipelineClosedError(CLOSED)
 
     def _check_process(self) -> None:
-        """Raise in a fork, before the guard is taken: another thread may have held it when the process was forked."""
+        """Raise in a forked process. Call this before taking the guard, which may have been held during the fork."""
         if self._process_id not in (None, os.getpid()):
             raise PipelineClosedError(FORKED)
 
     def _open_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the portal's loop; that of a new thread if it has none."""
+        """Return the portal's loop; start a thread with a loop if there is none."""
         self._check_open()
         with self._guard:
             if (loop := self._running_in() or self._loop) is not None:
                 return loop
             own, stop = start_loop_thread()
-            if (loop := self._claim(own)) is not own:  # somebody else starts it just now
+            if (loop := self._claim(own)) is not own:  # another caller won the race
                 own.call_soon_threadsafe(stop)
                 return loop
             self._tenant.on_ended = stop
@@ -199,18 +198,18 @@ class LoopPortal:
 
     def _submit(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
         self._check_process()
-        with self._guard:  # what is submitted before the end still runs
+        with self._guard:  # work that is submitted before `_begin_end` still runs
             if not self._is_closed and loop.is_running():
                 return self._tenant.submit(loop, work)
         raise PipelineClosedError(CLOSED)
 
     def _begin_end(self) -> "tuple[Future[None], asyncio.AbstractEventLoop] | None":
-        """Begin to stop what was started here or is read; None if there is nothing, or its loop has ended."""
+        """Begin to stop the tenant and its iterations. Return None if there are none, or the loop has ended."""
         self._check_process()
         with self._guard:
             self._is_closed = True
             loop = self._loop or self._running_in()
-            if self._end is None or self._end.cancelled():  # by a Ctrl-C, before it had begun
+            if self._end is None or self._end.cancelled():  # cancelled by Ctrl-C before it began
                 if loop is None or not loop.is_running():
                     return None
                 is_started_here = self._loop is not None
@@ -220,7 +219,7 @@ class LoopPortal:
 
 
 class PortalOwner:
-    """A base class of adapters that start with the first call, or with a block, sync or async, and stop at its end."""
+    """A base class of adapters that start with the first call or a `with` block, and stop with the block or `close`."""
 
     portal: Any
 
@@ -238,23 +237,20 @@ class PortalOwner:
         self.portal.close()
 
     def close(self) -> None:
-        """Stop what the first call has started."""
+        """Stop what the adapter has started."""
         self.portal.close()
 
     async def aclose(self) -> None:
-        """Do the same, for callers in an event loop."""
+        """Stop what the adapter has started, without blocking the event loop."""
         await self.portal.aclose()
 
 
-async def _nothing() -> None:
-    """Start or close what need not be."""
+async def _do_nothing() -> None:
+    pass
 
 
 async def _one(work: Callable[[], Awaitable[T]]) -> AsyncGenerator[T, None]:
     yield await work()
-
-
-# ------------------------------------------------------------------------------------------------ where the callers are
 
 
 def _wait_for(outcome: "Future[T]", loop: asyncio.AbstractEventLoop) -> T:
@@ -276,7 +272,7 @@ async def _await(outcome: "Future[T]", loop: asyncio.AbstractEventLoop) -> T:
         return waiting.result()
     finally:
         if not waiting.cancel() and not waiting.cancelled():
-            waiting.exception()  # which nothing else retrieves, if this is cancelled
+            waiting.exception()  # marks the exception as retrieved, if this was cancelled
 
 
 def _check_turning(outcome: "Future[Any]", loop: asyncio.AbstractEventLoop, waited_s: float) -> None:
@@ -286,9 +282,9 @@ def _check_turning(outcome: "Future[Any]", loop: asyncio.AbstractEventLoop, wait
         raise PipelineClosedError(BLOCKED.format(waited_s))
 
 
-def _refuse_own(loop: asyncio.AbstractEventLoop | None) -> None:
+def _check_not_in(loop: asyncio.AbstractEventLoop | None) -> None:
     if loop is not None and current_loop() is loop:
         raise ConfigurationError(
-            "this call would wait for the event loop that it was made in: use the framework's async method; "
+            "this call would block the event loop that it waits for: use the framework's async method; "
             "in LangChain, use ainvoke, astream or abatch"
         )

@@ -1,4 +1,4 @@
-"""The work in a portal's event loop: its tenant is started, read from elsewhere, and ended; a thread with a loop."""
+"""The tasks in a portal's event loop: start and end of the tenant, iterations for other threads, and a loop thread."""
 
 import asyncio
 import os
@@ -13,23 +13,23 @@ from streamrag.errors import PipelineClosedError
 from streamrag.support.tasks import CANCEL_AGAIN_S, LET_GO_S, end_or_leave
 
 END_S = LET_GO_S + CANCEL_AGAIN_S
-"""Most seconds that a task may take to stop: what it runs lets go of foreign code of its own before."""
+"""Time limit for a task to stop. It exceeds the limits after which tasks abandon foreign code."""
 
 EXIT_S = 10.0
-"""Most seconds that a program waits at its end for a loop that was never closed."""
+"""Maximum seconds that an exiting program waits for a loop that was never closed."""
 
 CLOSED = (
-    "it has been closed, or the event loop that it was started in has ended or stands still: make a new one, or keep "
+    "it has been closed, or the event loop that it was started in has ended or is blocked: create a new one, or keep "
     "that loop running"
 )
 
 T = TypeVar("T")
 END: Any = object()
-"""Stands for the end of an iteration."""
+"""A sentinel for the end of an iteration."""
 
 
 class Tenant:
-    """A pipeline or a source in the loop: started once, when it is needed; ended after all that is read of it."""
+    """A pipeline or a source in the loop: started once, on first use, and ended after all of its iterations."""
 
     def __init__(self, start: Callable[[], Awaitable[None]], aclose: Callable[[], Awaitable[None]]) -> None:
         self._start = start
@@ -40,14 +40,14 @@ class Tenant:
         self.on_ended: Callable[[], None] = lambda: None
 
     def submit(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
-        """Run `work()` in the loop, from any thread. If the loop ends first, no coroutine is left that nobody awaits.
+        """Run `work()` in the loop, from any thread. If the loop ends first, no coroutine is created.
 
         :raises PipelineClosedError: the loop has ended.
         """
         outcome: Future[T] = Future()
 
         def begin() -> None:
-            if outcome.set_running_or_notify_cancel():  # else nobody waits for it any more
+            if outcome.set_running_or_notify_cancel():  # False if the caller has cancelled it
                 task = asyncio.create_task(work())
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -55,19 +55,19 @@ class Tenant:
 
         try:
             loop.call_soon_threadsafe(begin)
-        except RuntimeError:  # it has ended just now
+        except RuntimeError:  # the loop has ended
             raise PipelineClosedError(CLOSED) from None
         return outcome
 
     async def started(self) -> None:
-        """Wait for the start, which goes on when the one who waits is cancelled: others may wait for it too."""
+        """Wait for the start, which all callers share: it continues if this caller is cancelled."""
         if self._starting is None or (self._starting.done() and _failed(self._starting)):
             self._starting = asyncio.ensure_future(self._begin())
-            self._starting.add_done_callback(_failed)  # retrieves its error, if nothing else does
+            self._starting.add_done_callback(_failed)  # marks its exception as retrieved
         await asyncio.shield(self._starting)
 
     async def end(self) -> None:
-        """Stop what is read, then what is being started, so that it finds nothing closed under it; and close."""
+        """Stop all iterations, then a start in progress, and close the tenant."""
         try:
             await self.end_reads()
             if self._starting is not None:
@@ -77,7 +77,6 @@ class Tenant:
             self.on_ended()
 
     async def end_reads(self) -> None:
-        """Stop what is read, and nothing else."""
         await asyncio.gather(*(end_or_leave(task, "streamrag read", at_most_s=END_S) for task in self.reads))
 
     async def _begin(self) -> None:
@@ -85,24 +84,24 @@ class Tenant:
 
 
 class Reading(Generic[T]):
-    """An async generator that is read from elsewhere, driven by one task: cancel scopes in it are of that task.
+    """An iteration of an async generator for a caller elsewhere. One task drives it, as cancel scopes require.
 
-    The generator goes on when its next item is asked for. If its task is stopped, by its loop's end too, that is an
-    error and no end of the items.
+    The generator resumes when the next item is requested. If its task is cancelled, also by the end of the loop,
+    `next` raises instead of returning `END`.
     """
 
     def __init__(self, tenant: Tenant, make: Callable[[], AsyncGenerator[T, None]]) -> None:
         self._tenant = tenant
         self._make = make
         self._task: asyncio.Task[None] | None = None
-        self._is_asked = asyncio.Event()
+        self._is_requested = asyncio.Event()
 
     async def next(self) -> T:
         """Return the next item, or `END`."""
         if self._task is not None and self._task.done():
             raise PipelineClosedError(CLOSED)
         self._answer = answer = asyncio.get_running_loop().create_future()
-        self._is_asked.set()
+        self._is_requested.set()
         if self._task is None:
             self._task = asyncio.create_task(self._drive(), name="streamrag read")
             self._tenant.reads.add(self._task)
@@ -111,7 +110,7 @@ class Reading(Generic[T]):
         return cast(T, await answer)
 
     async def aclose(self) -> None:
-        """Stop it, in the midst of an item too."""
+        """Stop the generator, even in the middle of an item."""
         if self._task is not None:
             await end_or_leave(self._task, "streamrag read", at_most_s=END_S)
 
@@ -119,10 +118,10 @@ class Reading(Generic[T]):
         await self._tenant.started()
         async with aclosing(self._make()) as items:
             async for item in items:
-                self._is_asked.clear()
-                if not self._answer.done():  # by being cancelled
+                self._is_requested.clear()
+                if not self._answer.done():  # cancelled
                     self._answer.set_result(item)
-                await self._is_asked.wait()
+                await self._is_requested.wait()
 
 
 def _failed(task: "asyncio.Future[None]") -> bool:
@@ -130,7 +129,7 @@ def _failed(task: "asyncio.Future[None]") -> bool:
 
 
 def _copy_outcome(outcome: "Future[Any] | asyncio.Future[Any]", task: "asyncio.Task[Any]", result: Any = None) -> None:
-    """Give `outcome` the error of `task`, or its result, or `result` if that is not None."""
+    """Set the outcome to the task's exception, or to `result` (by default the task's result)."""
     error = PipelineClosedError(CLOSED) if task.cancelled() else task.exception()
     if outcome.done():
         return
@@ -141,7 +140,7 @@ def _copy_outcome(outcome: "Future[Any] | asyncio.Future[Any]", task: "asyncio.T
 
 
 def start_loop_thread() -> tuple[asyncio.AbstractEventLoop, Callable[[], None]]:
-    """Start a daemon thread with an event loop; return the loop, and what ends both when it is called in the loop."""
+    """Start a daemon thread with an event loop. Return the loop, and a function that ends both; call it in the loop."""
     ready: Future[tuple[asyncio.AbstractEventLoop, Callable[[], None]]] = Future()
 
     async def live() -> None:
@@ -154,9 +153,9 @@ def start_loop_thread() -> tuple[asyncio.AbstractEventLoop, Callable[[], None]]:
 
 
 def end_dropped(tenant: Tenant, loop: asyncio.AbstractEventLoop, process_id: int) -> None:
-    """End a loop's thread when its portal was collected, and at the program's end, but not at that of a fork."""
+    """End the loop's thread when its portal is garbage-collected or the program exits, but not in a forked process."""
     if process_id == os.getpid():
-        with suppress(PipelineClosedError, TimeoutError):  # it was closed, or takes too long
+        with suppress(PipelineClosedError, TimeoutError):  # closed before, or too slow
             ended = tenant.submit(loop, tenant.end)
             if current_loop() is None:
                 ended.exception(EXIT_S)

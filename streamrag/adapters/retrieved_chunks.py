@@ -1,4 +1,4 @@
-"""Chunks that adapters retrieve from a source, and chunks that know what they were made of."""
+"""Helpers of the adapters to retrieve chunks, and chunks that keep the framework's document."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -12,14 +12,14 @@ from streamrag.support.tasks import LET_GO_S
 
 
 async def retrieve(source: Source, query: str) -> AsyncGenerator[SourceEvent, None]:
-    """The source's events, checked; closing this stops it."""
+    """Yield the source's validated events. Closing the generator stops the source."""
     async with aclosing(Retrieval(source, query, let_go_s=LET_GO_S).events()) as events:
         async for event in events:
             yield event
 
 
 async def retrieve_all(source: Source, query: str) -> tuple[Chunk, ...]:
-    """Everything that the source finds, in its order."""
+    """Return the source's final context."""
     chunks = Context()
     async with aclosing(retrieve(source, query)) as events:
         async for event in events:
@@ -30,6 +30,6 @@ async def retrieve_all(source: Source, query: str) -> tuple[Chunk, ...]:
 
 @dataclass(frozen=True, slots=True)
 class FoundChunk(Chunk):
-    """A chunk that knows what it was made of, for those who want that back."""
+    """A chunk that keeps the framework's document that it was made from."""
 
     origin: Any = field(default=None, compare=False, repr=False)

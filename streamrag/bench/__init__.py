@@ -1,1 +1,1 @@
-"""Loads from traces, put on a real engine or a simulated one, and what came of them."""
+"""Benchmarks: replay traced queries on a real or a simulated engine, and report the results."""

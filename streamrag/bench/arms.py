@@ -1,11 +1,11 @@
-"""The four ways to use context that arrives in chunks, over any engine that speaks `Client`.
+"""The four client strategies (arms) for context that arrives in chunks, over any engine that implements `Client`.
 
     no-streaming      ····wait for all chunks···· generate
-    warming           prefill, prefill, prefill,  generate       requests for one token; the prefix cache keeps the KV
+    warming           prefill, prefill, prefill,  generate       one-token requests that fill the prefix cache
     stock-sessions    chunk, chunk, chunk ······  answer         vLLM's own sessions, which can only append
-    streaming         chunk, update, chunk ·····  answer         ours
+    streaming         chunk, update, chunk ·····  answer         streamrag's scheduler
 
-The same code runs on a real engine in wall time and on a simulated one in virtual time.
+The same code runs on a real engine in wall time and on a simulated engine in virtual time.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ class PromptStream(Protocol):
     """A prompt that grows. Iterating over it yields the tokens of the answer."""
 
     async def append(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
-        """Let it grow; if it `is_complete`, have the answer sampled."""
+        """Append tokens to the prompt; `is_complete` starts sampling."""
 
     async def update(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
-        """Replace it; if it `is_complete`, have the answer sampled."""
+        """Replace the prompt; `is_complete` starts sampling."""
 
     def __aiter__(self) -> AsyncIterator[tuple[int, ...]]: ...
 
 
 class Client(Protocol):
-    """An engine as its clients see it. Requests are told apart by their query, of which there may be several."""
+    """An engine's interface to its clients. Several requests may have the same `query_id`."""
 
     @property
     def block_size(self) -> int:
@@ -42,22 +42,22 @@ class Client(Protocol):
     def generate(
         self, query_id: str, token_ids: Sequence[int], num_output_tokens: int
     ) -> AsyncGenerator[tuple[int, ...], None]:
-        """Yield the answer to a prompt as it comes; closing aborts."""
+        """Yield the answer's tokens as they are generated. Closing the generator aborts the request."""
 
     def stream(
         self, query_id: str, token_ids: Sequence[int], num_output_tokens: int, *, is_complete: bool = False
     ) -> AbstractAsyncContextManager[PromptStream]:
-        """Open a prompt that grows or changes; leaving the context aborts."""
+        """Open a prompt that grows or changes. Leaving the context aborts the request."""
 
     def session(
         self, query_id: str, chunks: AsyncIterator[tuple[Sequence[int], int]]
     ) -> AsyncGenerator[tuple[int, ...], None]:
-        """Yield the answers to chunks, of which each says how many tokens answer it; closing aborts."""
+        """Yield the answers' tokens. Each chunk comes with the number of tokens to answer it with; closing aborts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The times of one query, on its client's event loop's clock."""
+    """The times of one query, on the clock of the client's event loop."""
 
     retrieval_end_s: float
     first_token_s: float
@@ -68,14 +68,13 @@ _Answer: TypeAlias = AsyncGenerator[tuple[int, ...], None]
 
 
 async def run_query(arm: Arm, client: Client, arriving: Arriving, num_output_tokens: int) -> Timing:
-    """Play one query to its end."""
+    """Replay one query through an arm, and return its times."""
     clock = asyncio.get_running_loop().time
     first_s: float | None = None
-    answer = _ARMS[arm](client, arriving, num_output_tokens)
-    async with aclosing(answer):
+    async with aclosing(_ARMS[arm](client, arriving, num_output_tokens)) as answer:
         async for _ in answer:
             first_s = clock() if first_s is None else first_s
-    assert first_s is not None, f"{arriving.query.query_id}: answered without a token"
+    assert first_s is not None, f"{arriving.query.query_id}: the answer has no tokens"
     assert arriving.end_s is not None, f"{arriving.query.query_id}: answered before its prompt was complete"
     return Timing(arriving.end_s, first_s, clock())
 
@@ -89,17 +88,16 @@ async def _no_streaming(client: Client, arriving: Arriving, num_output_tokens: i
 
 
 async def _warming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
-    query_id = arriving.query.query_id
-
-    async def prefill(token_ids: tuple[int, ...]) -> None:
-        async with aclosing(client.generate(query_id, token_ids, 1)) as answer:
-            async for _ in answer:
-                pass
-
-    async def generate(token_ids: tuple[int, ...]) -> AsyncGenerator[AnswerChunk, None]:
-        async with aclosing(client.generate(query_id, token_ids, num_output_tokens)) as answer:
+    async def generate(
+        token_ids: tuple[int, ...], num_tokens: int = num_output_tokens
+    ) -> AsyncGenerator[AnswerChunk, None]:
+        async with aclosing(client.generate(arriving.query.query_id, token_ids, num_tokens)) as answer:
             async for new in answer:
                 yield AnswerChunk("", new)
+
+    async def prefill(token_ids: tuple[int, ...]) -> None:
+        async for _ in generate(token_ids, 1):
+            pass
 
     events = warm_then_generate(_prompts(arriving), prefill=prefill, generate=generate, block_size=client.block_size)
     async with aclosing(events):
@@ -118,21 +116,21 @@ async def _prompts(pieces: AsyncIterator[Piece] | Arriving) -> AsyncIterator[Pro
 
 
 async def _stock_sessions(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
-    num_before = 0  # tokens that answer chunks before the last, and are not shown
+    num_discarded = 0  # each chunk before the last is answered with one token, which is not part of the answer
 
     async def chunks() -> AsyncIterator[tuple[Sequence[int], int]]:
-        nonlocal num_before
+        nonlocal num_discarded
         async for piece in arriving:
-            num_before += not piece.is_complete
+            num_discarded += not piece.is_complete
             yield piece.token_ids, num_output_tokens if piece.is_complete else 1
 
-    num_seen = 0
+    num_received = 0
     async with aclosing(client.session(arriving.query.query_id, chunks())) as answer:
         async for token_ids in answer:
-            shown = token_ids[max(num_before - num_seen, 0) :]
-            num_seen += len(token_ids)
-            if shown:
-                yield shown
+            answer_ids = token_ids[max(num_discarded - num_received, 0) :]
+            num_received += len(token_ids)
+            if answer_ids:
+                yield answer_ids
 
 
 async def _streaming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:

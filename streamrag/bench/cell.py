@@ -1,7 +1,7 @@
-"""A cell: one load on one engine with one set of settings, and its result."""
+"""A cell: one load, replayed on one engine with one set of settings; and its result."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from streamrag.engine.eviction import EvictionMode
@@ -11,22 +11,21 @@ from streamrag.records import RequestRecord
 from streamrag.support.validation import Count, Positive, validated
 
 Clock: TypeAlias = Literal["virtual", "wall"]
-"""Virtual time comes from a hardware profile; wall time from a real engine. No cell mixes them."""
+"""Virtual time is predicted by a hardware profile; wall time is measured on a real engine."""
 Arm: TypeAlias = Literal["no-streaming", "warming", "stock-sessions", "streaming"]
-"""A client's way to use chunks that arrive over time: wait for all of them; warm the prefix cache; use the sessions of
-vLLM's own scheduler, which can only append; stream into ours."""
+"""A client's strategy for chunks that arrive over time; see `streamrag.bench.arms`."""
 ARMS: tuple[Arm, ...] = get_args(Arm)
 
 CellProgress: TypeAlias = Callable[[int, int], None]
-"""Called with how many requests of a cell have been answered, and of how many."""
+"""Called with the number of answered requests of a cell, and the number of all its requests."""
 
 
 @validated
 @dataclass(frozen=True, slots=True)
 class CellSettings:
-    """All that a cell's result depends on, beside versions and the machine.
+    """The settings of a cell. Its result depends on them, on the package versions, and in wall time on the machine.
 
-    :raises ConfigurationError: a value that no cell could run with.
+    :raises ConfigurationError: a value is invalid.
     """
 
     clock: Clock
@@ -34,45 +33,44 @@ class CellSettings:
     """"crawler", "anns" or "anns-last" (generated), or the path of a trace."""
     arm: Arm
     policy: str = DEFAULT_POLICY
-    """For the streaming arm; see `streamrag.engine.make_policy`."""
+    """Scheduling policy of the streaming arm; see `streamrag.engine.make_policy`."""
     eviction: EvictionMode = "recompute"
-    """For the streaming arm; the others run vLLM's own scheduler, which recomputes."""
+    """Eviction of the streaming arm; the other arms run vLLM's own scheduler, which recomputes."""
     host_kv_bytes: Count | None = None
-    """Host memory for KV, of each worker; None for the scheduler's own choice. Not with "recompute"."""
+    """Host memory for KV per worker; None for the scheduler's default. Not with "recompute"."""
     qps: Positive | None = None
-    """Poisson arrivals, open loop, per second; None for the trace's own arrivals."""
+    """Rate of Poisson arrivals (open loop), per second; None for the trace's own arrivals."""
     delay: Positive = 1.0
-    """Factor of every gap between the chunks of a query."""
+    """Factor that multiplies each gap between the chunks of a query."""
     kv_tokens: Count | None = None
-    """Capacity of the KV cache; None for the profile's, or the engine's own choice."""
+    """Capacity of the KV cache; None for the profile's capacity, or the engine's default."""
     seed: int = 1
     num_queries: Count | None = None
-    """None for all that the trace has."""
+    """Number of queries to replay; None for all queries of the trace."""
     num_output_tokens: Count = 1
     profile: str | None = None
     """Name or path of a hardware profile, in virtual time."""
     model: str | None = None
     """Folder or name of a model, in wall time."""
     max_num_batched_tokens: Count | None = None
-    """Token budget of a step; None for the workload's published one."""
+    """Token budget of a step; None for the workload's published budget."""
     max_num_seqs: Count = 256
     scheduler_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Further options of our scheduler, by name; see `streamrag.backends.vllm.options.SchedulerOptions`."""
+    """More options of our scheduler, by name; see `streamrag.backends.vllm.options.SchedulerOptions`."""
     max_context_tokens: Count | None = None
-    """Budget of a context, as in a pipeline: chunks that do not fit are left out. None for what the model's length has
-    room for."""
+    """Token budget of a context, as in a pipeline: chunks that do not fit are left out. None for the most that the
+    model's length allows."""
     has_prefix_cache: bool = True
-    """Whether the engine has a prefix cache; False in virtual time only. Without, KV is only recomputed: host memory is
-    known by the prefix cache's hashes."""
+    """Whether the engine has a prefix cache; False in virtual time only, and only with eviction "recompute"."""
 
     def __post_init__(self) -> None:
         check_clock(self.clock, self.profile, self.model)
 
 
 def check_clock(clock: Clock, profile: str | None, model: str | None) -> None:
-    """Look at whether a profile or a model is given for the other clock.
+    """Check that no model is given for virtual time, and no profile for wall time.
 
-    :raises ConfigurationError: it is.
+    :raises ConfigurationError: one is.
     """
     if clock == "virtual" and model is not None:
         raise ConfigurationError(f"model={model!r} is for wall time; virtual time takes a hardware profile")
@@ -82,19 +80,19 @@ def check_clock(clock: Clock, profile: str | None, model: str | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """The result of a query of the load. Times are seconds on the cell's clock, which starts at 0."""
+    """The result of one query. Times are seconds on the cell's clock, which starts at 0."""
 
     query_id: str
     arrival_s: float
     retrieval_end_s: float
-    """When the last chunk was there."""
+    """Time at which the last chunk arrived."""
     first_token_s: float
     finished_s: float
     num_chunks: int
     floor_s: float
-    """The `ttft_after_retrieval_s` of the query if it were alone on the engine."""
+    """The query's `ttft_after_retrieval_s` on an otherwise idle engine."""
     record: RequestRecord | None = None
-    """The engine's record, on the same clock; None from engines that keep none."""
+    """The engine's record, on the same clock; None if the engine keeps no records."""
 
     @property
     def ttft_s(self) -> float:
@@ -122,12 +120,12 @@ class StepResult:
     num_tokens: int
     num_requests: int
     parts: tuple[StepPart, ...] = ()
-    """Parts of the step, a request each; empty from engines that do not tell."""
+    """Tokens per request; empty if the engine does not report them."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """KV of one request, copied between device and host in one step."""
+    """A copy of one request's KV between device and host, within one step."""
 
     query_id: str
     direction: Literal["to-host", "to-device"]
@@ -138,14 +136,14 @@ class CopyResult:
 
 @dataclass(frozen=True, slots=True)
 class CopyTotals:
-    """Totals of what was copied between device and host in a cell, by all ranks together."""
+    """Totals of the copies between device and host in a cell, summed over all ranks."""
 
     num_blocks_saved: int = 0
     num_blocks_loaded: int = 0
     num_bytes_out: int = 0
     num_bytes_in: int = 0
     out_s: float = 0.0
-    """Time in which blocks were copied to the host."""
+    """Seconds spent on copies to the host."""
     in_s: float = 0.0
 
 
@@ -156,22 +154,18 @@ class CellResult:
     settings: CellSettings
     requests: tuple[RequestResult, ...]
     busy_s: float
-    """Time in which the engine computed."""
+    """Seconds during which the engine computed."""
     completion_s: float
-    """When the last request ended."""
+    """Time at which the last request ended."""
     wall_s: float
-    """Seconds that the run took, on the wall clock."""
+    """Duration of the run on the wall clock, in seconds."""
     steps: tuple[StepResult, ...] = ()
-    """Kept on request only: there are many."""
+    """Steps of the engine; empty unless requested, because there are many."""
     copies: tuple[CopyResult, ...] = ()
-    """Kept with the steps."""
+    """Copies of KV; empty unless steps were requested."""
     provenance: Mapping[str, Any] = field(default_factory=dict)
-    """Versions, device, profile, capacity."""
+    """Versions, device, profile and KV capacity."""
     num_unfinished: int = 0
-    """Queries that the engine never answered: vLLM's own sessions can stand still for ever when memory is short."""
+    """Number of unanswered queries: vLLM's own sessions can deadlock when KV memory is short."""
     copy_totals: CopyTotals | None = None
-    """None where there is no host memory for KV, or the engine does not tell."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
+    """Totals of the copies; None without host memory for KV, or if the engine does not report them."""

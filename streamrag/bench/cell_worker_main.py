@@ -1,8 +1,7 @@
-"""Imported by the server that the processes of simulated cells are forked from: importing vLLM takes many seconds.
+"""A preload module of the fork server for simulated cells, so that vLLM is imported once: it takes many seconds.
 
-Its output goes nowhere: packages that greet whoever imports them would break the progress bar to pieces. It ends with
-the program, at once: by itself it would do so when the imports are over, and then take a second to tear them down.
-Which process that is stands in the environment.
+Importing it discards the server's output, because packages that print at import would break the progress bar. The
+server is killed with the process that STREAMRAG_PARENT names; otherwise it would first finish its imports.
 """
 
 import os
@@ -10,8 +9,8 @@ import os
 from streamrag.support.parent_death import end_with_parent
 
 end_with_parent(int(os.environ["STREAMRAG_PARENT"]))
-_nowhere = os.open(os.devnull, os.O_WRONLY)
-os.dup2(_nowhere, 1)
-os.dup2(_nowhere, 2)
+_devnull = os.open(os.devnull, os.O_WRONLY)
+os.dup2(_devnull, 1)
+os.dup2(_devnull, 2)
 
 import streamrag.bench.simulate  # noqa: E402, F401

@@ -1,4 +1,4 @@
-"""The cells of a benchmark: every combination of what varies."""
+"""The grid of a benchmark: a cell for every combination of its settings."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -16,20 +16,20 @@ from streamrag.engine.policies import DEFAULT_POLICY, make_policy
 from streamrag.support.validation import Count, Positive, validated
 
 PLAIN = tuple(BUDGETS)
-"""Workloads that are generated, without hints."""
+"""Names of generated workloads without hints."""
 GENERATED = (*PLAIN, *(name + ending for name in PLAIN for ending in HINTS))
-"""All that are generated; any other workload is a trace file."""
+"""Names of all generated workloads; any other workload is a trace file."""
 NOT_EMPTY = Field(min_length=1)
 
 
 @validated
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """All that varies between the cells of a benchmark, and all that does not.
+    """The settings of a benchmark: lists of values to combine, and values that all cells share.
 
-    Policies, evictions and scheduler options are the streaming arm's: the other arms run once for each load.
+    Policies, evictions and scheduler options apply to the streaming arm; each other arm runs once per load.
 
-    :raises ConfigurationError: a value that no cell could run with.
+    :raises ConfigurationError: a value is invalid.
     """
 
     clock: Clock
@@ -38,14 +38,13 @@ class Grid:
     policies: Annotated[tuple[str, ...], NOT_EMPTY] = (DEFAULT_POLICY,)
     evictions: Annotated[tuple[EvictionMode, ...], NOT_EMPTY] = ("recompute",)
     host_kv_bytes: Count | None = None
-    """For evictions that copy; None leaves it to the scheduler."""
+    """Host memory for evictions that copy KV; None for the scheduler's default."""
     scheduler_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Further options of our scheduler."""
     qps: tuple[Positive, ...] = ()
-    """Empty for the trace's own arrivals."""
+    """Rates of arrivals; empty for the trace's own arrivals."""
     delays: Annotated[tuple[Positive, ...], NOT_EMPTY] = (1.0,)
     kv_tokens: tuple[Count, ...] = ()
-    """Empty for the profile's capacity, or the engine's own choice."""
+    """Capacities of the KV cache; empty for the profile's capacity, or the engine's default."""
     seeds: Annotated[tuple[int, ...], NOT_EMPTY] = (1,)
     num_queries: Count | None = None
     num_output_tokens: Count = 1
@@ -62,7 +61,7 @@ class Grid:
             make_policy(policy)
 
     def cells(self) -> tuple[CellSettings, ...]:
-        """Return all cells, one seed after the other, so that a comparison is complete early."""
+        """Return all cells, ordered by seed, so that the first comparison is complete early."""
         common = {name: getattr(self, name) for name in COMMON}
         loads = product(self.seeds, self.delays, self.kv_tokens or (None,), self.qps or (None,))
         return tuple(
@@ -89,35 +88,20 @@ class Grid:
                 yield {"arm": arm}
 
 
-COMMON = {each.name for each in fields(Grid)} & {each.name for each in fields(CellSettings)} - {
-    "host_kv_bytes",
-    "kv_tokens",
-    "qps",
-    "scheduler_options",
-}
+COMMON = {each.name for each in fields(Grid)} & {each.name for each in fields(CellSettings)}
+COMMON -= {"host_kv_bytes", "kv_tokens", "qps", "scheduler_options"}
 """Settings that all cells of a grid share."""
-
-
-VARIABLE = (
-    "arm",
-    "policy",
-    "eviction",
-    "host_kv_bytes",
-    "qps",
-    "seed",
-    "scheduler_options",
-    "has_prefix_cache",
-)
-"""Settings that may differ between cells that are compared."""
+VARIABLE = ("arm", "policy", "eviction", "host_kv_bytes", "qps", "seed", "scheduler_options", "has_prefix_cache")
+"""Settings in which the cells of one comparison may differ."""
 
 
 def workload_name(workload: str) -> str:
-    """Return a name for files: of a trace, that of its file without what tells its format."""
+    """Return a workload's name for use in file names: without folder and suffixes."""
     return re.sub(r"(\.(jsonl|csv|json|gz|zst))+$", "", Path(workload).name)
 
 
 def variant_name(settings: CellSettings) -> str:
-    """Name what is compared: the arm, and of the streaming arm the policy, the eviction and further options."""
+    """Return the name of a cell's variant: its arm, and for the streaming arm its policy, eviction and options."""
     cache = "" if settings.has_prefix_cache else " no-prefix-cache"
     if settings.arm != "streaming":
         return settings.arm + cache
@@ -127,18 +111,16 @@ def variant_name(settings: CellSettings) -> str:
 
 
 def load_of(settings: CellSettings) -> CellSettings:
-    """Return the same settings for all cells that can be compared with each other, at whatever rate of arrivals."""
+    """Return the settings that identify a cell's comparison: those in `VARIABLE` have their defaults."""
     defaults = CellSettings(settings.clock, settings.workload, "streaming")
     return replace(settings, **{name: getattr(defaults, name) for name in VARIABLE})
 
 
 def describe_qps(qps: float | None) -> str:
-    """Describe a rate of arrivals."""
     return "the trace's arrivals" if qps is None else f"{qps:g} QPS"
 
 
 def describe_load(settings: CellSettings) -> str:
-    """Describe in one line what all cells of one comparison share."""
     usual = CellSettings(settings.clock, settings.workload, "streaming")
     name = settings.workload if settings.workload in GENERATED else Path(settings.workload).name
     unusual = (each for each in UNUSUAL if getattr(settings, each) != getattr(usual, each))
@@ -156,9 +138,8 @@ UNUSUAL: Mapping[str, Callable[[Any], str]] = {
     "profile": lambda profile: f"profile {Path(profile).name}",
     "model": lambda model: f"model {Path(model).name}",
 }
-"""Words for settings that are not the usual ones."""
+"""Functions that describe a setting that is not the default."""
 
 
 def describe_cell(settings: CellSettings) -> str:
-    """Describe a cell in one line."""
     return f"{variant_name(settings)}, {describe_load(settings)}, {describe_qps(settings.qps)}, seed {settings.seed}"

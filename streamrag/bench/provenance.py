@@ -1,4 +1,4 @@
-"""The versions that a result depends on."""
+"""The package versions that a result depends on."""
 
 import platform
 
@@ -7,5 +7,5 @@ from streamrag.support.versions import installed_versions
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that matter, and of Python."""
+    """Return the versions of Python, streamrag, vLLM and torch."""
     return {"python": platform.python_version(), **installed_versions("streamrag", *DISTRIBUTIONS, "torch")}

@@ -1,4 +1,4 @@
-"""Cells over the cores of a machine: each in a process of its own, whose result goes to a file."""
+"""A runner of cells in parallel: each cell runs in its own process, which writes the result to a file."""
 
 import multiprocessing
 import os
@@ -21,22 +21,22 @@ from streamrag.errors import StreamRagError
 from streamrag.support.parent_death import end_with_parent
 
 MIN_GAP_S = 0.1
-"""Seconds between two reports of progress of one cell."""
+"""Minimum seconds between two progress reports of a cell."""
 PATIENCE_S = 10.0
-"""Seconds that an interrupted cell has to end by itself; a real engine frees its memory and its own processes."""
+"""Seconds for an interrupted cell to shut down, before it is killed; a real engine has to stop its own processes."""
 PARENT = "STREAMRAG_PARENT"
 
 
 @dataclass(frozen=True, slots=True)
 class CellStarted:
-    """A process took the cell up."""
+    """The cell's process has been started."""
 
     settings: CellSettings
 
 
 @dataclass(frozen=True, slots=True)
 class CellProgressed:
-    """A report of progress: `num_done` of the cell's `num_total` requests have been answered."""
+    """A progress report: `num_done` of the cell's `num_total` requests have been answered."""
 
     settings: CellSettings
     num_done: int
@@ -45,28 +45,28 @@ class CellProgressed:
 
 @dataclass(frozen=True, slots=True)
 class CellFinished:
-    """The cell's result is in its file."""
+    """The cell's result has been written."""
 
     settings: CellSettings
 
 
 @dataclass(frozen=True, slots=True)
 class CellFailed:
-    """The cell has no result."""
+    """The cell failed without a result."""
 
     settings: CellSettings
     error: str
     log: Path
-    """The output of its process, with the traceback."""
+    """File with the output of the cell's process, including the traceback."""
 
 
 CellEvent: TypeAlias = CellStarted | CellProgressed | CellFinished | CellFailed
 
 
 def run_cell(settings: CellSettings, *, keep_steps: bool, progress: CellProgress) -> CellResult:
-    """Run one cell on its clock, in this process."""
+    """Run one cell in this process, in virtual or wall time."""
     if settings.clock == "virtual":
-        from streamrag.bench import simulate as clock  # importing vLLM takes seconds
+        from streamrag.bench import simulate as clock  # imports vLLM: seconds
     else:
         from streamrag.bench import wall as clock  # type: ignore[no-redef]
     return clock.run_cell(settings, keep_steps=keep_steps, progress=progress)
@@ -75,9 +75,9 @@ def run_cell(settings: CellSettings, *, keep_steps: bool, progress: CellProgress
 def run_cells(
     cells: Sequence[CellSettings], store: CellStore, *, num_processes: int, keep_steps: bool = False
 ) -> Generator[CellEvent, None, None]:
-    """Run the cells, at most `num_processes` at a time, and yield what happens.
+    """Run the cells, at most `num_processes` at a time, and yield their events.
 
-    A cell that fails stops no other. Closing the iterator, or an exception where it is iterated, ends all processes.
+    A failed cell does not stop the others. Closing the generator ends all processes.
     """
     todo = list(reversed(cells))
     running: list[_Running] = []
@@ -106,7 +106,7 @@ class _Running:
     log: Path
 
     def read(self) -> CellEvent:
-        """Return the event that the process sent, or that it died."""
+        """Return the event that the process sent, or `CellFailed` if it died."""
         with suppress(EOFError):
             if self.connection.poll():
                 event: CellEvent = self.connection.recv()
@@ -122,7 +122,7 @@ class _Running:
 
 def _cause(exitcode: int | None) -> str:
     if exitcode is not None and exitcode < 0:
-        return f"killed by {signal.Signals(-exitcode).name}; too little memory?"
+        return f"killed by {signal.Signals(-exitcode).name}; out of memory?"
     return f"exit status {exitcode}"
 
 
@@ -133,20 +133,20 @@ def _start(settings: CellSettings, store: CellStore, keep_steps: bool) -> _Runni
     context = _context(settings.clock)
     ours, theirs = context.Pipe()
     process = context.Process(target=_work, args=(settings, store.folder, keep_steps, log, theirs))
-    # The process inherits the mask, and takes it off when it can end in good order.
+    # The process inherits the mask, and unblocks SIGINT when it is ready to handle it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    os.environ[PARENT] = str(os.getpid())  # for the server that the first simulated cell starts
+    os.environ[PARENT] = str(os.getpid())  # for the fork server, which the first simulated cell starts
     try:
         process.start()
     finally:
         del os.environ[PARENT]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    theirs.close()  # so that the end of the process ends the pipe
+    theirs.close()  # so that the pipe ends with the process
     return _Running(settings, process, ours, log)
 
 
 def _context(clock: str) -> ForkServerContext | SpawnContext:
-    """Choose how processes start. Simulations have vLLM imported before, which takes longer than many a cell."""
+    """Return the start method. Simulations fork from a server that has imported vLLM, which takes seconds."""
     if clock == "wall":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -168,22 +168,24 @@ def _stop(running: Sequence[_Running]) -> None:
 
 
 def _signal(process: BaseProcess, number: signal.Signals) -> None:
-    """Send a signal to the process and to all that it started."""
     assert process.pid is not None
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:
-        if process.is_alive():  # it has not made its group yet
+        if process.is_alive():  # before its call of setpgid
             os.kill(process.pid, number)
 
 
 def _work(settings: CellSettings, folder: Path, keep_steps: bool, log: Path, connection: Connection) -> None:
-    """Run one cell in its process, a group of its own: a Ctrl-C at the terminal reaches it through the parent, once."""
+    """Run one cell as the main function of its process.
+
+    The process has its own group, so that Ctrl-C in the terminal reaches it only through the parent.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
-    end_with_parent(parent.pid if settings.clock == "wall" else None)  # or with the server that it was forked from
+    end_with_parent(parent.pid if settings.clock == "wall" else None)  # None: with the fork server
     os.setpgid(0, 0)
-    with log.open("w") as written:  # an engine's log would break the progress bar to pieces
+    with log.open("w") as written:  # an engine's log would break the progress bar
         os.dup2(written.fileno(), 1)
         os.dup2(written.fileno(), 2)
     try:
@@ -194,7 +196,7 @@ def _work(settings: CellSettings, folder: Path, keep_steps: bool, log: Path, con
         sys.exit(130)
     except Exception as error:
         traceback.print_exc()
-        while isinstance(error, ExceptionGroup):  # of a task group: the first of its tasks that failed says why
+        while isinstance(error, ExceptionGroup):  # report the first failed task
             error = error.exceptions[0]
         text = str(error) if isinstance(error, StreamRagError) else f"{type(error).__name__}: {error}"
         connection.send(CellFailed(settings, text, log))
@@ -204,7 +206,7 @@ def _work(settings: CellSettings, folder: Path, keep_steps: bool, log: Path, con
 
 
 class _Reporter:
-    """Sends the parent the cell's progress, but not at every request."""
+    """A `CellProgress` that sends the progress to the parent, at most once per `MIN_GAP_S`."""
 
     def __init__(self, settings: CellSettings, connection: Connection) -> None:
         self._settings = settings

@@ -1,4 +1,4 @@
-"""Runs a cell in virtual time: vLLM's own scheduler and KV manager, clients and all, but no model. Imports vLLM.
+"""Run a cell in virtual time, on vLLM's own scheduler and KV cache manager without a model. Imports vLLM.
 
 CellSettings ─▶ load (workload) ─▶ clients (arms) ─▶ SimulatedClient ─▶ SimulatedEngine ─▶ CellResult
                                     └────────── one event loop in virtual time ──────────┘
@@ -37,9 +37,9 @@ from streamrag.errors import ConfigurationError
 from streamrag.trace.values import Trace, TracedQuery
 
 HOST_KV_BYTES = 128 << 30
-"""Default of a worker's share of the host's memory: of a usual node with 512 GiB for each device."""
+"""Default host memory for KV per worker: a quarter of the 512 GiB per device of a usual node."""
 MAX_BLOCKS = 4_000_000
-"""Most KV blocks that are simulated; each takes some 200 bytes of memory."""
+"""Most KV blocks to simulate; each takes some 200 bytes of memory."""
 
 
 def run_cell(
@@ -50,13 +50,12 @@ def run_cell(
     progress: CellProgress = lambda num_done, num_total: None,
     unsteady_seed: int = 0,
 ) -> CellResult:
-    """Simulate one cell of a benchmark. The same settings and trace give the same result, but for `wall_s`.
+    """Simulate one cell of a benchmark. The same settings and trace give the same result, except for `wall_s`.
 
-    Where the profile is of a machine that is not always equally fast, `unsteady_seed` says when it is slow.
+    If the profile has measured slowdowns, `unsteady_seed` seeds the steps that they apply to. If the stock sessions
+    deadlock, the result has the answered queries, and `num_unfinished` counts the others.
 
-    A load that the stock sessions never get through is reported as far as it came: `num_unfinished` tells.
-
-    :raises ConfigurationError: the settings are for wall time, or cannot work.
+    :raises ConfigurationError: the settings are for wall time, or invalid.
     """
     profile = _checked_profile(settings)
     load = fitted(settings, make_load(settings, trace or load_trace(settings)), _model_len(profile))
@@ -73,15 +72,17 @@ def _checked_profile(settings: CellSettings) -> StepProfile:
     if _has_host_memory(settings) and profile.copies is None:
         raise ConfigurationError(
             f"eviction={settings.eviction!r}: profile {settings.profile!r} does not say how long copies take; "
-            "take another, or eviction='recompute'"
+            "use another profile, or eviction='recompute'"
         )
     if _has_host_memory(settings) and not settings.has_prefix_cache:
-        raise ConfigurationError(f"eviction={settings.eviction!r} needs a prefix cache: it is what knows KV blocks")
+        raise ConfigurationError(
+            f"eviction={settings.eviction!r} needs a prefix cache, whose hashes identify KV blocks in host memory"
+        )
     return profile
 
 
 def _model_len(profile: StepProfile) -> int | None:
-    """Return the model length of the engine that was measured; None if the profile comes from elsewhere."""
+    """Return the model length of the measured engine; None if the profile does not record it."""
     length = profile.provenance.get("max_model_len")
     return length if type(length) is int else None
 
@@ -92,10 +93,10 @@ def _has_host_memory(settings: CellSettings) -> bool:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Collect garbage seldom in the block: hundreds of thousands of long-lived objects make full collections slow.
+    """Collect garbage rarely in the block: hundreds of thousands of long-lived objects make full collections slow.
 
-    One collection comes at the end, when the simulated engine is garbage. It looks only at what was made inside: of a
-    program that has imported vLLM, the rest takes half a second.
+    Objects that exist before the block are frozen, so that the collection at its end skips them: after vLLM is
+    imported, they would take half a second.
     """
     before = gc.get_threshold()
     gc.freeze()
@@ -109,8 +110,6 @@ def _few_collections() -> Iterator[None]:
 
 
 class _Simulation:
-    """A cell while it runs."""
-
     def __init__(
         self, settings: CellSettings, load: Fitted, profile: StepProfile, unsteady_seed: int, keep_steps: bool
     ) -> None:
@@ -132,13 +131,13 @@ class _Simulation:
         max_model_len = -(-longest // block_size) * block_size
         if max_model_len > kv_tokens:
             raise ConfigurationError(
-                f"kv_tokens={kv_tokens}: one request of this load needs {max_model_len}; give at least so many, "
+                f"kv_tokens={kv_tokens}: one request of this load needs {max_model_len}; give at least that many, "
                 "or a smaller budget for contexts (max_context_tokens, --max-context-tokens)"
             )
         if kv_tokens // block_size > MAX_BLOCKS:
             raise ConfigurationError(
-                f"kv_tokens={kv_tokens}: a KV cache of more than {MAX_BLOCKS:,} blocks of {block_size} tokens is "
-                "not simulated; give fewer"
+                f"kv_tokens={kv_tokens}: at most {MAX_BLOCKS:,} blocks of {block_size} tokens can be simulated; "
+                "give fewer tokens"
             )
         return EngineShape(
             num_blocks=kv_tokens // block_size,
@@ -158,7 +157,7 @@ class _Simulation:
         options: dict[str, Any] = {"policy": settings.policy, "eviction": settings.eviction}
         if _has_host_memory(settings):
             assert self._profile.copies
-            # In blocks of the profile: those of the simulated engine have a size that means nothing.
+            # The profile's block size: the simulated engine's blocks have no real size in bytes.
             num_blocks = (settings.host_kv_bytes or HOST_KV_BYTES) // self._profile.copies.block_bytes
             if settings.host_kv_bytes is None:
                 num_blocks = min(num_blocks, MOST_TIMES_DEVICE * self._kv_tokens // self._profile.block_size)
@@ -167,7 +166,6 @@ class _Simulation:
         return {**options, **settings.scheduler_options}
 
     def run(self, progress: CellProgress) -> CellResult:
-        """Simulate to the end."""
         start_s = time.perf_counter()
         try:
             run_virtual(self._play(progress))
@@ -187,7 +185,7 @@ class _Simulation:
 
         async with client, asyncio.TaskGroup() as tasks:
             for query in queries:
-                # Tasks wait for their query's arrival one after the other, so that few timers exist at a time.
+                # A task starts when its query arrives, so that few timers exist at a time.
                 await asyncio.sleep(query.arrival_s - asyncio.get_running_loop().time())
                 tasks.create_task(play_one(query), name=query.query_id)
 

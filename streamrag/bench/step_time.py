@@ -1,7 +1,7 @@
-"""The time of a simulated engine's steps: what they compute, and what is copied around them.
+"""The duration of a simulated engine's steps, from the tokens that they compute and the KV blocks that they copy.
 
 step (vLLM's SchedulerOutput) ──▶ parts  ──▶ StepProfile ─┐
-                             └──▶ copies ──▶ CopyClock ◀──┘──▶ seconds; on the side, totals and a log for timelines
+                             └──▶ copies ──▶ CopyClock ◀──┘──▶ seconds; also totals, and a log for timelines
 """
 
 import random
@@ -19,12 +19,12 @@ Step: TypeAlias = Any
 """vLLM's `SchedulerOutput`: this module does not import vLLM."""
 PartsOf: TypeAlias = Callable[[Step], Iterable[tuple[str, Part]]]
 
-ROW = 50
-"""Steps in a row that are as unsteady as measured ones in a row were."""
+NUM_CONSECUTIVE = 50
+"""Block length of the bootstrap: consecutive steps get slowdown factors that were measured consecutively."""
 
 
 class StepTimes:
-    """A function of each step that computes or copies and of its start, called in order, that returns its seconds."""
+    """A callable that returns the seconds of a step, given the step and its start. Call it once per step, in order."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class StepTimes:
         self._num_saved += num_saves + num_held
         self._num_loaded += num_loads
         if self._log:
-            self._log.note(step, start_s)
+            self._log.add_step(step, start_s)
         return self._clock.step_s(start_s, compute_s, num_saves, num_held, num_loads)
 
     @property
     def totals(self) -> CopyTotals | None:
-        """Totals of the copies of all steps so far; None without a host memory."""
+        """Totals of the copies so far; None without host memory."""
         if self._clock is None:
             return None
         # Each rank copies its share of every block.
@@ -73,19 +73,19 @@ class StepTimes:
 
 
 def _unsteadiness(profile: StepProfile, seed: int) -> Iterator[float]:
-    """Yield a factor a step: rows of those that were measured, from anywhere (a moving block bootstrap)."""
+    """Yield a slowdown factor per step, by a moving block bootstrap of the measured factors."""
     measured = profile.unsteadiness if isinstance(profile, TableProfile) else ()
     rng = random.Random(f"unsteadiness {seed}")
     while True:
-        start = rng.randrange(max(len(measured) - ROW, 0) + 1)
-        yield from measured[start : start + ROW] or (1.0,)
+        start = rng.randrange(max(len(measured) - NUM_CONSECUTIVE, 0) + 1)
+        yield from measured[start : start + NUM_CONSECUTIVE] or (1.0,)
 
 
 @dataclass(slots=True)
 class CopyLog:
-    """A log of the requests whose blocks were copied, and when: one by one in each direction, as in `CopyClock`.
+    """A log of copies by request, with the times of `CopyClock`: one copy at a time in each direction.
 
-    A block is its last holder's, which is where a save comes from.
+    A saved block is attributed to the request that held it last.
     """
 
     costs: CopyCosts
@@ -95,11 +95,11 @@ class CopyLog:
     _holders: dict[int, str] = field(default_factory=dict)
     _out_free_s: float = 0.0
 
-    def note(self, step: Step, start_s: float) -> None:
-        """Note the copies of one step; also called for steps without any, because they give blocks to requests."""
+    def add_step(self, step: Step, start_s: float) -> None:
+        """Log the copies of a step. Call it for every step, because each may allocate blocks to requests."""
         copies = step.kv_connector_metadata
         saved = [self._holders.get(block, "") for block, _ in copies.saves]
-        for request_id, blocks in _blocks_given(step):
+        for request_id, blocks in _allocated_blocks(step):
             self._holders.update(dict.fromkeys(blocks, request_id.rpartition("#")[0]))
         held = [self._holders.get(block, "") for block, _ in copies.held_saves]
         loaded = [self._holders.get(block, "") for _, block in copies.loads]
@@ -116,7 +116,7 @@ class CopyLog:
         start_s: float,
         seconds: Callable[[int], float],
     ) -> float:
-        """Add the holders' blocks that are copied in one go, from `start_s` on. Return when that ends."""
+        """Log one copy of the holders' blocks from `start_s` on, and return the time at which it ends."""
         if not holders:
             return start_s
         block_s = seconds(len(holders)) / len(holders)
@@ -128,10 +128,10 @@ class CopyLog:
         return start_s
 
 
-def _blocks_given(step: Step) -> Iterator[tuple[str, list[int]]]:
-    """Yield the blocks that requests get in a step: their first ones, more of them, or all of them anew."""
+def _allocated_blocks(step: Step) -> Iterator[tuple[str, list[int]]]:
+    """Yield the ids of requests with the blocks that a step allocates to them."""
     for new in step.scheduled_new_reqs:
         yield new.req_id, [block for group in new.block_ids for block in group]
     cached = step.scheduled_cached_reqs
-    for request_id, given in zip(cached.req_ids, cached.new_block_ids, strict=True):
-        yield request_id, [block for group in given or () for block in group]
+    for request_id, groups in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        yield request_id, [block for group in groups or () for block in group]

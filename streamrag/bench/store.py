@@ -1,4 +1,4 @@
-"""Results of cells in a folder, so that a benchmark that was stopped goes on where it was."""
+"""A store of cell results in a folder, from which an interrupted benchmark resumes."""
 
 import gzip
 import hashlib
@@ -29,11 +29,11 @@ from streamrag.support.versions import __version__, installed_versions
 
 FORMAT = "streamrag-cell/1"
 FINISHED = "[!.]*.json.gz"
-"""Pattern of finished files. A hidden file is being written, or was when its process was killed."""
+"""Pattern of finished files. Files that are being written are hidden."""
 
 
 def cell_key(settings: CellSettings) -> str:
-    """Hash all that a result depends on: settings, files that they name, and versions. 16 hexadecimal digits."""
+    """Return a hash of 16 hexadecimal digits of all that a result depends on: settings, their files, and versions."""
     depends_on = {
         "format": FORMAT,
         "settings": asdict(settings),
@@ -49,7 +49,7 @@ def _version_of_vllm() -> str | None:
 
 
 def _hash_of(path: str) -> str | None:
-    """Hash a file's content, or a folder's names and sizes; None for what is no path, as a profile's name."""
+    """Return a hash of a file's content, or of a folder's names and sizes; None if there is no such path."""
     digest = hashlib.sha256()
     try:
         if os.path.isdir(path):
@@ -64,18 +64,18 @@ def _hash_of(path: str) -> str | None:
 
 
 def _slug(settings: CellSettings) -> str:
-    """Return the start of a file's name, for people; the hash after it is what counts."""
+    """Return a readable prefix for a cell's file name; it need not be unique."""
     qps = "" if settings.qps is None else f"-{settings.qps:g}qps"
     name = f"{workload_name(settings.workload)}-{variant_name(settings)}{qps}-seed{settings.seed}"
     return re.sub(r"[^\w.]+", "-", name).strip("-.")[:100]
 
 
 class CellStore:
-    """The results below `folder / "cells"`, one gzipped JSON file a cell.
+    """A store of results below `folder / "cells"`, with one gzipped JSON file per cell.
 
     A folder holds results of one clock: virtual and wall time cannot be compared.
 
-    :raises ConfigurationError: the folder is somebody else's.
+    :raises ConfigurationError: `folder` is a file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,54 +85,53 @@ class CellStore:
             raise ConfigurationError(f"{folder} is a file; --output names a folder")
 
     def path(self, settings: CellSettings, *, with_steps: bool = False) -> Path:
-        """Return where the cell's result is, or would be."""
         steps = ".steps" if with_steps else ""
         return self.cells / f"{_slug(settings)}-{cell_key(settings)}{steps}.json.gz"
 
     def find(self, settings: CellSettings, *, with_steps: bool = False) -> Path | None:
-        """Return the file of the finished cell, or None."""
+        """Return the result file of the cell, or None if it has not finished."""
         candidates = [self.path(settings, with_steps=True)] + ([] if with_steps else [self.path(settings)])
         return next((path for path in candidates if path.exists()), None)
 
     def write(self, result: CellResult) -> Path:
-        """Write a finished cell: the whole file, or nothing.
+        """Write a result atomically, and return its path.
 
-        :raises ConfigurationError: it cannot be written.
+        :raises ConfigurationError: the file cannot be written.
         """
         self.cells.mkdir(parents=True, exist_ok=True)
         path = self.path(result.settings, with_steps=bool(result.steps))
-        values = result.as_dict()
+        values = asdict(result)
         header = {
             "format": FORMAT,
             "streamrag": __version__,
             "vllm": _version_of_vllm(),
             "settings": values["settings"],
         }
-        # One JSON value, whose first line alone tells what it is about: results are large.
+        # One JSON value, with the settings on its first line: results are large, and `read_all` needs these first.
         text = f'{_compact(header)[:-1]},\n"result":{_compact(values)}}}\n'
         write_whole(path, gzip.compress(text.encode(), compresslevel=5, mtime=0))
         return path
 
     def read_all(self) -> Iterator[CellResult]:
-        """Yield one result at a time, because they are large; of settings that were run twice, the newest.
+        """Yield all results, read one at a time; for settings that were run twice, the newest.
 
-        :raises ConfigurationError: there is none, a file is broken, or virtual and wall time stand side by side.
+        :raises ConfigurationError: there is no result, a file is damaged, or the results have different clocks.
         """
         newest: dict[CellSettings, Path] = {}
         for path in sorted(self.cells.glob(FINISHED), key=lambda path: path.lstat().st_mtime_ns):
             newest[_read_settings(path)] = path
         if not newest:
             raise ConfigurationError(f"{self.folder} holds no results of cells; `streamrag bench simulate` makes some")
-        self._check_clocks({settings.clock for settings in newest})
+        self.check_clock(next(iter(newest)).clock)
         for path in newest.values():
             yield read_cell(path)
 
     def check_clock(self, clock: str) -> None:
-        """Refuse a clock that the folder's results do not have."""
-        self._check_clocks({clock, *(_read_settings(path).clock for path in self.cells.glob(FINISHED))})
+        """Check that all results in the folder have this clock.
 
-    def _check_clocks(self, clocks: set[str]) -> None:
-        if len(clocks) > 1:
+        :raises ConfigurationError: one has another clock.
+        """
+        if {_read_settings(path).clock for path in self.cells.glob(FINISHED)} - {clock}:
             raise ConfigurationError(
                 f"{self.folder} would mix virtual and wall time, which cannot be compared; give another --output"
             )
@@ -151,9 +150,9 @@ def _read_settings(path: Path) -> CellSettings:
 
 
 def read_cell(path: Path) -> CellResult:
-    """Read the result in a file that `CellStore.write` made.
+    """Read a result file that `CellStore.write` wrote.
 
-    :raises ConfigurationError: there is no such file, or it is something else.
+    :raises ConfigurationError: the file does not exist, or is not a result.
     """
     with _explained(path):
         values = parse_json(read_bytes(path, MAX_JSON_BYTES))

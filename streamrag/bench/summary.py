@@ -1,7 +1,4 @@
-"""Figures of a cell, and of cells that differ in their seed only.
-
-Percentiles interpolate linearly between the two closest ranks, as numpy does unless told otherwise.
-"""
+"""Summaries of cell results: percentiles, service-level objectives, and the figures that reports need."""
 
 import math
 from collections import Counter
@@ -18,14 +15,14 @@ from streamrag.errors import ConfigurationError
 PERCENTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 
 LIMITS = ("ttft_after_retrieval_s", "ttft_s", "total_s")
-"""Times of a request that a service-level objective may limit; `total_s` is from its arrival to its last token."""
+"""Times of a request that a service-level objective may limit; `total_s` is from arrival to the last token."""
 
 Slos: TypeAlias = Mapping[str, float]
-"""Most seconds that each named time may take; a good request meets all of them."""
+"""Service-level objectives: the maximum in seconds of each named time."""
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """Return the value below which a `fraction` (0 to 1) of `values` lies, linear between ranks; NaN of none.
+    """Return the `fraction` quantile (0 to 1) of `values`, with linear interpolation; NaN without values.
 
     Source: method 7 of Hyndman and Fan 1996, numpy's default.
     """
@@ -39,15 +36,19 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return P50, P95 and P99 of some values."""
+    """Return P50, P95 and P99 of the values, by name."""
     ordered = sorted(values)
     return {name: percentile(ordered, fraction) for name, fraction in PERCENTILES.items()}
 
 
-def parse_slos(text: str) -> dict[str, float]:
-    """Parse service-level objectives, as `"ttft_after_retrieval_s=0.5,total_s=30"`.
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
 
-    :raises ConfigurationError: a name that is not in `LIMITS`, or a limit that is not a positive number.
+
+def parse_slos(text: str) -> dict[str, float]:
+    """Parse service-level objectives, as in `"ttft_after_retrieval_s=0.5,total_s=30"`.
+
+    :raises ConfigurationError: a name is not in `LIMITS`, or a limit is not a positive number.
     """
     slos: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -56,14 +57,14 @@ def parse_slos(text: str) -> dict[str, float]:
             slos[name] = float(limit)
         if name not in LIMITS or not slos.get(name, 0.0) > 0:
             raise ConfigurationError(
-                f"SLO {part!r} must be NAME=SECONDS, more than 0 seconds and a name of {', '.join(LIMITS)}"
+                f"SLO {part!r} must be NAME=SECONDS, with more than 0 seconds and one of the names {', '.join(LIMITS)}"
             )
     return slos
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """The part of a result that a report needs. One value a request, in one order, unless it says otherwise."""
+    """The part of a result that a report needs. Tuples have one value per request unless documented otherwise."""
 
     settings: CellSettings
     ttft_after_retrieval_s: tuple[float, ...]
@@ -73,32 +74,32 @@ class Digest:
     retrieval_s: tuple[float, ...]
     num_chunks: tuple[int, ...]
     gaps_s: tuple[float, ...]
-    """Seconds between the chunks of a request, for all requests; empty where the engine does not tell."""
+    """Seconds between consecutive chunks of a request, for all requests; empty without engine records."""
     num_tokens: tuple[int, ...]
-    """Tokens of the complete prompts; empty where the engine does not tell, as are the next two."""
+    """Tokens of the complete prompts; empty without engine records, as are the next two."""
     num_invalidated: tuple[int, ...]
     num_recomputed: tuple[int, ...]
     num_preemptions: Mapping[str, int] | None
-    """Preemptions, by the fate of the KV; None where the engine does not tell."""
+    """Number of preemptions, by the fate of the KV; None without engine records."""
     num_tokens_lost: int
     """Number of tokens whose KV was lost in preemptions."""
     num_computed: int
-    """Number of prompt tokens that were computed."""
+    """Number of computed prompt tokens."""
     num_taxed: int
-    """Number of prompt tokens that were computed again because of preemption: the recompute tax."""
+    """Number of prompt tokens that were recomputed because of preemption."""
     num_loaded: int
-    """Number of prompt tokens that came back from host memory."""
+    """Number of prompt tokens whose KV was loaded from host memory."""
     busy_s: float
     completion_s: float
     wall_s: float
     num_unfinished: int = 0
-    """Number of queries that were never answered; the figures are of the others."""
+    """Number of unanswered queries, which the other figures exclude."""
     copy_totals: CopyTotals | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def recompute_tax(self) -> float:
-        """Share of the computed tokens that were computed again because of preemption."""
+        """Share of the computed tokens that were recomputed because of preemption."""
         return self.num_taxed / self.num_computed if self.num_computed else math.nan
 
     @property
@@ -107,15 +108,15 @@ class Digest:
         return self.completion_s / self.wall_s if self.wall_s > 0 else math.nan
 
     def goodput(self, slos: Slos) -> float | None:
-        """Return the requests per second that met every objective; None without objectives."""
+        """Return the number of requests per second that met every objective; None without objectives."""
         if not slos:
             return None
-        kept = zip(*([v <= limit for v in getattr(self, name)] for name, limit in slos.items()), strict=True)
-        return sum(map(all, kept)) / self.completion_s if self.completion_s > 0 else 0.0
+        met = zip(*([v <= limit for v in getattr(self, name)] for name, limit in slos.items()), strict=True)
+        return sum(map(all, met)) / self.completion_s if self.completion_s > 0 else 0.0
 
 
 def digest(result: CellResult) -> Digest:
-    """Return the part of the result that a report needs, which is small."""
+    """Return the small part of a result that a report needs."""
     requests = result.requests
     records = [r.record for r in requests if r.record is not None]
     preemptions = [p for record in records for p in record.preemptions]
@@ -131,10 +132,12 @@ def digest(result: CellResult) -> Digest:
         num_tokens=tuple(record.num_prompt_tokens for record in records),
         num_invalidated=tuple(record.num_invalidated for record in records),
         num_recomputed=tuple(record.num_recomputed for record in records),
-        num_preemptions=_by_fate(p.fate for p in preemptions) if records else None,
+        num_preemptions=(
+            {**dict.fromkeys(reversed(FATES), 0), **Counter(p.fate for p in preemptions)} if records else None
+        ),
         num_tokens_lost=sum(p.num_tokens_lost for p in preemptions),
         num_computed=sum(record.num_computed for record in records),
-        # Without a preemption, what was computed again is the rest of a block that an update could not keep.
+        # Without preemption, recomputed tokens are the rest of a block that an update invalidated in part.
         num_taxed=sum(record.num_recomputed for record in records if record.preemptions),
         num_loaded=sum(record.num_loaded for record in records),
         busy_s=result.busy_s,
@@ -146,35 +149,31 @@ def digest(result: CellResult) -> Digest:
     )
 
 
-def _by_fate(fates: Any) -> dict[str, int]:
-    return {**dict.fromkeys(reversed(FATES), 0), **Counter(fates)}
-
-
 def _gaps(request: RequestResult) -> list[float]:
     if request.record is None:
         return []
-    # The last entry may be the prompt's end, which brings no chunk.
+    # The record's last entry may be the end of the prompt, without a chunk.
     arrivals = [chunk.arrival_s for chunk in request.record.chunks][: request.num_chunks]
     return [later - earlier for earlier, later in pairwise(arrivals)]
 
 
 def summarise(digest: Digest, slos: Slos) -> dict[str, Any]:
-    """Return a cell's figures as `--json` holds them; None where there is nothing to tell."""
+    """Return a cell's figures as `--json` writes them; unknown figures are None."""
     after, floor = spread(digest.ttft_after_retrieval_s), spread(digest.floor_s)
-    tells = digest.num_preemptions is not None
+    has_records = digest.num_preemptions is not None
     return {
         "settings": asdict(digest.settings),
         "num_requests": len(digest.ttft_s),
         "num_unfinished": digest.num_unfinished,
-        "ttft_after_retrieval_s": _finite({**after, **_whole(digest.ttft_after_retrieval_s)}),
-        "ttft_s": _finite({**spread(digest.ttft_s), **_whole(digest.ttft_s)}),
+        "ttft_after_retrieval_s": _finite({**after, **_max_and_mean(digest.ttft_after_retrieval_s)}),
+        "ttft_s": _finite({**spread(digest.ttft_s), **_max_and_mean(digest.ttft_s)}),
         "floor_s": _finite(floor),
-        "ratio_to_floor": _finite({name: _ratio(after[name], floor[name]) for name in PERCENTILES}),
+        "ratio_to_floor": _finite({name: ratio(after[name], floor[name]) for name in PERCENTILES}),
         "num_preemptions": digest.num_preemptions,
-        "num_tokens_invalidated": sum(digest.num_invalidated) if tells else None,
-        "num_tokens_recomputed": sum(digest.num_recomputed) if tells else None,
-        "recompute_tax": _or_none(digest.recompute_tax) if tells else None,
-        "num_tokens_loaded": digest.num_loaded if tells else None,
+        "num_tokens_invalidated": sum(digest.num_invalidated) if has_records else None,
+        "num_tokens_recomputed": sum(digest.num_recomputed) if has_records else None,
+        "recompute_tax": _or_none(digest.recompute_tax) if has_records else None,
+        "num_tokens_loaded": digest.num_loaded if has_records else None,
         "copies": asdict(digest.copy_totals) if digest.copy_totals else None,
         "busy_s": digest.busy_s,
         "completion_s": digest.completion_s,
@@ -185,12 +184,12 @@ def summarise(digest: Digest, slos: Slos) -> dict[str, Any]:
     }
 
 
-def _whole(values: Sequence[float]) -> dict[str, float]:
-    return {"max": max(values, default=math.nan), "mean": math.fsum(values) / len(values) if values else math.nan}
+def _max_and_mean(values: Sequence[float]) -> dict[str, float]:
+    return {"max": max(values, default=math.nan), "mean": mean(values)}
 
 
-def _ratio(of: float, to: float) -> float:
-    return of / to if to > 0 else math.nan
+def ratio(value: float, reference: float) -> float:
+    return value / reference if reference > 0 else math.nan
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float | None]:

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="override"
-# What is refused takes any arguments.
-"""An asyncio event loop on which waiting takes no time: when nothing is ready, the clock jumps to the next timer.
+# Unsupported methods take any arguments.
+"""An asyncio event loop in virtual time: when no task is ready, the clock jumps to the next timer.
 
-    run_virtual(main())        # loop.time() starts at 0; asyncio.sleep(3600) returns at once, an hour later
+    run_virtual(main())        # loop.time() starts at 0; asyncio.sleep(3600) returns at once, and the clock shows 3600
 
-The code that runs on it is the code that runs on the wall clock. Two runs do the same in the same order. A wait for the
-real world (sockets, threads, processes) is refused, because in virtual time it would never end.
+Code runs unchanged, and two runs execute the same steps in the same order. Waiting for sockets, threads or processes
+raises an error, because such a wait would never end in virtual time.
 """
 
 import asyncio
@@ -18,15 +18,15 @@ from streamrag.errors import ConfigurationError
 T = TypeVar("T")
 
 MOST_TURNS_AT_ONE_TIME = 200_000
-"""Turns of the loop without any passing of time, after which some task certainly spins."""
+"""Iterations of the loop at one point in time, after which we report a busy loop."""
 
 
 class DeadlockError(RuntimeError):
-    """All tasks wait, and no timer will wake any: a fault of the program."""
+    """All tasks wait and no timer is scheduled: a bug in the program."""
 
 
 class VirtualTimeLoop(asyncio.BaseEventLoop):
-    """An event loop with a clock of its own. `is_virtual` tells which kind of time this is."""
+    """An event loop with a virtual clock. `is_virtual` tells code which kind of clock it runs on."""
 
     is_virtual = True
 
@@ -34,13 +34,13 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._now_s = 0.0
         self._num_turns = 0
-        self._selector = self  # what asyncio asks what to wait for, and how long
+        self._selector = self  # asyncio calls `_selector.select` once per iteration
 
     def time(self) -> float:
         return self._now_s
 
     def select(self, timeout: float | None) -> list[Any]:
-        """Called by asyncio once a turn; None when there is neither anything ready nor a timer."""
+        """Advance the clock by `timeout`, which is None if no task is ready and no timer is scheduled."""
         if timeout is None:
             waiting = sorted(task.get_name() for task in asyncio.all_tasks(self))
             raise DeadlockError(f"at {self._now_s:.6f} s of virtual time all tasks wait for each other: {waiting}")
@@ -49,17 +49,17 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self._num_turns = 0
         self._num_turns += 1
         if self._num_turns > MOST_TURNS_AT_ONE_TIME:
-            self._num_turns = 0  # what is cancelled now may still clean up
-            raise DeadlockError(f"virtual time stands still at {self._now_s:.6f} s: some task spins without waiting")
+            self._num_turns = 0  # so that cancelled tasks can clean up
+            raise DeadlockError(f"virtual time stands still at {self._now_s:.6f} s: a task runs a busy loop")
         return []
 
     def _process_events(self, events: list[Any]) -> None:
-        """Do nothing: a loop in virtual time waits for no files or sockets."""
+        pass
 
     def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Handle:
         if self._thread_id not in (None, threading.get_ident()):  # type: ignore[attr-defined]
             _refuse("another thread")
-        return self.call_soon(callback, *args, **kwargs)  # Ctrl-C comes this way
+        return self.call_soon(callback, *args, **kwargs)  # asyncio's Ctrl-C handler calls this
 
     async def create_connection(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("a network connection")
@@ -81,14 +81,14 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
 
 def _refuse(what: str) -> NoReturn:
-    raise ConfigurationError(f"nothing can wait for {what} in virtual time; run this on the wall clock")
+    raise ConfigurationError(f"cannot wait for {what} in virtual time; run this code on the wall clock")
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` to its end in virtual time.
+    """Run `main` in virtual time, and return its result.
 
-    :raises DeadlockError: all tasks wait and there is no timer, or time stands still.
-    :raises ConfigurationError: something waits for the real world.
+    :raises DeadlockError: all tasks wait and no timer is scheduled, or a task runs a busy loop.
+    :raises ConfigurationError: a task waits for a socket, a thread or a process.
     """
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

@@ -1,4 +1,4 @@
-"""Runs a cell on a real engine, in wall time: the same loads and the same arms as the simulator.
+"""Run a cell on a real engine in wall time, with the loads and arms of the simulator.
 
 CellSettings ─▶ load (workload) ─▶ clients (arms) ─▶ EngineClient ─▶ vLLM ─▶ CellResult
 """
@@ -33,7 +33,7 @@ from streamrag.support.tasks import cancel_regardless
 from streamrag.trace.values import Trace, TracedQuery
 
 PATIENCE_S = 60.0
-"""Seconds without any answer after which an engine stands still: idle stock sessions can starve the rest."""
+"""Seconds without an answer after which an engine counts as deadlocked: idle stock sessions can starve the others."""
 
 
 def _ignore_progress(num_done: int, num_total: int) -> None: ...
@@ -46,23 +46,23 @@ def run_cell(
     keep_steps: bool = False,
     progress: CellProgress = _ignore_progress,
 ) -> CellResult:
-    """Run one cell on a real engine, which takes as long as the load.
+    """Run one cell on a real engine. The run takes as long as the load.
 
-    :raises ConfigurationError: the settings are for virtual time, or vLLM refuses them.
+    :raises ConfigurationError: the settings are for virtual time, or vLLM rejects them.
     """
     model = _checked_model(settings)
     queries = make_load(settings, trace or load_trace(settings))
     try:
         return asyncio.run(_run(settings, fitted(settings, queries, model_len(model)), keep_steps, progress))
     finally:
-        gc.collect()  # vLLM's engine, which must not live until the interpreter ends
+        gc.collect()  # vLLM's engine, which must be freed before the interpreter exits
 
 
 def _checked_model(settings: CellSettings) -> str:
     if settings.clock != "wall":
         raise ConfigurationError(f"clock={settings.clock!r}: a real engine runs in wall time only")
     if settings.model is None:
-        raise ConfigurationError("wall time needs a model: give its folder or its name")
+        raise ConfigurationError("wall time needs a model; give its folder or its name")
     if not settings.has_prefix_cache:
         raise ConfigurationError("has_prefix_cache=False is for virtual time only")
     return settings.model
@@ -79,15 +79,14 @@ async def _run(settings: CellSettings, load: Fitted, keep_steps: bool, progress:
 
 
 def max_model_len(settings: CellSettings, queries: Sequence[TracedQuery]) -> int:
-    """Return the most tokens that an engine must take for one request."""
     return longest_prompt(queries) + settings.num_output_tokens + 1
 
 
 @asynccontextmanager
 async def engine_for(settings: CellSettings, queries: Sequence[TracedQuery]) -> AsyncIterator[EngineClient]:
-    """Start an engine on which a cell can be played, more than once. The arms of vLLM's own scheduler can share one.
+    """Start an engine for `play_cell`, which may be called repeatedly. Arms on vLLM's own scheduler can share it.
 
-    :raises ConfigurationError: the settings are for virtual time, or vLLM refuses them.
+    :raises ConfigurationError: the settings are for virtual time, or vLLM rejects them.
     """
     model = _checked_model(settings)
     args: dict[str, Any] = {
@@ -114,7 +113,7 @@ async def play_cell(
     keep_steps: bool = False,
     progress: CellProgress = _ignore_progress,
 ) -> CellResult:
-    """Put the load on the engine, which takes as long as the load. Floors are computed from `profile`."""
+    """Replay the load on the engine, and return the result, with floors that are computed from `profile`."""
     num_steps_before = len(client.steps)
     client.records.clear()
     start_s = asyncio.get_running_loop().time()
@@ -178,7 +177,10 @@ async def _play(
 
 
 async def _wait_for(tasks: Sequence["asyncio.Task[None]"], last_end_s: float, arm: Arm) -> None:
-    """Wait until all are done; or, of the stock sessions, until nothing has moved for long after retrieval ended."""
+    """Wait until all tasks are done, or until no task has finished for `PATIENCE_S` after the end of retrieval.
+
+    :raises BackendError: an arm other than the stock sessions is deadlocked.
+    """
     pending = set(tasks)
     while pending:
         done, pending = await asyncio.wait(pending, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
@@ -187,4 +189,4 @@ async def _wait_for(tasks: Sequence["asyncio.Task[None]"], last_end_s: float, ar
         if not done and asyncio.get_running_loop().time() > last_end_s + PATIENCE_S:
             if arm == "stock-sessions":
                 return
-            raise BackendError(f"{len(pending)} queries got no answer for {PATIENCE_S:g} s: {arm} stands still")
+            raise BackendError(f"no answer to {len(pending)} queries for {PATIENCE_S:g} s: {arm} is deadlocked")

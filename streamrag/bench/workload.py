@@ -1,4 +1,4 @@
-"""The load of a cell: queries with their arrivals, and the tokens of what they retrieve."""
+"""The load of a cell: queries, their arrival times, and the tokens of the chunks that they retrieve."""
 
 import asyncio
 import random
@@ -15,23 +15,32 @@ from streamrag.errors import ConfigurationError
 from streamrag.trace.generate import LongWindow, WorkloadName, generate
 from streamrag.trace.generate.hints import HintKind, with_hints
 from streamrag.trace.read import read_trace
-from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedUpdate
+from streamrag.trace.values import (
+    Trace,
+    TracedAppend,
+    TracedChunk,
+    TracedEvent,
+    TracedQuery,
+    TracedUpdate,
+    chunks_of,
+    stretched_hint,
+)
 
 BUDGETS = {"crawler": 2_048, "anns": 8_192, "anns-last": 8_192}
-"""Tokens per step as published for the workloads that are generated. "anns-last" has its long window last."""
+"""Published token budgets of a step, by generated workload. "anns-last" has its long window last."""
 HINTS: Mapping[str, HintKind] = {"-hints": "estimated", "-oracle": "exact"}
-"""Endings of the names of generated workloads whose chunks tell what is still to come; see `trace.generate_hints`."""
+"""Suffixes of generated workloads whose chunks have hints; see `streamrag.trace.generate.hints`."""
 NUM_TAIL_TOKENS = 32
-"""End of the template and the question, which stand last in every prompt. The paper does not tell how many."""
+"""Tokens after the chunks of every prompt: the template's end and the question. An assumption of ours."""
 
 
 def token_budget(settings: CellSettings) -> int:
-    """Return the most tokens in a step: as set, or as published for the workload; for other traces the crawler's."""
+    """Return the token budget of a step: the setting, else the workload's published budget, else the crawler's."""
     return settings.max_num_batched_tokens or BUDGETS.get(without_hints(settings.workload), BUDGETS["crawler"])
 
 
 def without_hints(workload: str) -> str:
-    """Return the name of the same workload without hints."""
+    """Return the workload's name without the suffix for hints."""
     for ending in HINTS:
         if workload.removesuffix(ending) in BUDGETS:
             return workload.removesuffix(ending)
@@ -39,9 +48,9 @@ def without_hints(workload: str) -> str:
 
 
 def check_workload(workload: str, *, has_rate: bool) -> None:
-    """Look at whether there is such a workload, and whether a generated one has a rate of arrivals.
+    """Check that the workload exists, and that a generated one has a rate of arrivals.
 
-    :raises ConfigurationError: there is none, or it has none.
+    :raises ConfigurationError: one of these does not hold.
     """
     if without_hints(workload) in BUDGETS:
         if not has_rate:
@@ -49,13 +58,13 @@ def check_workload(workload: str, *, has_rate: bool) -> None:
                 f"workload {workload!r} is generated, and has no arrivals of its own; give --qps, e.g. 1,2,4"
             )
     elif not Path(workload).exists():
-        raise ConfigurationError(f"workload {workload!r} is none of {', '.join(BUDGETS)}, nor a trace that is there")
+        raise ConfigurationError(f"workload {workload!r} is none of {', '.join(BUDGETS)}, nor a trace that exists")
 
 
 def load_trace(settings: CellSettings) -> Trace:
-    """Generate or read the trace that a cell is about.
+    """Generate or read the trace of a cell.
 
-    :raises ConfigurationError: there is no such trace, or a generated one without a rate of arrivals.
+    :raises ConfigurationError: as `check_workload`.
     """
     check_workload(settings.workload, has_rate=settings.qps is not None)
     workload = without_hints(settings.workload)
@@ -70,17 +79,18 @@ def load_trace(settings: CellSettings) -> Trace:
 
 
 def make_load(settings: CellSettings, trace: Trace) -> tuple[TracedQuery, ...]:
-    """Return the queries of a cell, in order of arrival, from 0 on.
+    """Return the queries of a cell in order of arrival, starting at 0.
 
-    With `qps` they arrive as in a Poisson process of the cell's seed, else as the trace says. `delay` stretches the
-    gaps between chunks; the first comes as it came, and so does the end after the last.
+    With `qps`, arrivals are a Poisson process seeded by the cell, else those of the trace. `delay` multiplies the gaps
+    between chunks, but neither the time before the first chunk nor the time from the last chunk to the end.
 
-    :raises ConfigurationError: the trace has no queries, two of the same id, or updates that the arm cannot send.
+    :raises ConfigurationError: there are no queries, two have the same id, or one has an update that the arm cannot
+        send.
     """
     queries = trace.queries[: settings.num_queries]
     if not queries:
         raise ConfigurationError(
-            f"the trace has {len(trace.queries)} queries, of which {settings.num_queries} are asked"
+            f"nothing to replay: the trace has {len(trace.queries)} queries, and num_queries={settings.num_queries}"
         )
     if settings.qps is None:
         first_s = queries[0].arrival_s
@@ -88,20 +98,15 @@ def make_load(settings: CellSettings, trace: Trace) -> tuple[TracedQuery, ...]:
     else:
         rng = random.Random(f"arrivals {settings.seed}")
         arrivals = list(accumulate(rng.expovariate(settings.qps) for _ in queries))
-    if settings.arm == "stock-sessions":
-        _check_appends_only(queries)
-    if len({query.query_id for query in queries}) != len(queries):
-        raise ConfigurationError("the trace has queries of the same id; give each its own")
-    return tuple(_stretched(q, at_s, settings.delay) for q, at_s in zip(queries, arrivals, strict=True))
-
-
-def _check_appends_only(queries: Sequence[TracedQuery]) -> None:
-    for query in queries:
+    for query in queries if settings.arm == "stock-sessions" else ():
         if not all(isinstance(event, TracedAppend) for event in query.events):
             raise ConfigurationError(
                 f"arm 'stock-sessions': query {query.query_id!r} has an update, and vLLM's own sessions can only "
                 "append; leave this arm out for this workload"
             )
+    if len({query.query_id for query in queries}) != len(queries):
+        raise ConfigurationError("two queries of the trace have the same id; make the ids unique")
+    return tuple(_stretched(q, at_s, settings.delay) for q, at_s in zip(queries, arrivals, strict=True))
 
 
 def _stretched(query: TracedQuery, arrival_s: float, delay: float) -> TracedQuery:
@@ -109,37 +114,33 @@ def _stretched(query: TracedQuery, arrival_s: float, delay: float) -> TracedQuer
         return replace(query, arrival_s=arrival_s)
     first_s, last_s = query.events[0].at_s, query.events[-1].at_s
     events = tuple(
-        replace(event, at_s=first_s + (event.at_s - first_s) * delay, hint=_stretched_hint(event.hint, delay))
+        replace(event, at_s=first_s + (event.at_s - first_s) * delay, hint=stretched_hint(event.hint, delay))
         for event in query.events
     )
     return replace(query, arrival_s=arrival_s, events=events, end_s=events[-1].at_s + query.end_s - last_s)
 
 
-def _stretched_hint(hint: Hint | None, delay: float) -> Hint | None:
-    return hint and replace(hint, end_s=None if hint.end_s is None else hint.end_s * delay)
-
-
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Queries whose contexts keep to a budget."""
+    """Queries whose contexts fit into a token budget."""
 
     queries: tuple[TracedQuery, ...]
     max_context_tokens: int | None
-    """None if no limit is known."""
+    """The budget; None if no limit is known."""
     num_cut: int
-    """Number of contexts of which something was left out."""
+    """Number of contexts that lost chunks."""
 
     def provenance(self) -> dict[str, int]:
-        """Return the provenance that a result keeps of the budget."""
         if self.max_context_tokens is None:
             return {}
         return {"max_context_tokens": self.max_context_tokens, "num_contexts_cut": self.num_cut}
 
 
 def fitted(settings: CellSettings, queries: Sequence[TracedQuery], max_model_len: int | None) -> Fitted:
-    """Return the queries with the budget of a pipeline: the model's length less the question and the answer, or less.
+    """Drop the chunks that exceed a pipeline's budget: `max_context_tokens`, and the model's length less question and
+    answer.
 
-    :raises ConfigurationError: the model has no room for any context.
+    :raises ConfigurationError: the model's length leaves no room for a context.
     """
     budget = settings.max_context_tokens
     if max_model_len is not None:
@@ -147,44 +148,39 @@ def fitted(settings: CellSettings, queries: Sequence[TracedQuery], max_model_len
         if room < 1:
             raise ConfigurationError(
                 f"the model's length of {max_model_len} tokens has no room for a context beside {NUM_TAIL_TOKENS} of "
-                f"the question and {settings.num_output_tokens} of the answer: ask for fewer output tokens"
+                f"the question and {settings.num_output_tokens} of the answer: set fewer output tokens"
             )
         budget = room if budget is None else min(budget, room)
     if budget is None:
         return Fitted(tuple(queries), None, 0)
-    kept = tuple(_within(query, budget) for query in queries)
-    num_cut = sum(after.events != before.events for before, after in zip(queries, kept, strict=True))
-    return Fitted(kept, budget, num_cut)
+    cut = tuple(_cut(query, budget) for query in queries)
+    num_cut = sum(after.events != before.events for before, after in zip(queries, cut, strict=True))
+    return Fitted(cut, budget, num_cut)
 
 
-def _within(query: TracedQuery, budget: int) -> TracedQuery:
-    """Leave out what does not fit. The earlier chunk goes first, as in a pipeline's prompt."""
+def _cut(query: TracedQuery, budget: int) -> TracedQuery:
+    """Drop the chunks that do not fit; chunks are admitted in prompt order, as in a pipeline."""
     events: list[TracedEvent] = []
     room = budget
     for event in query.events:
         chunks = chunks_of(event)
-        kept, left = _that_fit(chunks, room if isinstance(event, TracedAppend) else budget)
-        if len(kept) == len(chunks):
+        num_left = room if isinstance(event, TracedAppend) else budget
+        fitting = []
+        for chunk in chunks:
+            if chunk.num_tokens <= num_left:
+                num_left -= chunk.num_tokens
+                fitting.append(chunk)
+        if len(fitting) == len(chunks):
             events.append(event)
-        elif kept and isinstance(event, TracedUpdate):
-            events.append(replace(event, chunks=kept))
-        if kept:  # an update of which nothing fits leaves the context as it was
-            room = left
+        elif fitting and isinstance(event, TracedUpdate):
+            events.append(replace(event, chunks=tuple(fitting)))
+        if fitting:  # an update without a chunk that fits leaves the context unchanged
+            room = num_left
     return replace(query, events=tuple(events))
 
 
-def _that_fit(chunks: Sequence[TracedChunk], room: int) -> tuple[tuple[TracedChunk, ...], int]:
-    """Return the chunks that fit, and the room that is left."""
-    kept = []
-    for chunk in chunks:
-        if chunk.num_tokens <= room:
-            room -= chunk.num_tokens
-            kept.append(chunk)
-    return tuple(kept), room
-
-
 def longest_prompt(queries: Sequence[TracedQuery]) -> int:
-    """Return the tokens of the longest prompt that any query has at any time."""
+    """Return the number of tokens of the longest prompt that any query has at any time."""
     longest = 0
     for query in queries:
         num_tokens = 0
@@ -194,19 +190,13 @@ def longest_prompt(queries: Sequence[TracedQuery]) -> int:
     return longest + NUM_TAIL_TOKENS
 
 
-def chunks_of(event: TracedEvent) -> tuple[TracedChunk, ...]:
-    """Return the chunks that an event brings."""
-    return (event.chunk,) if isinstance(event, TracedAppend) else event.chunks
-
-
 def num_tokens_after(event: TracedEvent, num_before: int) -> int:
-    """Return the length of the context after an event."""
     num_new = sum(chunk.num_tokens for chunk in chunks_of(event))
     return num_before + num_new if isinstance(event, TracedAppend) else num_new
 
 
 class Moment(NamedTuple):
-    """A change of a query's context, or the end of its retrieval, which may come with the last change."""
+    """A change of a query's context, the end of its retrieval, or both."""
 
     at_s: float
     event: TracedEvent | None
@@ -214,7 +204,7 @@ class Moment(NamedTuple):
 
 
 def moments_of(query: TracedQuery) -> Iterator[Moment]:
-    """Yield the moments of a query, the last of which is its end."""
+    """Yield the moments of a query in order; the last one is the end of its retrieval."""
     has_late_end = not query.events or query.end_s > query.events[-1].at_s
     for index, event in enumerate(query.events, start=1):
         yield Moment(event.at_s, event, is_end=index == len(query.events) and not has_late_end)
@@ -224,7 +214,7 @@ def moments_of(query: TracedQuery) -> Iterator[Moment]:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A source of token ids: the same for chunks of the same key, others for others. No text is tokenised."""
+    """A generator of pseudo-random token ids, seeded by the chunk's key. No text is tokenised."""
 
     num_in_vocabulary: int = 128_256
 
@@ -232,11 +222,11 @@ class Tokens:
         return self._of(chunk.key, chunk.num_tokens)
 
     def of_tail(self, query: TracedQuery) -> list[int]:
-        """Return the tokens of the question, which stands behind the chunks."""
+        """Return the tokens after the chunks: the question's."""
         return self._of(f"tail {query.query_id}", NUM_TAIL_TOKENS)
 
     def _of(self, key: str, num_tokens: int) -> list[int]:
-        # Random bytes are made far quicker than random integers. Ids above 65,535 do not occur.
+        # Random bytes are far faster than random integers. Ids above 65,535 do not occur.
         ids = array("H", random.Random(key).randbytes(2 * num_tokens)).tolist()
         if self.num_in_vocabulary > 1 << 16:
             return ids
@@ -245,32 +235,34 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A change of a prompt at one moment."""
+    """A change of a prompt."""
 
     token_ids: list[int]
     is_append: bool
-    """Whether the tokens come behind the prompt so far; otherwise they are the new prompt."""
+    """Whether the tokens are appended to the prompt; otherwise they replace it."""
     is_complete: bool
-    """Whether the prompt is complete with it."""
+    """Whether this change completes the prompt."""
     hint: Hint | None = None
 
 
 class Arriving:
-    """The pieces of one query's prompt, each yielded when it arrives. To be iterated once.
+    """An async iterable, for one iteration, of the pieces of a query's prompt at the times of the trace.
 
-    Times are those of the running event loop, be it virtual or not.
+    Times are on the running event loop's clock, virtual or not.
     """
 
     def __init__(self, query: TracedQuery, tokens: Tokens, start_s: float) -> None:
         self.query = query
         self.end_s: float | None = None
-        """When the last piece was there."""
+        """Time at which the last piece arrived."""
         self._tokens = tokens
         self._arrival_s = start_s + query.arrival_s
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         for at_s, event, is_end in moments_of(self.query):
-            await self._sleep_until(at_s)
+            delay_s = self._arrival_s + at_s - asyncio.get_running_loop().time()
+            if delay_s > 0:
+                await asyncio.sleep(delay_s)
             token_ids: list[int] = []
             for chunk in chunks_of(event) if event else ():
                 token_ids += self._tokens.of_chunk(chunk)
@@ -280,8 +272,3 @@ class Arriving:
             if token_ids:
                 is_append = event is None or isinstance(event, TracedAppend)
                 yield Piece(token_ids, is_append, is_end, event.hint if event else None)
-
-    async def _sleep_until(self, at_s: float) -> None:
-        delay_s = self._arrival_s + at_s - asyncio.get_running_loop().time()
-        if delay_s > 0:
-            await asyncio.sleep(delay_s)

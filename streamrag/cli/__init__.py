@@ -1,4 +1,4 @@
-"""The `streamrag` program."""
+"""The `streamrag` command-line program."""
 
 import atexit
 import os
@@ -13,33 +13,33 @@ from streamrag.support.display_text import sanitize
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit status: 0, 1 after an error that was explained, 130 after Ctrl-C.
+    """Run the program, and return its exit status: 0, or 1 after an error message.
 
-    SIGTERM and SIGHUP do as Ctrl-C does: everything is closed, and the status is 143 or 129. After these it does not
-    return, it exits.
+    After Ctrl-C, SIGTERM or SIGHUP, it shuts down and exits the process with status 130, 143 or 129, without
+    returning.
     """
     stop = _Stop()
     try:
         with stop.on_signals():
-            from streamrag.cli.program import run  # takes a while, in which Ctrl-C is already a way to stop
+            from streamrag.cli.program import run  # slow; Ctrl-C is handled meanwhile
 
             return run(argv)
     except KeyboardInterrupt as interrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever presses it again does not want to wait for anything
-        _end(f"streamrag: stopped. {interrupt}".rstrip(". "), 128 + stop.number)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C kills the process
+        _exit(f"streamrag: stopped. {interrupt}".rstrip(". "), 128 + stop.number)
 
 
-def _end(last_words: str, status: int) -> NoReturn:
-    """End the program without waiting for threads that nothing can stop, as while vLLM is imported: 20 s."""
-    with suppress(OSError):  # the reader of the pipe may be gone
-        print(sanitize(last_words), file=sys.stderr)
+def _exit(message: str, status: int) -> NoReturn:
+    """Exit without waiting for threads that cannot be stopped, such as the 20 s import of vLLM."""
+    with suppress(OSError):  # the pipe's reader may have exited
+        print(sanitize(message), file=sys.stderr)
         sys.stdout.flush()
     atexit._run_exitfuncs()
     os._exit(status)
 
 
 class _Stop:
-    """A handler of what stops the program: Ctrl-C, or a signal that does the same."""
+    """A handler of the signals that stop the program like Ctrl-C; `number` is the last one."""
 
     def __init__(self) -> None:
         self.number = signal.SIGINT
@@ -47,29 +47,29 @@ class _Stop:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGHUP do what SIGINT does, unless they are ignored, as by `nohup`."""
-        taken = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
-        for number in taken:
+        """Handle SIGTERM and SIGHUP like SIGINT in the block, unless they are ignored, as by `nohup`."""
+        handled = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
+        for number in handled:
             signal.signal(number, self._like_ctrl_c)
         try:
             yield
         finally:
-            for number in taken:
+            for number in handled:
                 signal.signal(number, signal.SIG_DFL)
 
     def _like_ctrl_c(self, number: int, frame: FrameType | None) -> None:
         self.number = signal.Signals(number)
         if number == signal.SIGHUP:
-            self._let_go_of_terminals()
+            self._detach_from_terminals()
         on_ctrl_c = signal.getsignal(signal.SIGINT)
-        on_ctrl_c = getattr(on_ctrl_c, "otherwise", on_ctrl_c)  # of what only stops an answer
-        if not callable(on_ctrl_c):  # Ctrl-C is ignored in the background jobs of a shell
+        on_ctrl_c = getattr(on_ctrl_c, "otherwise", on_ctrl_c)  # skip a handler that only stops an answer
+        if not callable(on_ctrl_c):  # SIGINT is ignored in a shell's background jobs
             raise KeyboardInterrupt
         on_ctrl_c(signal.SIGINT, frame)
 
-    def _let_go_of_terminals(self) -> None:
-        """A terminal that is gone refuses what is written to it, such as the end of a progress bar."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
+    def _detach_from_terminals(self) -> None:
+        """Redirect output to the null device: writing to a closed terminal fails."""
+        devnull = os.open(os.devnull, os.O_WRONLY)
         for file in self._terminals:
-            os.dup2(nowhere, file)
-        os.close(nowhere)
+            os.dup2(devnull, file)
+        os.close(devnull)

@@ -1,4 +1,4 @@
-"""Show a query in a terminal: chunks as they arrive, prefill as it progresses, and the answer."""
+"""Display of a query in a terminal: arriving chunks, prefill progress, and the answer."""
 
 from collections.abc import AsyncIterable
 
@@ -28,10 +28,10 @@ from streamrag.telemetry import (
 
 
 async def watch(events: AsyncIterable[Event], console: Console, *, answer_to: Console | None = None) -> Answer:
-    """Show a query's events as they come, and return its answer.
+    """Print a query's events as they arrive, and return its answer.
 
-    Progress goes to `console`; the answer's text goes to `answer_to` (the same one unless given), so that it can be
-    redirected alone.
+    Progress goes to `console`. The answer's text goes to `answer_to`, by default the same, so that it can be redirected
+    separately.
     """
     columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn("[dim]tokens"))
     progress = bar(console, TextColumn("         [dim]prefill"), *columns, transient=True)
@@ -55,7 +55,7 @@ async def watch(events: AsyncIterable[Event], console: Console, *, answer_to: Co
                     answer = event.answer
                     output.print()
             line = _describe(event)
-            if isinstance(event, ContextChanged):  # the question alone, or a chunk that was left out, is no news
+            if isinstance(event, ContextChanged):  # hide changes without a new chunk
                 line = line if event.num_invalidated or event.num_chunks != num_chunks else None
                 num_chunks = event.num_chunks
             if line:
@@ -101,7 +101,7 @@ def _describe(event: Event) -> Text | None:
 
 
 def print_sources(answer: Answer, console: Console) -> None:
-    """Print the passages that the model was given, by their numbers in the prompt."""
+    """Print the passages in the prompt, with their numbers."""
     if not answer.has_context:
         console.print(markup("[yellow]This answer had no context."))
     for reason in (answer.source_error, answer.cut_short):
@@ -114,7 +114,7 @@ def print_sources(answer: Answer, console: Console) -> None:
 
 
 def print_timings(answer: Answer, console: Console) -> None:
-    """Print when retrieval ended and the first token came."""
+    """Print the answer's times and token counts."""
     timings = answer.timings
     console.print(
         markup(

@@ -1,4 +1,4 @@
-"""`streamrag ask`: one question, or a conversation, about the web or an index, answered in the terminal."""
+"""`streamrag ask`: answer a question, or hold a conversation, about the web or an index."""
 
 import argparse
 import asyncio
@@ -7,6 +7,8 @@ import sys
 from dataclasses import asdict
 from typing import Any, get_args
 
+from streamrag.backends.openai import OpenAIBackend
+from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.arguments import Strategy
 from streamrag.cli.answer_display import print_sources, print_timings, watch
 from streamrag.cli.conversation import Conversation, converse
@@ -14,6 +16,7 @@ from streamrag.cli.output import Output
 from streamrag.cli.progress import shown_starting
 from streamrag.cli.source_options import add_source_arguments, make_source
 from streamrag.core import Backend, SamplingParams, Turn
+from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import ConfigurationError
 from streamrag.pipeline import Pipeline
 from streamrag.query.options import QueryOptions
@@ -29,43 +32,42 @@ examples:
   streamrag ask --index ./docs-index --model ./Llama-3.1-8B-Instruct
   streamrag ask --index ./docs-index --model ./Llama-3.1-8B-Instruct < questions.txt
 
-Without a QUESTION it is a conversation: each line is a question, and what was
-asked and answered before belongs to it. Ctrl-C stops an answer, Ctrl-D leaves.
+Without a QUESTION it is a conversation: each line of the input is a question,
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments, and set what runs it."""
+    """Define the command's arguments, and its `run`."""
     parser.usage = "%(prog)s [QUESTION] (--url URL | --index FOLDER | --postgres DSN) --model MODEL [options]"
-    parser.description = "Answers questions. What is retrieved streams into the model while retrieval still runs."
+    parser.description = "Answers questions. Retrieved context streams into the model while retrieval is still running."
     parser.epilog = EPILOG
-    parser.add_argument("question", nargs="?", metavar="QUESTION", help="in quotes; without one, lines are read")
+    about = "in quotes; without it, questions are read from the standard input"
+    parser.add_argument("question", nargs="?", metavar="QUESTION", help=about)
     add_source_arguments(parser)
     model = parser.add_argument_group("model")
     model.add_argument("--model", required=True, help="path or name of a model for vLLM, or its name at --server")
     model.add_argument("--server", metavar="URL", help="use an OpenAI-compatible server instead of an embedded vLLM")
     model.add_argument("--tokenizer", metavar="PATH", help="the model's tokenizer, for exact prompts with --server")
-    model.add_argument("--api-key", metavar="KEY", help="for --server; OPENAI_API_KEY in the environment unless given")
-    model.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together")
-    model.add_argument("--strategy", choices=get_args(Strategy), help="how an embedded vLLM prefills early (streaming)")
-    model.add_argument("--policy", metavar="NAME", help="whom an embedded vLLM serves first with streaming (srpf)")
+    model.add_argument("--api-key", metavar="KEY", help="for --server (OPENAI_API_KEY in the environment)")
+    model.add_argument("--max-model-len", type=int, metavar="N", help="maximum tokens of prompt and answer together")
+    about = "how an embedded vLLM prefills partial prompts (streaming)"
+    model.add_argument("--strategy", choices=get_args(Strategy), help=about)
+    model.add_argument("--policy", metavar="NAME", help="scheduling policy of an embedded vLLM with streaming (srpf)")
     answer = parser.add_argument_group("answer")
-    answer.add_argument("--system", metavar="TEXT", help="replaces the system text")
-    answer.add_argument(
-        "--max-tokens", type=int, default=256, metavar="N", help="most tokens of the answer (%(default)s)"
-    )
+    answer.add_argument("--system", metavar="TEXT", help="system text, instead of the default")
+    about = "maximum tokens of the answer (%(default)s)"
+    answer.add_argument("--max-tokens", type=int, default=256, metavar="N", help=about)
     answer.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (%(default)g)")
-    answer.add_argument(
-        "--max-context-tokens", type=int, metavar="N", help="most tokens of context; the rest is left out"
-    )
-    answer.add_argument("--deadline", type=float, metavar="S", help="give up S seconds after the engine has started")
-    answer.add_argument("--no-overlap", action="store_true", help="retrieve everything first, then ask")
-    answer.add_argument("--json", action="store_true", help="print the result as JSON instead")
+    about = "maximum tokens of context; chunks that do not fit are left out"
+    answer.add_argument("--max-context-tokens", type=int, metavar="N", help=about)
+    answer.add_argument("--deadline", type=float, metavar="S", help="time limit in seconds, from the engine's start")
+    answer.add_argument("--no-overlap", action="store_true", help="prefill only after retrieval has ended")
+    answer.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Answer the question, or each line; progress goes to stderr, the answers alone to stdout."""
+    """Answer the question, or each line of the input. Progress goes to stderr, answers to stdout."""
     return asyncio.run(_ask(arguments))
 
 
@@ -73,22 +75,17 @@ async def _ask(arguments: argparse.Namespace) -> int:
     progress, output = Output(stderr=True), Output(quiet=arguments.json)
     options = _query_options(arguments)
     is_conversation = arguments.question is None
-    if is_conversation and sys.stdin is None:  # its number may be another file by now
-        raise ConfigurationError("the standard input is closed: give a QUESTION")
+    if is_conversation and sys.stdin is None:  # file descriptor 0 may be another file now
+        raise ConfigurationError("the standard input is closed; give a QUESTION")
     with shown_starting(progress) as show:
         backend = _make_backend(arguments)
-        pipeline = Pipeline(
-            make_source(arguments),
-            backend,
-            overlap=not arguments.no_overlap,
-            on_progress=show,
-        )
-        pipeline.events("?" if is_conversation else arguments.question, **options)  # checked before anything starts
+        pipeline = Pipeline(make_source(arguments), backend, overlap=not arguments.no_overlap, on_progress=show)
+        pipeline.events("?" if is_conversation else arguments.question, **options)  # check options before starting
         await pipeline.start()
 
     async def answer_question(question: str, history: tuple[Turn, ...] = ()) -> Answer:
-        asked: QueryOptions = {**options, "history": history}
-        async with pipeline.events(question, **asked) as events:
+        query_options: QueryOptions = {**options, "history": history}
+        async with pipeline.events(question, **query_options) as events:
             answer = await watch(events, progress, answer_to=output)
         if arguments.json:
             output.print_json_text(as_json(answer))
@@ -109,9 +106,7 @@ async def _ask(arguments: argparse.Namespace) -> int:
 
 
 def _query_options(arguments: argparse.Namespace) -> QueryOptions:
-    options = QueryOptions(
-        params=SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature),
-    )
+    options = QueryOptions(params=SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature))
     if arguments.system is not None:
         options["system"] = arguments.system
     if arguments.max_context_tokens is not None:
@@ -125,9 +120,7 @@ def _make_backend(arguments: argparse.Namespace) -> Backend:
     if arguments.server is not None:
         for option in ("strategy", "policy"):
             if getattr(arguments, option) is not None:
-                raise ConfigurationError(f"--{option} is for an embedded vLLM, and --server was given")
-        from streamrag.backends.openai import OpenAIBackend
-
+                raise ConfigurationError(f"--{option} is for an embedded vLLM, but --server was given")
         return OpenAIBackend(
             arguments.server,
             arguments.model,
@@ -137,10 +130,7 @@ def _make_backend(arguments: argparse.Namespace) -> Backend:
         )
     for option in ("tokenizer", "api_key"):
         if getattr(arguments, option) is not None:
-            raise ConfigurationError(f"--{option.replace('_', '-')} is for --server, which was not given")
-    from streamrag.backends.vllm import VllmBackend
-    from streamrag.engine.policies import DEFAULT_POLICY
-
+            raise ConfigurationError(f"--{option.replace('_', '-')} needs --server, which was not given")
     return VllmBackend(
         arguments.model,
         strategy=arguments.strategy or "streaming",
@@ -150,10 +140,5 @@ def _make_backend(arguments: argparse.Namespace) -> Backend:
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
-    """The answer as `--json` prints it."""
     error = answer.source_error
-    return {
-        **asdict(answer),
-        "has_context": answer.has_context,
-        "source_error": None if error is None else str(error),
-    }
+    return {**asdict(answer), "has_context": answer.has_context, "source_error": error and str(error)}

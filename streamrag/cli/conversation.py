@@ -1,7 +1,7 @@
-"""Questions one after another, to a pipeline that is started once: from a terminal, a pipe or a file.
+"""A conversation with a pipeline, with questions from a terminal, a pipe or a file.
 
-What was asked and answered stands before the documents of the next question. The engine's prefix cache has the KV of
-all of that but the last turn, and that one is prefilled while retrieval runs.
+Earlier turns precede the documents in the next prompt. The engine's prefix cache has the KV of all but the last turn,
+which is prefilled while retrieval runs.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from streamrag.telemetry import Answer
 PROMPT = "> "
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 4 * (MAX_QUERY_CHARACTERS + 1)
-"""Bytes of a line that are kept: a query of as many characters is refused."""
+"""Maximum bytes of a line; longer lines are truncated, and exceed the maximum length of a query."""
 
 T = TypeVar("T")
 Ask: TypeAlias = Callable[[str, tuple[Turn, ...]], Awaitable[Answer]]
 
 
 class Conversation:
-    """Turns that fit into the model beside what is retrieved."""
+    """The turns of a conversation, dropped from the oldest on when they no longer fit into the model."""
 
     def __init__(self, ask: Ask, max_characters: int) -> None:
         self.turns: tuple[Turn, ...] = ()
@@ -36,7 +36,7 @@ class Conversation:
         self._max_characters = max_characters
 
     async def ask(self, question: str) -> Answer:
-        """The answer to `question`; both are then part of what is said. Raises what the query raises."""
+        """Answer `question`, and add both to the turns. Errors of the query are raised."""
         while True:
             try:
                 answer = await self._ask(question, self.turns)
@@ -51,17 +51,17 @@ class Conversation:
         return answer
 
     def _forget(self) -> None:
-        """Drop the older half of the turns at once: each time that turns go, the KV of all later ones is recomputed."""
+        """Drop the older half of the turns: each time that turns are dropped, the KV of all others is recomputed."""
         self.turns = self.turns[2 * ((len(self.turns) + 2) // 4) :]
 
 
 async def converse(conversation: Conversation, progress: Output, output: Output, *, file: int = 0) -> int:
-    """Answer every line of `file` until it ends; returns how many could not be answered.
+    """Answer every line of `file`, and return the number of questions without an answer.
 
-    Ctrl-C stops an answer, and the conversation goes on. Without one under way it says how to leave, and the next one
-    ends the program: the answer that it was meant for may have ended just before.
+    Ctrl-C stops the current answer. If there is none, the first Ctrl-C prints how to leave, because it may have been
+    meant for an answer that has just ended; the second ends the program.
 
-    :raises EngineDeadError: no question could be answered any more.
+    :raises EngineDeadError: the engine has died, so that no further question can be answered.
     """
     num_failed = 0
     is_terminal = os.isatty(file)
@@ -69,20 +69,20 @@ async def converse(conversation: Conversation, progress: Output, output: Output,
     def prompt() -> None:
         progress.print(PROMPT, end="")
 
-    def say_how_to_leave() -> None:
+    def print_how_to_leave() -> None:
         progress.print(markup("\n[dim]Ctrl-D leaves, and so does another Ctrl-C"))
         prompt()
 
     if is_terminal:
         progress.print(markup("[dim]Each line is a question. Ctrl-C stops an answer, Ctrl-D leaves"))
-        asked = questions(file, prompt, say_how_to_leave)
+        lines = questions(file, prompt, print_how_to_leave)
     else:
-        asked = questions(file)
-    async for question in asked:
+        lines = questions(file)
+    async for question in lines:
         try:
             if await unless_stopped(conversation.ask(question)) is None:
                 num_failed += 1
-                output.print()  # behind a half of an answer
+                output.print()  # ends the line of the partial answer
                 progress.print(markup("[yellow]stopped"))
         except (EngineDeadError, PipelineClosedError):
             raise
@@ -97,25 +97,25 @@ async def converse(conversation: Conversation, progress: Output, output: Output,
 async def questions(
     file: int, before_each: Callable[[], None] = lambda: None, at_ctrl_c: Callable[[], None] | None = None
 ) -> AsyncIterator[str]:
-    """The lines of a file that say something. With `at_ctrl_c`, the first Ctrl-C while one is waited for calls it."""
-    kept = b""
+    """Yield the lines of a file that are not blank. The first Ctrl-C during a wait for a line calls `at_ctrl_c`."""
+    buffer = b""
     while True:
-        if not kept:
+        if not buffer:
             before_each()
         part = await _read(file) if at_ctrl_c is None else await unless_stopped(_read(file))
         if part is None:
             assert at_ctrl_c is not None
             at_ctrl_c()
             part = await _read(file)
-        *ended, begun = part.split(b"\n")
+        *ended, rest = part.split(b"\n")
         for line in ended:
-            if question := _text(kept + line):
+            if question := _text(buffer + line):
                 yield question
-            kept = b""
-        kept = (kept + begun)[:MAX_LINE_BYTES]
+            buffer = b""
+        buffer = (buffer + rest)[:MAX_LINE_BYTES]
         if not part:
             break
-    if question := _text(kept):
+    if question := _text(buffer):
         yield question
 
 
@@ -124,12 +124,12 @@ def _text(line: bytes) -> str:
 
 
 async def _read(file: int) -> bytes:
-    """Return what can be read now, or nothing at the end. A thread that reads a terminal could not be stopped."""
+    """Read available bytes without a thread, which could not be interrupted; empty at the end of the file."""
     loop = asyncio.get_running_loop()
     is_ready = asyncio.Event()
     try:
         loop.add_reader(file, is_ready.set)
-    except PermissionError:  # of a file on a disk, which is always ready
+    except PermissionError:  # regular files do not support polling, and are always ready
         return os.read(file, READ_BYTES)
     try:
         await is_ready.wait()
@@ -139,7 +139,7 @@ async def _read(file: int) -> bytes:
 
 
 class OnCtrlC:
-    """Stops an answer at the first signal; at the next one, or at another signal, does what was done `otherwise`."""
+    """A signal handler that cancels a task at the first signal, and calls the handler `otherwise` at the next ones."""
 
     def __init__(self, task: "asyncio.Future[Any]", otherwise: Any) -> None:
         self.otherwise = otherwise
@@ -155,7 +155,7 @@ class OnCtrlC:
 
 
 async def unless_stopped(doing: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of `doing`; None if Ctrl-C has stopped it."""
+    """Return the result of `doing`, or None if Ctrl-C cancelled it."""
     task = asyncio.ensure_future(doing)
     with stopped_by_ctrl_c(task):
         try:
@@ -169,7 +169,7 @@ async def unless_stopped(doing: Coroutine[Any, Any, T]) -> T | None:
 
 @contextmanager
 def stopped_by_ctrl_c(task: "asyncio.Future[Any]") -> Iterator[None]:
-    """Within the block, Ctrl-C cancels the task and nothing else, unless it is ignored."""
+    """Make Ctrl-C cancel only the task within the block, unless it is ignored."""
     before = signal.getsignal(signal.SIGINT)
     if before in (signal.SIG_IGN, None):
         yield

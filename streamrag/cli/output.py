@@ -1,9 +1,9 @@
-"""The program's console: everything is sanitised before it reaches a terminal."""
+"""The program's console, which sanitizes all text before it reaches a terminal."""
 
 import os
 import sys
 from collections.abc import Iterable
-from typing import IO, Any, TextIO, cast
+from typing import IO, Any, Literal, TextIO, cast
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -17,7 +17,7 @@ from streamrag.errors import StreamRagError
 from streamrag.support.display_text import json_text, one_line, sanitize
 
 MIN_NAMES_WIDTH = 14
-"""Characters of the first column of a table, at least."""
+"""Minimum width of a table's first column, in characters."""
 MAX_WIDTH = 10_000
 
 
@@ -26,28 +26,28 @@ class OutputError(StreamRagError):
 
 
 class Output(Console):
-    """The standard output or the standard error. What is printed is sanitised last of all, whatever it came through.
+    """A console on the standard output or the standard error, which removes control characters from all text.
 
-    Texts are taken as they are; `markup` makes those that have styles.
+    Texts are printed literally; use `markup` for styled text.
 
-    :raises OutputError: when printing: the standard output cannot be written. The standard error may be lost.
+    :raises OutputError: on printing, if the standard output cannot be written. Errors of stderr are ignored.
     """
 
     def __init__(self, *, stderr: bool = False, quiet: bool = False, width: int | None = None) -> None:
-        file = cast(TextIO, _Errors() if stderr else _Results())
+        file = cast(TextIO, _StandardStream("stderr" if stderr else "stdout"))
         super().__init__(file=file, quiet=quiet, width=width, highlight=False, markup=False, emoji=False)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render as rich does, without what a terminal would obey."""
+        """Render like rich, and sanitize the text of each segment."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(sanitize(segment.text), segment.style)
 
     def print_line(self, text: str | Text, style: str = "") -> None:
-        """Print a line that is not wrapped: a wrapped path cannot be copied."""
+        """Print a line without wrapping, so that paths can be copied."""
         self.print(text, style=style, soft_wrap=True)
 
     def print_table(self, table: Table) -> None:
-        """Print a table of names and figures. Where there is no room, names are folded, and no figure is ever cut."""
+        """Print a table of names and figures. If it is too wide, names are folded; figures are never cut."""
         names, *figures = table.columns
         for column in figures:
             column.justify, column.no_wrap = "right", True
@@ -58,12 +58,11 @@ class Output(Console):
         self.print(table, crop=False)
 
     def print_json_text(self, values: Any) -> None:
-        """Print `values` as JSON, for programs; nothing is lost."""
+        """Print `values` as JSON; characters that the encoding lacks are escaped."""
         text = json_text(values)
         self._write(text if _encodable(text, self.file) == text else json_text(values, only_ascii=True))
 
     def print_plain(self, text: str) -> None:
-        """Print a text as it is, but for what a terminal would obey; nothing is folded."""
         self._write(sanitize(text).removesuffix("\n"))
 
     def _write(self, text: str) -> None:
@@ -75,63 +74,50 @@ class Output(Console):
 
 
 def markup(template: str, *values: object) -> Text:
-    """A text in rich's markup, in which each `{}` is one line that may hold anything."""
+    """Return a text in rich's markup, with `values` in place of each `{}`, escaped and reduced to one line."""
     return Text.from_markup(template.format(*(escape(one_line(str(value))) for value in values)), emoji=False)
 
 
-class _Results:
-    """The standard output of the moment."""
+class _StandardStream:
+    """The current standard output or error. Writing to the standard error never fails: its text may be lost."""
+
+    def __init__(self, name: Literal["stdout", "stderr"]) -> None:
+        self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stdout, name)
+        return getattr(getattr(sys, self._name), name)
 
     def write(self, text: str) -> int:
-        if sys.stdout is None:  # it was closed when Python started
+        stream = getattr(sys, self._name)
+        if stream is None and self._name == "stdout":  # closed before Python started
             raise OutputError("the standard output is closed")
         try:
-            return sys.stdout.write(_encodable(text, sys.stdout))
+            return stream.write(_encodable(text, stream)) if stream is not None else len(text)
         except OSError as error:
-            raise _given_up(error) from error
-
-    def flush(self) -> None:
-        try:
-            if sys.stdout is not None:
-                sys.stdout.flush()
-        except OSError as error:
-            raise _given_up(error) from error
-
-
-def _encodable(text: str, file: IO[str]) -> str:
-    """With question marks for what the terminal has no code for."""
-    encoding = getattr(file, "encoding", None)
-    return text.encode(encoding, "replace").decode(encoding) if encoding else text
-
-
-def _given_up(error: OSError) -> Exception:
-    """Return the error to raise, and discard Python's buffer, which would be written again at the program's end."""
-    if isinstance(error, BrokenPipeError):  # the reader has seen enough: rich ends the program
-        return error
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
-    return OutputError(f"the standard output cannot be written: {error.strerror or error}")
-
-
-class _Errors:
-    """The standard error of the moment. When it cannot be written, there is nobody to tell."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stderr, name)
-
-    def write(self, text: str) -> int:
-        try:
-            return sys.stderr.write(_encodable(text, sys.stderr)) if sys.stderr is not None else len(text)
-        except OSError:
+            if self._name == "stdout":
+                raise _output_error(error) from error
             return len(text)
 
     def flush(self) -> None:
         try:
-            if sys.stderr is not None:
-                sys.stderr.flush()
-        except OSError:
-            return
+            if (stream := getattr(sys, self._name)) is not None:
+                stream.flush()
+        except OSError as error:
+            if self._name == "stdout":
+                raise _output_error(error) from error
+
+
+def _encodable(text: str, file: IO[str]) -> str:
+    """Replace characters that the file's encoding lacks by question marks."""
+    encoding = getattr(file, "encoding", None)
+    return text.encode(encoding, "replace").decode(encoding) if encoding else text
+
+
+def _output_error(error: OSError) -> Exception:
+    """Return the error to raise, and discard Python's buffer, which would be written again at exit."""
+    if isinstance(error, BrokenPipeError):  # rich ends the program
+        return error
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
+    return OutputError(f"the standard output cannot be written: {error.strerror or error}")

@@ -1,4 +1,4 @@
-"""`streamrag profile`: what recomputing and copying KV takes on this machine, as a file that engines decide by."""
+"""`streamrag profile`: measure the time to recompute and to copy KV on this machine, as a hardware profile."""
 
 import argparse
 import asyncio
@@ -22,43 +22,38 @@ if TYPE_CHECKING:
     from streamrag.engine.costs.step_profiles import TableProfile
 
 DESCRIPTION = """\
-Starts vLLM, measures what recomputing tokens takes and what copying their KV
-to host memory and back does, and writes both to a file and to a picture. A
-small model takes a minute or two. Engines and simulations decide by the file.
+Starts vLLM, measures the time to recompute tokens and to copy their KV to host
+memory and back, and writes a profile and a plot: a minute or two for a small
+model. Engines and simulations use the profile to choose between both.
 """
 EPILOG = """\
 examples:
-  streamrag profile                                        a tiny model, to see what it does
+  streamrag profile                                        try it with a tiny model
   streamrag profile --model ./Llama-3.1-8B-Instruct --output h200.json
   streamrag profile --model ./Llama-3.1-8B-Instruct --tensor-parallel-size 2 --max-num-batched-tokens 2048
   streamrag profile --model ./config-only --engine-args '{"load_format": "dummy"}'
 
-Measure with the step budget that the engine will run with. Nothing else should run meanwhile.
+Use the step budget of the engine that will use the profile. Nothing else should run during the measurement.
 """
 
 SCRATCH = "profile"
 NAMED = ("tensor_parallel_size", "max_num_batched_tokens", "max_model_len")
-"""The engine's arguments that have options of their own."""
+"""The engine's arguments with their own options."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments, and set what runs it."""
+    """Define the command's arguments, and its `run`."""
     parser.usage = "%(prog)s [options]"
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument("--model", metavar="MODEL", help="folder or name of a model for vLLM (a tiny one, made here)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="what to write (profile-MODEL.json)")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="where to draw (FILE with .png)")
-    parser.add_argument("--no-plot", action="store_true", help="do not draw")
+    parser.add_argument("--model", metavar="MODEL", help="folder or name of a model for vLLM (a generated tiny model)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="file for the profile (profile-MODEL.json)")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="file for the plot (FILE with .png)")
+    parser.add_argument("--no-plot", action="store_true", help="do not write a plot")
     parser.add_argument("--tensor-parallel-size", type=positive, default=1, metavar="N", help="devices (%(default)s)")
-    parser.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help="most tokens a step (vLLM's own)")
-    parser.add_argument("--max-model-len", type=positive, metavar="N", help="longest prompt (the model's own)")
-    parser.add_argument(
-        "--engine-args",
-        type=_json_object,
-        default={},
-        metavar="JSON",
-        help="""more arguments of vLLM's engine: '{"kv_cache_dtype": "fp8"}'""",
-    )
+    parser.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help="token budget of a step (vLLM's)")
+    parser.add_argument("--max-model-len", type=positive, metavar="N", help="longest prompt (the model's)")
+    about = """more arguments of vLLM's engine: '{"kv_cache_dtype": "fp8"}'"""
+    parser.add_argument("--engine-args", type=_json_object, default={}, metavar="JSON", help=about)
     parser.set_defaults(run=_run)
 
 
@@ -66,9 +61,9 @@ def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object, as {{}} is")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object such as {{}}")
     if named := sorted(value.keys() & set(NAMED)):
         raise argparse.ArgumentTypeError(f"{named[0]} has an option of its own, --{named[0].replace('_', '-')}")
     return value
@@ -83,9 +78,9 @@ def _run(arguments: argparse.Namespace) -> int:
     console = Output(stderr=True)
     output = arguments.output or Path(f"profile-{_file_name(arguments.model or 'tiny-llama')}.json")
     if not output.parent.is_dir():
-        raise ConfigurationError(f"there is no folder {output.parent}; make it, or name another place with --output")
+        raise ConfigurationError(f"there is no folder {output.parent}; create it, or name another place with --output")
     plot = None if arguments.no_plot else arguments.plot or output.with_suffix(".png")
-    require_scipy()  # now rather than after minutes
+    require_scipy()  # before minutes of measurement
     if plot:
         require_matplotlib()
     with _model(arguments.model, console) as model:
@@ -105,13 +100,12 @@ def _file_name(model: str) -> str:
 
 @contextmanager
 def _model(name: str | None, console: Output) -> Iterator[str]:
-    """The model that was named, or one that is made for the while."""
     if name is not None:
         yield name
         return
     from streamrag.testing import make_tiny_llama
 
-    console.print_line("no --model: measuring a tiny one with random weights, made here; its figures are its own")
+    console.print_line("no --model: measuring a tiny one with random weights; other models have other times")
     remove_left_behind(SCRATCH)
     scratch = ScratchFolder(SCRATCH)
     try:
@@ -137,7 +131,7 @@ def _measure(model: str, arguments: argparse.Namespace, console: Output) -> "Tab
 
 
 def _print(profile: "TableProfile", console: Output) -> None:
-    from streamrag.bench.profile.picture import crossing, most_tokens, step_budget
+    from streamrag.bench.profile.picture import crossing, describe_crossing, most_tokens, step_budget
     from streamrag.engine.costs.step_profiles import recompute_s
 
     copies, budget = profile.copies, step_budget(profile)
@@ -156,9 +150,4 @@ def _print(profile: "TableProfile", console: Output) -> None:
     error = measured["median_error_of_the_fit"]
     if error is not None:
         console.print(f"median error of the fit: {error:.1%}")
-    found = crossing(profile, copies.in_s, most_tokens(profile))
-    console.print(
-        "recomputing is always quicker than copying in"
-        if found is None
-        else f"from {found:,} tokens on, KV in host memory is copied in sooner than computed"
-    )
+    console.print(describe_crossing(crossing(profile, copies.in_s, most_tokens(profile)), profile.block_size))

@@ -1,4 +1,4 @@
-"""The commands of the `streamrag` program, and how it explains an error."""
+"""The command-line parser of the `streamrag` program, and its error messages."""
 
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -15,15 +15,15 @@ COMMANDS = {
     "ask": "answer questions from the web or from an index",
     "serve": "answer any OpenAI client over HTTP",
     "index": "make an index of a folder of documents",
-    "record": "record what retrieval does, to replay it later",
-    "trace": "look at such records, generate them",
+    "record": "record retrieval to a trace, to replay it later",
+    "trace": "show or generate traces",
     "bench": "compare ways of serving a load, simulated or on the real engine",
-    "demo-model": "make a small model that answers in English, to try things with",
-    "top": "watch what a running service is doing",
-    "profile": "measure what recomputing and copying KV takes here",
-    "doctor": "find out whether this machine can serve, or what a server that is there gains",
+    "demo-model": "make a small English model for experiments",
+    "top": "watch a running service",
+    "profile": "measure the time to recompute and copy KV on this machine",
+    "doctor": "check whether this machine can serve, or whether a server reuses prefixes",
 }
-"""The help of each command; the module of its name in this folder adds its arguments, and `run`."""
+"""Help of each command. The module with the command's name defines its arguments and its `run`."""
 
 EPILOG = """\
 examples:
@@ -34,12 +34,12 @@ examples:
   streamrag bench simulate --workload search.jsonl.gz --qps 1,2,4
   streamrag doctor --server http://127.0.0.1:8000
 
-`streamrag COMMAND --help` tells more, with examples.
+`streamrag COMMAND --help` has more, with examples.
 """
 
 
 class Parser(ArgumentParser):
-    """Says what it has to say as everything else is said; parsers of commands are of the class of the program's."""
+    """A parser whose messages go through `Output`. Its subparsers have the same class."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=partial(RawDescriptionHelpFormatter, max_help_position=34), **options)
@@ -49,7 +49,7 @@ class Parser(ArgumentParser):
 
 
 def make_parser(argv: Sequence[str]) -> ArgumentParser:
-    """Return the program's parser. It imports only the command in `argv`: answering needs no benchmark code."""
+    """Return the program's parser. Only the module of the command in `argv` is imported."""
     parser = Parser(
         prog="streamrag",
         description="Streams retrieved context into a language model while it is still arriving.",
@@ -66,20 +66,19 @@ def make_parser(argv: Sequence[str]) -> ArgumentParser:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` names; the exit status is 0, or 1 after an error that was explained."""
+    """Run the command in `argv`, and return the exit status: the command's, or 1 after an error message."""
     words = sys.argv[1:] if argv is None else argv
     try:
         arguments = make_parser(words).parse_args(words)
         status: int = arguments.run(arguments)
     except StreamRagError as error:
-        return _explain(type(error).__name__, str(error))
-    except OSError as error:  # of a path that nobody can use, such as one with a name that is too long
+        return _print_error(type(error).__name__, str(error))
+    except OSError as error:  # such as a path that is too long
         reason = error.strerror or str(error)
-        return _explain(type(error).__name__, reason if error.filename is None else f"{error.filename}: {reason}")
+        return _print_error(type(error).__name__, reason if error.filename is None else f"{error.filename}: {reason}")
     return status
 
 
-def _explain(kind: str, problem: str) -> int:
-    line = markup(f"[red]streamrag: {kind}:[/] {{}}", problem)
-    Output(stderr=True).print_line(line)  # a wrapped path cannot be copied
+def _print_error(kind: str, problem: str) -> int:
+    Output(stderr=True).print_line(markup(f"[red]streamrag: {kind}:[/] {{}}", problem))
     return 1

@@ -1,4 +1,4 @@
-"""Progress of a command: bars on a terminal, lines in a file or a pipe."""
+"""Progress of a command: bars on a terminal, otherwise lines."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,12 +23,12 @@ EVERY_S = 10.0
 
 
 def bar(console: Console, *columns: ProgressColumn, transient: bool = False) -> Progress:
-    """Return a bar of these columns, which shows nothing where there is no terminal."""
+    """Return a progress bar with these columns, which is disabled without a terminal."""
     return Progress(*columns, console=console, transient=transient, disable=not console.is_terminal)
 
 
 class StepLines:
-    """A line for each step and, while it lasts, one every ten seconds at most. Nothing on a terminal."""
+    """A printer of progress lines: one per step, and at most one per `EVERY_S` within a step. Silent on a terminal."""
 
     def __init__(self, console: Output, clock: Clock = monotonic) -> None:
         self._console = console
@@ -36,19 +36,18 @@ class StepLines:
         self._last: tuple[str, float] | None = None
 
     def show(self, step: str, count: str = "") -> None:
-        """Show that the program is at `step`, and how far in it."""
+        """Print the current step and its progress, if a line is due."""
         if self._console.is_terminal:
             return
         now_s = self._clock()
         if self._last is None or self._last[0] != step or now_s - self._last[1] >= EVERY_S:
             self._last = step, now_s
-            text = f"{step}, {count}" if count else step
-            self._console.print(text, soft_wrap=True)
+            self._console.print_line(f"{step}, {count}" if count else step)
 
 
 @contextmanager
 def step_bars(console: Output) -> Iterator[Callable[[int, int, str], None]]:
-    """Show a bar for each step, or its lines; yields what is called with the number done, that of all, and the step."""
+    """Show progress by step. Yields a function to call with the number done, the total, and the step's name."""
     lines = StepLines(console)
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with bar(console, *columns) as progress:
@@ -65,7 +64,7 @@ def step_bars(console: Output) -> Iterator[Callable[[int, int, str], None]]:
 
 @contextmanager
 def shown_starting(console: Output) -> Iterator[Callable[[str], None]]:
-    """Show that something starts, and each line that it says of that."""
+    """Show a start-up status. Yields a function to call with each new line of the status."""
     lines = StepLines(console)
     with console.status("starting") as status:
 

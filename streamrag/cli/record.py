@@ -1,4 +1,4 @@
-"""`streamrag record`: what retrieval does for some questions, written to a trace."""
+"""`streamrag record`: record the retrieval for questions in a trace."""
 
 import argparse
 import asyncio
@@ -7,27 +7,27 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anyio
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
+from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
 from streamrag.cli.progress import StepLines, bar
 from streamrag.cli.source_options import add_source_arguments, make_source
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError
+from streamrag.modes import PromptTemplate
+from streamrag.sources.index.document_passages import count_words
 from streamrag.support.bounded_reading import MAX_SMALL_FILE_BYTES, read_bytes
 from streamrag.support.display_text import one_line
-
-if TYPE_CHECKING:
-    from streamrag.trace.recorder import CountTokens
+from streamrag.trace.recorder import CountTokens, TraceRecorder, record_queries
 
 DESCRIPTION = """\
-Retrieves for each question and writes a trace: what came, when, how large it
-was. No model is needed. An existing trace is appended to.
+Retrieves for each question, and writes a trace: the chunks, their times and
+their sizes. No model is needed. An existing trace is appended to.
 """
 EPILOG = """\
 examples:
@@ -38,51 +38,43 @@ examples:
 """
 
 WORDS = "words"
-"""The name, in traces, of counting words and signs instead of tokens."""
-WORDS_NOTE = "sizes are words and signs, of which there are fewer than tokens: `record --tokenizer MODEL` counts tokens"
+"""The tokenizer's name in traces whose sizes are words and punctuation marks instead of tokens."""
+WORDS_NOTE = "sizes count words and punctuation, which are fewer than tokens: `record --tokenizer MODEL` counts tokens"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments, and set what runs it."""
+    """Define the command's arguments, and its `run`."""
     parser.usage = "%(prog)s (QUESTION ... | --questions FILE) (--url URL | --index FOLDER) --output FILE [options]"
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument("question", metavar="QUESTION", nargs="*", help="may be several, each in quotes")
-    parser.add_argument("--questions", metavar="FILE", help="a file with a question a line; - reads standard input")
+    parser.add_argument("question", metavar="QUESTION", nargs="*", help="one or more, each in quotes")
+    parser.add_argument("--questions", metavar="FILE", help="file with one question per line, or - for stdin")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=".jsonl, .jsonl.gz or .jsonl.zst")
-    parser.add_argument(
-        "--text",
-        choices=("full", "hash"),
-        default="full",
-        help="record texts, or only hashes and lengths (%(default)s)",
-    )
-    about = "counts the tokens: a model's folder or name; without one, words and signs are counted instead"
+    about = "record texts, or only hashes and lengths (%(default)s)"
+    parser.add_argument("--text", choices=("full", "hash"), default="full", help=about)
+    about = "a model's folder or name, to count tokens; without it, words and punctuation are counted"
     parser.add_argument("--tokenizer", metavar="PATH", help=about)
-    parser.add_argument("--at-once", type=positive, default=1, metavar="N", help="asked at once (%(default)s)")
-    parser.add_argument("--note", metavar="TEXT", help="remembered in the trace's header")
+    parser.add_argument("--at-once", type=positive, default=1, metavar="N", help="concurrent queries (%(default)s)")
+    parser.add_argument("--note", metavar="TEXT", help="note for the trace's header")
     add_source_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Record with a progress bar on stderr; 1 if a retrieval failed."""
+    """Record, with a progress bar on stderr. The exit status is 1 if a retrieval failed."""
     questions = [*arguments.question, *_questions_in(arguments.questions)]
     if not questions:
-        raise ConfigurationError("there is no question: give some, or a file of them with --questions")
+        raise ConfigurationError("there is no question; give one or more, or a file with --questions")
     return asyncio.run(_record(arguments, questions))
 
 
 def make_counter(tokenizer: str | None) -> tuple[str, Callable[[str], int]]:
-    """A name, and what counts tokens: a model's tokenizer or, without one, words and signs.
+    """Return a name and a function that counts a text's tokens, or without a tokenizer its words and punctuation.
 
     :raises ModelError: there is no such tokenizer.
     :raises MissingDependencyError: transformers is not installed.
     """
     if tokenizer is None:
-        from streamrag.sources.index.document_passages import count_words
-
         return WORDS, count_words
-    from streamrag.backends.tokenizer import HuggingFaceTokenizer
-
     encode = HuggingFaceTokenizer(tokenizer).encode
     name = Path(tokenizer).resolve().name if Path(tokenizer).exists() else tokenizer
     return name, lambda text: len(encode(text))
@@ -106,10 +98,8 @@ def _questions_in(file: str | None) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def passage_counter(count: Callable[[str], int]) -> "CountTokens":
-    """Counts tokens of passages as the default prompt has them, in a thread."""
-    from streamrag.modes import PromptTemplate
-
+def passage_counter(count: Callable[[str], int]) -> CountTokens:
+    """Return a function that counts the tokens of chunks, formatted as in the default prompt, in a thread."""
     passages, tokenizing = PromptTemplate().passage_format(), anyio.CapacityLimiter(1)
 
     async def count_tokens(chunks: Sequence[tuple[int, Chunk]]) -> list[int]:
@@ -120,8 +110,6 @@ def passage_counter(count: Callable[[str], int]) -> "CountTokens":
 
 
 async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> int:
-    from streamrag.trace.recorder import TraceRecorder, record_queries
-
     console = Output(stderr=True)
     source = make_source(arguments)
     tokenizer, count = make_counter(arguments.tokenizer)
@@ -153,7 +141,7 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
             on_recorded=show_recorded,
         )
     if is_new and len(failed) == len(questions):
-        arguments.output.unlink(missing_ok=True)  # nobody wants it, and the next attempt would be appended to it
+        arguments.output.unlink(missing_ok=True)  # otherwise the next attempt would be appended to it
     for line in _summary(arguments.output, questions, failed, time.monotonic() - began_s, is_new=is_new):
         console.print_line(line)
     if tokenizer == WORDS and len(failed) < len(questions):
@@ -164,7 +152,6 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
 def _summary(
     output: Path, questions: Sequence[str], failed: Mapping[str, Exception], elapsed_s: float, *, is_new: bool
 ) -> Iterator[str]:
-    """Yield a line for each reason to fail, and one for what was recorded."""
     questions_of: dict[str, list[str]] = {}
     for question, error in failed.items():
         questions_of.setdefault(one_line(str(error)), []).append(one_line(question))
@@ -174,5 +161,5 @@ def _summary(
     if is_new and not num_recorded:
         yield f"{output}: not written, no retrieval succeeded"
     else:
-        where = "" if is_new else ", behind what was there"
+        where = "" if is_new else ", appended to the existing trace"
         yield f"{output}: {num_recorded} of {len(questions)} retrievals recorded in {elapsed_s:.1f} s{where}"

@@ -1,4 +1,4 @@
-"""`streamrag serve`: a pipeline over HTTP, for any OpenAI client and for programs that bring their own retrieval."""
+"""`streamrag serve`: serve a pipeline over HTTP, for OpenAI clients and for programs with their own retrieval."""
 
 import argparse
 import asyncio
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from streamrag.serve.connections.gate import Gate
 
 DESCRIPTION = """\
-Serves answers over HTTP to any OpenAI client, from a model and a place to look,
-and lets programs that retrieve by themselves stream their context in. Listens on
-loopback unless it is told otherwise.
+Serves a model and a source over HTTP to any OpenAI client. Programs with their
+own retrieval can stream their context in. Listens on loopback by default.
 """
 EPILOG = """\
 examples:
@@ -34,10 +33,10 @@ examples:
   streamrag serve --config service.toml --replicas 2
   streamrag serve --print-config > service.toml
 
-Each setting of `--print-config` is an option too, as --limits.max_queries, and a variable in the environment, as
-STREAMRAG__LIMITS__MAX_QUERIES. Options go over the environment, that over the file, and that over the defaults.
+Each setting in the output of `--print-config` is also an option, such as --limits.max_queries, and an environment
+variable, such as STREAMRAG__LIMITS__MAX_QUERIES. Options override the environment, the file and the defaults.
 
-exit status: 0, every query came to its end; 1, it could not start; 3, some were aborted; 4, the engine died.
+exit status: 0, all queries ended; 1, it could not start; 3, queries were aborted; 4, the engine died.
 """
 
 SHORT = {
@@ -56,24 +55,22 @@ SHORT = {
     "server.no_keys": "--no-keys",
     "keys.file": "--keys",
 }
-"""Settings that have a short name too."""
+"""Short option names of some settings."""
 SECRETS = frozenset({"model.api_key", "keys.pairs"})
-"""Settings that are no options: everybody on a machine can read the command lines of all."""
+"""Settings without an option: command lines are visible to all users of a machine."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments, and set what runs it."""
+    """Define the command's arguments, and its `run`."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.usage = "%(prog)s (--demo | --model MODEL [--index FOLDER | --url URL | ...] | --config FILE) [options]"
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file, as --print-config writes it")
-    parser.add_argument(
-        "--demo", action="store_true", help="serve streamrag's own documentation and a small model, made first"
-    )
-    parser.add_argument(
-        "--demo-folder", type=Path, metavar="FOLDER", help="where what the demo makes is kept (~/.cache/streamrag/demo)"
-    )
-    parser.add_argument("--check", action="store_true", help="say all that is wrong, or what holds, and end")
-    parser.add_argument("--print-config", action="store_true", help="write a file with all defaults, and end")
+    add = parser.add_argument
+    add("--config", type=Path, metavar="FILE", help="a TOML file, as --print-config prints it")
+    add("--demo", action="store_true", help="make and serve a small model and an index of streamrag's documentation")
+    about = "folder for the demo's files (~/.cache/streamrag/demo)"
+    add("--demo-folder", type=Path, metavar="FOLDER", help=about)
+    add("--check", action="store_true", help="print all problems of the settings, or the settings, and exit")
+    add("--print-config", action="store_true", help="print a configuration file with all defaults, and exit")
     parser.set_defaults(run=run)
     _add_settings(parser)
 
@@ -100,8 +97,10 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal ends it; what is wrong is said before anything is started."""
-    _require_packages()
+    """Check the settings, and serve until a signal arrives."""
+    for module in ("starlette", "uvicorn", "sse_starlette"):
+        if importlib.util.find_spec(module) is None:
+            raise MissingDependencyError(module.replace("_", "-"), "pip install 'streamrag[serve]'")
     from streamrag.serve.config.checks import check
     from streamrag.serve.config.layers import SECTIONS, load
     from streamrag.serve.config.toml_text import commented_defaults, effective
@@ -132,20 +131,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _make_demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Make what the demo serves, but a model only if none is named; return the settings that serve it."""
+    """Make the demo's index, and its model unless one is named; return the settings to serve them."""
     from streamrag.demo.demo_folder import demo_settings, missing_for_demo, prepare_demo
 
     with_model = "model.name" not in options
     if missing := missing_for_demo(with_model=with_model):
         installs = "".join(f"\n  {how}" for how in dict.fromkeys(how for _, how in missing))
         raise ConfigurationError(
-            f"the demo wants {', '.join(name for name, _ in missing)}. Install them with:{installs}"
+            f"the demo needs {', '.join(name for name, _ in missing)}. Install them with:{installs}"
         )
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = (arguments.demo_folder or Path(cache) / "streamrag" / "demo").expanduser().absolute()
     errors = Output(stderr=True)
     lines = StepLines(errors)
-    with errors.status("looking for what the demo serves") as status:
+    with errors.status("looking for the demo's files") as status:
 
         def show(step: str, num_done: int, num_total: int) -> None:
             status.update(Text(f"{step}, {num_done:,} of {num_total:,}"))
@@ -154,12 +153,6 @@ def _make_demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dic
         is_new = prepare_demo(folder, model="smollm2" if with_model else None, on_step=show)
     errors.print_line(f"{'made' if is_new else 'using'} the demo's files in {folder}")
     return demo_settings(folder, with_model=with_model)
-
-
-def _require_packages() -> None:
-    for module in ("starlette", "uvicorn", "sse_starlette"):
-        if importlib.util.find_spec(module) is None:
-            raise MissingDependencyError(module.replace("_", "-"), "pip install 'streamrag[serve]'")
 
 
 async def _serve(settings: "Settings") -> int:
@@ -185,13 +178,13 @@ async def _serve(settings: "Settings") -> int:
         )
         host, port = sock.getsockname()[:2]
         try:
-            return await serve(app, service, sock, on_ready=lambda: _tell(errors, settings, app, host, port))
+            return await serve(app, service, sock, on_ready=lambda: _on_ready(errors, settings, app, host, port))
         finally:
             await close_observers()
 
 
-def _tell(errors: Output, settings: "Settings", app: "Gate", host: str, port: int) -> None:
-    """Print the addresses once the server listens, and read keys anew on SIGHUP from now on."""
+def _on_ready(errors: Output, settings: "Settings", app: "Gate", host: str, port: int) -> None:
+    """Print the addresses, and reload the keys on SIGHUP from now on."""
     named = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://[{named}]:{port}" if ":" in named else f"http://{named}:{port}"
     has_keys = app.has_keys
@@ -201,18 +194,18 @@ def _tell(errors: Output, settings: "Settings", app: "Gate", host: str, port: in
     errors.print_line(f"  OpenAI clients: base_url={url}/v1" + ("" if has_keys else ", any api_key"))
     errors.print_line(f"  curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
     if settings.source == type(settings.source)():
-        errors.print_line("  no source is set: clients bring their context")
-    if settings.keys.file is not None and not sys.stderr.isatty():  # where a terminal closes, it is to stop
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _read_keys_again, settings, app, errors)
+        errors.print_line("  no source is set: clients stream their own context")
+    if settings.keys.file is not None and not sys.stderr.isatty():  # on a terminal, SIGHUP stops it
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _reload_keys, settings, app, errors)
 
 
-def _read_keys_again(settings: "Settings", app: "Gate", errors: Output) -> None:
+def _reload_keys(settings: "Settings", app: "Gate", errors: Output) -> None:
     from streamrag.serve.config.keys import read_keys
 
     try:
         keys = read_keys(settings.keys)
     except ConfigurationError as error:
-        errors.print_line(markup("[red]the keys stay as they were:[/] {}", error))
+        errors.print_line(markup("[red]the keys are unchanged:[/] {}", error))
         return
     app.set_keys(keys)
-    errors.print_line(f"read {len(keys)} keys")
+    errors.print_line(f"loaded {len(keys)} keys")

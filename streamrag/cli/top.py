@@ -1,11 +1,11 @@
-"""`streamrag top`: what a running service is doing, as `top` shows what a machine is doing."""
+"""`streamrag top`: a live view of a running service."""
 
 import argparse
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 from rich.console import Group, RenderableType
@@ -20,8 +20,8 @@ from streamrag.support.display_text import one_line
 from streamrag.support.messages import message_of
 
 DESCRIPTION = """\
-Shows the queries that a running service has open and what each is doing, its
-memory, its rates and its times to the first token. Ends with Ctrl-C.
+Shows a running service's open queries with their phases, its memory, its rates
+and its times to the first token. Ctrl-C ends it.
 """
 EPILOG = """\
 examples:
@@ -29,40 +29,38 @@ examples:
   streamrag top --url http://10.0.0.5:8080 --key KEY
   streamrag top --once --json                                               one snapshot, for programs
 
-`streamrag serve` shows itself, with questions if it was told to show them; a server of your own needs the observer
+`streamrag serve` has this view, with questions if its settings allow them. Your own server needs the observer
 `streamrag.serve.Live`.
 """
 
 KEY = "STREAMRAG_API_KEY"
-"""The key, in the environment."""
+"""Environment variable with the API key."""
 TIMEOUT_S = 5.0
 NARROW = 100
-"""Columns below which less is shown of each query."""
+"""Width in columns below which less of each query is shown."""
 
 STYLES = {"queued": "yellow", "retrieving": "cyan", "prefilling": "magenta", "answering": "green", "answered": "green"}
 
 
 class NoAnswerError(StreamRagError):
-    """The service did not say what it is doing."""
+    """The service did not return a snapshot."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments, and set what runs it."""
+    """Define the command's arguments, and its `run`."""
     parser.usage = "%(prog)s [options]"
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.add_argument("--url", default="http://127.0.0.1:8080", help="of the service (%(default)s)")
-    parser.add_argument("--key", help=f"an API key of the service; {KEY} in the environment unless given")
-    parser.add_argument(
-        "--interval", type=seconds, default=1.0, metavar="S", help="seconds between looks (%(default)s)"
-    )
-    parser.add_argument("--once", action="store_true", help="print one snapshot, and end")
-    parser.add_argument("--json", action="store_true", help="with --once: what the service says, as it is")
+    parser.add_argument("--url", default="http://127.0.0.1:8080", help="address of the service (%(default)s)")
+    parser.add_argument("--key", help=f"API key of the service ({KEY} in the environment)")
+    parser.add_argument("--interval", type=seconds, default=1.0, metavar="S", help="refresh interval (%(default)s)")
+    parser.add_argument("--once", action="store_true", help="print one snapshot, and exit")
+    parser.add_argument("--json", action="store_true", help="with --once: print the service's JSON")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.json and not arguments.once:
-        raise ConfigurationError("--json is for --once: a snapshot is for programs, a changing view is not")
+        raise ConfigurationError("--json needs --once: only a snapshot can be printed as JSON")
     key = arguments.key or os.environ.get(KEY)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     output = Output()
@@ -86,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def watch(
     client: httpx.Client, output: Output, interval_s: float, *, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Show what the service is doing until somebody interrupts; when it is gone, say so and go on trying."""
+    """Refresh the view until interrupted. If the service does not answer, show the error, and retry."""
     snapshot: Mapping[str, Any] | None = None
     with Live(console=output, screen=output.is_terminal, auto_refresh=False) as live:
         while True:
@@ -94,40 +92,40 @@ def watch(
                 snapshot, problem = look(client), None
             except NoAnswerError as error:
                 problem = str(error)
-            shown = [] if snapshot is None else [view(snapshot, width=output.width, height=output.height - 2)]
+            parts = [] if snapshot is None else [view(snapshot, width=output.width, height=output.height - 2)]
             if problem:
-                stale = "  what follows is old" if snapshot else ""
-                shown.insert(0, markup("[red]{}[/]  trying again" + stale, problem))
-            live.update(Group(*shown), refresh=True)
+                stale = "  the figures below are old" if snapshot else ""
+                parts.insert(0, markup("[red]{}[/]  trying again" + stale, problem))
+            live.update(Group(*parts), refresh=True)
             sleep(interval_s)
 
 
 def look(client: httpx.Client) -> Mapping[str, Any]:
-    """Return what the service says of itself.
+    """Request a snapshot from the service.
 
-    :raises NoAnswerError: it says nothing, or something else.
+    :raises NoAnswerError: the service does not answer, or not with a snapshot.
     """
     try:
         answer = client.get("/v1/live")
         if answer.status_code == 404:
             raise NoAnswerError(
-                f"{client.base_url} does not show itself: `streamrag serve` does, others need its observer Live"
+                f"{client.base_url} has no live view: `streamrag serve` has one, other servers need its observer Live"
             )
         if answer.status_code == 401:
-            raise NoAnswerError(f"{client.base_url} wants an API key: --key KEY, or {KEY} in the environment")
+            raise NoAnswerError(f"{client.base_url} requires an API key: --key KEY, or {KEY} in the environment")
         if answer.status_code == 403:
-            raise NoAnswerError(f"{client.base_url} shows itself to operators only, and this key is not one's")
+            raise NoAnswerError(f"{client.base_url} has a live view for operators only; this key is not an operator's")
         answer.raise_for_status()
         values = answer.json()
         if not isinstance(values, dict) or "open" not in values:
-            raise NoAnswerError(f"{client.base_url} is no streamrag service")
+            raise NoAnswerError(f"{client.base_url} is not a streamrag service")
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise NoAnswerError(f"{client.base_url} does not answer: {message_of(error)}") from error
     return values
 
 
 def view(values: Mapping[str, Any], *, width: int, height: int = 10_000) -> RenderableType:
-    """A snapshot as a person sees it, in so many columns, and in about so many lines."""
+    """Return a snapshot formatted for `width` columns and about `height` lines."""
     head = _head(values)
     room = max(height - len(head) - 4, 3)
     opened, ended = values["open"], values["ended"]
@@ -145,6 +143,7 @@ def _head(values: Mapping[str, Any]) -> list[Text]:
     state = "[green]ready[/]" if values["is_ready"] else "[red]not ready[/]"
     state = "[yellow]stopping[/]" if values["is_draining"] else state
     minute, total = values["minute"], values["total"]
+    by_reason = ", ".join(f"{num} {why}" for why, num in values["refused"].items())
     restarts = f", [red]{values['num_restarts']} restarts of the engine[/]" if values["num_restarts"] else ""
     lines = [
         markup(f"[bold]{{}}[/]  {state}, up {{}}{restarts}", values["model"], _span(values["uptime_s"])),
@@ -163,7 +162,13 @@ def _head(values: Mapping[str, Any]) -> list[Text]:
             minute["refused"],
             f"{minute['output_tokens'] / 60:.1f}",
         ),
-        markup("in all: {} ended, {} answered, {} refused{}", total["ended"], total["answered"], *_refused(values)),
+        markup(
+            "in all: {} ended, {} answered, {} refused{}",
+            total["ended"],
+            total["answered"],
+            total["refused"],
+            f" ({by_reason})" if by_reason else "",
+        ),
     ]
     for name, label in (("ttft_s", "ttft"), ("ttft_after_retrieval_s", "after retrieval")):
         if values[name]:
@@ -171,11 +176,6 @@ def _head(values: Mapping[str, Any]) -> list[Text]:
                 markup("{}: {}", label, ", ".join(f"{share} {_short(at_s)}" for share, at_s in values[name].items()))
             )
     return [*lines, *_memory(values["kv"]), Text()]
-
-
-def _refused(values: Mapping[str, Any]) -> tuple[int, str]:
-    by_reason = ", ".join(f"{num} {why}" for why, num in values["refused"].items())
-    return values["total"]["refused"], f" ({by_reason})" if by_reason else ""
 
 
 def _memory(kv: Mapping[str, Any] | None) -> list[Text]:
@@ -190,7 +190,7 @@ def _memory(kv: Mapping[str, Any] | None) -> list[Text]:
 
 COLUMNS = {"id": 12, "by": 9, "client": 12, "doing": 13, "age": 7, "ttft": 7, "chunks": 6, "prompt": 7, "prefilled": 9}
 COLUMNS |= {"answer": 6, "question": 0}
-"""And how wide each is; the question has what is left."""
+"""Columns with their widths; the question has the remaining width."""
 WIDE_ONLY = ("by", "client", "ttft", "chunks", "question")
 FIGURES = ("age", "ttft", "chunks", "prompt", "prefilled", "answer")
 
@@ -202,12 +202,8 @@ def _queries(queries: Sequence[Mapping[str, Any]], *, width: int) -> Table:
         names = [name for name in names if name != "question"]
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     for name in names:
-        table.add_column(
-            name,
-            width=COLUMNS[name] or left,
-            justify="right" if name in FIGURES else "left",
-            no_wrap=True,
-        )
+        justify: Literal["left", "right"] = "right" if name in FIGURES else "left"
+        table.add_column(name, width=COLUMNS[name] or left, justify=justify, no_wrap=True)
     for query in queries:
         cells = _cells(query)
         table.add_row(*(cells[name] for name in names))

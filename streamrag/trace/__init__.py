@@ -1,4 +1,4 @@
-"""Traces of retrieval, recorded or generated: reading, writing and statistics.
+"""Traces of retrieval, recorded or generated: read, write and describe them.
 
 `streamrag.TraceRecorder` records one, and `streamrag.ReplaySource` replays it.
 """

@@ -1,7 +1,7 @@
-"""What retrieval finds, as JSON: one schema and one codec for trace files and for HTTP.
+"""The JSON schema and codec of retrieval events, for trace files and HTTP.
 
-An event over HTTP has its chunks (`AppendLine` and so on below); a line of a trace file names chunks that lines before
-it define, and has the query and the time of the event (`streamrag.trace.lines`).
+An event over HTTP contains its chunks (`AppendLine` and so on). A line of a trace file refers to chunks that earlier
+lines define, and has the event's query and time (`streamrag.trace.lines`).
 """
 
 from dataclasses import asdict
@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent, Update
 
 MAX_SECONDS = 1e9
-"""Thirty years; above that, a float cannot hold microseconds."""
+"""Thirty years; above it, a float cannot represent microseconds."""
 MAX_COUNT = 1 << 31
 MAX_CHUNKS = 4096
-"""Chunks of one update over HTTP."""
+"""Maximum number of chunks in one update over HTTP."""
 
 Seconds: TypeAlias = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
 Count: TypeAlias = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
@@ -26,13 +26,13 @@ L = TypeVar("L")
 
 
 class Fields(BaseModel):
-    """A base of everything that stands in a line. It refuses unknown fields: to ignore one could change the answer."""
+    """A base class of schemas. It rejects unknown fields, because ignoring one could change the answer."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ChunkFields(Fields):
-    """A passage of retrieved text, and where it came from."""
+    """A passage of retrieved text, with its origin."""
 
     text: str
     uri: str
@@ -41,19 +41,18 @@ class ChunkFields(Fields):
     score: Score | None = None
 
     def chunk(self) -> Chunk:
-        """Return the chunk that sources yield."""
         return Chunk(self.text, self.uri, self.title, self.passage, self.score)
 
 
 class HintFields(Fields):
-    """A retriever's expectation of what is still to come."""
+    """A retriever's estimate of the remaining chunks and time."""
 
     num_chunks: Count | None = None
     end_s: Annotated[float, Field(ge=-MAX_SECONDS, le=MAX_SECONDS)] | None = None
 
     @classmethod
     def of(cls, hint: Hint | None) -> Self | None:
-        """Return the fields of a hint, without values that make no sense: any retriever may have made it."""
+        """Return the fields of a hint. Values outside the schema become None, because retrievers may be faulty."""
         if hint is None:
             return None
         num_chunks, end_s = hint.num_chunks, hint.end_s
@@ -64,7 +63,6 @@ class HintFields(Fields):
 
 
 def to_hint(fields: HintFields | None) -> Hint | None:
-    """Return the hint that sources yield."""
     return None if fields is None else Hint(fields.num_chunks, fields.end_s)
 
 
@@ -76,47 +74,43 @@ class SkippedFields(Fields):
 
 
 class AppendLine(Fields):
-    """The context grows by one chunk."""
+    """An append of one chunk to the context."""
 
     type: Literal["append"]
     chunk: ChunkFields
     hint: HintFields | None = None
 
     def event(self) -> SourceEvent:
-        """Return the event that sources yield."""
         return Append(self.chunk.chunk(), to_hint(self.hint))
 
 
 class UpdateLine(Fields):
-    """The context is replaced by these chunks, in prompt order."""
+    """An update that replaces the context by these chunks, in prompt order."""
 
     type: Literal["update"]
     chunks: list[ChunkFields] = Field(max_length=MAX_CHUNKS)
     hint: HintFields | None = None
 
     def event(self) -> SourceEvent:
-        """Return the event that sources yield."""
         return Update(tuple(each.chunk() for each in self.chunks), to_hint(self.hint))
 
 
 class SkippedLine(SkippedFields):
-    """A place that retrieval could not use."""
+    """The event of a skipped place."""
 
     type: Literal["skipped"]
 
     def event(self) -> SourceEvent:
-        """Return the event that sources yield."""
         return Skipped(self.uri, self.reason)
 
 
 class CutShortLine(Fields):
-    """Retrieval ends before it is done."""
+    """The event that retrieval ends early."""
 
     type: Literal["cut_short"]
     reason: str
 
     def event(self) -> SourceEvent:
-        """Return the event that sources yield."""
         return CutShort(self.reason)
 
 
@@ -131,29 +125,29 @@ _TYPES: dict[type[SourceEvent], str] = {
 
 
 def encode_event(event: SourceEvent) -> tuple[str, dict[str, Any]]:
-    """Return the type of an event, as in "append", and its fields."""
+    """Return the type name of an event, such as "append", and its fields."""
     return _TYPES[type(event)], asdict(event)
 
 
 def finite(score: float | None) -> float | None:
-    """Return a score that JSON can hold, or None."""
+    """Return the score, or None if it is not finite, which JSON cannot represent."""
     return score if score is not None and isfinite(score) else None
 
 
 MAX_ERRORS = 1000
-"""Errors in a line or a body up to which they are described: pydantic describes all of them, or none."""
+"""Maximum number of errors to describe: pydantic describes either all of them or none."""
 
 
 def first_error(error: ValidationError, num_skipped: int = 0) -> tuple[str, str]:
-    """Return where the first error is, without the first `num_skipped` parts of the way there, and what it is."""
+    """Return the location of the first error, without its first `num_skipped` parts, and the message."""
     if error.error_count() > MAX_ERRORS:
-        return "", f"{error.error_count():,} values are not what they must be"
+        return "", f"{error.error_count():,} values are invalid"
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     return ".".join(map(str, first["loc"][num_skipped:])), first["msg"]
 
 
 class LineError(ValueError):
-    """A line that is not of the schema. `where` names the field, as in "chunk.text", or is empty."""
+    """A line that violates the schema. `where` is the path of the field, such as "chunk.text", or empty."""
 
     def __init__(self, error: ValidationError, *, is_tagged: bool) -> None:
         where, what = first_error(error, num_skipped=is_tagged)
@@ -162,9 +156,9 @@ class LineError(ValueError):
 
 
 class LineCodec(Generic[L]):
-    """Decodes lines that are models, or one of a union of models that `tag`, the name of a field, tells apart.
+    """A decoder of lines: of one model, or of a union of models that the field `tag` discriminates.
 
-    With `ignores_unknown`, fields that the schema lacks are passed over, as in a file that a newer version wrote.
+    With `ignores_unknown`, unknown fields are ignored, as in files of a newer version.
     """
 
     def __init__(self, lines: Any, tag: str | None = None, *, ignores_unknown: bool = False) -> None:
@@ -173,9 +167,9 @@ class LineCodec(Generic[L]):
         self._extra: Literal["ignore"] | None = "ignore" if ignores_unknown else None
 
     def decode(self, line: bytes) -> L:
-        """Return the line that this JSON is.
+        """Decode a line of JSON.
 
-        :raises LineError: it is not JSON, or not of the schema.
+        :raises LineError: it is not JSON, or violates the schema.
         """
         try:
             return self._adapter.validate_json(line, extra=self._extra)
@@ -183,9 +177,9 @@ class LineCodec(Generic[L]):
             raise LineError(error, is_tagged=self._is_tagged) from None
 
     def decode_values(self, values: object) -> L:
-        """Return the line that these values are.
+        """Decode a line from parsed JSON.
 
-        :raises LineError: they are not of the schema.
+        :raises LineError: it violates the schema.
         """
         try:
             return self._adapter.validate_python(values, extra=self._extra)

@@ -1,9 +1,8 @@
-"""Lines of trace files as bytes: plain, gzip or zstd by suffix; a torn end is told from damage."""
+"""Reading and writing the lines of trace files: plain, gzip or zstd by suffix, with torn ends told from damage."""
 
 import gzip
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from streamrag.errors import MissingDependencyError, TraceError
@@ -11,16 +10,16 @@ from streamrag.support.bounded_reading import COMPRESSED_OTHERWISE, DamagedError
 from streamrag.support.files import replacing
 
 MAX_LINES = 2_000_000
-"""Lines of a trace: in memory, each takes some hundreds of bytes beside its texts."""
+"""Maximum number of lines of a trace; each takes hundreds of bytes of memory in addition to its texts."""
 
 
 class LineWriter:
-    """An open trace file that lines are appended to. Blocks; not for two threads at once.
+    """A trace file opened for appending. Its methods block, and are not thread-safe.
 
-    Each writer adds a gzip member or zstd frame of its own, which readers take for one stream.
+    Each writer adds a gzip member or zstd frame; readers see one stream.
 
     :raises MissingDependencyError: zstandard is not installed.
-    :raises TraceError: the file's name promises another compression.
+    :raises TraceError: the file's suffix is of another compression.
     :raises OSError: the file cannot be opened.
     """
 
@@ -33,8 +32,8 @@ class LineWriter:
         self._file = path.open("ab")
 
     def write(self, line: bytes) -> None:
-        """Write a line, newline included. It may stay in a buffer until `flush`."""
-        if self._compressed is None:  # not sooner: what was opened and closed again must be as it was
+        """Write a line, including its newline, to the buffer."""
+        if self._compressed is None:  # lazy, so that opening and closing a file does not change it
             self._compressed = self._compress()
         self._compressed.write(line)
 
@@ -46,21 +45,19 @@ class LineWriter:
         return self._file
 
     def flush(self) -> None:
-        """Hand all that was written to the operating system, decodable as it is."""
+        """Flush all lines to the operating system, so that they can be decoded from the file."""
         if self._compressed is not None:
-            self._compressed.flush()  # a sync flush in gzip, a block's end in zstd
+            self._compressed.flush()  # a sync flush in gzip, the end of a block in zstd
         self._file.flush()
 
     def fileno(self) -> int:
-        """Return the file's descriptor."""
         return self._file.fileno()
 
     def abandon(self) -> None:
-        """Close the file as it is, without the end of the compressed stream."""
         self._file.close()
 
     def close(self) -> None:
-        """Write what is left, and the end of the compressed stream."""
+        """Finish the compressed stream, and close the file."""
         try:
             if self._compressed is not None:
                 self._compressed.close()
@@ -70,27 +67,25 @@ class LineWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
 class LineReader:
-    """The whole lines of a trace file, without their newlines.
+    """An iterable of a trace file's complete lines, without newlines.
 
-    After they have been read, `is_torn` says whether the last line was not whole, or a compressed stream ended too
-    early, as a program that was killed leaves a file.
+    After the iteration, `is_torn` is whether the last line was incomplete or the compressed stream was truncated, as
+    after a killed program.
 
-    :raises TraceError: when read: the file cannot be read, is damaged, or has more than a trace may have.
-    :raises MissingDependencyError: when read: zstandard is not installed.
+    :raises TraceError: during iteration: the file cannot be read, is damaged, or exceeds a limit.
+    :raises MissingDependencyError: during iteration: zstandard is not installed.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.is_torn = False
         self.is_cut_off = False
-        """Whether a compressed stream ended too early."""
+        """Whether the compressed stream was truncated."""
 
     def __iter__(self) -> Iterator[bytes]:
         for line in self.lines():
@@ -101,7 +96,7 @@ class LineReader:
         self.is_torn |= self.is_cut_off
 
     def lines(self) -> Iterator[bytes]:
-        """Yield all lines, with their newlines, also the last one if it is not whole."""
+        """Yield all lines with their newlines, including an incomplete last line."""
         path, num_lines = self._path, 0
         unpacked = Unpacked(path)
         try:
@@ -119,14 +114,14 @@ class LineReader:
         except MissingDependencyError:
             raise
         except ValueError as error:
-            raise TraceError(f"{path}, after line {num_lines}: {error}; make several files of it") from error
+            raise TraceError(f"{path}, after line {num_lines}: {error}; split it into several files") from error
         self.is_cut_off = unpacked.is_torn
 
 
 def replace_file(path: Path, lines: Iterable[bytes]) -> None:
-    """Write these lines, newlines included, to `path`, which is at any time the old file or the whole new one.
+    """Replace the file atomically by these lines, which include their newlines.
 
-    :raises OSError: it cannot be written.
+    :raises OSError: the file cannot be written.
     """
     with replacing(path) as unfinished, LineWriter(unfinished) as writer:
         for line in lines:

@@ -1,4 +1,4 @@
-"""The lines of a trace file, which docs/traces.md describes: what each kind holds, how it is encoded and decoded."""
+"""The schema of a trace file's lines, with encoding and decoding; see docs/traces.md."""
 
 import json
 from typing import Annotated, Any, Literal, TypeAlias
@@ -23,23 +23,23 @@ from streamrag.trace.values import Outcome
 VERSION = 1
 
 READER_KEYS = ("tokenizer", "text", "num_sessions", "notes")
-"""Keys of a trace's provenance that reading a file sets, whatever the file says."""
+"""Keys of a trace's provenance that the reader sets; values in the file are ignored."""
 
 MAX_NAMED = 5_000_000
-"""Chunks in all updates of a trace; with its score, each takes some 200 bytes of memory."""
+"""Maximum number of chunks in all updates of a trace; each takes some 200 bytes of memory."""
 
 TextMode: TypeAlias = Literal["full", "hash"]
-"""Whether the texts of chunks are recorded, or only their hashes and lengths."""
+"""Record the texts of chunks ("full"), or only hashes and lengths ("hash")."""
 
 
 class Header(Fields):
-    """The first line of a session of recording. Appending to a file begins a further session."""
+    """The first line of a recording session. Appending to a file begins another session."""
 
     format: Literal["streamrag-trace"] = "streamrag-trace"
     version: int = VERSION
     text: TextMode = "full"
     tokenizer: str | None = None
-    """Name of what counted the tokens."""
+    """Name of the tokenizer that counted the tokens."""
     provenance: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -49,12 +49,12 @@ class QueryLine(Fields):
     kind: Literal["query"] = "query"
     id: str
     arrival_s: Seconds
-    """Seconds since the session began."""
+    """Seconds since the start of the session."""
     text: str
 
 
 class ChunkLine(Fields):
-    """A chunk that the lines below name by its key, until the session ends."""
+    """The definition of a chunk, which later lines of the session refer to by its key."""
 
     kind: Literal["chunk"] = "chunk"
     key: str
@@ -67,7 +67,7 @@ class ChunkLine(Fields):
 
 
 class QueryEventLine(Fields):
-    """A base of what happens to a query; `at_s` counts from its arrival."""
+    """A base class of a query's events; `at_s` is relative to the query's arrival."""
 
     kind: str
     query: str
@@ -75,7 +75,7 @@ class QueryEventLine(Fields):
 
 
 class AppendKeyLine(QueryEventLine):
-    """The growth of a query's context by a chunk."""
+    """An append to a query's context."""
 
     kind: Literal["append"] = "append"
     key: str
@@ -84,7 +84,7 @@ class AppendKeyLine(QueryEventLine):
 
 
 class UpdateKeysLine(QueryEventLine):
-    """The new context of a query, in prompt order."""
+    """An update of a query's context, in prompt order."""
 
     kind: Literal["update"] = "update"
     keys: tuple[str, ...]
@@ -93,7 +93,7 @@ class UpdateKeysLine(QueryEventLine):
 
 
 class QuerySkippedLine(SkippedFields, QueryEventLine):
-    """A place that the retrieval of a query could not use."""
+    """A place that a query's retrieval could not use."""
 
     kind: Literal["skipped"] = "skipped"
 
@@ -107,7 +107,7 @@ class EndLine(Fields):
     outcome: Outcome
     error: str | None = None
     cut_short: str | None = None
-    """The reason for which retrieval ended early, without a failure."""
+    """Reason why retrieval ended early without a failure."""
     num_output_tokens: Count | None = None
 
 
@@ -119,21 +119,21 @@ _OTHERS = LineCodec[KindLine](KindLine, "kind", ignores_unknown=True)
 
 
 def encode(line: Line) -> bytes:
-    """Return the line as UTF-8 JSON with its newline, without fields that are None.
+    """Encode the line as UTF-8 JSON with a newline, without fields that are None.
 
-    :raises TraceError: it is longer than a line that can be read.
+    :raises TraceError: it exceeds the maximum length of a line.
     """
     fields = line.model_dump(exclude_none=True)
     encoded = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
     if len(encoded) > MAX_LINE_BYTES:
-        raise TraceError(f"a line of a trace has at most {MAX_LINE_BYTES} bytes, and this would have {len(encoded)}")
+        raise TraceError(f"a line of a trace would have {len(encoded)} bytes; the limit is {MAX_LINE_BYTES}")
     return encoded
 
 
 def decode(line: bytes) -> Line:
-    """Return the line that these bytes are.
+    """Decode a line of a trace.
 
-    :raises TraceError: they are not a line of a trace, or one of a newer version.
+    :raises TraceError: it is not a line of a trace, or of a newer version.
     """
     try:
         fields = parse_json(line)
@@ -144,7 +144,7 @@ def decode(line: bytes) -> Line:
     version = fields.get("version", VERSION)
     if fields.get("format") == "streamrag-trace" and version not in (None, VERSION):
         raise TraceError(
-            f"it is of version {str(version)[:40]} of the format, and this streamrag reads version "
+            f"it has version {str(version)[:40]} of the format, and this streamrag reads version "
             f"{VERSION}: read it with the streamrag that wrote it, or a newer one"
         )
     try:
@@ -154,16 +154,16 @@ def decode(line: bytes) -> Line:
 
 
 class KeyQuota:
-    """Bounds the number of keys in the updates of a trace, which take more memory than room in a file."""
+    """A limit of the number of chunks in a trace's updates, which take more memory than space in the file."""
 
     def __init__(self) -> None:
         self._num = 0
 
     def add(self, num_keys: int) -> None:
-        """Count the keys of one more update.
+        """Count the keys of an update.
 
-        :raises TraceError: there are too many.
+        :raises TraceError: the limit is exceeded.
         """
         self._num += num_keys
         if self._num > MAX_NAMED:
-            raise TraceError(f"its updates name more than {MAX_NAMED:,} chunks; make several traces of it")
+            raise TraceError(f"its updates have more than {MAX_NAMED:,} chunks; split it into several traces")

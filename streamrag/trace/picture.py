@@ -1,4 +1,4 @@
-"""A picture of a trace: times and sizes of its queries and chunks. Needs matplotlib."""
+"""Plot a trace: times and sizes of its queries and chunks. Needs matplotlib."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ BARS, LINE = "#8fb8de", "#35618e"
 MAX_BINS = 30
 NUM_QUERIES_SHOWN = 40
 WIDE = 50
-"""A distribution that spans this factor, and a fifth of it above its median, has a logarithmic axis."""
+"""A distribution gets a logarithmic axis if it spans this factor, and a fifth of it above the median."""
 
 PANELS = (
     ("tokens_per_query", "Size of a query's final context", "tokens"),
@@ -30,14 +30,14 @@ PANELS = (
     ("num_invalidated", "Tokens invalidated in a query", "tokens"),
     ("num_output_tokens", "Length of an answer", "tokens"),
 )
-"""Histograms: each a distribution of the statistics, its title and its unit."""
+"""Histograms: a field of the statistics, a title and a unit."""
 
 
 def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: str) -> None:
-    """Draw a trace as PNG: one panel for each of its distributions, and the events of its first queries.
+    """Write a PNG with the arrivals, the events of the first queries, and a histogram of each distribution.
 
     :raises MissingDependencyError: matplotlib is not installed.
-    :raises ConfigurationError: it cannot be written.
+    :raises ConfigurationError: the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Trace files are read as traces."""
+"""The reader of trace files."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -36,12 +36,12 @@ from streamrag.trace.values import (
 def read_trace(path: str | os.PathLike[str]) -> Trace:
     """Read the queries of a trace file, in order of arrival.
 
-    Sessions follow each other without a pause. A line at the end of the file that is not whole, and queries without an
-    end, as a killed program leaves them, are left out; `provenance["notes"]` says so. Keys of chunks are those of the
-    file. `provenance` is that of the first session, with "tokenizer", "text" and "num_sessions".
+    Sessions follow each other without a pause. An incomplete last line and queries without an end, as after a killed
+    program, are left out with a note in `provenance["notes"]`. `provenance` is that of the first session, with
+    "tokenizer", "text" and "num_sessions".
 
-    :raises TraceError: the file is not a trace, or is broken, or of a newer version; the message names the line.
-    :raises MissingDependencyError: it is a .zst file, and zstandard is not installed.
+    :raises TraceError: the file is not a trace, is damaged, or has a newer version; the message names the line.
+    :raises MissingDependencyError: it is a .zst file, but zstandard is not installed.
     """
     path = Path(path)
     reader = LineReader(path)
@@ -55,7 +55,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 def numbered_lines(path: Path, reader: LineReader) -> Iterator[tuple[int, Line]]:
-    """Yield the decoded lines with their numbers, from 1; the first is a header.
+    """Yield the decoded lines with their numbers, from 1 on. The first line is a header.
 
     :raises TraceError: as `read_trace`.
     """
@@ -72,7 +72,7 @@ def numbered_lines(path: Path, reader: LineReader) -> Iterator[tuple[int, Line]]
         is_first = False
         yield number, line
     if is_first:
-        raise TraceError(f"{path} holds no trace: there is no whole line in it")
+        raise TraceError(f"{path} is not a trace: it has no complete line")
 
 
 @dataclass(slots=True)
@@ -85,8 +85,6 @@ class _OpenQuery:
 
 
 class _Assembly:
-    """The queries of a trace file, put together line by line."""
-
     def __init__(self) -> None:
         self._headers: list[Header] = []
         self._chunks: dict[str, TracedChunk] = {}
@@ -94,7 +92,7 @@ class _Assembly:
         self._num_lost = 0
         self._quota = KeyQuota()
         self._queries: dict[str, TracedQuery] = {}
-        self._session_s = 0.0  # where the session begins, in the time of the trace
+        self._session_s = 0.0  # start of the session on the trace's clock
 
     def add(self, line: Line) -> None:
         match line:
@@ -104,7 +102,7 @@ class _Assembly:
                 self._chunks[line.key] = TracedChunk(**line.model_dump(exclude={"kind"}))
             case QueryLine():
                 if line.id in self._queries or line.id in self._open:
-                    raise TraceError(f"query {line.id!r} was there before")
+                    raise TraceError(f"query id {line.id!r} occurs twice")
                 self._open[line.id] = _OpenQuery(self._session_s + line.arrival_s, line.text)
             case AppendKeyLine():
                 chunk = self._chunk(line.key, line.score)
@@ -122,7 +120,7 @@ class _Assembly:
     def finish(self, is_torn: bool) -> Trace:
         notes = []
         if is_torn:
-            notes.append("the file was torn: what came after its last whole line is left out")
+            notes.append("the file was torn: an incomplete line at its end is left out")
         num_lost = self._num_lost + len(self._open)
         if num_lost:
             notes.append(f"{num_lost} queries without an end are left out")
@@ -143,7 +141,7 @@ class _Assembly:
         self._open.clear()
         self._session_s = max((query.arrival_s + query.end_s for query in self._queries.values()), default=0.0)
         if self._session_s > MAX_SECONDS:
-            raise TraceError(f"its sessions last {self._session_s:.3g} s together, which is more than {MAX_SECONDS:g}")
+            raise TraceError(f"its sessions last {self._session_s:.3g} s in total; the limit is {MAX_SECONDS:g} s")
 
     def _update(self, line: UpdateKeysLine) -> None:
         scores = line.scores or (None,) * len(line.keys)
@@ -182,5 +180,5 @@ class _Assembly:
     def _chunk(self, key: str, score: float | None) -> TracedChunk:
         chunk = self._chunks.get(key)
         if chunk is None:
-            raise TraceError(f"chunk {key!r} has not been defined before it in this session")
+            raise TraceError(f"chunk {key!r} is used before its definition in this session")
         return chunk if score is None else replace(chunk, score=score)

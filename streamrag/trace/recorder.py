@@ -1,4 +1,4 @@
-"""Recorders, which write what retrieval does to a trace while it happens."""
+"""The recorder, which writes retrieval events to a trace as they happen."""
 
 import asyncio
 import os
@@ -23,28 +23,28 @@ from streamrag.trace.write import SessionEncoder, chunk_key, clean, make_header,
 from streamrag.trace.writer_thread import WriterThread
 
 MAX_BEHIND = 256
-"""Number of events that may wait to be written; with more, retrieval waits for the disk."""
+"""Maximum number of queued events; with more, retrieval waits for the disk (backpressure)."""
 
 CountTokens: TypeAlias = Callable[[Sequence[tuple[int, Chunk]]], Awaitable[Sequence[int]]]
-"""Counts the tokens of each chunk as the prompt has it, given its number in the prompt, from 1."""
+"""Counts the tokens of chunks as formatted in the prompt. Each comes with its number in the prompt, from 1."""
 
 OnRecorded: TypeAlias = Callable[[int, int], None]
-"""Called with the number of queries that have ended, and of all chunk events so far."""
+"""Called with the number of ended queries, and the number of chunk events so far."""
 
 
 class TraceRecorder:
-    """A writer of what retrieval does to a trace file, for `Pipeline(recorder=...)`.
+    """A recorder of retrieval events to a trace file, for `Pipeline(recorder=...)`.
 
-    path: JSON Lines: plain, or gzip (.gz) or zstd (.zst) by its suffix. An existing trace is appended to, as a further
-        session; a torn end that a killed program left in it is removed first.
-    text: "hash" records only a hash and lengths of each chunk. Queries, titles and addresses are always recorded.
-    provenance: plain values that say where the trace comes from.
+    path: JSON Lines, compressed by suffix with gzip (.gz) or zstd (.zst). A new session is appended to an existing
+        trace, whose torn end, as after a killed program, is removed first.
+    text: "hash" records only a hash and the lengths of each chunk. Queries, titles and addresses are always recorded.
+    provenance: JSON values that describe the trace's origin.
 
-    A thread writes, so the event loop does not wait for the disk. The file is complete up to the last query that ended,
-    also if the program is killed. If it cannot be written, queries go on, and closing the recorder raises.
+    A thread writes the file, so the event loop does not wait for the disk. Even if the program is killed, the file is
+    complete up to the last query that ended. If writing fails, queries continue, and closing the recorder raises.
 
     :raises ConfigurationError: `text` is neither "full" nor "hash".
-    :raises TraceError: `provenance` is not plain values.
+    :raises TraceError: `provenance` has values that are not JSON values.
     """
 
     @validated
@@ -56,7 +56,7 @@ class TraceRecorder:
         provenance: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        make_header(text, None, provenance or {})  # raises now rather than in the first query
+        make_header(text, None, provenance or {})  # validates `provenance`
         self.path = Path(path)
         self._text: TextMode = text
         self._provenance = dict(provenance or {})
@@ -69,15 +69,15 @@ class TraceRecorder:
 
     @started_once(remedy="A Pipeline owns its recorder: give it one that was not started, and to no other Pipeline")
     async def start(self, progress: Progress) -> None:
-        """Open the file, and repair its end if it needs that.
+        """Open the file, and remove a torn end.
 
-        :raises TraceError: the file is something else, is broken, is being recorded to, or cannot be written.
-        :raises MissingDependencyError: it is a .zst file, and zstandard is not installed.
+        :raises TraceError: the file is not a trace, is damaged, is open in another recorder, or cannot be written.
+        :raises MissingDependencyError: it is a .zst file, but zstandard is not installed.
         """
         progress(f"recording to {self.path}")
         try:
             await run_regardless(self._open(), "streamrag trace opens")
-        except BaseException:  # a caller that is cancelled here cannot close it
+        except BaseException:  # a cancelled caller cannot close it
             await self.aclose()
             raise
         self._encoder = SessionEncoder(self._text)
@@ -88,9 +88,9 @@ class TraceRecorder:
         self._tokenizer = self._writer.tokenizer
 
     async def aclose(self) -> None:
-        """Write the lines that are left, and close the file. Does nothing when not started.
+        """Write the queued lines, and close the file. Does nothing if not started.
 
-        :raises TraceError: something could not be written.
+        :raises TraceError: a line could not be written.
         """
         writer, self._writer, self.is_started = self._writer, None, False
         if writer:
@@ -107,22 +107,22 @@ class TraceRecorder:
     async def record(
         self, query: str, events: AsyncIterator[SourceEvent], count_tokens: CountTokens, *, tokenizer: str
     ) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the same events, each recorded when it comes. Closing this generator closes `events` too.
+        """Record the events, and yield them unchanged. Closing this generator closes `events` too.
 
-        `tokenizer` names what `count_tokens` counts with.
+        tokenizer: the name of the tokenizer that `count_tokens` uses.
 
-        :raises TraceError: the recorder is not started, or the trace has counts of another tokenizer.
+        :raises TraceError: the recorder is not started, or the trace has token counts of another tokenizer.
         """
         began_s = self._clock()
         writer, query_id = self._begin(query, tokenizer, began_s)
         outcome: Outcome = "cancelled"
-        why: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         num_chunks = 0
         try:
             async for event in events:
                 at_s = self._clock() - began_s
                 if isinstance(event, CutShort):
-                    why["cut_short"] = clean(event.reason)
+                    reasons["cut_short"] = clean(event.reason)
                 elif isinstance(event, Skipped):
                     writer.put(self._encoder.encode(query_id, TracedSkip(at_s, event.uri, event.reason)))
                 else:
@@ -136,10 +136,11 @@ class TraceRecorder:
                 yield event
             outcome = "complete"
         except Exception as error:
-            outcome, why["error"] = "failed", clean(message_of(error))
+            outcome, reasons["error"] = "failed", clean(message_of(error))
             raise
         finally:
-            end_s, error_text, cut_short = seconds(self._clock() - began_s), why.get("error"), why.get("cut_short")
+            end_s = seconds(self._clock() - began_s)
+            error_text, cut_short = reasons.get("error"), reasons.get("cut_short")
             end = EndLine(query=query_id, end_s=end_s, outcome=outcome, error=error_text, cut_short=cut_short)
             writer.put([end], flush=True)
             if isinstance(events, AsyncGenerator):
@@ -163,7 +164,6 @@ class TraceRecorder:
         return self._writer, query_id
 
     def _encode(self, query_id: str, at_s: float, event: Append | Update, counts: Sequence[int]) -> Iterator[Line]:
-        """Yield the lines of a chunk event, in the thread that writes them."""
         chunks = (event.chunk,) if isinstance(event, Append) else event.chunks
         traced = tuple(map(_traced_chunk, chunks, counts))
         if isinstance(event, Append):
@@ -189,9 +189,9 @@ async def record_queries(
     progress: Progress = lambda line: None,
     on_recorded: OnRecorded = lambda num_queries, num_events: None,
 ) -> dict[str, SourceError]:
-    """Record retrieval for many queries, without a model, and return the errors of those that failed.
+    """Record retrieval for many queries without a model, and return the errors by failed query.
 
-    Starts the source and the recorder, and closes both.
+    Starts and closes both the source and the recorder.
 
     :raises ConfigurationError, TraceError: the source or the recorder cannot be started; the trace cannot be written.
     """

@@ -1,4 +1,4 @@
-"""A recorded retrieval as a source."""
+"""A source that replays recorded retrieval."""
 
 import asyncio
 import os
@@ -12,22 +12,31 @@ from streamrag.errors import ConfigurationError, SourceError
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.validation import validated
 from streamrag.trace.read import read_trace
-from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedSkip, stretched
+from streamrag.trace.values import (
+    Trace,
+    TracedAppend,
+    TracedChunk,
+    TracedEvent,
+    TracedQuery,
+    TracedSkip,
+    chunks_of,
+    stretched,
+)
 
 
 class ReplaySource:
-    """Yields for each query what a trace recorded for it, at the same times, and ends when that ended.
+    """A source that yields a query's recorded events at their recorded times.
 
-    trace: a trace, or the path of one. It must have been recorded with texts.
-    delay: multiplies every time: the first chunk's, the gaps, the end's, and those of hints.
-    on_missing: for a query that the trace does not have. "error" raises; "next" takes the recorded queries in turn.
+    trace: a trace or its path, recorded with texts.
+    delay: factor of all times, including the first chunk's, the end's and those of hints.
+    on_missing: for a query that is not in the trace, "error" raises, and "next" replays the recorded queries in turn.
 
-    A query that was recorded several times is replayed in turn. A retrieval that failed fails again. One that was
-    cancelled ends where it was. One that was cut short says so at its end.
+    Several recordings of one query are replayed in turn. A failed retrieval fails again, a cancelled one ends at the
+    same point, and one that was cut short ends with a `CutShort`.
 
-    Its `name` has the trace's file, so that schedulers tell the retrievers of several traces apart.
+    The source's `name` contains the trace's file name, so that schedulers can tell several traces apart.
 
-    :raises ConfigurationError: values that cannot work, or a trace without texts.
+    :raises ConfigurationError: a value is invalid, or the trace has no texts.
     """
 
     @validated
@@ -55,7 +64,7 @@ class ReplaySource:
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield the recorded events of `query`.
 
-        :raises SourceError: the trace does not have this query, or its retrieval failed.
+        :raises SourceError: the query is not in the trace, or its recorded retrieval failed.
         """
         began_s = self._clock()
         recorded = self._find(query)
@@ -84,11 +93,11 @@ class ReplaySource:
 
 def _check_texts(query: TracedQuery) -> None:
     for event in query.events:
-        for chunk in (event.chunk,) if isinstance(event, TracedAppend) else event.chunks:
+        for chunk in chunks_of(event):
             if chunk.text is None:
                 raise ConfigurationError(
                     f"ReplaySource: the trace has no text for chunk {chunk.key!r} of query {query.query_id!r}, only "
-                    'its length: record with text="full", or replay it with `streamrag bench`, which needs no texts'
+                    'its length: record with text="full", or use `streamrag bench`, which needs no texts'
                 )
 
 

@@ -1,4 +1,4 @@
-"""Statistics of a trace: sizes, times, and the share of a context that its updates change."""
+"""Statistics of a trace: sizes, times, and the share of a context that updates change."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -6,21 +6,21 @@ from itertools import pairwise
 from math import ceil, floor
 from typing import Any, Literal, TypeAlias
 
-from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery
+from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, chunks_of
 
 TraceMode: TypeAlias = Literal["plain", "append", "update", "mixed"]
-"""plain: no query has more than one chunk event. Otherwise the kind of the chunk events."""
+"""The kind of the chunk events; "plain" if no query has more than one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Values in ascending order. Without values, every figure is 0."""
+    """A distribution, as values in ascending order. Without values, every figure is 0."""
 
     values: tuple[float, ...]
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Distribution":
-        """Return the distribution of these values, given in any order."""
+        """Return the distribution of the values, given in any order."""
         return cls(tuple(sorted(values)))
 
     @property
@@ -40,7 +40,7 @@ class Distribution:
         return self.values[0] if self.values else 0.0
 
     def percentile(self, percent: float) -> float:
-        """Return the value that `percent` of the values do not exceed, interpolated between neighbours.
+        """Return a percentile, interpolated linearly between neighbouring values.
 
         >>> Distribution.of([4, 1, 2, 3]).percentile(50)
         2.5
@@ -53,56 +53,55 @@ class Distribution:
         return below + (above - below) * (position - floor(position))
 
     def share_over(self, limit: float) -> float:
-        """Return the share of values larger than `limit`, from 0 to 1."""
         return sum(value > limit for value in self.values) / len(self.values) if self.values else 0.0
 
     def summary(self) -> dict[str, float]:
-        """Return the figures that papers publish of a distribution."""
+        """Return the usual figures of a distribution, by name."""
         percentiles = {f"p{percent}": self.percentile(percent) for percent in (50, 75, 95, 99)}
         return {"num": self.num, "mean": self.mean, **percentiles, "min": self.min, "max": self.max}
 
 
 @dataclass(frozen=True, slots=True)
 class TraceStatistics:
-    """The figures of a trace. Figures per query, per gap and so on are a `Distribution`."""
+    """The statistics of a trace."""
 
     num_queries: int
     num_incomplete: int
-    """Queries whose retrieval failed or was cancelled; all other figures include them."""
+    """Number of queries whose retrieval failed or was cancelled; all other figures include them."""
     num_skipped: int
     mode: TraceMode
     has_text: bool
     """Whether every chunk has its text."""
     qps: float
-    """Arrivals per second between the first and the last; 0 if all come at once."""
+    """Arrivals per second between the first and the last; 0 if all arrive at once."""
     prefix_seen_share: float
-    """Share of the tokens of all final contexts that lie in a prefix that an earlier query had too."""
+    """Share of the tokens of all final contexts in prefixes that an earlier query's final context has too."""
     interarrival_s: Distribution
     tokens_per_query: Distribution
     """Tokens of the final context."""
     chunks_per_query: Distribution
-    """Chunk events: appends, or updates."""
+    """Number of chunk events."""
     passages_per_query: Distribution
-    """Chunks of the final context."""
+    """Number of chunks in the final context."""
     tokens_per_chunk: Distribution
-    """Tokens of each chunk that comes to a query for the first time."""
+    """Tokens of each distinct chunk of a query."""
     retrieval_s: Distribution
     """Seconds from the query's arrival to the end of its retrieval."""
     first_chunk_s: Distribution
     """Seconds from the query's arrival to its first chunk event."""
     first_chunk_to_end_s: Distribution
     gap_ms: Distribution
-    """Milliseconds between two chunk events of a query."""
+    """Milliseconds between consecutive chunk events of a query."""
     changed_share: Distribution
-    """Share of an update's tokens past the LCP with the context before, for each update but a query's first event."""
+    """Share of an update's tokens past the LCP with the previous context, for updates after a query's first event."""
     num_invalidated: Distribution
-    """Per query, if all tokens delivered had been computed at once: the tokens of each context past its LCP with the
-    next one, summed."""
+    """Tokens of each context past its LCP with the next one, summed per query: the invalidated tokens if every context
+    is computed completely."""
     num_output_tokens: Distribution
-    """Tokens of the answers, for the queries whose trace tells."""
+    """Tokens of the answers, where known."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON; a distribution becomes its summary."""
+        """Return JSON values; distributions become their summaries."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value.summary() if isinstance(value, Distribution) else value for name, value in values.items()}
 
@@ -153,7 +152,7 @@ def contexts(events: Iterable[TracedEvent]) -> Iterator[tuple[TracedChunk, ...]]
 
 
 def num_common_tokens(a: Sequence[TracedChunk], b: Sequence[TracedChunk]) -> int:
-    """Return the tokens of the leading chunks that two contexts share: their LCP, by the keys of whole chunks."""
+    """Return the number of tokens in the chunks that both contexts begin with, compared by key."""
     num_tokens = 0
     for old, new in zip(a, b, strict=False):
         if old.key != new.key:
@@ -167,9 +166,7 @@ def _num_tokens(chunks: Iterable[TracedChunk]) -> int:
 
 
 def _distinct_chunks(query: TracedQuery) -> Iterable[TracedChunk]:
-    """Return the chunks of a query, each once."""
-    events = ((event.chunk,) if isinstance(event, TracedAppend) else event.chunks for event in query.events)
-    return {chunk.key: chunk for chunks in events for chunk in chunks}.values()
+    return {chunk.key: chunk for event in query.events for chunk in chunks_of(event)}.values()
 
 
 def _changed_shares(query: TracedQuery, states: Sequence[tuple[TracedChunk, ...]]) -> Iterator[float]:
@@ -189,7 +186,7 @@ def _mode(queries: Iterable[TracedQuery]) -> TraceMode:
 
 
 def _prefix_seen_share(final: Iterable[tuple[TracedChunk, ...]]) -> float:
-    nodes: dict[tuple[int, str], int] = {}  # a tree of keys: a node and a key lead to a node
+    nodes: dict[tuple[int, str], int] = {}  # a prefix tree: (node, key) -> child node
     num_seen = num_all = 0
     for chunks in final:
         node = 0

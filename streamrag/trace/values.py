@@ -1,4 +1,4 @@
-"""A trace as values: queries, their chunk events, and the times of the events."""
+"""The values of a trace: queries, their chunk events, and the times of the events."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -8,29 +8,29 @@ from streamrag.core import Hint
 from streamrag.support.validation import Positive, validated
 
 Outcome: TypeAlias = Literal["complete", "failed", "cancelled"]
-"""The ways in which a retrieval ends."""
+"""The outcome of a retrieval."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedChunk:
-    """A passage of a trace. Two with the same `key` have the same tokens."""
+    """A chunk of a trace. Chunks with the same `key` have the same tokens."""
 
     key: str
-    """A hash of its text, or another name that is unique to its tokens."""
+    """A hash of its text, or another identifier that is unique to its tokens."""
     num_tokens: int
     text: str | None = None
-    """None where only its hash and length were recorded."""
+    """The text; None if only hash and length were recorded."""
     uri: str = ""
     title: str = ""
     passage: int = 0
     score: float | None = None
     num_chars: int | None = None
-    """Length of a text of which only this was recorded."""
+    """Length of a text that was not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedAppend:
-    """The context grew by one chunk."""
+    """An append of one chunk to the context."""
 
     at_s: float
     """Seconds since the query's arrival."""
@@ -41,7 +41,7 @@ class TracedAppend:
 
 @dataclass(frozen=True, slots=True)
 class TracedUpdate:
-    """The context was replaced by these chunks, in prompt order (their rank)."""
+    """An update that replaced the context by these chunks, in prompt order (by rank)."""
 
     at_s: float
     """Seconds since the query's arrival."""
@@ -69,25 +69,25 @@ class TracedQuery:
 
     query_id: str
     arrival_s: float
-    """Seconds since the trace began."""
+    """Seconds since the start of the trace."""
     text: str
     events: tuple[TracedEvent, ...]
     """Events in order of time."""
     end_s: float
-    """When retrieval ended, in seconds since the query's arrival; not before the last event."""
+    """End of retrieval, in seconds since the query's arrival; not before the last event."""
     num_output_tokens: int | None = None
-    """Length of the answer, where the trace tells."""
+    """Length of the answer, if known."""
     skipped: tuple[TracedSkip, ...] = ()
     outcome: Outcome = "complete"
     error: str = ""
-    """The reason for which retrieval failed, if it did."""
+    """Reason why retrieval failed, if it did."""
     cut_short: str | None = None
-    """The reason for which retrieval ended early, if it did."""
+    """Reason why retrieval ended early, if it did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Queries in order of arrival, and where they come from."""
+    """Queries in order of arrival, with their provenance."""
 
     queries: tuple[TracedQuery, ...]
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -95,26 +95,30 @@ class Trace:
 
 @validated
 def stretched(trace: Trace, delay: Positive) -> Trace:
-    """Return the trace with all times within its queries multiplied by `delay`; arrivals stay.
+    """Return the trace with all times within its queries multiplied by `delay`; arrivals are unchanged.
 
-    :raises ConfigurationError: the delay is not a positive number.
+    :raises ConfigurationError: `delay` is not a positive number.
     """
 
-    def with_delay(event: TracedEvent) -> TracedEvent:
-        hint = event.hint
-        if hint and hint.end_s is not None:
-            hint = Hint(hint.num_chunks, hint.end_s * delay)
-        return replace(event, at_s=event.at_s * delay, hint=hint)
-
-    return replace(
-        trace,
-        queries=tuple(
-            replace(
-                query,
-                events=tuple(map(with_delay, query.events)),
-                skipped=tuple(replace(skip, at_s=skip.at_s * delay) for skip in query.skipped),
-                end_s=query.end_s * delay,
-            )
-            for query in trace.queries
-        ),
+    queries = tuple(
+        replace(
+            query,
+            events=tuple(
+                replace(event, at_s=event.at_s * delay, hint=stretched_hint(event.hint, delay))
+                for event in query.events
+            ),
+            skipped=tuple(replace(skip, at_s=skip.at_s * delay) for skip in query.skipped),
+            end_s=query.end_s * delay,
+        )
+        for query in trace.queries
     )
+    return replace(trace, queries=queries)
+
+
+def stretched_hint(hint: Hint | None, delay: float) -> Hint | None:
+    return hint and replace(hint, end_s=None if hint.end_s is None else hint.end_s * delay)
+
+
+def chunks_of(event: TracedEvent) -> tuple[TracedChunk, ...]:
+    """Return the chunks of an append or an update."""
+    return (event.chunk,) if isinstance(event, TracedAppend) else event.chunks

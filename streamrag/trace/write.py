@@ -1,4 +1,4 @@
-"""Traces are written as trace files; and the lines that recorders write."""
+"""The writer of trace files, and the encoding of events that recorders share with it."""
 
 import hashlib
 import json
@@ -28,10 +28,10 @@ from streamrag.trace.lines import (
     UpdateKeysLine,
     encode,
 )
-from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedSkip
+from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedSkip, chunks_of
 
 KEY_BYTES = 12
-"""Bytes of a hash: enough for any number of chunks that fits on a disk."""
+"""Bytes of a chunk's hash: large enough to exclude collisions."""
 
 clean = without_lone_surrogates
 
@@ -39,17 +39,17 @@ clean = without_lone_surrogates
 def write_trace(
     trace: Trace, path: str | os.PathLike[str], *, text: TextMode = "full", overwrite: bool = False
 ) -> None:
-    """Write a trace as one session, as gzip or zstd by suffix; times are rounded to a microsecond.
+    """Write a trace as one session, compressed by suffix with gzip or zstd. Times are rounded to a microsecond.
 
-    `provenance` must be plain values, for JSON. Keys are written as they are, so a key must stand for the same tokens
-    everywhere in the trace.
+    The values of `provenance` must be JSON values. Keys are not changed, so each must identify the same tokens
+    throughout the trace.
 
-    :raises TraceError: the file exists, or cannot be written; or a key stands for two lengths.
-    :raises MissingDependencyError: it is a .zst file, and zstandard is not installed.
+    :raises TraceError: the file exists, or cannot be written; or two chunks with one key differ in length.
+    :raises MissingDependencyError: it is a .zst file, but zstandard is not installed.
     """
     path = Path(path)
     if path.exists() and not overwrite:
-        raise TraceError(f"{path} exists: name another file, or say that it may be overwritten")
+        raise TraceError(f"{path} exists: choose another path, or allow overwriting")
     _check_lengths(trace)
     try:
         replace_file(path, map(encode, _lines(trace, text)))
@@ -60,44 +60,44 @@ def write_trace(
 
 
 def make_header(text: TextMode, tokenizer: str | None, provenance: Mapping[str, Any]) -> Header:
-    """Return the first line of a session that begins now.
+    """Return the header of a session that begins now.
 
-    :raises TraceError: `provenance` is not plain values.
+    :raises TraceError: `provenance` has values that are not JSON values.
     """
     made = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "streamrag": __version__}
     kept = {name: value for name, value in provenance.items() if name not in READER_KEYS}
     try:
         kept = parse_json(json.dumps(kept))
     except (TypeError, ValueError, RecursionError) as error:
-        raise TraceError(f"provenance={kept!r} must be plain values, for JSON: {error}") from error
+        raise TraceError(f"provenance={kept!r} must have JSON values only: {error}") from error
     return Header(text=text, tokenizer=tokenizer and clean(tokenizer), provenance=made | kept)
 
 
 def chunk_key(text: str, uri: str, title: str, passage: int) -> str:
-    """Return the key of a recorded chunk: a hash of all that its tokens depend on."""
+    """Return the key of a recorded chunk: a hash of everything that determines its tokens."""
     content = json.dumps([text, uri, title, passage]).encode()
     return hashlib.blake2b(content, digest_size=KEY_BYTES).hexdigest()
 
 
 def seconds(value: float) -> float:
-    """Return a time as it is written: rounded to a microsecond, and not negative."""
+    """Return a time for a trace file: rounded to a microsecond, and not negative."""
     return round(max(value, 0.0), 6)
 
 
 class SessionEncoder:
-    """The lines of one session's events. Each chunk is defined before the first line that names it."""
+    """An encoder of one session's events, which defines each chunk before its first use."""
 
     def __init__(self, text: TextMode) -> None:
         self._text = text
         self._defined: set[str] = set()
 
     def encode(self, query_id: str, event: TracedEvent | TracedSkip) -> Iterator[Line]:
-        """Yield the lines of an event: of chunks that are new in the session, then of the event itself."""
+        """Yield the lines of an event: definitions of new chunks, and the event itself."""
         at_s = seconds(event.at_s)
         if isinstance(event, TracedSkip):
             yield QuerySkippedLine(query=query_id, at_s=at_s, uri=clean(event.uri), reason=clean(event.reason))
             return
-        chunks = (event.chunk,) if isinstance(event, TracedAppend) else event.chunks
+        chunks = chunks_of(event)
         for chunk in chunks:
             if chunk.key not in self._defined:
                 self._defined.add(chunk.key)
@@ -143,16 +143,13 @@ def _lines(trace: Trace, text: TextMode) -> Iterator[Line]:
 
 
 def _check_lengths(trace: Trace) -> None:
-    """Check that each key stands for one number of tokens.
-
-    :raises TraceError: a key stands for two.
-    """
+    """Check that all chunks with one key have the same number of tokens."""
     known: dict[str, int] = {}
     for query in trace.queries:
         for event in query.events:
-            for chunk in (event.chunk,) if isinstance(event, TracedAppend) else event.chunks:
+            for chunk in chunks_of(event):
                 if (num_tokens := known.setdefault(chunk.key, chunk.num_tokens)) != chunk.num_tokens:
                     raise TraceError(
-                        f"query {query.query_id!r}: chunk {chunk.key!r} has {chunk.num_tokens} tokens, and had "
-                        f"{num_tokens} before: one key, the same tokens"
+                        f"query {query.query_id!r}: chunk {chunk.key!r} has {chunk.num_tokens} tokens here, and "
+                        f"{num_tokens} elsewhere: a key must identify the same tokens"
                     )

@@ -1,4 +1,4 @@
-"""A thread that writes the lines of a trace, so that an event loop does not wait for the disk."""
+"""A thread that writes the lines of a trace, so that the event loop does not wait for the disk."""
 
 import fcntl
 import queue
@@ -13,13 +13,13 @@ from streamrag.trace.read import numbered_lines
 
 
 class WriterThread:
-    """An open trace file that a thread appends lines to. Opening and closing block, `put` does not.
+    """A trace file that a thread appends to. The constructor and `close` block; `put` does not.
 
-    A torn end that a killed program left in the file is removed first. `num_sessions` and `tokenizer` describe the file
-    as it was before.
+    A torn end of the file, as after a killed program, is removed first. `num_sessions` and `tokenizer` describe the
+    file's previous content.
 
-    :raises TraceError: the file is something else, is broken, is being recorded to, or cannot be written.
-    :raises MissingDependencyError: it is a .zst file, and zstandard is not installed.
+    :raises TraceError: the file is not a trace, is damaged, is open in another recorder, or cannot be written.
+    :raises MissingDependencyError: it is a .zst file, but zstandard is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,21 +37,21 @@ class WriterThread:
 
     @property
     def num_behind(self) -> int:
-        """Number of calls of `put` that the thread has not served."""
+        """Number of calls of `put` that the thread has not processed."""
         return self._jobs.qsize()
 
     def put(self, lines: Iterable[Line], *, flush: bool = False) -> None:
-        """Write these lines; the thread iterates over them. With `flush`, they survive the end of this program."""
+        """Queue lines for the thread, which iterates over them. `flush` makes them survive a crash of the program."""
         self._jobs.put((lines, flush))
 
     def catch_up(self) -> None:
-        """Wait until the thread has served every call of `put`."""
+        """Wait until the thread has processed every call of `put`."""
         self._jobs.join()
 
     def close(self) -> None:
-        """Write the lines that are left, and close the file.
+        """Write the queued lines, and close the file.
 
-        :raises TraceError: something could not be written.
+        :raises TraceError: a line could not be written.
         """
         self._jobs.put(None)
         self._thread.join()
@@ -80,18 +80,18 @@ class WriterThread:
         return writer
 
     def _lock(self, writer: LineWriter) -> None:
-        """Lock the file against other recorders: two writers would destroy a compressed stream."""
+        """Lock the file against other recorders: two writers would corrupt a compressed stream."""
         try:
             fcntl.flock(writer.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise TraceError(f"{self._path} is being recorded to already: record to another file") from None
+            raise TraceError(f"{self._path} is open in another recorder: record to another file") from None
 
     def _write_all(self) -> None:
         while job := self._jobs.get():
-            if not self._failure:  # after a gap in the middle, what follows would make the file unreadable
+            if not self._failure:  # lines after a gap would make the file unreadable
                 try:
                     self._write(*job)
-                except Exception as error:  # raised by `close`; the thread goes on, or `catch_up` would never return
+                except Exception as error:  # `close` raises it; the thread continues, so that `catch_up` returns
                     self._failure = error
             self._jobs.task_done()
         try:

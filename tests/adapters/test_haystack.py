@@ -321,7 +321,7 @@ async def test_cancelling_reaches_every_member() -> None:
 async def test_what_does_not_return_documents_is_a_failed_retrieval() -> None:
     plain = Plain()
     plain.run = lambda query: {"documents": None}
-    with pytest.raises(SourceError, match=r"Plain returned .* as documents, and must return a list"):
+    with pytest.raises(SourceError, match=r"Plain returned .* as documents instead of a list"):
         await updates(HaystackSource(plain))
 
 

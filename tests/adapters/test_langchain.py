@@ -455,10 +455,10 @@ async def test_messages_are_system_text_history_and_query(model: StreamragChatMo
     assert asked.index("User: Hello") < asked.index("Assistant: Hi!") < asked.index("Question: Why?")
     picture = {"type": "image", "url": "https://example.org/a.png"}
     for wrong, why in (
-        ([HumanMessage("a"), AIMessage("b")], "last message must be the human's"),
-        ([SystemMessage("a")], "last message must be the human's"),
-        ([ToolMessage("a", tool_call_id="1"), HumanMessage("b")], "of a tool"),
-        ([HumanMessage([picture])], "reads text only"),
+        ([HumanMessage("a"), AIMessage("b")], "last message must be a human message"),
+        ([SystemMessage("a")], "last message must be a human message"),
+        ([ToolMessage("a", tool_call_id="1"), HumanMessage("b")], "for tools"),
+        ([HumanMessage([picture])], "content other than text"),
     ):
         with pytest.raises(ConfigurationError, match=why):
             await model.ainvoke(wrong)
@@ -665,11 +665,11 @@ async def test_what_is_wrapped_is_asked_as_a_whole() -> None:
 
 async def test_what_is_none_of_these_is_refused() -> None:
     for wrong in (42, Finder, "retriever"):
-        with pytest.raises(ConfigurationError, match="no retriever"):
+        with pytest.raises(ConfigurationError, match="neither a retriever"):
             from_langchain(wrong)
-    with pytest.raises(SourceError, match="must find a list"):
+    with pytest.raises(SourceError, match="instead of a list"):
         await events(RunnableLambda(lambda query: "text"))
-    with pytest.raises(SourceError, match="must make a loader"):
+    with pytest.raises(SourceError, match="instead of a loader"):
         await events(lambda query: 42)
 
 

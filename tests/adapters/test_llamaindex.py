@@ -199,7 +199,7 @@ def test_a_query_engine_of_llamaindex_puts_our_passages_into_its_prompt() -> Non
 
 
 def test_what_is_no_source_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="is no source"):
+    with pytest.raises(ConfigurationError, match="is not a source"):
         StreamragNodeRetriever(ScriptedSource)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="top_k=0"):
         StreamragNodeRetriever(ScriptedSource([]), top_k=0)
@@ -410,7 +410,7 @@ async def test_cancelling_reaches_every_member() -> None:
 
 
 def test_what_is_no_retriever_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="is no LlamaIndex retriever"):
+    with pytest.raises(ConfigurationError, match="is not a LlamaIndex retriever"):
         LlamaIndexSource("index")  # type: ignore[arg-type]
 
 

@@ -217,7 +217,7 @@ JUNK = """while True: print("no message", flush=True)"""
 
 
 @pytest.mark.parametrize(
-    ("does", "why"), [(PING, "64 requests open"), (LOG, "too much"), (SAID, "too much"), (JUNK, "too much")]
+    ("does", "why"), [(PING, "more than 64 open requests"), (LOG, "too many"), (SAID, "too many"), (JUNK, "too many")]
 )
 async def test_a_server_that_talks_without_being_asked_is_dropped(does: str, why: str, tmp_path: Path) -> None:
     server = old_server(tmp_path, "resources/read", does)
@@ -258,7 +258,7 @@ async def test_a_server_that_talks_over_http_without_being_asked_is_dropped() ->
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(SourceError, match="is lost: it has sent too much that nobody asked for"):
+        with pytest.raises(SourceError, match="is lost: it has sent too many unsolicited messages"):
             await asked(f"http://127.0.0.1:{port}/mcp", "search")
 
 
@@ -485,7 +485,7 @@ async def test_a_server_that_cannot_be_watched_says_so(tmp_path: Path) -> None:
     deaf = tmp_path / "deaf.py"
     deaf.write_text((HERE / "old_mcp_server.py").read_text().replace("resources/subscribe", "resources/none"))
     async with started(McpResourceSource([sys.executable, str(deaf)], ["notes://printer"], watch_s=9)) as source:
-        with pytest.raises(SourceError, match="does not say what changes; watch_s=0 reads once"):
+        with pytest.raises(SourceError, match="has no subscriptions; use watch_s=0"):
             await events(source, "")
 
 
@@ -531,9 +531,9 @@ async def test_resources_are_read_in_order_and_those_that_cannot_be_are_skipped(
         (lambda: McpToolSource("server.py", "search"), "a command is a list"),
         (lambda: McpToolSource(STDIO, "search", timeout_s=0), "timeout_s=0"),
         (lambda: McpToolSource(STDIO, "search", max_bytes=0), "max_bytes=0"),
-        (lambda: McpToolSource(STDIO, "search", arguments={"query": 1}), "is for the query"),
+        (lambda: McpToolSource(STDIO, "search", arguments={"query": 1}), "is the query's"),
         (lambda: McpToolSource(STDIO, "search", headers={}), "headers"),
-        (lambda: McpResourceSource(STDIO, "notes://a"), "must be a list"),
+        (lambda: McpResourceSource(STDIO, "notes://a"), "must be a non-empty list"),
         (lambda: McpResourceSource(STDIO, ["notes://a"], watch_s=-1), "watch_s=-1"),
     ],
 )

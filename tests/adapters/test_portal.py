@@ -252,7 +252,7 @@ async def test_a_call_for_which_its_loop_waits_is_an_error_in_the_end(monkeypatc
     monkeypatch.setattr(portal_module, "BLOCKED_S", 0.05)
     lives, _ = home()
     await lives.settle()
-    with ThreadPoolExecutor(1) as threads, pytest.raises(PipelineClosedError, match="something blocks it"):
+    with ThreadPoolExecutor(1) as threads, pytest.raises(PipelineClosedError, match="has been blocked"):
         threads.submit(list, lives.iterate(numbers)).result()
     await lives.aclose()
 

@@ -64,7 +64,7 @@ def test_what_was_torn_is_noted(tmp_path: Path) -> None:
     trace = read_trace(path)
     assert len(trace.queries) == 1
     assert trace.provenance["notes"] == [
-        "the file was torn: what came after its last whole line is left out",
+        "the file was torn: an incomplete line at its end is left out",
         "1 queries without an end are left out",
     ]
 
@@ -80,8 +80,8 @@ def test_what_was_torn_is_noted(tmp_path: Path) -> None:
         ),
         ((HEADER, {**QUERY, "arrival_s": -1}), "line 2: arrival_s: Input should be greater than or equal to 0"),
         ((HEADER, {"kind": "query"}), "line 2: id: Field required"),
-        ((HEADER, QUERY, QUERY), "line 3: query '1' was there before"),
-        ((HEADER, QUERY, APPEND), "line 3: chunk 'a' has not been defined"),
+        ((HEADER, QUERY, QUERY), "line 3: query id '1' occurs twice"),
+        ((HEADER, QUERY, APPEND), "line 3: chunk 'a' is used before its definition"),
         ((HEADER, CHUNK, APPEND), "line 3: query '1' has not begun"),
         ((*GOOD, APPEND), "line 6: query '1' has ended"),
         ((*GOOD[:4], {**END, "end_s": 1}), "line 5: 1.0 s is before the query's last event, at 1.5 s"),
@@ -94,7 +94,7 @@ def test_what_was_torn_is_noted(tmp_path: Path) -> None:
             (*GOOD[:3], {"kind": "update", "query": "1", "at_s": 1, "keys": ["a"], "scores": [1, 2]}),
             "line 4: 1 keys and 2 scores",
         ),
-        ((HEADER, QUERY, CHUNK, {**HEADER}, QUERY, APPEND), "line 6: chunk 'a' has not been defined"),
+        ((HEADER, QUERY, CHUNK, {**HEADER}, QUERY, APPEND), "line 6: chunk 'a' is used before its definition"),
     ],
 )
 def test_a_broken_line_is_named(lines: tuple[Any, ...], message: str | None, tmp_path: Path) -> None:
@@ -110,11 +110,11 @@ def test_a_broken_line_is_named(lines: tuple[Any, ...], message: str | None, tmp
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ((), "holds no trace: there is no whole line in it"),
+        ((), "is not a trace: it has no complete line"),
         (("a,b\n",), "is not a trace of streamrag: in line 1, it is not JSON"),
         ((QUERY,), 'is not a trace of streamrag: line 1 has no "format"'),
         (({"format": "other"},), "is not a trace of streamrag: in line 1, format: Input should be 'streamrag-trace'"),
-        (({**HEADER, "version": 2},), "it is of version 2 of the format, and this streamrag reads version 1"),
+        (({**HEADER, "version": 2},), "it has version 2 of the format, and this streamrag reads version 1"),
     ],
 )
 def test_other_files_and_newer_versions_are_refused(lines: tuple[Any, ...], message: str, tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ async def test_recording_several_at_once_raises_what_went_wrong_itself(tmp_path:
 async def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("my notes, unfinished")
-    with pytest.raises(TraceError, match=r"notes\.txt holds no trace"):
+    with pytest.raises(TraceError, match=r"notes\.txt is not a trace"):
         await record(path, "one?")
     path.write_text("my notes\n")
     with pytest.raises(TraceError, match=r"notes\.txt is not a trace of streamrag"):
@@ -210,7 +210,7 @@ async def test_other_peoples_files_are_left_alone(tmp_path: Path) -> None:
 async def test_two_recorders_do_not_write_to_one_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
     async with TraceRecorder(path):
-        with pytest.raises(TraceError, match="is being recorded to already"):
+        with pytest.raises(TraceError, match="is open in another recorder"):
             await TraceRecorder(path).start(lambda line: None)
     await record(path, "one?")
     assert len(read_trace(path).queries) == 1
@@ -225,7 +225,7 @@ async def test_a_recorder_that_is_not_started_says_so(tmp_path: Path) -> None:
 def test_values_that_cannot_work_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="text='some' must be 'full' or 'hash'"):
         TraceRecorder(tmp_path / "x.jsonl", text="some")  # type: ignore[arg-type]
-    with pytest.raises(TraceError, match="must be plain values"):
+    with pytest.raises(TraceError, match="must have JSON values only"):
         TraceRecorder(tmp_path / "x.jsonl", provenance={"path": tmp_path})
 
 

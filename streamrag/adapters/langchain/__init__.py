@@ -1,4 +1,4 @@
-"""LangChain, both ways: streamrag's sources and pipelines as LangChain's parts, and LangChain's retrievers as sources.
+"""Adapters for LangChain: sources and pipelines as LangChain components, and LangChain's retrievers as sources.
 
 Needs `pip install 'streamrag[langchain]'`.
 """

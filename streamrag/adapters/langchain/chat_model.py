@@ -25,19 +25,18 @@ SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
 class StreamragChatModel(PortalOwner, BaseChatModel):
-    """A pipeline as a LangChain chat model: the last human message is the query, and its documents are retrieved while
-    the model reads them.
+    """A pipeline as a LangChain chat model. The last human message is the query; retrieval and prefill overlap.
 
-    Leading system messages take the place of the template's system text; the messages between are the conversation. A
-    call may have options of its own: all of these, and those of `SamplingParams` and `QueryOptions`.
+    Leading system messages replace the template's system text; the messages between them and the query are the
+    history. A call may override all fields, and the options of `SamplingParams` and `QueryOptions`.
 
-    The answer comes in chunks as it is generated. The last one has `usage_metadata`, and in `response_metadata` the
-    `citations` (number, uri, title, passage, text and score of each passage that the model saw), `finish_reason`,
+    The answer streams in chunks. The last one has `usage_metadata`, and in `response_metadata` the
+    `citations` (number, uri, title, passage, text and score of each passage in the prompt), `finish_reason`,
     `model_name`, `timings`, and `cut_short` and `source_error` if retrieval ended early.
 
-    A pipeline that runs already is asked in its own event loop, from wherever the call comes. One that does not is
-    started by `async with` in that loop, and otherwise by the first call, in a thread with a loop of its own, until
-    `close()`, the end of a `with` block, or until nobody refers to the model. Cancelling a call stops its query.
+    A pipeline that has been started is used in its event loop. Otherwise `async with` starts it in the current loop, or
+    the first call starts it in a thread with its own loop, until `close()`, the end of a `with` block, or garbage
+    collection of the model. Cancelling a call stops its query.
     """
 
     pipeline: Pipeline
@@ -46,16 +45,16 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     """Temperature of sampling, which is greedy by default."""
     top_p: float | None = None
     max_tokens: int | None = None
-    """The most tokens of the answer; 256 by default."""
+    """Maximum number of tokens of the answer; 256 by default."""
     seed: int | None = None
     stop: list[str] | None = None
     """Texts that end the answer."""
     timeout: float | None = None
-    """The most seconds for an answer, retrieval included."""
+    """Time limit of an answer in seconds, including retrieval."""
     cache: BaseCache | bool | None = Field(default=False, exclude=True)
-    """LangChain's, off by default: the same question has another answer when other documents are found."""
+    """LangChain's cache; off by default, because the answer depends on the retrieved documents."""
     portal: Any = Field(default=None, exclude=True, repr=False)
-    """The portal to the loop in which the pipeline runs; copies of the model share it."""
+    """The portal to the pipeline's event loop; copies of the model share it."""
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
@@ -123,7 +122,6 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     def _parse_messages(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]
     ) -> tuple[str, dict[str, Any]]:
-        """Return the query and its options."""
         own = {name: getattr(self, name) for name in ("temperature", "top_p", "max_tokens", "seed", "stop", "timeout")}
         given = {
             name: value for name, value in {**own, **call, "stop": stop or own["stop"]}.items() if value is not None
@@ -165,7 +163,6 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
 async def _answer(
     pipeline: Pipeline, query: str, options: Mapping[str, Any]
 ) -> AsyncGenerator[AnswerChunk | Answer, None]:
-    """Yield the chunks that have text, and then the whole answer."""
     async with pipeline.stream(query, **options) as stream:
         async for chunk in stream:
             if chunk.text:
@@ -174,7 +171,7 @@ async def _answer(
 
 
 def _conversation(messages: Sequence[BaseMessage]) -> tuple[str, list[Turn], str]:
-    """System text, earlier turns, and the query."""
+    """Return the system text, the history, and the query."""
     turns: list[Turn] = []
     for message in messages:
         match message:
@@ -186,13 +183,13 @@ def _conversation(messages: Sequence[BaseMessage]) -> tuple[str, list[Turn], str
                 role = "assistant"
             case _:
                 raise ConfigurationError(
-                    f"a conversation with {kind_of(message)} of a tool cannot be asked: only system, human and AI texts"
+                    f"{kind_of(message)} for tools is not supported: use system, human and AI messages with text"
                 )
         if role != "assistant" and any(block["type"] != "text" for block in message.content_blocks):
-            raise ConfigurationError(f"{kind_of(message)} has more than text, and a pipeline reads text only")
+            raise ConfigurationError(f"{kind_of(message)} has content other than text, which is not supported")
         turns.append(Turn(role, str(message.text)))  # type: ignore[arg-type]
     if not turns or turns[-1].role != "user":
-        raise ConfigurationError("the last message must be the human's: it is the query")
+        raise ConfigurationError("the last message must be a human message: it is the query")
     *earlier, query = turns
     num_system = next((i for i, turn in enumerate(earlier) if turn.role != "system"), len(earlier))
     return "\n\n".join(turn.text for turn in earlier[:num_system]), earlier[num_system:], query.text

@@ -22,26 +22,26 @@ from streamrag.modes.context import Context, UpdateMode
 
 
 class StreamragRetriever(PortalOwner, BaseRetriever):
-    """Any source of streamrag as a LangChain retriever: the documents are the context as it is when the source ends.
+    """A source as a LangChain retriever, which returns the source's final context as documents.
 
-    Each document has `source`, `title`, `passage` and, if the source has one, `score` as its metadata, and an `id` that
-    the same text of the same document always has. While the source is at work, custom events tell what it brings:
-    `streamrag_append` with a `document`, `streamrag_update` with the `documents` of the whole context,
-    `streamrag_skipped` and `streamrag_cut_short` with a `reason`; `astream_events` shows them.
+    A document's metadata are `source`, `title`, `passage` and, if known, `score`; its `id` is a hash of its source and
+    text. During retrieval, custom events are dispatched for `astream_events`: `streamrag_append` with a `document`,
+    `streamrag_update` with the `documents` of the whole context, `streamrag_skipped` and `streamrag_cut_short` with a
+    `reason`.
 
-    The source lives in the event loop that enters the retriever with `async with`. Otherwise the first call, sync or
-    async, starts it in a thread with a loop of its own, until `close()`, the end of a `with` block, or until nobody
-    refers to the retriever. Cancelling a call stops its retrieval.
+    With `async with`, the source runs in that event loop. Otherwise the first call, sync or async, starts it in a
+    thread with its own loop, until `close()`, the end of a `with` block, or garbage collection of the retriever.
+    Cancelling a call stops its retrieval.
     """
 
     source: Any
     """The source of the chunks."""
     k: PositiveInt | None = None
-    """The most documents, the first of the context; by default all. A call may have its own: `invoke(query, k=3)`."""
+    """Maximum number of documents, by default all; `invoke(query, k=3)` overrides it for a call."""
     owns_source: bool = True
-    """False if somebody else starts and closes the source."""
+    """Whether the retriever starts and closes the source."""
     portal: Any = Field(default=None, exclude=True, repr=False)
-    """The portal to the loop in which the source lives; copies of the retriever share it."""
+    """The portal to the source's event loop; copies of the retriever share it."""
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
@@ -74,14 +74,12 @@ class StreamragRetriever(PortalOwner, BaseRetriever):
 
 
 class _Found:
-    """The context as a source builds it."""
-
     def __init__(self, num_wanted: int | None) -> None:
         self._chunks = Context()
         self._num_wanted = num_wanted
 
     def custom_event(self, event: SourceEvent) -> tuple[str, dict[str, Any]]:
-        """Return the name and the data of the custom event."""
+        """Apply the event to the context, and return the name and the data of a custom event."""
         if isinstance(event, Append | Update):
             self._chunks = self._chunks.become(UpdateMode().fold(self._chunks, event))
         match event:

@@ -17,21 +17,21 @@ from streamrag.support.messages import is_number, kind_of, short
 
 
 def from_langchain(found_by: Any, *, name: str = "") -> "LangchainSource":
-    """A source of what LangChain's parts find. What may overlap does:
+    """Return a source that retrieves with a LangChain component. Stages overlap with prefill where possible:
 
-    - a document loader appends each document as its `alazy_load` yields it. It knows no query; a function of the query
-      that returns a loader is taken too;
-    - an ensemble of retrievers (`EnsembleRetriever`) asks all its members at once, and is an update as each of them
-      answers, by its own weights and constant of reciprocal rank fusion. A member that fails is skipped, and reported;
-    - a retriever that compresses or reranks (`ContextualCompressionRetriever`) is what its base retriever is, and then
-      an update with what the compressor has made of that;
-    - any other retriever, vector store, or Runnable from a query to documents is one update.
+    - A document loader appends each document that its `alazy_load` yields. For a loader that depends on the query, pass
+      a function of the query that returns it.
+    - An ensemble of retrievers (`EnsembleRetriever`) runs its members concurrently, and yields an update after each
+      member's answer, fused with the ensemble's weights and constant. A failing member is skipped, and reported.
+    - A retriever that compresses or reranks (`ContextualCompressionRetriever`) yields the events of its base retriever,
+      and then an update with the compressor's documents.
+    - Any other retriever, vector store, or Runnable from a query to documents yields one update.
 
-    So do ensembles of reranked retrievers, and other nestings. `source` or `url` in a document's metadata becomes the
-    chunk's `uri`, `relevance_score` its `score` if it has no other. Documents that tell no source are those of `name`,
-    which is the class's unless given. Traces of the retrievers' runs belong to the run around the query.
+    These can be nested. A document's metadata `source` or `url` becomes the chunk's `uri`, and `relevance_score` its
+    `score` if it has no other. The `uri` of other documents is `name`, by default the component's class. LangChain's
+    traces of the retrievers' runs are children of the run around the query.
 
-    :raises ConfigurationError: it is none of these.
+    :raises ConfigurationError: `found_by` is none of these.
     """
     return LangchainSource(found_by, name)
 
@@ -42,16 +42,16 @@ class LangchainSource:
     def __init__(self, found_by: Any, name: str) -> None:
         if isinstance(found_by, type) or _kind(found_by) is None:
             raise ConfigurationError(
-                f"{short(found_by)} is no retriever, vector store, document loader or Runnable of LangChain, and no "
-                "function of the query that returns one"
+                f"{short(found_by)} is neither a retriever, vector store, document loader or Runnable of LangChain, "
+                "nor a function of the query that returns one"
             )
         self._found_by = found_by
         self.name = name or type(found_by).__name__
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Chunk events as documents are found.
+        """Yield chunk events as documents are retrieved.
 
-        :raises SourceError: what was found are no documents. What LangChain's parts raise is raised.
+        :raises SourceError: the component did not return documents. Errors of LangChain are raised unchanged.
         """
         async with aclosing(_Query(query, self.name).events(self._found_by)) as events:
             async for event in events:
@@ -59,7 +59,7 @@ class LangchainSource:
 
 
 class _Query:
-    """A query, and the documents that its chunks were."""
+    """The retrieval of a query, with the documents of its chunks."""
 
     def __init__(self, text: str, name: str) -> None:
         self._text = text
@@ -69,7 +69,7 @@ class _Query:
     async def events(self, found_by: Any) -> AsyncGenerator[SourceEvent, None]:
         kind = _kind(found_by)
         if kind is None:
-            raise SourceError(f"{self._reader.name} made {short(found_by)}, and must make a loader or a retriever")
+            raise SourceError(f"{self._reader.name} returned {short(found_by)} instead of a loader or a retriever")
         async with aclosing(kind(self, found_by)) as events:
             async for event in events:
                 yield event
@@ -113,7 +113,7 @@ class _Query:
 
     def _update(self, documents: Any) -> Update:
         if not isinstance(documents, list | tuple):
-            raise SourceError(f"{self._reader.name} found {kind_of(documents)}, and must find a list of documents")
+            raise SourceError(f"{self._reader.name} returned {kind_of(documents)} instead of a list of documents")
         return Update(tuple(map(self._chunk, documents)))
 
     def _chunk(self, document: Any) -> Chunk:
@@ -126,8 +126,6 @@ class _Query:
 
 
 class _Member:
-    """A retriever of an ensemble as a source of its query."""
-
     def __init__(self, query: _Query, found_by: Any) -> None:
         self._query = query
         self._found_by = found_by
@@ -138,7 +136,10 @@ class _Member:
 
 
 def _kind(found_by: Any) -> Callable[[_Query, Any], AsyncGenerator[SourceEvent, None]] | None:
-    """Return the function that asks it, or None. It is found by attributes: not all classes are in langchain-core."""
+    """Return the method that retrieves with the component, or None.
+
+    Components are recognised by attributes, because not all classes are in langchain-core.
+    """
     if _has(found_by, "alazy_load"):
         return _Query.load
     if _has(found_by, "retrievers", "weights"):
@@ -153,8 +154,8 @@ def _kind(found_by: Any) -> Callable[[_Query, Any], AsyncGenerator[SourceEvent, 
 
 
 def _has(found_by: Any, *names: str) -> bool:
-    """Whether `found_by` itself has all of `names`.
+    """Whether `found_by` itself has all of the attributes.
 
-    A retriever with fallbacks, or one that is bound to options, passes any other attribute on to the one inside.
+    A retriever with fallbacks or bound options delegates unknown attributes to the inner retriever.
     """
     return all(getattr_static(found_by, name, None) is not None for name in names)

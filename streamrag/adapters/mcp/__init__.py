@@ -1,4 +1,4 @@
-"""MCP servers as sources: what a tool finds, and resources, of which each change is an update.
+"""MCP servers as sources: the results of a tool, or resources with an update for each change.
 
     from streamrag.adapters.mcp import McpToolSource
 

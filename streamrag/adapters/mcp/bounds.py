@@ -1,7 +1,7 @@
-"""What an MCP server may send: how much in one message, and how much that nobody has asked for.
+"""Limits on what an MCP server sends: per message, and in total for messages that are not answers.
 
-A message is bounded before it is parsed, since that blocks the event loop: here, over HTTP, and by `relay` for a
-server that was started. Whatever has no bound of its own is counted when it has been parsed.
+Messages are limited before they are parsed, because parsing blocks the event loop: here for HTTP, and in `relay` for a
+server process. The total is counted after parsing.
 """
 
 import asyncio
@@ -18,23 +18,23 @@ from pydantic import ValidationError
 from streamrag.adapters.mcp.relay import MAX_VALUES, has_too_many_values
 
 MAX_OPEN_REQUESTS = 64
-"""Requests of the server that were not answered yet; it may not read the answers."""
+"""Maximum number of the server's open requests; it may not read our answers."""
 MAX_ASKED = 10_000
-"""Requests of ours that are remembered; some are never answered."""
+"""Maximum number of our requests to remember; some are never answered."""
 MESSAGE_BYTES = 1 << 10
-"""Bytes that a message counts for beside its own: it is a task."""
+"""Overhead that is counted for a message, in bytes: each creates a task."""
 JUNK_BYTES = 1 << 16
-"""Bytes that a line that is no message counts for beside its own: it is logged."""
+"""Overhead that is counted for an invalid message, in bytes: each is logged."""
 BYTES_PER_S = 1 << 20
-"""Rate of bytes that a server may send without being asked."""
+"""Maximum rate of unsolicited bytes (leaky bucket)."""
 MIN_BURST_BYTES = 1 << 23
-"""Bytes that it may send at once: so many, or two messages of the longest."""
+"""Minimum burst of unsolicited bytes; the burst is at least two messages of maximum length."""
 
 _BLANK_LINE = re.compile(rb"(?:\r\n|\r(?!\n)|\n)(?:\r\n|\r(?!\n)|\n)")
 
 
 class Traffic:
-    """Counts the messages of one connection, and calls `drop`, with a reason, when it is too much."""
+    """A counter of one connection's messages, which calls `drop` with a reason when a limit is exceeded."""
 
     def __init__(self, max_bytes: int, drop: Callable[[str], None]) -> None:
         self._burst_bytes = max(MIN_BURST_BYTES, 2 * max_bytes)
@@ -45,29 +45,29 @@ class Traffic:
         self._now = asyncio.get_running_loop().time
         self._counted_s = self._now()
         self.answered_s = self._now()
-        """When the server has last answered."""
+        """Time of the server's last answer."""
         self.is_dropped = False
 
     @asynccontextmanager
     async def counted(self, transport: AbstractAsyncContextManager[Any]) -> AsyncGenerator[Any, None]:
-        """The same transport, with its messages counted."""
+        """Wrap a transport's streams so that their messages are counted."""
         async with transport as (read, write):
             yield _CountedRead(read, self), _CountedWrite(write, self)
 
     def sends(self, message: object) -> None:
-        """We send that now."""
+        """Count a message before it is sent."""
         if isinstance(message, JSONRPCRequest):
             self._asked[str(message.id)] = None
             if len(self._asked) > MAX_ASKED:
                 del self._asked[next(iter(self._asked))]
 
     def sent(self, message: object) -> None:
-        """The server, or its pipe, has taken it."""
+        """Count a message after the server, or its pipe, has accepted it."""
         if isinstance(message, JSONRPCResponse | JSONRPCError):
             self._num_open -= 1
 
     def came(self, item: Any) -> None:
-        """A message from the server, or what failed to be one."""
+        """Count a message from the server, or a parse error."""
         message: Any = getattr(item, "message", None)
         if isinstance(message, JSONRPCResponse | JSONRPCError) and str(message.id) in self._asked:
             del self._asked[str(message.id)]
@@ -76,13 +76,13 @@ class Traffic:
         if isinstance(message, JSONRPCRequest):
             self._num_open += 1
             if self._num_open > MAX_OPEN_REQUESTS:
-                self._end(f"it has {MAX_OPEN_REQUESTS} requests open, and does not read the answers")
+                self._end(f"it has more than {MAX_OPEN_REQUESTS} open requests, and does not read the answers")
         num_bytes = _junk_bytes(item) if message is None else len(message.model_dump_json()) + MESSAGE_BYTES
         before_s, self._counted_s = self._counted_s, self._now()
         leaked = BYTES_PER_S * (self._counted_s - before_s)
         self._unasked_bytes = max(0.0, self._unasked_bytes - leaked) + num_bytes
         if self._unasked_bytes > self._burst_bytes:
-            self._end("it has sent too much that nobody asked for")
+            self._end("it has sent too many unsolicited messages")
 
     def _end(self, reason: str) -> None:
         self.is_dropped = True
@@ -90,13 +90,13 @@ class Traffic:
 
 
 def _junk_bytes(error: object) -> int:
-    """Return the bytes that a parse error counts for, with its text where the parser says what it could not read."""
+    """Return the bytes to count for a parse error: the overhead, and the unparsed text if known."""
     text = error.errors(include_url=False)[0]["input"] if isinstance(error, ValidationError) else ""
     return JUNK_BYTES + (len(text) if isinstance(text, str) else 0)
 
 
 class _Counted:
-    """A stream of `mcp`, which counts what passes through it."""
+    """A wrapper of a stream of `mcp` that counts its messages."""
 
     def __init__(self, stream: Any, traffic: Traffic) -> None:
         self._stream = stream
@@ -113,8 +113,6 @@ class _Counted:
 
 
 class _CountedRead(_Counted):
-    """A counting `ReadStream` of `mcp`."""
-
     @property
     def last_context(self) -> Any:
         return getattr(self._stream, "last_context", None)
@@ -138,8 +136,6 @@ class _CountedRead(_Counted):
 
 
 class _CountedWrite(_Counted):
-    """A counting `WriteStream` of `mcp`."""
-
     async def send(self, item: Any) -> None:
         self._traffic.sends(item.message)
         await self._stream.send(item)
@@ -147,9 +143,9 @@ class _CountedWrite(_Counted):
 
 
 class BoundedTransport(httpx2.AsyncBaseTransport):
-    """A message over HTTP, be it JSON or an event, has at most `max_bytes` and `MAX_VALUES`.
+    """An HTTP transport that limits each message, JSON or event, to `max_bytes` and `MAX_VALUES`.
 
-    Nothing is decompressed, or decoded by a codec that the server names.
+    Bodies are neither decompressed nor decoded with a codec that the server names.
     """
 
     def __init__(self, transport: httpx2.AsyncBaseTransport, max_bytes: int) -> None:
@@ -206,7 +202,7 @@ class _BoundedEvents(_BoundedBody):
             self._check_length(event)
             yield piece
             await asyncio.sleep(0)
-        self._check(event)  # an end is the end of an event too
+        self._check(event)  # the last event may lack a blank line
 
     def _check(self, event: bytearray) -> None:
         self._check_length(event)

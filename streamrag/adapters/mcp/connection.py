@@ -1,4 +1,4 @@
-"""A connection to an MCP server that many queries share, and that is made anew when it is lost."""
+"""A connection to an MCP server, which concurrent queries share, and which reconnects after a loss."""
 
 import asyncio
 import os
@@ -34,14 +34,14 @@ from streamrag.support.tasks import wait_regardless
 
 ROOT = Path(relay.__file__).resolve().parents[3]
 MAX_PENDING = 1024
-"""Resources that have changed and were not read yet."""
+"""Maximum number of changed resources that wait to be read."""
 FAREWELL_S = 1.0
 
 T = TypeVar("T")
 
 
 class Connection:
-    """The client that is used now; one that is lost is left to the calls that still wait for it."""
+    """A reconnecting client. A lost client stays open until the calls that use it have ended."""
 
     def __init__(
         self, server: Any, *, name: str, headers: Mapping[str, str] | None, timeout_s: float, max_bytes: int
@@ -53,25 +53,25 @@ class Connection:
         self._max_bytes = max_bytes
         self._held: _Held | None = None
         self._all_held: set[_Held] = set()
-        """The connections in use, and those that calls still wait for."""
+        """The current client, and lost ones with open calls."""
         self._opening: asyncio.Task[_Held] | None = None
         self._ending: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
     async def aclose(self) -> None:
-        """Close the connection. A server process has ended when this returns: mcp gives it seconds, then kills it."""
+        """Close the connection, and wait for the end of a server process, which mcp kills after seconds."""
         self._is_closed = True
         opening, self._held = self._opening, None
         for held in self._all_held:
             self._end(held)
         await wait_regardless([*self._ending, *([opening] if opening else [])])
-        await wait_regardless(self._ending)  # those that have ended meanwhile, too
+        await wait_regardless(self._ending)  # includes tasks that were added meanwhile
 
     @asynccontextmanager
     async def client(self) -> AsyncGenerator[Client, None]:
-        """Yield the connected client; connect first if necessary.
+        """Yield a connected client; connect first if necessary.
 
-        :raises SourceError: whatever fails in the block.
+        :raises SourceError: in place of any error in the block.
         """
         held = await self._connected()
         assert held.client
@@ -82,7 +82,7 @@ class Connection:
         except StreamRagError:
             raise
         except TimeoutError as error:
-            held.is_lost |= held.traffic.answered_s < began_s  # to nobody: then it is not this call that takes long
+            held.is_lost |= held.traffic.answered_s < began_s  # no call was answered: the server hangs
             raise self._late() from error
         except MCPError as error:
             if error.code == CONNECTION_CLOSED or error.message == "Session terminated":
@@ -90,7 +90,7 @@ class Connection:
                 why = held.reason or excerpt(error)
                 raise SourceError(f"{self._name}: the connection to the MCP server is lost: {why}") from error
             raise SourceError(f"{self._name}: the MCP server refused: {excerpt(error)}") from error
-        except Exception as error:  # what a server sends fails in many ways
+        except Exception as error:  # invalid messages cause many kinds of errors
             raise SourceError(f"{self._name} failed: {type(error).__name__}: {excerpt(error)}") from error
         finally:
             held.num_calls -= 1
@@ -98,7 +98,7 @@ class Connection:
                 self._end(held)
 
     async def in_time(self, call: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `call`. One that is given up ends by itself: mcp may take seconds to tell the server.
+        """Return the result of `call`. After a timeout, the call is cancelled in the background, within seconds.
 
         :raises TimeoutError: it took longer than `timeout_s`.
         """
@@ -110,22 +110,22 @@ class Connection:
             task.cancel()
 
     def _begin_task(self, call: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Begin a task that ends with the connection, if not before."""
+        """Start a task that `aclose` waits for."""
         task = asyncio.create_task(call, name=f"{self._name} call")
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
         return task
 
     def doubt(self, client: Client) -> None:
-        """Connect anew for the next call, as something is wrong."""
+        """Mark the client as lost, so that the next call reconnects."""
         if self._held is not None and self._held.client is client:
             self._held.is_lost = True
 
     @asynccontextmanager
     async def changes(self, client: Client, uris: Sequence[str]) -> AsyncGenerator["AsyncIterator[str]", None]:
-        """The resources of `uris` that change from now on; ends when the server says no more.
+        """Yield an iterator of the resources in `uris` that change from now on.
 
-        :raises SourceError: the server does not offer it.
+        :raises SourceError: the server does not support subscriptions.
         """
         try:
             async with self._changes(client, uris) as changes:
@@ -133,8 +133,7 @@ class Connection:
         except MCPError as error:
             if error.code != METHOD_NOT_FOUND:
                 raise
-            what = f"{self._name}: the MCP server does not say what changes; watch_s=0 reads once"
-            raise SourceError(what) from error
+            raise SourceError(f"{self._name}: the MCP server has no subscriptions; use watch_s=0") from error
 
     @asynccontextmanager
     async def _changes(self, client: Client, uris: Sequence[str]) -> AsyncGenerator["AsyncIterator[str]", None]:
@@ -159,7 +158,7 @@ class Connection:
                 farewell.cancel()
 
     async def _unsubscribe(self, client: Client, held: "_Held", uris: Sequence[str]) -> None:
-        """A subscription is the connection's: it ends with the last who watches, and before the next begins."""
+        """Unsubscribe from resources without another watcher; watchers share the connection's subscriptions."""
         with suppress(Exception):
             async with held.subscribing:
                 for uri in uris:
@@ -171,7 +170,7 @@ class Connection:
         return self._held is not None and self._held.client is client and not self._held.is_lost
 
     async def _connected(self) -> "_Held":
-        """The client that is used now, or a new one; whoever comes while that is opened waits for the same."""
+        """Return the current client, or connect. Concurrent callers share one attempt (single flight)."""
         if self._held is not None and self._held.client is not None and not self._held.is_lost:
             return self._held
         if self._is_closed:
@@ -182,7 +181,7 @@ class Connection:
         return await asyncio.shield(self._opening)
 
     async def _opened(self) -> "_Held":
-        if self._is_closed:  # after this was begun, and before its first step
+        if self._is_closed:  # closed before this task's first step
             self._opening = None
             raise SourceError(f"{self._name}: the source was closed")
         before, self._held = self._held, None
@@ -205,7 +204,7 @@ class Connection:
         return held
 
     def _end(self, held: "_Held") -> None:
-        """Close `held` in the background: a process that hangs takes seconds, for which only `aclose` waits."""
+        """Close a client in the background, which can take seconds; only `aclose` waits for it."""
         held.is_lost = True
         held.scope.cancel()  # not the task: mcp's clean-up is shielded from scopes only
         if held.task is not None:
@@ -216,7 +215,7 @@ class Connection:
         return SourceError(f"{self._name}: the MCP server has not answered in {self._timeout_s:g} s")
 
     async def _hold(self, held: "_Held") -> None:
-        """Open the client, and hold it until its scope is cancelled."""
+        """Open the client, and keep it open until its scope is cancelled."""
         opened = held.opened
         try:
             with held.scope:
@@ -246,7 +245,7 @@ class Connection:
 
     @asynccontextmanager
     async def _transport(self, traffic: Traffic) -> AsyncGenerator[Any, None]:
-        """Open the client's transport. What a server says is bounded, but not for what else `mcp.Client` takes."""
+        """Open the client's transport, with limits on messages, except for transports that the user passes."""
         match self._server:
             case str(url):
                 limits = httpx2.AsyncHTTPTransport(trust_env=False)
@@ -280,7 +279,7 @@ class Connection:
 
 
 class _Held:
-    """A client in a task of its own, since it must be closed by the task that opened it."""
+    """A client and its task: a client must be closed by the task that opened it."""
 
     def __init__(self, max_bytes: int) -> None:
         self.client: Client | None = None
@@ -292,9 +291,9 @@ class _Held:
         self.watches: set[_Changes] = set()
         self.subscribing = asyncio.Lock()
         self.is_lost = False
-        """New calls take another one; this is closed when those that wait for it have ended."""
+        """Whether new calls need another client; this one is closed when its calls have ended."""
         self.reason = ""
-        """The reason for which it was dropped, if it was."""
+        """Reason why the client was dropped, if it was."""
 
     async def hear(self, message: object) -> None:
         if isinstance(message, ResourceUpdatedNotification):
@@ -308,7 +307,7 @@ class _Held:
 
 
 class _Changes:
-    """An iterator of the changes that a server of the older protocol reports, each once until it is taken."""
+    """An iterator of changed resources, without duplicates, for servers of the older protocol."""
 
     def __init__(self, uris: Sequence[str]) -> None:
         self.uris = frozenset(uris)
@@ -333,5 +332,5 @@ class _Changes:
 
 
 def _errors() -> TextIO:
-    """Return the file for a server's own log: the standard error of the program, as it was when it started."""
+    """Return the file for a server's log: the program's original standard error."""
     return sys.__stderr__ or sys.stderr

@@ -1,7 +1,7 @@
-"""Stands between an MCP server and the program that started it. This file is run as a script.
+"""A relay between an MCP server process and the program that started it. This file runs as a script.
 
-The server writes to this process, which passes on lines of a bounded length with a bounded number of values, and ends
-with the program, whatever ends that one. With this end the server and all processes of its group.
+The relay forwards the server's lines, up to a maximum length and number of values. It ends when the program ends, for
+whatever reason, and kills the server and all processes of its group.
 
     program ──stdin──────────────────────────▶ server
     program ◀──stdout── this process ◀──stdout── server
@@ -14,11 +14,11 @@ import sys
 from functools import partial
 
 MAX_VALUES = 1 << 16
-"""Values in one message: what is made of each takes memory, and time of the program's event loop."""
+"""Maximum number of values in one message; parsing each takes memory, and time on the program's event loop."""
 
 
 def has_too_many_values(message: bytes | bytearray) -> bool:
-    """Whether it would be more than `MAX_VALUES` if it is JSON. What stands in its strings does not count."""
+    """Whether a JSON message has more than `MAX_VALUES` values, outside of its strings."""
     if _num_values(message) <= MAX_VALUES:
         return False
     outside = message.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]
@@ -30,34 +30,34 @@ def _num_values(text: bytes | bytearray) -> int:
 
 
 def main(root: str, parent: str, max_line_bytes: str, *command: str) -> None:
-    """Run `command` as the server; `root` is where streamrag is found, `parent` the process that started this one."""
+    """Run `command` as the server; `root` is the folder to import streamrag from, `parent` the program's process id."""
     sys.path.insert(0, root)
     from streamrag.support.parent_death import end_with_parent
 
-    signal.signal(signal.SIGHUP, lambda number, frame: _end_group())  # so that the server's own children end too
+    signal.signal(signal.SIGHUP, lambda number, frame: _end_group())  # also ends the server's children
     end_with_parent(int(parent), signal.SIGHUP)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)  # for the server, which may have to clean up
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # left to the server, which may clean up
     server = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=partial(end_with_parent, None))
-    os.close(0)  # the server has it
+    os.close(0)  # the server reads it
     assert server.stdout
     most = int(max_line_bytes)
     while line := server.stdout.readline(most + 1):
         if len(line) > most or has_too_many_values(line):
             what = f"{most:,} bytes" if len(line) > most else f"{MAX_VALUES:,} values"
-            print(f"an MCP server sent more than {what} in one message, and was ended", file=sys.stderr)
+            print(f"an MCP server sent more than {what} in one message, and was killed", file=sys.stderr)
             _end_group()
         try:
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
-        except BrokenPipeError:  # the program has gone
+        except BrokenPipeError:  # the program has ended
             _end_group()
-    os.close(1)  # the server says nothing any more, though it may live on
+    os.close(1)  # the server has closed its output, but may still run
     server.wait()
     _end_group()
 
 
 def _end_group() -> None:
-    """End this process, the server, and what that has started; the client made them a group of their own."""
+    """Kill this process, the server and its children, which are a process group of their own."""
     os.killpg(0, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Sources that ask an MCP server: a tool, called with the query, and resources that are read and watched."""
+"""Sources on an MCP server: a tool that is called with the query, and resources that are read and watched."""
 
 import asyncio
 import importlib.util
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from streamrag.adapters.mcp.connection import Connection
 
 MAX_TOOLS = 10_000
-"""A server that has more of them, and not the one that is asked for, is not asked for further pages."""
+"""Number of tools after which the search for a tool stops."""
 MAX_PAGES = 100
-"""Pages of a server's list of tools."""
+"""Maximum number of pages of a server's list of tools."""
 
 
 class _McpSource:
-    """A connection to a server, from `start` to `aclose`."""
+    """A base class of sources with a connection to a server."""
 
     def __init__(
         self, server: Any, *, name: str, headers: Mapping[str, str] | None, timeout_s: float, max_bytes: int
     ) -> None:
         if isinstance(server, str) and not server.startswith(("http://", "https://")):
             raise ConfigurationError(
-                f"server={server!r} is no http or https address; a command is a list, as ['python', 'server.py']"
+                f"server={server!r} is not an http or https address; a command is a list, as ['python', 'server.py']"
             )
         if headers is not None and not isinstance(server, str):
-            raise ConfigurationError("headers are for a server with an address")
+            raise ConfigurationError("headers need a server with an http or https address")
         self.name = name
         self._options = {"name": name, "headers": headers, "timeout_s": timeout_s, "max_bytes": max_bytes}
         self._server = server
@@ -49,16 +49,16 @@ class _McpSource:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Connect to the server, or start it.
+        """Start the server if it is a command, and connect to it.
 
         :raises MissingDependencyError: `mcp` is not installed.
         :raises ConfigurationError: the server has no such tool.
-        :raises SourceError: it cannot be reached or started, or does not answer.
+        :raises SourceError: the server cannot be started or reached, or does not answer.
         """
         if importlib.util.find_spec("mcp") is None:
             raise MissingDependencyError("mcp", "pip install 'streamrag[mcp]'")
         progress(f"{self.name}: connecting to its MCP server")
-        connection = await anyio.to_thread.run_sync(import_module, "streamrag.adapters.mcp.connection")  # slow: mcp
+        connection = await anyio.to_thread.run_sync(import_module, "streamrag.adapters.mcp.connection")  # slow
         self._opened = connection.Connection(self._server, **self._options)
         try:
             async with self._opened.client() as client:
@@ -68,43 +68,42 @@ class _McpSource:
             raise
 
     async def aclose(self) -> None:
-        """Close the connection; a server that was started here has ended then. Does nothing when not started."""
+        """Close the connection, and wait for the end of a server process. Does nothing if not started."""
         opened, self._opened, self.is_started = self._opened, None, False
         if opened is not None:
             await opened.aclose()
 
     async def _check(self, client: "Client") -> None:
-        """See whether the server has what this source asks for."""
+        """Check that the server has what this source needs."""
 
     def _connection(self) -> "Connection":
         if self._opened is None:
-            raise SourceError(f"{self.name} is not started: ask it through a Pipeline, or await its start(print)")
+            raise SourceError(f"{self.name} is not started: use it in a Pipeline, or await its start(print)")
         return self._opened
 
 
 class McpToolSource(_McpSource):
-    """Calls a tool of an MCP server with the query, and yields what it returns as one `Update`, in its order.
+    """A source that calls a tool of an MCP server with the query, and yields the results as one `Update`.
 
-    Structured content is read as `RetrieverSource` reads passages if it is a list of mappings with `text`, or holds one
-    such list. Otherwise each text of the result, and each embedded resource that is text, is a passage. What is no
-    text is skipped, and reported.
+    If the structured content is, or contains, a list of mappings with `text`, these are passages as for
+    `RetrieverSource`. Otherwise each text and each embedded text resource of the result is a passage. Other content is
+    skipped, and reported.
 
-    One connection serves all queries; when it is lost, the query that notices fails, and the next one connects anew.
-    The same goes for a server that hangs: a call ran out of time, and nobody was answered meanwhile. A server
-    that was started here ends with the source, and is killed if the program is.
+    All queries share one connection. If it is lost, or the server answers no call within a timeout, the current queries
+    fail, and the next one reconnects. A server process ends with the source, and is killed if the program is.
 
-    server: the server's address for streamable HTTP; or the command that starts it, a list; or what else
-        `mcp.Client` takes.
+    server: the server's address for streamable HTTP; or the command that starts it, as a list; or anything else that
+        `mcp.Client` accepts.
     tool: the tool's name.
-    argument: the argument that takes the query.
-    arguments: further arguments, the same for every query.
-    passages: a function of mcp's `CallToolResult` that returns passages, for a result of another shape.
-    name: for errors and schedulers, and the address of passages that have none; the tool's name unless given.
-    headers: sent with each request to an address, as for authorisation.
-    timeout_s: the longest time for connecting and for a call.
-    max_bytes: the longest message of the server; one that sends more, or 65,536 values in one message, fails.
+    argument: the tool's argument for the query.
+    arguments: other arguments, the same for every query.
+    passages: a function that returns the passages of mcp's `CallToolResult`, for results of another shape.
+    name: name of the source, and the address of passages without one; by default the tool's name.
+    headers: HTTP headers for each request to an address, such as for authorization.
+    timeout_s: time limit for connecting, and for a call.
+    max_bytes: maximum bytes of a server's message; a message may also have at most 65,536 values.
 
-    :raises ConfigurationError: values that cannot work.
+    :raises ConfigurationError: a value is invalid.
     """
 
     @validated
@@ -123,7 +122,7 @@ class McpToolSource(_McpSource):
     ) -> None:
         super().__init__(server, name=name or tool, headers=headers, timeout_s=timeout_s, max_bytes=max_bytes)
         if arguments is not None and argument in arguments:
-            raise ConfigurationError(f"arguments has {argument!r}, which is for the query")
+            raise ConfigurationError(f"arguments must not have {argument!r}, which is the query's")
         self._tool = tool
         self._argument = argument
         self._arguments = dict(arguments or {})
@@ -140,7 +139,7 @@ class McpToolSource(_McpSource):
             result = await connection.in_time(call)
         if result.is_error:
             texts = " ".join(getattr(content, "text", "") for content in result.content)
-            raise SourceError(f"the tool {self._tool} failed: {excerpt(texts) or 'it does not say why'}")
+            raise SourceError(f"the tool {self._tool} failed: {excerpt(texts) or 'without a reason'}")
         reader = PassageReader(self.name)
         found = self._passages(result) if self._passages else _structured(result.structured_content)
         chunks = None if found is None else tuple(map(reader.chunk, found))
@@ -165,31 +164,31 @@ class McpToolSource(_McpSource):
             if cursor is None or len(names) > MAX_TOOLS:
                 break
         if tool is None:
-            there = excerpt(", ".join(names)) or "none"
-            raise ConfigurationError(f"the MCP server has no tool {self._tool!r}. Its tools: {there}")
-        taken = tool.input_schema.get("properties", {})
+            tools = excerpt(", ".join(names)) or "none"
+            raise ConfigurationError(f"the MCP server has no tool {self._tool!r}. Its tools: {tools}")
+        properties = tool.input_schema.get("properties", {})
         for name in (self._argument, *self._arguments):
-            if taken and name not in taken:
+            if properties and name not in properties:
                 raise ConfigurationError(
-                    f"the tool {self._tool!r} has no argument {name!r}. It takes: {excerpt(', '.join(taken))}"
+                    f"the tool {self._tool!r} has no argument {name!r}. It takes: {excerpt(', '.join(properties))}"
                 )
 
 
 class McpResourceSource(_McpSource):
-    """Reads resources of an MCP server, and yields all that it has of them as an `Update` whenever one has come.
+    """A source of an MCP server's resources, which yields an `Update` with all of them whenever one is read or changes.
 
-    The resources stay in the order of `uris`, whichever of them changes. One that cannot be read is skipped, and
-    reported; when none can be read, retrieval fails. Otherwise as `McpToolSource`.
+    The context keeps the order of `uris`. A resource that cannot be read is skipped, and reported; if none can be read,
+    retrieval fails. Connections work as for `McpToolSource`.
 
-    server: as of `McpToolSource`.
-    uris: the resources, in prompt order. `{query}` in one of them stands for the query, percent-encoded.
-    watch_s: for so many seconds the server is asked for changes, and each is an `Update`. 0 reads once.
-    name: for errors and schedulers.
-    headers: as of `McpToolSource`.
-    timeout_s: the longest time for connecting, and for reading a resource.
-    max_bytes: as of `McpToolSource`.
+    server: as for `McpToolSource`.
+    uris: the resources, in prompt order. `{query}` in them is replaced by the percent-encoded query.
+    watch_s: seconds to watch the resources; each change is an `Update`. 0 reads them once.
+    name: name of the source.
+    headers: as for `McpToolSource`.
+    timeout_s: time limit for connecting, and for reading a resource.
+    max_bytes: as for `McpToolSource`.
 
-    :raises ConfigurationError: values that cannot work.
+    :raises ConfigurationError: a value is invalid.
     """
 
     @validated
@@ -206,21 +205,21 @@ class McpResourceSource(_McpSource):
     ) -> None:
         super().__init__(server, name=name, headers=headers, timeout_s=timeout_s, max_bytes=max_bytes)
         if isinstance(uris, str) or not uris or not all(isinstance(uri, str) for uri in uris):
-            raise ConfigurationError(f"uris={short(uris)} must be a list of the resources' uris")
+            raise ConfigurationError(f"uris={short(uris)} must be a non-empty list of uris")
         self._uris = tuple(uris)
         self._watch_s = watch_s
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an `Update` for each resource that is read, and for each change.
+        """Yield an `Update` after reading each resource, and for each change.
 
-        :raises SourceError: no resource can be read, or the connection is lost before they are.
+        :raises SourceError: no resource can be read, or the connection is lost meanwhile.
         """
         uris = tuple(dict.fromkeys(uri.replace("{query}", quote(query, safe="")) for uri in self._uris))
         connection = self._connection()
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(connection.client())
             changes = None
-            if self._watch_s:  # from before they are read, so that no change is missed
+            if self._watch_s:  # subscribe before reading, so that no change is missed
                 async with asyncio.timeout(self._timeout_s):
                     changes = await stack.enter_async_context(connection.changes(client, uris))
             end_s = asyncio.get_running_loop().time() + self._watch_s
@@ -238,15 +237,15 @@ class McpResourceSource(_McpSource):
                 if not isinstance(uri_or_end, str):
                     return
                 for uri in uris:
-                    if uri_or_end.startswith(uri):  # a server may name a part of what was asked for
+                    if uri_or_end.startswith(uri):  # a server may report a part of the resource
                         before = known.get(uri)
                         event = await self._event(client, uri, uris, known, reasons)
                         if isinstance(event, Skipped) or known.get(uri) != before:
                             yield event
 
     async def _next(self, changes: AsyncIterator[str], end_s: float) -> str | CutShort | None:
-        """Return the next resource that changes, or None when it is time to end or the server says no more."""
-        if asyncio.get_running_loop().time() >= end_s:  # a change that is there already is no wait that could time out
+        """Return the next changed resource; None at the end of the watch; `CutShort` if the server ends it early."""
+        if asyncio.get_running_loop().time() >= end_s:  # `timeout_at` does not interrupt if a change is pending
             return None
         try:
             async with asyncio.timeout_at(end_s):
@@ -254,7 +253,7 @@ class McpResourceSource(_McpSource):
         except TimeoutError:
             return None
         except RuntimeError as error:  # mcp's SubscriptionLost
-            return CutShort(f"{self.name}: the MCP server no longer says what changes: {excerpt(error)}")
+            return CutShort(f"{self.name}: the MCP server has ended the subscription: {excerpt(error)}")
 
     async def _event(
         self,
@@ -283,12 +282,11 @@ class McpResourceSource(_McpSource):
             return Skipped(uri, excerpt(error))
         texts = [content for content in result.contents if hasattr(content, "text")]
         if not texts:
-            return Skipped(uri, "it is no text")
+            return Skipped(uri, "it is not text")
         return tuple(Chunk(content.text, uri, passage=number) for number, content in enumerate(texts))
 
 
 def _structured(value: Any) -> list[Any] | None:
-    """Return the passages of structured content, or None where its shape is another."""
     if isinstance(value, Mapping) and len(value) == 1:
         (inner,) = value.values()
         value = inner if isinstance(inner, list) else value
@@ -304,14 +302,14 @@ def _text(entry: Mapping[str, Any]) -> Any:
 
 
 def _content(content: Any, name: str) -> Any:
-    """Return a passage, or the reason for which it is none."""
+    """Return the content as a passage, or as `Skipped` with the reason."""
     match content.type:
         case "text":
             return content.text
         case "resource" if hasattr(content.resource, "text"):
             return (content.resource.text, str(content.resource.uri))
         case "resource":
-            return Skipped(str(content.resource.uri), "it is no text")
+            return Skipped(str(content.resource.uri), "it is not text")
         case "resource_link":
             return Skipped(str(content.uri), "the tool returned a link to it only")
-    return Skipped(name, f"a part of the result is no text, but {content.type}")
+    return Skipped(name, f"a part of the result is not text, but {content.type}")

@@ -1,1 +1,1 @@
-"""The measurement of a hardware profile on a running engine: its steps, recomputation, and copies."""
+"""Measurement of a hardware profile on a running engine: steps, recomputation, and copies of KV."""

@@ -1,7 +1,4 @@
-"""Measures the time to copy KV blocks to host memory and back, with the copier that engines use.
-
-Blocks are scattered, as they are in an engine that has run for a while.
-"""
+"""Measure the time to copy scattered KV blocks to host memory and back, with the copier that engines use."""
 
 import random
 import time
@@ -19,12 +16,12 @@ from streamrag.engine.costs.curve_fit import fit_copies
 
 NUM_WARM_UPS, NUM_REPEATS = 1, 5
 MAX_BYTES_CPU, MAX_BYTES_CUDA = 256 << 20, 2 << 30
-"""Most bytes that are copied in one go; larger copies take proportionally longer."""
+"""Maximum bytes per copy; larger copies take proportionally longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyTimes:
-    """The seconds of each repetition, by numbers of blocks."""
+    """The seconds of each repetition, by number of blocks."""
 
     block_bytes: int
     is_overlapped: bool
@@ -32,27 +29,27 @@ class CopyTimes:
     into: dict[int, list[float]] = field(default_factory=dict)
 
     def costs(self) -> CopyCosts:
-        """Return the monotone lines that fit best."""
+        """Fit monotone lines to the times."""
         return CopyCosts(fit_copies(self.out), fit_copies(self.into), self.block_bytes, self.is_overlapped)
 
 
 def block_counts(facts: EngineFacts) -> list[int]:
-    """Return the numbers of blocks to measure: one, then twice as many, up to the longest prompt or what is enough."""
+    """Return the numbers of blocks to measure: powers of 2, up to the longest prompt or the maximum bytes."""
     max_bytes = MAX_BYTES_CUDA if facts.is_cuda else MAX_BYTES_CPU
     most = max(min(facts.max_model_len // facts.block_size, max_bytes // facts.block_bytes), 2)
     return sorted({most, *(1 << power for power in range(most.bit_length()))})
 
 
 def measure_copies(facts: EngineFacts, progress: Callable[[int], None] = lambda num_blocks: None) -> CopyTimes:
-    """Measure copies of one rank, on KV of its own, while nothing else runs. Needs no engine.
+    """Measure copies of one rank on KV allocated here. No engine should run meanwhile.
 
-    `progress` is called with each number of blocks before it is measured.
+    progress: called with each number of blocks before it is measured.
     """
     counts, rng = block_counts(facts), random.Random(0)
     num_blocks = 2 * counts[-1]
     copier = HostCopier(num_blocks, num_blocks)
     copier.register(dict(_kv(facts, num_blocks)))
-    found = CopyTimes(facts.block_bytes, is_overlapped=facts.is_cuda)
+    times = CopyTimes(facts.block_bytes, is_overlapped=facts.is_cuda)
 
     def timed(copy: Callable[[], None]) -> float:
         start_s = time.perf_counter()
@@ -60,13 +57,13 @@ def measure_copies(facts: EngineFacts, progress: Callable[[int], None] = lambda 
         copier.end_step()
         if facts.is_cuda:
             torch.cuda.synchronize()
-        taken_s = time.perf_counter() - start_s
+        elapsed_s = time.perf_counter() - start_s
         copier.take_report()
-        return taken_s
+        return elapsed_s
 
     try:
         whole = HostCopies(saves=[(block, block) for block in range(num_blocks)])
-        timed(partial(copier.save, whole))  # memory that was never written is not really there
+        timed(partial(copier.save, whole))  # the first write maps the memory
         for num in counts:
             progress(num)
             for repeat in range(-NUM_WARM_UPS, NUM_REPEATS):
@@ -76,16 +73,16 @@ def measure_copies(facts: EngineFacts, progress: Callable[[int], None] = lambda 
                 out_s = timed(partial(copier.save, saves))
                 in_s = timed(partial(copier.load, loads, by_layer=False))
                 if repeat >= 0:
-                    found.out.setdefault(num, []).append(out_s)
-                    found.into.setdefault(num, []).append(in_s)
+                    times.out.setdefault(num, []).append(out_s)
+                    times.into.setdefault(num, []).append(in_s)
     finally:
         copier.close()
-    return found
+    return times
 
 
 def _kv(facts: EngineFacts, num_blocks: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield KV of the model's shape, layer by layer."""
+    """Yield the name and the KV tensor of each layer, in the model's shape."""
     shape = (num_blocks, 2, facts.num_kv_heads, facts.block_size, facts.head_dim)
+    dtype, device = getattr(torch, facts.kv_dtype), "cuda" if facts.is_cuda else "cpu"
     for layer in range(facts.num_layers):
-        dtype, device = getattr(torch, facts.kv_dtype), "cuda" if facts.is_cuda else "cpu"
         yield f"layers.{layer}", torch.ones(shape, dtype=dtype, device=device)

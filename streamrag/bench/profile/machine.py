@@ -1,6 +1,6 @@
-"""Measures a hardware profile of a model on this machine: its steps, recomputing, and copies to host memory and back.
+"""Measure a hardware profile of a model on this machine.
 
-engine  ── steps (three passes) ── recomputing, alone and beside a batch ──▶ stopped ── copies ──▶ TableProfile
+engine  ── steps (three passes) ── recomputation, alone and beside a batch ──▶ stopped ── copies ──▶ TableProfile
 """
 
 import datetime
@@ -19,16 +19,16 @@ from streamrag.bench.profile.step_times import NUM_PASSES, measure, table_profil
 from streamrag.engine.costs.step_profiles import TableProfile, recompute_s
 
 StepProgress: TypeAlias = Callable[[str, int, int | None], None]
-"""Called with what is done now, how many things are done, and of how many; None while that is not known."""
+"""Called with the current step, the number of finished steps, and the number of all steps (None while unknown)."""
 
 NUM_BESIDE = 8
 MOST_TOGETHER = 16
-"""Most requests in a step that is measured."""
+"""Maximum number of requests in a measured step."""
 MAX_RECOMPUTE_CPU_S, MAX_RECOMPUTE_CUDA_S = 30.0, 90.0
 
 
 async def measure_machine(model: str, engine_args: Mapping[str, Any], progress: StepProgress) -> TableProfile:
-    """Start vLLM with its own scheduler, measure, and stop it. One or two minutes for a small model.
+    """Start vLLM with its own scheduler, measure, and stop it: one or two minutes for a small model.
 
     :raises StreamRagError: as `running_engine`.
     """
@@ -82,23 +82,22 @@ def _described(profile: TableProfile, facts: EngineFacts, times: RecomputeTimes,
         "max_model_len": facts.max_model_len,
         **profile.provenance,
         "copies": "scattered blocks, medians of repeated copies of one rank while nothing else ran",
-        "recompute_s": _measured(profile, facts.max_num_batched_tokens, times),
+        "recompute_s": _recompute_figures(profile, facts.max_num_batched_tokens, times),
     }
     return replace(profile, provenance=provenance)
 
 
-def _measured(profile: TableProfile, budget: int, times: RecomputeTimes) -> dict[str, Any]:
-    """Return the medians of what was measured, to be seen beside the profile's own predictions."""
+def _recompute_figures(profile: TableProfile, budget: int, times: RecomputeTimes) -> dict[str, Any]:
     batch = ((1, NUM_CONTEXT_BESIDE),) * times.num_beside
     alone = {size: median(seconds) for size, seconds in times.alone.items()}
     beside = {size: median(seconds) for size, seconds in times.beside.items()}
-    fitted = [(recompute_s(profile, 0, size, budget), taken_s) for size, taken_s in alone.items()]
-    fitted += [(recompute_s(profile, 0, size, budget, batch), taken_s) for size, taken_s in beside.items()]
-    # A difference of two steps can come out below zero, where they differ less than one repetition from the next.
-    errors = [abs(fitted_s / taken_s - 1) for fitted_s, taken_s in fitted if taken_s > 0]
+    pairs = [(recompute_s(profile, 0, size, budget), measured_s) for size, measured_s in alone.items()]
+    pairs += [(recompute_s(profile, 0, size, budget, batch), measured_s) for size, measured_s in beside.items()]
+    # A measured time is a difference of two steps; noise can make it negative.
+    errors = [abs(fitted_s / measured_s - 1) for fitted_s, measured_s in pairs if measured_s > 0]
     return {
         "num_beside": times.num_beside,
-        "alone": {str(size): taken_s for size, taken_s in alone.items()},
-        "beside": {str(size): taken_s for size, taken_s in beside.items()},
+        "alone": {str(size): measured_s for size, measured_s in alone.items()},
+        "beside": {str(size): measured_s for size, measured_s in beside.items()},
         "median_error_of_the_fit": median(errors) if errors else None,
     }

@@ -1,4 +1,4 @@
-"""A picture of a hardware profile: the time to recompute tokens, and to copy their KV. Needs matplotlib."""
+"""Plot a hardware profile: the time to recompute tokens, and to copy their KV. Needs matplotlib."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,50 +15,63 @@ NUM_POINTS = 120
 
 
 def step_budget(profile: StepProfile) -> int:
-    """Return the most tokens in a step, as measured."""
     return int(profile.provenance.get("max_num_batched_tokens", DEFAULT_BUDGET))
 
 
 def most_tokens(profile: StepProfile) -> int:
-    """Return the tokens of the longest prompt that there can be."""
+    """Return the number of tokens of the longest possible prompt."""
     return int(profile.provenance.get("max_model_len", DEFAULT_MOST_TOKENS))
 
 
 def crossing(profile: StepProfile, copies_s: Callable[[int], float], most: int) -> int | None:
-    """Return from how many tokens on KV is copied sooner than computed, in whole blocks; None if never up to `most`.
+    """Return the number of tokens, in whole blocks, from which copying KV is faster than recomputing it.
 
-    `copies_s` returns the seconds of copying so many blocks.
+    Returns None if copying is never faster up to `most` tokens.
+
+    copies_s: returns the seconds to copy a number of blocks.
     """
     size, budget = profile.block_size, step_budget(profile)
 
-    def is_sooner(num_blocks: int) -> bool:
+    def is_faster(num_blocks: int) -> bool:
         return copies_s(num_blocks) < recompute_s(profile, 0, num_blocks * size, budget)
 
     low, high = 0, 1
-    while not is_sooner(high):
+    while not is_faster(high):
         if high * size >= most:
             return None
         low, high = high, min(2 * high, max(most // size, high + 1))
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if is_sooner(middle) else (middle, high)
+        low, high = (low, middle) if is_faster(middle) else (middle, high)
     return high * size
 
 
-def draw_profile(path: Path, profile: StepProfile) -> None:
-    """Write a PNG with both curves and where they cross; dots are measurements.
+def describe_crossing(tokens: int | None, block_size: int) -> str:
+    """Return a sentence about the result of `crossing`."""
+    if tokens is None:
+        return "recomputing is always faster than copying in"
+    if tokens == block_size:
+        return "copying in is always faster than recomputing"
+    return f"copying in is faster than recomputing from {tokens:,} tokens on"
 
-    :raises MissingDependencyError: without matplotlib.
-    :raises ConfigurationError: the profile does not know copies, or the file cannot be written.
+
+def draw_profile(path: Path, profile: StepProfile) -> None:
+    """Write a PNG with the curves of recomputing and copying, their crossing, and dots for measurements.
+
+    :raises MissingDependencyError: matplotlib is not installed.
+    :raises ConfigurationError: the profile has no copy times, or the file cannot be written.
     """
     copies = profile.copies
     if copies is None:
-        raise ConfigurationError(f"profile {profile.name!r} says nothing of copies: there is nothing to compare")
+        raise ConfigurationError(f"profile {profile.name!r} has no copy times: there is nothing to compare")
     figure, (panel,) = make_panels(1, height=4.6)
     most = most_tokens(profile)
     _draw_recompute(panel, profile, most)
     _draw_copies(panel, profile, copies, most)
-    _mark(panel, profile, crossing(profile, copies.in_s, most))
+    tokens = crossing(profile, copies.in_s, most)
+    panel.set_title(describe_crossing(tokens, profile.block_size), loc="left", fontsize=9)
+    if tokens not in (None, profile.block_size):
+        panel.axvline(tokens, color="#777777", linewidth=0.8, linestyle="--")
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_xlim(profile.block_size, most)
@@ -98,22 +111,10 @@ def _draw_copies(panel: Any, profile: StepProfile, copies: CopyCosts, most: int)
     ):
         panel.plot([num * size for num in blocks], [seconds(num) for num in blocks], color=color, label=label)
         if isinstance(profile.provenance.get("copies"), str):
-            panel.plot([num * size for num, _ in points], [taken for _, taken in points], ".", color=color)
-
-
-def _mark(panel: Any, profile: StepProfile, tokens: int | None) -> None:
-    """Mark where copying in becomes the quicker way."""
-    if tokens is None:
-        text = "recomputing is always quicker than copying in"
-    elif tokens == profile.block_size:
-        text = "copying in is always quicker than recomputing"
-    else:
-        text = f"copying in is quicker than recomputing from {tokens:,} tokens on"
-        panel.axvline(tokens, color="#777777", linewidth=0.8, linestyle="--")
-    panel.set_title(text, loc="left", fontsize=9)
+            panel.plot([num * size for num, _ in points], [copy_s for _, copy_s in points], ".", color=color)
 
 
 def _spread(low: int, high: int) -> Sequence[int]:
-    """Return numbers of tokens that are as far apart as they are large."""
+    """Return logarithmically spaced numbers of tokens."""
     factor = (high / low) ** (1 / NUM_POINTS)
     return sorted({round(low * factor**index) for index in range(NUM_POINTS + 1)})

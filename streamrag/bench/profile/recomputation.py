@@ -1,8 +1,8 @@
-"""Measures the time to recompute a prompt on a running engine: whole prompts, alone and beside a running batch.
+"""Measure the time to recompute whole prompts on a running engine, alone and beside a running batch.
 
-alone    [── chunk ──][── chunk ──][─ rest + 1 ─][ decode ]        the sum of the chunks' steps, less that of the
-                                                                   decode: the next token is computed in any case
-beside   [d][d][─ chunk + d ─][─ chunk + d ─][─ rest + d ─][d]     what they take more than [d], a step of decodes
+alone    [── chunk ──][── chunk ──][─ rest + 1 ─][ decode ]        the chunks' steps, minus the decode step, which is
+                                                                   needed in any case
+beside   [d][d][─ chunk + d ─][─ chunk + d ─][─ rest + d ─][d]     the chunks' steps, minus as many decode steps [d]
 """
 
 import asyncio
@@ -21,29 +21,29 @@ from streamrag.support.tasks import cancel_regardless
 FIRST_SIZE = 64
 NUM_REPEATS, NUM_REPEATS_SMALL = 3, 9
 SMALL = 1_024
-"""Prompts of so many tokens are quick, and what disturbs them weighs more."""
+"""Prompts of up to this many tokens are repeated more often, because noise is a larger share of their time."""
 NUM_TRIES = 5
-"""Attempts to have a prompt computed in the steps that it should take."""
+"""Attempts to have a prompt computed in the expected steps."""
 NUM_WAITS = 1_000
-"""Waits of a millisecond each, at most, until the engine has told of all steps."""
+"""Maximum number of 1 ms waits until the engine has reported all steps."""
 NUM_IDLE = 5
-"""Number of steps that only decode, to compare the others with."""
+"""Number of steps that only decode, as the reference for the others."""
 NUM_CONTEXT_BESIDE = 32
-"""Tokens of the prompts whose answers are decoded beside."""
+"""Prompt tokens of each request in the running batch."""
 GROWTH = 3.0
-"""Factor of time that twice as many tokens take, at most, about: attention grows faster than the rest."""
+"""Assumed growth of the time when the tokens double: attention grows faster than linearly."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeTimes:
-    """The seconds that computing tokens added to steps, in each repetition, by numbers of tokens."""
+    """The seconds that a prompt added to the steps, in each repetition, by number of tokens."""
 
     num_beside: int
     """Number of requests in the running batch."""
     alone: dict[int, list[float]] = field(default_factory=dict)
     beside: dict[int, list[float]] = field(default_factory=dict)
     steps: list[StepTime] = field(default_factory=list)
-    """All that were measured on the way."""
+    """All measured steps."""
 
     def as_pass(self) -> Pass:
         """Return the steps, for the fit of a profile."""
@@ -51,7 +51,7 @@ class RecomputeTimes:
 
 
 def prompt_sizes(max_model_len: int) -> list[int]:
-    """Return the numbers of tokens to measure: twice as many each time, and last what the model takes."""
+    """Return the numbers of tokens to measure: doubling, and at last the model's longest prompt."""
     most = max_model_len - 4
     sizes = [min(FIRST_SIZE, most)]
     while 2 * sizes[-1] < 0.75 * most:
@@ -68,34 +68,32 @@ async def measure_recompute(
     max_s: float,
     progress: Callable[[int], None] = lambda size: None,
 ) -> RecomputeTimes:
-    """Measure prompts of growing length, until the next would take longer than is left of `max_s`.
+    """Measure prompts of growing length, until the next one would probably exceed `max_s` in total.
 
-    `progress` is called with each length before it is measured.
+    progress: called with each length before it is measured.
 
-    :raises BackendError: the engine computes them in other steps than it should.
+    :raises BackendError: the engine does not compute the prompts in the expected steps.
     """
     clock = asyncio.get_running_loop().time
     until_s = clock() + max_s
-    found = RecomputeTimes(max(min(num_beside, budget // 2), 1))
-    meter = _Meter(client, budget, max_model_len, found.num_beside)
+    times = RecomputeTimes(max(min(num_beside, budget // 2), 1))
+    meter = _Meter(client, budget, max_model_len, times.num_beside)
     last_s = 0.0
     for size in prompt_sizes(max_model_len):
         start_s = clock()
         if start_s + GROWTH * last_s > until_s:
             break
         progress(size)
-        for into, measure in ((found.alone, meter.alone), (found.beside, meter.beside)):
+        for by_size, measure in ((times.alone, meter.alone), (times.beside, meter.beside)):
             for _ in range(NUM_REPEATS_SMALL if size <= SMALL else NUM_REPEATS):
                 seconds, steps = await measure(size)
-                into.setdefault(size, []).append(seconds)
-                found.steps.extend(steps)
+                by_size.setdefault(size, []).append(seconds)
+                times.steps.extend(steps)
         last_s = clock() - start_s
-    return found
+    return times
 
 
 class _Meter:
-    """The measurements of one engine, within its limits."""
-
     def __init__(self, client: EngineClient, budget: int, max_model_len: int, num_beside: int) -> None:
         self._client = client
         self._budget = budget
@@ -104,21 +102,21 @@ class _Meter:
         self._tokens = FreshTokens(f"recomputed {len(client.steps)}")
 
     async def alone(self, size: int) -> tuple[float, list[StepTime]]:
-        """Time the prefill of `size` tokens and the next one, less the decode after them."""
+        """Time the prefill of `size` tokens, and return its seconds and its steps."""
         parts: list[Part] = [*_chunks(size + 1, self._budget), (1, size + 1)]
         for _ in range(NUM_TRIES):
             num_before = len(self._client.steps)
             await answer(self._client, "recomputed", self._tokens.take(size + 1), 2)
             steps = await steps_since(self._client, num_before, size + 2)
             if [step.num_tokens for step in steps] == [num_new for num_new, _ in parts]:
-                # The engine had nothing to do before the first.
-                took_s = [steps[0].elapsed_s, *(b.end_s - a.end_s for a, b in pairwise(steps))]
-                timed = [StepTime((p,), s, step.elapsed_s) for p, s, step in zip(parts, took_s, steps, strict=True)]
-                return sum(took_s[:-1]) - took_s[-1], timed[1:]
+                # The engine was idle before the first step.
+                steps_s = [steps[0].elapsed_s, *(b.end_s - a.end_s for a, b in pairwise(steps))]
+                timed = [StepTime((p,), s, step.elapsed_s) for p, s, step in zip(parts, steps_s, steps, strict=True)]
+                return sum(steps_s[:-1]) - steps_s[-1], timed[1:]
         raise BackendError(f"{size + 1} tokens are not computed in {len(parts) - 1} steps of {self._budget}")
 
     async def beside(self, size: int) -> tuple[float, list[StepTime]]:
-        """Time the prefill of `size` tokens in steps that decode too, less as many steps that only decode."""
+        """Time the prefill of `size` tokens beside the batch, and return its seconds and its steps."""
         num_beside = self._num_beside
         chunks = list(_chunks(size, self._budget - num_beside))
         decodes = ((1, NUM_CONTEXT_BESIDE),) * num_beside
@@ -145,8 +143,8 @@ class _Meter:
 
     @asynccontextmanager
     async def _decoding(self) -> AsyncIterator[None]:
-        """Let a batch of requests decode inside."""
-        begun = [asyncio.Event() for _ in range(self._num_beside)]
+        """Run a batch of decoding requests inside the block."""
+        started = [asyncio.Event() for _ in range(self._num_beside)]
 
         async def decode(index: int, event: asyncio.Event) -> None:
             prompt = self._tokens.take(NUM_CONTEXT_BESIDE)
@@ -156,11 +154,11 @@ class _Meter:
                     async for _ in outputs:
                         event.set()
             finally:
-                event.set()  # whoever waits must not wait for ever
+                event.set()  # so that a failed request does not block the others
 
-        tasks = [asyncio.create_task(decode(index, event)) for index, event in enumerate(begun)]
+        tasks = [asyncio.create_task(decode(index, event)) for index, event in enumerate(started)]
         try:
-            for event in begun:
+            for event in started:
                 await event.wait()
             yield
         finally:
@@ -170,7 +168,7 @@ class _Meter:
 def _mixed_and_idle(
     steps: Sequence[MeasuredStep], num_beside: int
 ) -> tuple[list[tuple[MeasuredStep, MeasuredStep]], list[float]]:
-    """Return steps that prefill beside decodes, each with the one before, and the seconds of those that only decode."""
+    """Return the steps with prefill, each with its predecessor, and the seconds of the steps that only decode."""
     pairs = list(pairwise(steps))
     mixed = [(a, b) for a, b in pairs if b.num_requests == num_beside + 1]
     return mixed, [b.end_s - a.end_s for a, b in pairs if b.num_requests == b.num_tokens == num_beside]

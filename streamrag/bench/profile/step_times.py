@@ -1,9 +1,9 @@
-"""Measures a table profile of a running engine: the time of its steps, and of a request beside them.
+"""Measure a table profile of a running engine: the duration of its steps, and a request's overhead beside them.
 
-    blocker  [─────────────]                       While it computes, the requests of the batch arrive, so that the
-    batch      ▲▲▲▲        [─ n x m tokens ─][─ n decodes ─][─ n decodes ─]       next step holds all of them.
+    blocker  [─────────────]                       While the blocker computes, all requests of the batch arrive, so
+    batch      ▲▲▲▲        [─ n x m tokens ─][─ n decodes ─][─ n decodes ─]       that the next step has all of them.
 
-A step lasts from the end of the one before it to its own: what the engine does between two steps is part of it.
+A step's duration is from the end of the step before to its own end: it includes the engine's work between steps.
 """
 
 import asyncio
@@ -24,23 +24,23 @@ from streamrag.errors import BackendError
 from streamrag.trace.values import TracedChunk
 
 NUM_IN_VOCABULARY = 512
-"""Token ids are below this, which every model has."""
+"""Upper bound of token ids; every model's vocabulary is larger."""
 NUM_BLOCKER_TOKENS = 128
 HEAD_START_S = 0.002
-"""Seconds for the blocker to reach the engine: its step has begun then, and the batch arrives before it ends."""
+"""Seconds between the blocker and the batch, so that the blocker's step has begun when the batch arrives."""
 SIZES = (16, 50, 100, 200, 400, 700, 1_000, 2_000, 4_000)
-"""Most are no multiples of anything, as chunks are not."""
+"""Tokens of measured steps. Most are not multiples of a block, as chunks are not."""
 LONE_SIZES = (16, 100, 200)
 NUM_DECODES = 3
 NUM_PASSES = 3
 PASSES_S = 10.0
 NUM_TRIES = 4
-"""Attempts to have a batch in one step, before it is left out. The quicker the engine, the harder it is."""
+"""Attempts to have a batch in one step, which is harder on a fast engine; then the batch is left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Requests that arrive together, each with so many new tokens after a prefix that all share."""
+    """Requests that arrive together, each with `num_tokens` new tokens after a shared prefix."""
 
     num_requests: int
     num_tokens: int
@@ -48,7 +48,6 @@ class _Batch:
     num_output_tokens: int = 1
 
     def step_parts(self) -> Iterator[tuple[Part, ...]]:
-        """Yield the parts of each of its steps."""
         yield ((self.num_tokens, self.num_context),) * self.num_requests
         num_before = self.num_context + self.num_tokens
         for index in range(self.num_output_tokens - 1):
@@ -57,7 +56,7 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """A step, and its time: from the end of the one before, and of this the model's part."""
+    """The duration of a step (`step_s`), and the model's share of it (`elapsed_s`)."""
 
     parts: tuple[Part, ...]
     step_s: float
@@ -66,15 +65,15 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A turn of measurements on one engine."""
+    """A pass of measurements on one engine."""
 
     steps: tuple[StepTime, ...]
     beside_s: tuple[float, ...]
-    """For each request that was alone: the time from asking to the first token, less the time of the model."""
+    """For each lone request: the seconds to its first token, minus the model's seconds."""
 
 
 class KvFacts(Protocol):
-    """The facts of an engine that a profile has beside times. An `EngineClient` has them."""
+    """The properties of an engine that a profile records. An `EngineClient` has them."""
 
     @property
     def kv_tokens(self) -> int: ...
@@ -87,10 +86,10 @@ class KvFacts(Protocol):
 async def measure_profile(
     client: EngineClient, name: str, budget: int, max_model_len: int, max_num_seqs: int = 1
 ) -> TableProfile:
-    """Measure the steps of an idle engine, and a request beside them. A few seconds on a small model.
+    """Measure the steps of an idle engine, and a request's overhead: a few seconds for a small model.
 
-    On a slow one there are fewer passes: none begins after `PASSES_S`. Steps hold `max_num_seqs` requests at most; with
-    one, the cost of a request goes to the base line.
+    No pass begins after `PASSES_S`. Steps have at most `max_num_seqs` requests; with 1, the cost per request is part
+    of the base cost.
     """
     await warm_up(client, budget, max_model_len)
     clock = asyncio.get_running_loop().time
@@ -102,7 +101,7 @@ async def measure_profile(
 
 
 def table_profile(passes: Sequence[Pass], engine: KvFacts, name: str) -> TableProfile:
-    """Return the profile that fits the medians of all passes best; what is no matter of time is that of `engine`."""
+    """Fit a profile to the medians of all passes; the properties that are not times are those of `engine`."""
     usual_s = usual_step_s(passes)
     most = max(sum(new for new, _ in parts) for parts in usual_s)
     fitted = fit_table(list(usual_s.items()), [1, *_sizes(most)])
@@ -133,24 +132,24 @@ def usual_step_s(passes: Sequence[Pass]) -> dict[tuple[Part, ...], float]:
 
 
 def slow_factors(one: Pass, usual_s: Mapping[tuple[Part, ...], float]) -> list[float]:
-    """Return how many times as long as usual each step took, of those that are longer than most.
+    """Return the slowdown factors of the longer half of the steps.
 
-    Disturbances are a larger share of shorter ones.
+    Shorter steps are left out, because noise is a larger share of their time.
     """
     usually_s = median(usual_s.values())
     return [step.step_s / usual_s[step.parts] for step in one.steps if usual_s[step.parts] >= usually_s]
 
 
 async def warm_up(client: EngineClient, budget: int, max_model_len: int) -> None:
-    """Run the very first steps of an engine, which take seconds."""
+    """Run an engine's first steps, which take seconds."""
     for num_tokens in (min(budget, max_model_len - 2), 1):
         await answer(client, "warm-up", FreshTokens("warm-up").take(num_tokens), 1)
 
 
 async def measure(client: EngineClient, budget: int, max_model_len: int, max_num_seqs: int) -> Pass:
-    """Measure steps of one request and of several, prefill and decode, without context and with as much as fits.
+    """Measure prefill and decode steps of one and several requests, with no, half and nearly the longest context.
 
-    A pass measures everything once. Several, far apart, tell what a machine does that is not always equally fast.
+    Several passes, spread over time, show how the machine's speed varies.
     """
     tokens = FreshTokens(f"measured {len(client.steps)}")
     most = min(budget, max_model_len - 2)
@@ -158,7 +157,7 @@ async def measure(client: EngineClient, budget: int, max_model_len: int, max_num
     for num_context in _contexts(client.block_size, max_model_len):
         prefix = tokens.take(num_context)
         if prefix:
-            await answer(client, "prefix", prefix + tokens.take(1), 1)  # from now on in the prefix cache
+            await answer(client, "prefix", prefix + tokens.take(1), 1)  # fills the prefix cache
         for batch in _batches(most, num_context, max_num_seqs):
             if num_context + batch.num_tokens + batch.num_output_tokens < max_model_len:
                 steps += await _steps_of(client, batch, prefix, tokens, min(NUM_BLOCKER_TOKENS, most))
@@ -167,12 +166,12 @@ async def measure(client: EngineClient, budget: int, max_model_len: int, max_num
 
 
 def _sizes(most: int) -> list[int]:
-    """Return the tokens of steps of one request, the largest last and not too close to the one before."""
+    """Return the numbers of tokens for steps of one request: the `SIZES` well below `most`, and `most`."""
     return [*(size for size in SIZES if size <= 0.75 * most), most]
 
 
 def _contexts(block_size: int, max_model_len: int) -> list[int]:
-    """Return no context, half of the longest and nearly the longest, in whole blocks."""
+    """Return the context lengths to measure, in whole blocks: 0, half and nearly the longest."""
     return sorted({num - num % block_size for num in (0, max_model_len // 2, max_model_len * 7 // 8)})
 
 
@@ -189,7 +188,7 @@ def _batches(most: int, num_context: int, max_num_seqs: int) -> Iterator[_Batch]
 async def _steps_of(
     client: EngineClient, batch: _Batch, prefix: list[int], tokens: "FreshTokens", num_blocker_tokens: int
 ) -> list[StepTime]:
-    """Measure the steps of a batch; none if it did not come together in one."""
+    """Measure the steps of a batch; return none if its requests never ran in one step."""
     all_parts = list(batch.step_parts())
     expected = [(len(parts), sum(new for new, _ in parts)) for parts in all_parts]
     num_tokens = num_blocker_tokens + sum(num for _, num in expected)
@@ -211,26 +210,27 @@ async def _steps_of(
 
 
 async def _beside_s(client: EngineClient, token_ids: list[int]) -> float:
-    """Measure the seconds that the first token of a request takes beside the model, if the request is alone."""
+    """Measure a lone request's seconds to its first token, minus the model's seconds."""
     clock, num_before = asyncio.get_running_loop().time, len(client.steps)
     start_s = clock()
     await answer(client, "alone", token_ids, 1)
-    took_s = clock() - start_s
-    return took_s - sum(step.elapsed_s for step in await steps_since(client, num_before, len(token_ids)))
+    elapsed_s = clock() - start_s
+    return elapsed_s - sum(step.elapsed_s for step in await steps_since(client, num_before, len(token_ids)))
 
 
 async def steps_since(client: EngineClient, num_before: int, num_tokens: int) -> Sequence[MeasuredStep]:
-    """Wait for the steps of so many tokens, of which the engine tells a moment after the tokens themselves."""
+    """Wait until the engine has reported steps of `num_tokens`; reports lag slightly behind the tokens."""
     for _ in range(100):
         steps = client.steps[num_before:]
         if sum(step.num_tokens for step in steps) >= num_tokens:
             return steps
         await asyncio.sleep(0.001)
-    raise BackendError(f"the engine told of {sum(step.num_tokens for step in steps)} tokens' steps, not {num_tokens}")
+    num_reported = sum(step.num_tokens for step in steps)
+    raise BackendError(f"the engine reported steps of {num_reported} tokens instead of {num_tokens}")
 
 
 class FreshTokens:
-    """A source of tokens that no request has had before."""
+    """A source of tokens that differ from those of all earlier requests."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -242,7 +242,6 @@ class FreshTokens:
 
 
 async def answer(client: EngineClient, query_id: str, token_ids: list[int], num_output_tokens: int) -> None:
-    """Send a request, and wait for the whole answer."""
     async with aclosing(client.generate(query_id, token_ids, num_output_tokens)) as answer:
         async for _ in answer:
             pass

@@ -1,1 +1,1 @@
-"""The report of a benchmark: comparisons of cells, pictures, timelines, one HTML page."""
+"""Reports of a benchmark: comparisons, plots, timelines, and an HTML page."""

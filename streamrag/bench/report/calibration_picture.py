@@ -1,4 +1,4 @@
-"""A picture of a calibration: how likely a result is final, stage by stage. Needs matplotlib."""
+"""Plot a calibration: the probability that a result is final, by stage. Needs matplotlib."""
 
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ MAX_CELLS = 20
 
 
 def draw_calibration(path: Path, calibration: Calibration) -> None:
-    """Write a PNG with two panels: prefixes and the whole, stage by stage; and what having been stable adds.
+    """Write a PNG with two panels: probabilities by stage, and by the number of stages without a change.
 
-    :raises MissingDependencyError: without matplotlib.
+    :raises MissingDependencyError: matplotlib is not installed.
     :raises ConfigurationError: the file cannot be written.
     """
     figure, (by_stage, by_stable) = make_panels(2, height=3.8)

@@ -1,4 +1,4 @@
-"""The canvas of a report's pictures: panels, axes in seconds, SVG. Needs matplotlib."""
+"""Helpers for plots: panels, axes in seconds, SVG and PNG output. Needs matplotlib."""
 
 import io
 import math
@@ -12,7 +12,7 @@ from streamrag.support.files import write_whole
 
 
 def require_matplotlib() -> None:
-    """Raise MissingDependencyError without matplotlib."""
+    """Raise `MissingDependencyError` if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -20,7 +20,7 @@ def require_matplotlib() -> None:
 
 
 def make_panels(num: int, height: float, num_columns: int = 3) -> tuple[Any, list[Any]]:
-    """Make a figure with room for `num` panels of `height` inches, at most `num_columns` side by side."""
+    """Return a figure and its `num` panels of `height` inches, in at most `num_columns` columns."""
     require_matplotlib()
     from matplotlib.figure import Figure as Canvas
 
@@ -41,7 +41,7 @@ def make_panels(num: int, height: float, num_columns: int = 3) -> tuple[Any, lis
 
 
 def plain_log_ticks(axis: Any) -> None:
-    """Write plain numbers on a logarithmic axis, also where it spans less than a decade."""
+    """Label a logarithmic axis with plain numbers, even if it spans less than a decade."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     low, high = axis.get_view_interval()
@@ -53,7 +53,7 @@ def plain_log_ticks(axis: Any) -> None:
 
 
 def seconds_upwards(panel: Any) -> None:
-    """Make the axis logarithmic where values differ much, else linear from zero."""
+    """Make the y axis logarithmic if its values span more than a factor of 4, else linear from zero."""
     low, high = panel.dataLim.intervaly
     panel.set_ylabel("seconds")
     if not math.isfinite(high):
@@ -66,14 +66,13 @@ def seconds_upwards(panel: Any) -> None:
 
 
 def formatter(write: Callable[[float], str]) -> Any:
-    """Return a formatter of the ticks of an axis."""
     from matplotlib.ticker import FuncFormatter
 
     return FuncFormatter(lambda value, _: write(value))
 
 
 def write_png(figure: Any, path: Path, title: str) -> None:
-    """Write the figure with a title above.
+    """Write the figure, with a title, as PNG.
 
     :raises ConfigurationError: the file cannot be written.
     """
@@ -84,7 +83,7 @@ def write_png(figure: Any, path: Path, title: str) -> None:
 
 
 def as_svg(figure: Any) -> str:
-    """Return the figure as SVG: the same bytes for the same figure."""
+    """Return the figure as SVG; equal figures give equal bytes."""
     import matplotlib
 
     written = io.StringIO()

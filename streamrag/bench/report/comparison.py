@@ -1,4 +1,4 @@
-"""Cells side by side: pooled over seeds, and set against those that do not stream."""
+"""Comparisons of cells: pooled over seeds, with speed-ups over the arm that does not stream."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -7,33 +7,29 @@ from typing import NamedTuple, TypeAlias
 
 from streamrag.bench.cell import ARMS, CellSettings
 from streamrag.bench.grid import load_of, variant_name
-from streamrag.bench.summary import PERCENTILES, Digest, percentile
+from streamrag.bench.summary import PERCENTILES, Digest, percentile, ratio
+from streamrag.bench.summary import mean as mean
 
 BASELINE = "no-streaming"
 
 Values: TypeAlias = Callable[[Digest], Sequence[float]]
-"""Values of a cell to look at, one for each request."""
+"""A function that returns one value per request of a cell."""
 
 Statistic: TypeAlias = Callable[[Sequence[float]], float]
 
 
 class Figure(NamedTuple):
-    """A statistic of all requests of all seeds, and the least and the most of it that one seed has alone."""
+    """A statistic over all seeds, with its minimum and maximum over single seeds."""
 
     value: float
     low: float
     high: float
 
 
-def _figure(value: float, alone: Sequence[float]) -> Figure:
-    """Return `value` with the range of `alone`, its values by seed. A seed without an answer does not count."""
-    known = [one for one in alone if math.isfinite(one)]
-    return Figure(value, min(known, default=math.nan), max(known, default=math.nan))
-
-
-def mean(values: Sequence[float]) -> float:
-    """Return the arithmetic mean; NaN of no values."""
-    return math.fsum(values) / len(values) if values else math.nan
+def _figure(value: float, by_seed: Sequence[float]) -> Figure:
+    """Return `value` with the range of the finite values in `by_seed`."""
+    finite = [one for one in by_seed if math.isfinite(one)]
+    return Figure(value, min(finite, default=math.nan), max(finite, default=math.nan))
 
 
 def _statistic(name: str) -> Statistic:
@@ -42,13 +38,13 @@ def _statistic(name: str) -> Statistic:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Cells that differ in their seed only, in order of the seed; at least one."""
+    """A non-empty group of cells that differ only in their seed, ordered by seed."""
 
     digests: tuple[Digest, ...]
 
     @property
     def settings(self) -> CellSettings:
-        """Settings of the first cell; the seed tells nothing."""
+        """Settings of the first cell; ignore their seed."""
         return self.digests[0].settings
 
     @property
@@ -56,29 +52,25 @@ class Pool:
         return tuple(digest.settings.seed for digest in self.digests)
 
     def only(self, seeds: Iterable[int]) -> "Pool":
-        """Return the cells of these seeds."""
-        kept = set(seeds)
-        return Pool(tuple(digest for digest in self.digests if digest.settings.seed in kept))
+        wanted = set(seeds)
+        return Pool(tuple(digest for digest in self.digests if digest.settings.seed in wanted))
 
     def values(self, of: Values) -> list[float]:
-        """Return the values of all requests of all seeds."""
         return [value for digest in self.digests for value in of(digest)]
 
     def figure(self, of: Values, name: str) -> Figure:
-        """Return a statistic of the values: `name` is one of `PERCENTILES`, or "mean"."""
+        """Return a statistic of the values; `name` is one of `PERCENTILES`, or "mean"."""
         statistic = _statistic(name)
-        alone = [statistic(of(digest)) for digest in self.digests]
-        return _figure(statistic(self.values(of)), alone)
+        return _figure(statistic(self.values(of)), [statistic(of(digest)) for digest in self.digests])
 
     def total(self, of: Callable[[Digest], float]) -> Figure:
         """Return the mean over seeds of a value that each cell has once."""
-        alone = [of(digest) for digest in self.digests]
-        return _figure(mean(alone), alone)
+        by_seed = [of(digest) for digest in self.digests]
+        return _figure(mean(by_seed), by_seed)
 
     def ratio_to_floor(self, name: str) -> float:
         """Return the ratio of a percentile of `ttft_after_retrieval_s` to the same percentile of the floor."""
-        floor = self.figure(_floor, name).value
-        return self.figure(_after, name).value / floor if floor > 0 else math.nan
+        return ratio(self.figure(_after, name).value, self.figure(_floor, name).value)
 
 
 def _after(digest: Digest) -> Sequence[float]:
@@ -91,7 +83,7 @@ def _floor(digest: Digest) -> Sequence[float]:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All cells of one load: variants at rates of arrivals."""
+    """All cells of one load, by variant and rate of arrivals."""
 
     load: CellSettings
     variants: tuple[str, ...]
@@ -99,37 +91,29 @@ class Comparison:
     pools: dict[tuple[str, float | None], Pool]
 
     def floors(self, qps: float | None) -> Pool:
-        """Return a pool that has all floors of a rate of arrivals: any arm's, because the load is the same."""
+        """Return the pool with the most floors at this rate; floors do not depend on the arm."""
         pools = [pool for (_, at), pool in self.pools.items() if at == qps]
         return max(pools, key=lambda pool: len(pool.values(_floor)))
 
     def speed_up(self, variant: str, qps: float | None, name: str) -> Figure | None:
-        """Return the percentile of `ttft_after_retrieval_s` without streaming over that of the variant.
+        """Return the ratio of the baseline's percentile of `ttft_after_retrieval_s` to the variant's.
 
-        Only seeds that both have count; None where they have none in common.
+        Only seeds that both pools have are counted; None if they have none in common.
         """
         pool, baseline = self.pools.get((variant, qps)), self.pools.get((BASELINE, qps))
-        if pool is None or baseline is None:
-            return None
-        common = set(pool.seeds) & set(baseline.seeds)
-        if not common:
+        if pool is None or baseline is None or not (common := set(pool.seeds) & set(baseline.seeds)):
             return None
         pool, baseline = pool.only(common), baseline.only(common)
         statistic = _statistic(name)
-        alone = [
-            _over(statistic(_after(before)), statistic(_after(after)))
+        by_seed = [
+            ratio(statistic(_after(before)), statistic(_after(after)))
             for before, after in zip(baseline.digests, pool.digests, strict=True)
         ]
-        pooled = _over(statistic(baseline.values(_after)), statistic(pool.values(_after)))
-        return _figure(pooled, alone)
-
-
-def _over(before: float, after: float) -> float:
-    return before / after if after > 0 else math.nan
+        return _figure(ratio(statistic(baseline.values(_after)), statistic(pool.values(_after))), by_seed)
 
 
 def compare(digests: Iterable[Digest]) -> list[Comparison]:
-    """Make a comparison of each load; variants in the order of `ARMS`, then as they came; rates from low to high."""
+    """Return a comparison for each load, with variants ordered by arm, and rates ascending."""
     by_load: dict[CellSettings, dict[tuple[str, float | None], list[Digest]]] = {}
     for digest in digests:
         settings = digest.settings

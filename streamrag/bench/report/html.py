@@ -1,4 +1,4 @@
-"""The HTML of a report: its page and its tables."""
+"""The HTML of a report: tables, number formats, and the page template."""
 
 import math
 from base64 import b64encode
@@ -13,18 +13,18 @@ from streamrag.support.display_text import one_line
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table: a text, and a smaller one below it."""
+    """A table cell: a text, and a smaller text below it."""
 
     text: str
     small: str = ""
     is_number: bool = False
     is_group: bool = False
-    """Whether its row heads those below it."""
+    """Whether this cell's row is a heading for the rows below."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows below the names of their columns, and above these `groups` of so many columns each."""
+    """A table with column names, and above these optional `groups`: titles with their number of columns."""
 
     names: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -32,7 +32,7 @@ class Table:
 
 
 def figure_text(value: float | None) -> str:
-    """Write three significant digits, in plain notation; a dash for what is not there."""
+    """Format a number with three significant digits; a dash for None, NaN and infinity."""
     if value is None or not math.isfinite(value):
         return "–"
     if abs(value) >= 100:
@@ -44,7 +44,7 @@ def figure_text(value: float | None) -> str:
 
 
 def cell(value: Figure | float | None, unit: str = "") -> Cell:
-    """Make a cell of a number; a figure brings its spread over seeds, where there is one."""
+    """Return a cell with a number; for a `Figure`, also its range over seeds."""
     if not isinstance(value, Figure):
         text = figure_text(value)
         return Cell(text if text == "–" else text + unit, is_number=True)
@@ -54,7 +54,7 @@ def cell(value: Figure | float | None, unit: str = "") -> Cell:
 
 
 def render(**values: Any) -> str:
-    """Return the page as HTML. Every text in it is one line without control characters, whatever its source.
+    """Render the page as HTML. Every text is reduced to one line without control characters.
 
     :raises MissingDependencyError: Jinja is not installed.
     """
@@ -74,12 +74,12 @@ def render(**values: Any) -> str:
 
 
 def _finalize(value: object) -> object:
-    """Clean a value before it is escaped; what macros return is part of the page already."""
+    """Sanitize a value before it is escaped; the output of macros is HTML already."""
     return value if hasattr(value, "__html__") else one_line(str(value))
 
 
 def require_jinja() -> None:
-    """Raise MissingDependencyError without Jinja."""
+    """Raise `MissingDependencyError` if Jinja is not installed."""
     try:
         import jinja2  # noqa: F401
     except ImportError:

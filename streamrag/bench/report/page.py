@@ -1,4 +1,4 @@
-"""A benchmark as one HTML page that needs nothing else: pictures are inside, nothing is fetched."""
+"""The report of a benchmark: one self-contained HTML page with embedded plots."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,35 +14,35 @@ from streamrag.engine.eviction import FATES
 from streamrag.support.versions import __version__
 
 COPIED = {"num_blocks_saved": 1, "num_blocks_loaded": 1, "num_bytes_out": 1e9, "num_bytes_in": 1e9}
-"""Fields of `CopyTotals`, and the unit that the report counts each in."""
+"""Fields of `CopyTotals`, with the unit that the report divides each by."""
 
 
 def make_report(digests: Iterable[Digest], *, slos: Slos, failed: Mapping[str, str] | None = None) -> str:
-    """Return the page as HTML; `failed` maps the names of cells that have no result to why.
+    """Return the page as HTML. `failed` maps the names of failed cells to their errors.
 
-    Raises MissingDependencyError without matplotlib or Jinja.
+    :raises MissingDependencyError: matplotlib or Jinja is not installed.
     """
     comparisons = compare(digests)
-    shown = [digest for c in comparisons for pool in c.pools.values() for digest in pool.digests]
+    all_digests = [digest for c in comparisons for pool in c.pools.values() for digest in pool.digests]
     return render(
         clock="virtual time" if comparisons[0].load.clock == "virtual" else "wall time",
-        num_cells=len(shown),
-        num_requests=sum(len(digest.ttft_s) for digest in shown),
-        simulation=_simulation([digest for digest in shown if digest.settings.clock == "virtual"]),
+        num_cells=len(all_digests),
+        num_requests=sum(len(digest.ttft_s) for digest in all_digests),
+        simulation=_simulation([digest for digest in all_digests if digest.settings.clock == "virtual"]),
         failed=failed or {},
         loads=[_load(comparison, slos) for comparison in comparisons],
-        provenance=_provenance(shown),
+        provenance=_provenance(all_digests),
     )
 
 
 def require_report() -> None:
-    """Raise MissingDependencyError without matplotlib or Jinja."""
+    """Raise `MissingDependencyError` if matplotlib or Jinja is not installed."""
     require_matplotlib()
     require_jinja()
 
 
 def _simulation(digests: Sequence[Digest]) -> tuple[float, float, float] | None:
-    """Return the seconds that were simulated, the seconds of one core that it took, and their ratio."""
+    """Return the simulated seconds, the core seconds spent on them, and the ratio; None without simulations."""
     simulated_s, wall_s = (sum(digest.completion_s for digest in digests), sum(digest.wall_s for digest in digests))
     return (simulated_s, wall_s, simulated_s / wall_s) if wall_s > 0 else None
 
@@ -66,7 +66,7 @@ def _table(
     row: Callable[[str, Pool], list[Cell]],
     head: Callable[[float | None], list[Cell]] = lambda qps: [],
 ) -> Table:
-    """Make a table of all variants, by rates of arrivals: `groups` of columns, a `head` row a rate, a `row` each."""
+    """Return a table with a `head` row for each rate of arrivals, and below it a `row` for each variant."""
     width = 1 + sum(len(names) for _, names in groups)
     rows: list[list[Cell]] = []
     for qps in comparison.qps:
@@ -74,7 +74,7 @@ def _table(
         rows.append(first + [Cell("")] * (1 + width - len(first)))
         pools = [(variant, comparison.pools.get((variant, qps))) for variant in comparison.variants]
         rows += [[Cell(""), *row(variant, pool)] for variant, pool in pools if pool]
-    names = [name for _, of_group in groups for name in of_group]
+    names = [name for _, group in groups for name in group]
     return Table(["load", "arm", *names], rows, [("", 2), *((title, len(names)) for title, names in groups)])
 
 
@@ -118,7 +118,7 @@ def _goodput(comparison: Comparison, slos: Slos) -> Table | None:
 
 
 def _work(comparison: Comparison) -> Table:
-    """Make the table of preemptions, and of what was computed and copied."""
+    """Return the table of preemptions, computed tokens and copies."""
     digests = [digest for pool in comparison.pools.values() for digest in pool.digests]
     fates = [fate for fate in reversed(FATES) if any(fate in (digest.num_preemptions or {}) for digest in digests)]
     has_copies = any(digest.copy_totals for digest in digests)
@@ -129,7 +129,7 @@ def _work(comparison: Comparison) -> Table:
     num_counts = sum(len(names) for _, names in groups)
 
     def row(variant: str, pool: Pool) -> list[Cell]:
-        counts = _counts(pool, fates, has_copies=has_copies) or [Cell("not told"), *[Cell("")] * (num_counts - 1)]
+        counts = _counts(pool, fates, has_copies=has_copies) or [Cell("unknown"), *[Cell("")] * (num_counts - 1)]
         busy = pool.total(lambda d: 100 * d.busy_s / d.completion_s if d.completion_s else math.nan)
         return [Cell(variant), *counts, cell(busy, unit=" %"), cell(pool.total(lambda d: d.completion_s))]
 
@@ -137,7 +137,6 @@ def _work(comparison: Comparison) -> Table:
 
 
 def _counts(pool: Pool, fates: Sequence[str], *, has_copies: bool) -> list[Cell]:
-    """Return the counts of the table; none where the engine does not tell."""
     if any(digest.num_preemptions is None for digest in pool.digests):
         return []
 
@@ -160,7 +159,7 @@ def _counts(pool: Pool, fates: Sequence[str], *, has_copies: bool) -> list[Cell]
 
 
 def _arrivals(comparison: Comparison) -> dict[str, Any]:
-    """Tell what arrived in one cell, if possible of an engine that told about chunks: all variants have one load."""
+    """Return statistics of the load, from the cell with the most complete records: all variants have the same load."""
     digests = [digest for pool in comparison.pools.values() for digest in pool.digests]
     one = max(digests, key=lambda d: (len(d.gaps_s) > 0, len(d.num_tokens) > 0, len(d.num_chunks)))
     listed: list[tuple[str, Sequence[float]]] = [
@@ -178,10 +177,10 @@ def _arrivals(comparison: Comparison) -> dict[str, Any]:
         for name, values in listed
         if values
     ]
-    note = f"Of one cell, {describe_qps(one.settings.qps)}, seed {one.settings.seed}; all arms have the same load."
+    note = f"For one cell, {describe_qps(one.settings.qps)}, seed {one.settings.seed}; all arms have the same load."
     if not one.gaps_s:
-        note += " Gaps are told by streaming cells only, and there is none here with more than one chunk."
-    return {"note": note, "table": Table(["", "how many", "mean", "P50", "P95", "P99", "most"], rows)}
+        note += " Gaps are reported by streaming cells only, and none here has more than one chunk."
+    return {"note": note, "table": Table(["", "count", "mean", "P50", "P95", "P99", "max"], rows)}
 
 
 def _provenance(digests: Iterable[Digest]) -> list[tuple[str, str]]:

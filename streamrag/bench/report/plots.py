@@ -1,4 +1,4 @@
-"""The pictures of a report, as SVG. Needs matplotlib: `pip install 'streamrag[plot]'`."""
+"""The plots of a report, as SVG. Needs matplotlib: `pip install 'streamrag[plot]'`."""
 
 import math
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from streamrag.support.display_text import for_picture
 
 GREY = "#8a8a8a"
 GRID = "#e3e3e3"
-# After Okabe and Ito, for any colour vision. Of the streaming arm a policy has a colour and an eviction its dashes.
+# Okabe and Ito's palette, for all colour vision. In the streaming arm, colours are policies and dashes are evictions.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#8c564b", "#17324d", "#9acd32")
 ARM_COLOURS = {"no-streaming": "#000000", "warming": "#e69f00", "stock-sessions": "#7a4ea3"}
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 FLOOR: dict[str, Any] = {"color": GREY, "linestyle": (0, (2, 2)), "linewidth": 1.1}
 MAX_POINTS = 300
 MIN_S = 1e-4
-"""Shorter times are drawn here: a logarithmic axis has no zero."""
+"""Shorter times are clipped to this, because a logarithmic axis has no zero."""
 TIMES: tuple[tuple[str, Values], ...] = (
     ("ttft_after_retrieval_s", lambda d: d.ttft_after_retrieval_s),
     ("ttft_s", lambda d: d.ttft_s),
@@ -26,7 +26,7 @@ TIMES: tuple[tuple[str, Values], ...] = (
 
 
 def draw_ccdf(comparison: Comparison) -> str:
-    """Draw the share of requests whose `ttft_after_retrieval_s` is longer than x, one panel a rate of arrivals."""
+    """Plot the CCDF of `ttft_after_retrieval_s`, with one panel per rate of arrivals."""
     figure, panels = make_panels(len(comparison.qps), 3.5)
     for panel, qps in zip(panels, comparison.qps, strict=True):
         panel.set_title(describe_qps(qps), loc="left", fontsize=10)
@@ -43,7 +43,7 @@ def draw_ccdf(comparison: Comparison) -> str:
 
 
 def draw_ttft_by_qps(comparison: Comparison) -> str | None:
-    """Draw mean and P95 of both times to the first token against the rate of arrivals; None of less than two rates."""
+    """Plot mean and P95 of both times to the first token by rate of arrivals; None for fewer than two rates."""
     rates = [qps for qps in comparison.qps if qps is not None]
     if len(rates) < 2:
         return None
@@ -82,7 +82,7 @@ def _ccdf(panel: Any, values: Sequence[float], **style: Any) -> None:
     num = len(ordered)
     if not num:
         return
-    # Ranks from the top, evenly on the logarithmic axis: every single request of the tail, few of the body.
+    # Ranks are spaced evenly on the logarithmic axis: all requests of the tail, few of the body.
     steps = {round(num ** (i / MAX_POINTS)) for i in range(MAX_POINTS + 1)}
     ranks = sorted((min(step, num) for step in steps), reverse=True)
     panel.plot([ordered[num - rank] for rank in ranks], [rank / num for rank in ranks], **style)

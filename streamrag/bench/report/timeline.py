@@ -1,13 +1,13 @@
-"""A cell as a timeline, in the Trace Event Format that ui.perfetto.dev and chrome://tracing open.
+"""The timeline of a cell, in the Trace Event Format of ui.perfetto.dev and chrome://tracing.
 
-    process "requests"   one track a request:  |--- retrieval ---------------|- answering -|- decode -|
+    process "requests"   a track per request:  |--- retrieval ---------------|- answering -|- decode -|
                                                | waiting | prefill |         | prefill     |
                                                          ^ chunk arrived     ^
     process "engine"     track "steps":        | step    | step    | step    | step        |
-                         track "copies"        what goes between device and host
+                         track "copies"        copies of KV between device and host
 
-Slices on one track nest: what the engine does with a request is cut where retrieval ends. Names and arguments hold
-counts and ids, and no text of any prompt.
+Slices on one track must nest, so states of a request are cut at the end of retrieval. Names and arguments contain
+counts and ids, but no prompt text.
 
 Source: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
@@ -30,8 +30,6 @@ Arguments: TypeAlias = dict[str, Any]
 
 
 class _Span(NamedTuple):
-    """A state of a request for a while."""
-
     name: str
     start_s: float
     end_s: float
@@ -39,9 +37,9 @@ class _Span(NamedTuple):
 
 
 def make_timeline(result: CellResult) -> dict[str, Any]:
-    """Make the trace as a JSON object; times in microseconds on the cell's clock.
+    """Return the timeline as a JSON object, with times in microseconds on the cell's clock.
 
-    :raises ConfigurationError: the result was not kept with its steps.
+    :raises ConfigurationError: the result has no steps.
     """
     if not result.steps:
         raise ConfigurationError(
@@ -109,7 +107,7 @@ def _track(request: RequestResult, track: int, steps: list[_Span], copies: list[
 
 
 def _without_steps(request: RequestResult) -> list[_Span]:
-    """Return prefill as one span, for engines that do not tell which requests were in a step."""
+    """Return prefill as one span, for engines that do not report the requests of a step."""
     record = request.record
     if record is None or record.scheduled_s is None:
         return []
@@ -118,11 +116,11 @@ def _without_steps(request: RequestResult) -> list[_Span]:
 
 
 def _pauses(request: RequestResult, steps: list[_Span]) -> list[_Span]:
-    """Return the times in which it had work and was not computed: after a chunk, between steps, after a preemption."""
+    """Return the spans in which the request had work but was not computed."""
     record = request.record
     chunks = [chunk.arrival_s for chunk in record.chunks] if record else []
     preemptions = {preemption.at_s for preemption in record.preemptions} if record else set()
-    # It has work from each of these times on, until after its last step before the next of them.
+    # The request has work from each of these times until its last step before the next one.
     marks = sorted({*chunks, *preemptions, request.retrieval_end_s})
     pauses = []
     for mark_s, next_s in zip(marks, [*marks[1:], request.first_token_s], strict=True):
@@ -131,27 +129,27 @@ def _pauses(request: RequestResult, steps: list[_Span]) -> list[_Span]:
         for step in (step for step in steps if step.end_s > mark_s and step.start_s < next_s):
             pauses.append(_Span(name, free_s, step.start_s, {}))
             free_s, name = step.end_s, "waiting"
-        if free_s == mark_s:  # no step at all
+        if free_s == mark_s:  # no step
             pauses.append(_Span(name, free_s, next_s, {}))
     return pauses
 
 
 def _in_order(*layers: Iterable[_Span]) -> list[_Span]:
-    """Cut spans so that they do not overlap, by time: where layers do, the earlier layer is on top."""
-    shown: list[_Span] = []
+    """Return the spans of all layers in order of time, cut so that earlier layers hide later ones."""
+    flat: list[_Span] = []
     for layer in layers:
         for span in layer:
-            first = bisect_right(shown, span.start_s, key=lambda other: other.end_s)
-            last = bisect_left(shown, span.end_s, key=lambda other: other.start_s)
+            first = bisect_right(flat, span.start_s, key=lambda other: other.end_s)
+            last = bisect_left(flat, span.end_s, key=lambda other: other.start_s)
             free_s, pieces = span.start_s, []
-            for other in shown[first:last]:
+            for other in flat[first:last]:
                 pieces.append(span._replace(start_s=free_s, end_s=other.start_s))
                 free_s = other.end_s
             pieces.append(span._replace(start_s=free_s))
             for piece in pieces:
                 if piece.end_s > piece.start_s:
-                    insort(shown, piece, key=lambda other: other.start_s)
-    return shown
+                    insort(flat, piece, key=lambda other: other.start_s)
+    return flat
 
 
 def _named(what: str, name: str, process: int, thread: int = 0) -> Event:
@@ -159,7 +157,7 @@ def _named(what: str, name: str, process: int, thread: int = 0) -> Event:
 
 
 def _slice(span: _Span, process: int, thread: int) -> Iterator[Event]:
-    """Make a complete event. Both ends are rounded alike, so that neighbours touch and never overlap."""
+    """Yield a complete event, unless it is empty. Rounding both ends keeps adjacent slices from overlapping."""
     start_us, end_us = (round(s * US_PER_S, 3) for s in (span.start_s, span.end_s))
     if end_us > start_us:
         times = {"ts": start_us, "dur": round(end_us - start_us, 3)}

@@ -1,4 +1,4 @@
-"""`streamrag bench`: loads on a simulated or a real engine, and their results."""
+"""`streamrag bench`: run benchmarks on a simulated or a real engine, and report their results."""
 
 import argparse
 import json
@@ -24,11 +24,11 @@ from streamrag.support.display_text import json_text
 from streamrag.support.files import write_whole
 
 TABLE_WIDTH = 120
-"""Columns of the table of figures where there is no terminal."""
+"""Width of the table of figures without a terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments, and set what runs it."""
+    """Define the command's arguments, and its `run`."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True, dest="verb")
     runs = {"report": _report, "timeline": _timeline}
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_grid(arguments: argparse.Namespace) -> int:
     console = Output(stderr=True)
     grid, slos = grid_of(arguments), parse_slos(arguments.slo)
-    require_report()  # now rather than after hours
+    require_report()  # before hours of work
     store = CellStore(arguments.output or Path("bench-results") / f"{arguments.verb}-{workload_name(grid.workload)}")
     store.check_clock(grid.clock)
     cells = grid.cells()
@@ -55,7 +55,7 @@ def _run_grid(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         num_done = sum(store.find(c, with_steps=arguments.keep_steps) is not None for c in cells)
         raise KeyboardInterrupt(
-            f"{num_done} of {len(cells)} cells are finished, in {store.folder}; the same command goes on from there"
+            f"{num_done} of {len(cells)} cells are finished, in {store.folder}; the same command resumes there"
         ) from None
     console.print_line(f"{len(todo) - len(failed)} cells in {time.monotonic() - start_s:.1f} s")
     _publish(store, cells, slos, failed, arguments.json, console)
@@ -65,7 +65,6 @@ def _run_grid(arguments: argparse.Namespace) -> int:
 def _run_cells(
     cells: Sequence[CellSettings], store: CellStore, console: Output, *, num_processes: int, keep_steps: bool
 ) -> dict[CellSettings, str]:
-    """The cells that failed, and why."""
     failed = {}
     events = run_cells(cells, store, num_processes=num_processes, keep_steps=keep_steps)
     try:
@@ -87,14 +86,14 @@ def _publish(
     json_path: Path | None,
     console: Output,
 ) -> None:
-    """The report of all cells in the folder; the table and the JSON of those that were asked for."""
+    """Print and write the figures of `cells`, and write the report of all cells in the folder."""
     digests = {} if len(failed) == len(cells) else {result.settings: digest(result) for result in store.read_all()}
-    asked = [digests[settings] for settings in cells if settings in digests]
+    requested = [digests[settings] for settings in cells if settings in digests]
     if json_path is not None:
-        _write_json(json_path, asked, slos, failed)
-    if not asked:
+        _write_json(json_path, requested, slos, failed)
+    if not requested:
         return
-    _print_figures(asked, console)
+    _print_figures(requested, console)
     named = {describe_cell(settings): error for settings, error in failed.items()}
     _write_report(store, list(digests.values()), slos, named, console)
 
@@ -110,13 +109,13 @@ def _print_figures(digests: Sequence[Digest], console: Output) -> None:
 
 
 def _cut(digest: Digest) -> str:
-    """Return a note on what was left out of contexts, or an empty text."""
+    """Return a note on chunks that were left out of contexts, or an empty text."""
     num_cut, budget = (digest.provenance.get(name) for name in ("num_contexts_cut", "max_context_tokens"))
     if not (isinstance(num_cut, int) and isinstance(budget, int) and num_cut):
         return ""
     return (
-        f"note: {num_cut:,} of {len(digest.num_chunks):,} contexts do not fit {budget:,} tokens; what does not fit was "
-        "left out, as a pipeline does (--max-context-tokens)"
+        f"note: {num_cut:,} of {len(digest.num_chunks):,} contexts exceed {budget:,} tokens; chunks that do not fit "
+        "were left out, as in a pipeline (--max-context-tokens)"
     )
 
 
@@ -173,7 +172,7 @@ def _kept_cell(source: Path) -> CellResult:
 def _fresh_cell(arguments: argparse.Namespace) -> CellResult:
     cells = grid_of(arguments).cells()
     if len(cells) != 1:
-        raise ConfigurationError(f"a timeline is of one cell, and these options name {len(cells)}")
+        raise ConfigurationError(f"a timeline shows one cell, but these options name {len(cells)}")
     console = Output(stderr=True)
     with CellsView(1, console) as view:
         view.show(CellStarted(cells[0]))

@@ -1,4 +1,4 @@
-"""Show a benchmark in a terminal: its progress, and its results."""
+"""Display of a benchmark in a terminal: progress and results."""
 
 import math
 from collections import Counter
@@ -21,22 +21,22 @@ from streamrag.cli.progress import StepLines, bar
 from streamrag.support.display_text import one_line
 
 LEGEND = (
-    "s: ttft_after_retrieval_s of all requests of all seeds; below it, the least and the most of one seed. "
+    "s: ttft_after_retrieval_s of all requests of all seeds; below it, the range over single seeds. "
     "up: speed-up over no-streaming. /floor: ratio to the request alone on the engine. "
-    "preempted: times in all seeds, and the share of them whose KV was swapped. tax: share of the computed tokens that "
-    "were computed again because of it. GB: copied to the host and back, in all seeds."
+    "preempted: preemptions in all seeds, and the share whose KV was swapped. tax: share of the computed tokens that "
+    "were recomputed because of preemption. GB: copied to the host and back, in all seeds."
 )
 
 
 class CellsView:
-    """A bar for all cells, and one for each that runs. Where nobody watches, lines of what starts and is through."""
+    """A display with a bar for all cells and one for each running cell; without a terminal, lines of progress."""
 
     def __init__(self, num_cells: int, console: Output) -> None:
         self._console = console
         columns = (BarColumn(bar_width=14), TextColumn("{task.fields[count]}"), TimeElapsedColumn())
         self._progress = bar(console, TextColumn("{task.description}"), *columns, TimeRemainingColumn(compact=True))
         self._num_cells = num_cells
-        self._num_through = 0
+        self._num_ended = 0
         self._all = self._progress.add_task("[bold]all cells", total=num_cells, count=f"0/{num_cells} cells")
         self._running: dict[CellSettings, TaskID] = {}
         self._shares: dict[CellSettings, float] = {}
@@ -70,27 +70,27 @@ class CellsView:
                 self._progress.update(self._running[settings], completed=num_done, total=num_total, count=count)
                 self._lines[settings].show(describe_cell(settings), count)
             case CellFinished():
-                self._through(settings)
+                self._remove(settings)
                 if not self._console.is_terminal:
-                    self._console.print_line(f"{self._num_through}/{self._num_cells} {describe_cell(settings)}")
+                    self._console.print_line(f"{self._num_ended}/{self._num_cells} {describe_cell(settings)}")
             case CellFailed():
-                self._through(settings)
+                self._remove(settings)
                 error = "the same" if event.error in self._errors else event.error
                 self._errors.add(event.error)
                 self._console.print_line(f"failed: {describe_cell(settings)}: {error}", style="red")
                 self._console.print_line(f"  its log: {event.log}", style="dim")
-        done = self._num_through + sum(self._shares.values())
-        self._progress.update(self._all, completed=done, count=f"{self._num_through}/{self._num_cells} cells")
+        done = self._num_ended + sum(self._shares.values())
+        self._progress.update(self._all, completed=done, count=f"{self._num_ended}/{self._num_cells} cells")
 
-    def _through(self, settings: CellSettings) -> None:
-        self._num_through += 1
+    def _remove(self, settings: CellSettings) -> None:
+        self._num_ended += 1
         self._shares.pop(settings, None)
         self._lines.pop(settings)
         self._progress.remove_task(self._running.pop(settings))
 
 
 def print_comparison(comparison: Comparison, console: Output) -> None:
-    """Print a line for each variant and rate of arrivals."""
+    """Print a table with a row for each rate of arrivals and variant."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("arm")
     for name in PERCENTILES:
@@ -121,9 +121,9 @@ def _figures(comparison: Comparison, pool: Pool, variant: str, with_spread: bool
 
 
 def _preempted(pool: Pool) -> tuple[str, str, str]:
-    """Return the number of preemptions, the share of tokens computed again, and the gigabytes copied instead."""
+    """Return the cells for preemptions, recompute tax, and gigabytes copied."""
     if any(digest.num_preemptions is None for digest in pool.digests):
-        return "not told", "–", "–"
+        return "unknown", "–", "–"
     num = Counter[str]()
     for digest in pool.digests:
         num.update(digest.num_preemptions)

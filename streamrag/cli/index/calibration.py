@@ -1,4 +1,4 @@
-"""`streamrag index calibrate`: how soon a search of this index is final, as a file that `WorthSending` decides by."""
+"""`streamrag index calibrate`: measure how early a search's results are final, for `WorthSending`."""
 
 import argparse
 import asyncio
@@ -7,18 +7,22 @@ from typing import Any
 
 from rich.table import Table
 
+from streamrag.bench.report.calibration_picture import draw_calibration
+from streamrag.bench.report.canvas import require_matplotlib
 from streamrag.cli.output import Output
 from streamrag.cli.progress import step_bars
 from streamrag.cli.source_options import add_search_arguments, make_source
 from streamrag.core.lifecycle import start_all
 from streamrag.errors import ConfigurationError
+from streamrag.sources.emission.calibrate import calibrate
 from streamrag.sources.emission.calibration import Calibration, Odds
+from streamrag.sources.emission.calibration_queries import HeldOut, read_queries, sentences
 
 DESCRIPTION = """\
-Searches INDEX for many queries, and counts at which stage of the search the
-result was final: all of it, its order, and each of its first passages. The
-queries are yours, or sentences of the index's own passages, each asked as if its
-own passage were not there.
+Searches INDEX for many queries, and counts the stage of the search at which the
+result was final: its set of passages, their order, and each prefix. The queries
+come from a file, or are sentences of the index's passages; the passage of such
+a sentence is left out of its results.
 """
 EPILOG = """\
 examples:
@@ -28,34 +32,36 @@ examples:
 
 
 def add_parser(verbs: Any) -> None:
-    """Adds the verb, and what runs it."""
+    """Define the verb's arguments, and its `run`."""
     parser = verbs.add_parser(
         "calibrate",
-        help="find out how soon a search of an index is final",
+        help="measure how early a search's results are final",
         usage="%(prog)s INDEX --out FILE [options]",
         description=DESCRIPTION,
         epilog=EPILOG,
     )
     parser.add_argument("index", metavar="INDEX", help="made by `streamrag index build`")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="what to write, JSON")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON file for the calibration")
     parser.add_argument("--queries", type=Path, metavar="FILE", help="a text file with one query a line")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="where to draw it")
-    parser.add_argument("--num-queries", type=int, default=200, metavar="N", help="most queries (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="which sentences are drawn (%(default)s)")
-    add_search_arguments(parser.add_argument_group("the search, as `streamrag ask` will do it"))
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="file for a plot")
+    parser.add_argument(
+        "--num-queries", type=int, default=200, metavar="N", help="maximum number of queries (%(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="seed for the choice of sentences (%(default)s)"
+    )
+    add_search_arguments(parser.add_argument_group("the search, with the options of `streamrag ask`"))
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Calibrate with a progress bar on stderr."""
+    """Calibrate, with a progress bar on stderr."""
     if arguments.num_queries < 1:
         raise ConfigurationError(f"--num-queries {arguments.num_queries}: give 1 or more")
     for path in filter(None, (arguments.out, arguments.plot)):
-        if not path.parent.is_dir():  # now rather than after minutes
-            raise ConfigurationError(f"there is no folder {path.parent}; make it, or name another place")
+        if not path.parent.is_dir():  # before minutes of work
+            raise ConfigurationError(f"there is no folder {path.parent}; create it, or name another place")
     if arguments.plot:
-        from streamrag.bench.report.canvas import require_matplotlib
-
         require_matplotlib()
     console = Output(stderr=True)
     calibration = asyncio.run(_calibrate(arguments, console))
@@ -63,23 +69,18 @@ def run(arguments: argparse.Namespace) -> int:
     _print(calibration, Output())
     console.print_line(f"calibration: {arguments.out}")
     if arguments.plot:
-        from streamrag.bench.report.calibration_picture import draw_calibration
-
         draw_calibration(arguments.plot, calibration)
         console.print_line(f"drawn: {arguments.plot}")
     return 0
 
 
 async def _calibrate(arguments: argparse.Namespace, console: Output) -> Calibration:
-    from streamrag.sources.emission.calibrate import calibrate
-    from streamrag.sources.emission.calibration_queries import HeldOut, read_queries, sentences
-
     if arguments.queries:
         queries = await asyncio.to_thread(read_queries, arguments.queries, arguments.num_queries)
         source = make_source(arguments)
     else:
         places = await asyncio.to_thread(sentences, arguments.index, arguments.num_queries, arguments.seed)
-        twice = arguments.sentences and 2 * arguments.sentences  # those of the passage that is left out may be the best
+        twice = arguments.sentences and 2 * arguments.sentences  # the best ones may be in the passage left out
         whole = make_source(arguments, k=arguments.k + 1, sentences=twice)
         queries, source = [*places], HeldOut(whole, places, arguments.sentences or arguments.k)
     async with await start_all([source], lambda line: console.print_line(line, style="dim")):
@@ -96,4 +97,4 @@ def _print(calibration: Calibration, console: Output) -> None:
         likely = (odds.final("set", 0, left), odds.final("order", 0, left), odds.final("prefix", 1, left))
         table.add_row(str(left), *(f"{each:.1%}" for each in likely))
     console.print_table(table)
-    console.print_line(f"{calibration.num_queries:,} queries; probabilities, smoothed")
+    console.print_line(f"{calibration.num_queries:,} queries; smoothed probabilities")

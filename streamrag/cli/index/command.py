@@ -1,39 +1,39 @@
-"""`streamrag index`: a folder of documents becomes an index to search, or a table; documents come to it and go."""
+"""`streamrag index`: build, update and verify indexes of documents, or fill a PostgreSQL table."""
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from streamrag.cli.index import calibration
 from streamrag.cli.output import Output
 from streamrag.cli.progress import step_bars
 from streamrag.cli.source_options import DSN_HELP
 from streamrag.serve.config.source_factory import dsn_of
-
-if TYPE_CHECKING:
-    from streamrag.sources.index.generation import IndexSummary
+from streamrag.sources.index.build import build_index
+from streamrag.sources.index.changes import add_documents, remove_documents
+from streamrag.sources.index.generation import IndexSummary
+from streamrag.sources.index.index_folder import check_index
 
 DESCRIPTION = """\
 Splits every text, Markdown and HTML file below FOLDER into passages, embeds
-them, and writes an index with the passages beside it; or fills a table of
-PostgreSQL with pgvector, and brings it up to date when it is run again. A build
-that is stopped is gone on with by the same command.
+them, and writes an index; or fills a PostgreSQL table with pgvector, or updates
+one that was filled before. The same command resumes an interrupted build.
 """
 ADD = """\
-Puts files, and the files below folders, into an index; those that it has are
-replaced. Only new passages are embedded. A document is known by its path within
-FOLDER; without that, by its name, or by its path within the folder named here.
+Adds files, and the files below folders, to an index; existing documents are
+replaced. Only new passages are embedded. A document's name is its path within
+FOLDER; without FOLDER it is the file's name, or its path within the folder given.
 """
 REMOVE = """\
-Takes documents out of an index, by the names that citations give them, or all
-those of a folder.
+Removes documents from an index, by their names in citations, or all documents
+of a folder.
 """
 VERIFY = """\
-Reads every file of an index and compares it with the checksum that was written
-beside it. Whoever opens an index does so with files of up to 64 MiB, and looks
-at the size of larger ones only. The status is 1 if the index is damaged.
+Compares every file of an index with its checksum. Opening an index does so only
+for files of up to 64 MiB, and checks the size of larger ones. The exit status is
+1 if the index is damaged.
 """
 EPILOG = """\
 examples:
@@ -47,11 +47,11 @@ examples:
 Tell: TypeAlias = Callable[[Sequence[str], Iterable[tuple[str, str]]], None]
 
 MAX_PATHS = 5
-"""Files that are named, at most, for each reason to skip files."""
+"""Maximum number of files to name for each reason to skip files."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments, and set what runs it."""
+    """Define the command's arguments, and its `run`."""
     parser.description, parser.epilog = "Makes vector indexes, which `ask` and `record` search with --index.", EPILOG
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
@@ -65,29 +65,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "make an index from a folder of text, Markdown and HTML"
     build = add_verb("build", run, "FOLDER (--out INDEX | --to DSN) [options]", what, DESCRIPTION)
     _add_build(build)
-    what = "put documents into an index, or replace them"
+    what = "add documents to an index, or replace them"
     add = add_verb("add", run_add, "INDEX PATH [PATH ...] [options]", what, ADD)
     add.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="files, or folders of any depth")
-    add.add_argument("--root", type=Path, metavar="FOLDER", help="what the index was built from")
-    what = "take documents out of an index"
+    add.add_argument("--root", type=Path, metavar="FOLDER", help="the folder that the index was built from")
+    what = "remove documents from an index"
     remove = add_verb("remove", run_remove, "INDEX NAME [NAME ...] [options]", what, REMOVE)
     remove.add_argument("names", nargs="+", metavar="NAME", help="a document's or a folder's, as in citations")
     for verb in (add, remove):
-        verb.add_argument("--embedder", metavar="NAME", help="what the index was made with, if not the default")
-    add_verb("verify", run_verify, "INDEX", "read all of an index, and compare it with its checksums", VERIFY)
+        verb.add_argument("--embedder", metavar="NAME", help="the index's embedding model, if not the default")
+    add_verb("verify", run_verify, "INDEX", "compare an index with its checksums", VERIFY)
     calibration.add_parser(verbs)
 
 
 def _add_build(build: argparse.ArgumentParser) -> None:
     build.add_argument("folder", type=Path, metavar="FOLDER", help="with the documents, in folders of any depth")
     out = build.add_mutually_exclusive_group(required=True)
-    out.add_argument("--out", type=Path, metavar="INDEX", help="folder to make")
+    out.add_argument("--out", type=Path, metavar="INDEX", help="folder for the index")
     out.add_argument("--to", metavar="DSN", help=f"database to fill a table of: {DSN_HELP}")
-    about = "sentence-transformers model; another than %(default)s must be named again wherever the index is used"
+    about = "sentence-transformers model; name it again wherever the index is used, unless it is %(default)s"
     build.add_argument("--embedder", default="all-MiniLM-L6-v2", metavar="NAME", help=about)
-    about = "DiskANN or faiss's IVF (the first of them that is installed)"
+    about = "DiskANN or faiss's IVF (the first that is installed)"
     build.add_argument("--kind", choices=("diskann", "ivf"), help=about)
-    build.add_argument("--force", action="store_true", help="replace the index that is there, at --out")
+    build.add_argument("--force", action="store_true", help="replace an existing index at --out")
     build.add_argument("--table", default="passages", metavar="NAME", help="table of --to (%(default)s)")
     build.add_argument("--words", default="english", metavar="NAME", help="text search configuration of --to (english)")
     build.add_argument("--prune", action="store_true", help="remove documents from --to that are not in FOLDER")
@@ -97,8 +97,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Build the index, or fill the table, with a progress bar on stderr."""
     if arguments.to is not None:
         return _fill_table(arguments)
-    from streamrag.sources.index.build import build_index
-
     with _progress_and_summary() as (show, tell):
         summary = build_index(
             arguments.folder,
@@ -113,9 +111,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_add(arguments: argparse.Namespace) -> int:
-    """Put documents into the index."""
-    from streamrag.sources.index.changes import add_documents
-
     with _progress_and_summary() as (show, tell):
         summary = add_documents(
             arguments.index, arguments.paths, folder=arguments.root, embedder=arguments.embedder, on_progress=show
@@ -125,9 +120,6 @@ def run_add(arguments: argparse.Namespace) -> int:
 
 
 def run_remove(arguments: argparse.Namespace) -> int:
-    """Take documents out of the index."""
-    from streamrag.sources.index.changes import remove_documents
-
     with _progress_and_summary() as (show, tell):
         summary = remove_documents(arguments.index, arguments.names, embedder=arguments.embedder, on_progress=show)
         _tell_index(tell, arguments.index, summary)
@@ -135,9 +127,6 @@ def run_remove(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Read all of the index."""
-    from streamrag.sources.index.index_folder import check_index
-
     progress, console = Output(stderr=True), Output()
     sizes: list[int] = []
 
@@ -148,13 +137,13 @@ def run_verify(arguments: argparse.Namespace) -> int:
     manifest, _ = check_index(arguments.index, on_file=show)
     console.print_line(
         f"{arguments.index}: {manifest.num_passages:,} passages of {manifest.num_documents:,} documents; "
-        f"{len(sizes)} files, {sum(sizes) / 2**20:,.1f} MiB, are as they were written"
+        f"{len(sizes)} files, {sum(sizes) / 2**20:,.1f} MiB, match their checksums"
     )
     return 0
 
 
 def _fill_table(arguments: argparse.Namespace) -> int:
-    from streamrag.sources.postgres.build import build_table
+    from streamrag.sources.postgres.build import build_table  # optional: psycopg
 
     with _progress_and_summary() as (show, tell):
         summary = build_table(
@@ -175,7 +164,7 @@ def _fill_table(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tell_index(tell: Tell, index: Path, summary: "IndexSummary") -> None:
+def _tell_index(tell: Tell, index: Path, summary: IndexSummary) -> None:
     library = {"diskann": "DiskANN", "ivf": "faiss IVF"}[summary.kind]
     lines = (
         f"{index}: {summary.num_passages} passages of {summary.num_documents} documents, "
@@ -187,12 +176,12 @@ def _tell_index(tell: Tell, index: Path, summary: "IndexSummary") -> None:
 
 @contextmanager
 def _progress_and_summary() -> Iterator[tuple[Callable[[int, int, str], None], Tell]]:
-    """Show progress on stderr; yields a function that shows a step, and one that sets what is printed at the end."""
+    """Show progress on stderr. Yields a function that shows a step, and one that sets the lines to print at the end."""
     console = Output(stderr=True)
-    told: list[str] = []
+    summary: list[str] = []
     with step_bars(console) as show:
-        yield show, lambda lines, skipped: told.extend([*lines, *_reasons(skipped)])
-    for line in told:
+        yield show, lambda lines, skipped: summary.extend([*lines, *_reasons(skipped)])
+    for line in summary:
         console.print_line(line)
 
 

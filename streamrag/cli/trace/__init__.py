@@ -1,3 +1,3 @@
-"""`streamrag trace`: traces shown, converted and generated."""
+"""`streamrag trace`: show and generate traces."""
 
 from streamrag.cli.trace.command import add_arguments as add_arguments

@@ -1,9 +1,8 @@
-"""`streamrag trace`: what is in a trace, and generated traces."""
+"""`streamrag trace`: show a trace, or generate one."""
 
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -12,46 +11,43 @@ from streamrag.cli.record import WORDS, WORDS_NOTE
 from streamrag.cli.trace import generation
 from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.support.display_text import one_line
-
-if TYPE_CHECKING:
-    from streamrag.trace.statistics import Distribution, TraceStatistics
-    from streamrag.trace.values import Trace
+from streamrag.trace.picture import draw_trace
+from streamrag.trace.read import read_trace
+from streamrag.trace.statistics import Distribution, TraceStatistics, describe
+from streamrag.trace.values import Trace
 
 DESCRIPTION = """\
-A trace is a file of what retrieval did for some questions: what came, when,
-how large it was. `streamrag record` writes one, `streamrag bench` replays it.
+A trace is a record of retrieval for some questions: the chunks, their times and
+their sizes. `streamrag record` writes one, `streamrag bench` replays it.
 """
 EPILOG = """\
 examples:
   streamrag trace show crawl.jsonl.gz
   streamrag trace generate crawler --queries 500 --output crawler-500.jsonl.gz
 
-`streamrag trace VERB --help` tells more.
+`streamrag trace VERB --help` has more.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments, and set what runs it."""
+    """Define the command's arguments, and its `run`."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     show = verbs.add_parser(
         "show",
         help="print a trace's statistics and draw its distributions",
-        description="Prints the statistics of a trace, and draws when things came and how large they were.",
+        description="Prints the statistics of a trace, and plots the times and sizes of its chunks.",
         epilog="example:\n  streamrag trace show crawl.jsonl.gz --plot crawl.png",
     )
-    show.add_argument("file", type=Path, metavar="FILE", help="what `streamrag record` or the other verbs wrote")
-    show.add_argument("--plot", type=Path, metavar="PNG", help="where to draw (FILE.png)")
-    show.add_argument("--no-plot", action="store_true", help="do not draw")
-    show.add_argument("--json", action="store_true", help="print JSON instead, and draw only with --plot")
+    show.add_argument("file", type=Path, metavar="FILE", help="trace of `streamrag record` or of another verb")
+    show.add_argument("--plot", type=Path, metavar="PNG", help="file for the plot (FILE.png)")
+    show.add_argument("--no-plot", action="store_true", help="do not write a plot")
+    show.add_argument("--json", action="store_true", help="print JSON, and plot only with --plot")
     show.set_defaults(run=_show)
     generation.add_arguments(verbs.add_parser("generate", help="make a workload like those of the Stream2LLM paper"))
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from streamrag.trace.read import read_trace
-    from streamrag.trace.statistics import describe
-
     trace = read_trace(arguments.file)
     statistics = describe(trace)
     console = Output()
@@ -65,9 +61,7 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _draw(plot: Path, arguments: argparse.Namespace, trace: "Trace", statistics: "TraceStatistics") -> None:
-    from streamrag.trace.picture import draw_trace
-
+def _draw(plot: Path, arguments: argparse.Namespace, trace: Trace, statistics: TraceStatistics) -> None:
     console = Output(stderr=True)
     try:
         draw_trace(plot, trace, statistics, title=arguments.file.name)
@@ -81,7 +75,7 @@ def _draw(plot: Path, arguments: argparse.Namespace, trace: "Trace", statistics:
         console.print_line(f"drawn: {plot}")
 
 
-def _print(console: Output, file: Path, trace: "Trace", statistics: "TraceStatistics") -> None:
+def _print(console: Output, file: Path, trace: Trace, statistics: TraceStatistics) -> None:
     texts = "with texts" if statistics.has_text else "without texts"
     console.print_line(f"{file}: {statistics.num_queries} queries, mode {statistics.mode}, {texts}")
     rate = f"{statistics.qps:.3g} arrivals per second" if statistics.qps else "all queries arrive at once"
@@ -105,7 +99,7 @@ def _print(console: Output, file: Path, trace: "Trace", statistics: "TraceStatis
     console.print_table(table)
 
 
-def _rows(statistics: "TraceStatistics") -> "list[tuple[str, Distribution, Callable[[float], str]]]":
+def _rows(statistics: TraceStatistics) -> list[tuple[str, Distribution, Callable[[float], str]]]:
     whole, two = "{:,.0f}".format, "{:,.2f}".format
     return [
         ("tokens per query", statistics.tokens_per_query, whole),

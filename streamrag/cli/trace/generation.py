@@ -1,9 +1,12 @@
-"""`streamrag trace generate`: a workload like those of the Stream2LLM paper becomes a trace file."""
+"""`streamrag trace generate`: write a trace with the statistics of a workload of the Stream2LLM paper."""
 
 import argparse
 from pathlib import Path
 
 from streamrag.cli.output import Output
+from streamrag.trace.generate import generate
+from streamrag.trace.statistics import describe
+from streamrag.trace.write import write_trace
 
 DESCRIPTION = """\
 Writes a trace with the published statistics of one of the Stream2LLM paper's
@@ -17,27 +20,23 @@ example:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's arguments, and set what runs it."""
+    """Define the verb's arguments, and its `run`."""
     parser.usage, parser.description, parser.epilog = "%(prog)s WORKLOAD [options]", DESCRIPTION, EPILOG
     add = parser.add_argument
-    about = "crawler, which appends, or anns, which replaces"
+    about = "crawler, which appends chunks, or anns, which replaces them"
     add("workload", choices=("crawler", "anns"), metavar="WORKLOAD", help=about)
-    add("--queries", type=int, metavar="N", help="how many (as published: 4322 or 500)")
+    add("--queries", type=int, metavar="N", help="number of queries (as published: 4322 or 500)")
     add("--seed", type=int, default=1, metavar="N", help="the same seed makes the same trace (%(default)s)")
     add("--qps", type=float, default=1.0, metavar="QPS", help="queries per second, arriving at random (%(default)g)")
-    about = "of a vector search: whether its long window is the one before its first pool or its last (%(default)s)"
+    about = "for anns: whether the longest gap precedes the first or the last pool (%(default)s)"
     add("--long-window", choices=("first", "last"), default="first", help=about)
     add("--output", type=Path, metavar="FILE", help="gzip or zstd by suffix (WORKLOAD.jsonl.gz)")
-    add("--force", action="store_true", help="replace the file that is there")
+    add("--force", action="store_true", help="replace an existing file")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Generate, write, and say what was written on stderr."""
-    from streamrag.trace.generate import generate
-    from streamrag.trace.statistics import describe
-    from streamrag.trace.write import write_trace
-
+    """Generate and write the trace, and print a summary on stderr."""
     trace = generate(
         arguments.workload, arguments.queries, arguments.seed, arguments.qps, long_window=arguments.long_window
     )

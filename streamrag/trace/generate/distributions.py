@@ -1,4 +1,4 @@
-"""Stratified draws, with which percentiles hold at every seed."""
+"""Stratified sampling, which reproduces percentiles at every seed."""
 
 import math
 from bisect import bisect_right
@@ -13,7 +13,7 @@ NORMAL = NormalDist()
 
 @dataclass(frozen=True, slots=True)
 class Marginal:
-    """A positive distribution through given percentiles, log-normal between each two of them.
+    """A positive distribution through given percentiles, log-normal between neighbouring ones.
 
     The logarithm of the value is piecewise linear in the normal score of its rank. Below the first point and above the
     last, the value is constant.
@@ -31,7 +31,7 @@ class Marginal:
         assert min(values) > 0, values
 
     def sample(self, num: int, rng: Random) -> list[float]:
-        """Draw one value from each of `num` equal slices of the ranks, and return them in ascending order."""
+        """Draw one value from each of `num` equal slices of the ranks, in ascending order."""
         scores = [NORMAL.inv_cdf(rank) for rank, _ in self.points]
         logs = [math.log(value) for _, value in self.points]
         values = []
@@ -45,7 +45,7 @@ class Marginal:
 
 
 def stratified_counts(shares: Sequence[int], num: int, rng: Random) -> list[int]:
-    """Draw `num` counts in random order, of which 1, 2, ... have these shares.
+    """Draw `num` counts in random order, with the given shares of 1, 2, ...
 
     The ranks are the middles of `num` equal slices, so that the mean is the same at every seed.
     """
@@ -56,7 +56,7 @@ def stratified_counts(shares: Sequence[int], num: int, rng: Random) -> list[int]
 
 
 def couple(scores: Sequence[float], ascending: Sequence[float]) -> list[float]:
-    """Give the smallest value to the lowest score, and so on: the values keep their distribution, and follow scores."""
+    """Assign the values to the scores by rank: the smallest value to the lowest score, and so on."""
     coupled = [0.0] * len(scores)
     for value, index in zip(ascending, sorted(range(len(scores)), key=scores.__getitem__), strict=True):
         coupled[index] = value
@@ -64,7 +64,7 @@ def couple(scores: Sequence[float], ascending: Sequence[float]) -> list[float]:
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """Split `total` into whole parts of at least 1, in proportion to the weights (largest remainders)."""
+    """Split `total` into integers of at least 1, in proportion to the weights (largest remainder method)."""
     assert total >= len(weights), (total, len(weights))
     spare = total - len(weights)
     exact = [spare * weight / sum(weights) for weight in weights]

@@ -1,7 +1,7 @@
 """Hints for generated workloads; docs/workloads.md has the assumptions.
 
-estimated   for a crawl: queued pages times the mean gap so far; for a search: the usual duration less its own so far
-exact       the end of retrieval, which no retriever knows: an oracle, to see the gain that is possible
+estimated   for a crawl: queued pages times the mean gap so far; for a search: the mean duration minus the elapsed time
+exact       the actual end of retrieval: an oracle that shows the maximum gain
 """
 
 from dataclasses import replace
@@ -13,13 +13,12 @@ from streamrag.trace.values import Trace, TracedAppend, TracedQuery
 HintKind: TypeAlias = Literal["estimated", "exact"]
 
 USUAL_GAP_S = 1.053
-"""Published mean gap between the pages of a crawl, which its retriever knows from earlier crawls. Counts as one gap."""
+"""Published mean gap between a crawl's pages, as a prior that counts as one gap."""
 USUAL_DURATION_S = 4.47
 """Published mean duration of a search."""
 
 
 def with_hints(trace: Trace, kind: HintKind) -> Trace:
-    """Return the trace with a hint at each chunk event."""
     return Trace(tuple(_hinted(query, kind) for query in trace.queries), {**trace.provenance, "hints": kind})
 
 
@@ -34,7 +33,7 @@ def _hint(query: TracedQuery, index: int, kind: HintKind) -> Hint:
     if kind == "exact":
         return Hint(num_left, query.end_s - event.at_s)
     if not isinstance(event, TracedAppend):
-        # How many of a search's probes are left is known, but not which of them will change its result.
+        # A search knows how many probes remain, but not which of them will change its result.
         return Hint(None, max(USUAL_DURATION_S - event.at_s, 0.0))
     gap_s = (USUAL_GAP_S + event.at_s - query.events[0].at_s) / (1 + index)
     return Hint(num_left, num_left * gap_s)

@@ -1,4 +1,4 @@
-"""Times of chunk events: durations and gaps that both keep their distributions."""
+"""Times of chunk events, drawn so that both durations and gaps follow their distributions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from random import Random
 from streamrag.trace.generate.distributions import Marginal, couple
 
 NUM_TRIES = 10_000
-"""Exchanges of gaps with other queries that are tried for a query whose gaps are too long for its duration."""
+"""Maximum number of attempts to exchange gaps for a query whose gaps exceed its duration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The times of a workload's chunk events."""
+    """The distributions of the times of a workload's chunk events."""
 
     duration_s: Marginal
     gap_s: Marginal
     long_window_s: float
-    """Median of a query's duration less its gaps. An aim only: the two marginals take precedence."""
+    """Target for the median of a query's duration minus its gaps; the two marginals take precedence."""
     sigma_long_window: float
     min_long_window_s: float
 
@@ -26,9 +26,9 @@ class Timing:
 def retrieval_windows(timing: Timing, num_events: Sequence[int], rng: Random) -> list[tuple[float, ...]]:
     """Draw the seconds before each chunk event of each query: its long window, then its gaps.
 
-    A query's gaps are dealt at random. Its duration is the value at the rank of the sum of its gaps and a drawn long
-    window; its long window is then the rest. So durations and gaps keep their distributions exactly, and long windows
-    keep theirs roughly.
+    Gaps are assigned to queries at random. A query's duration has the rank of the sum of its gaps and a drawn long
+    window; its final long window is the rest. So durations and gaps follow their distributions exactly, and long
+    windows approximately.
     """
     gaps = timing.gap_s.sample(sum(num_events) - len(num_events), rng)
     rng.shuffle(gaps)
@@ -43,12 +43,12 @@ def retrieval_windows(timing: Timing, num_events: Sequence[int], rng: Random) ->
     for query, left in enumerate(long_windows):
         if left < timing.min_long_window_s:
             _exchange(query, long_windows, dealt, timing.min_long_window_s, rng)
-    # Only a small workload can be left without a match; there the durations give way.
+    # In a small workload an exchange may be impossible; then the duration grows.
     return [(max(left, timing.min_long_window_s), *each) for left, each in zip(long_windows, dealt, strict=True)]
 
 
 def _exchange(query: int, long_windows: list[float], dealt: list[list[float]], least: float, rng: Random) -> None:
-    """Exchange gaps with queries that have time to spare, until this query has enough."""
+    """Exchange gaps with other queries until this query's long window is at least `least`."""
     for _ in range(NUM_TRIES):
         other = rng.randrange(len(dealt))
         if other == query or not dealt[other]:

@@ -1,7 +1,7 @@
-"""Workloads with the statistics of the Stream2LLM paper's two: crawled pages, and the pools of a vector search.
+"""Workloads with the statistics of the two in the Stream2LLM paper: crawled pages, and pools of a vector search.
 
-Every published percentile and mean holds at the published size, at every seed. docs/workloads.md says what is
-published, and what is assumed.
+At the published size, every seed reproduces every published percentile and mean. docs/workloads.md lists the published
+figures and the assumptions.
 """
 
 from collections.abc import Sequence
@@ -29,17 +29,16 @@ class Workload:
     tokens: Marginal
     """Tokens of a query's final context, without template and question."""
     num_events: tuple[int, ...]
-    """Number of 1,000 queries that have 1, 2, ... chunk events."""
+    """Number of queries out of 1,000 with 1, 2, ... chunk events."""
     timing: Timing
     sigma_chunk: float
     """Standard deviation of the logarithm of a chunk's tokens, among the chunks of a query."""
     sigma_query: float
     """Standard deviation of the logarithm of the factor that all chunks of a query share."""
     max_sigmas: float
-    """The most `sigma_chunk` by which a chunk exceeds the median, before it is scaled to its query."""
+    """Maximum of a chunk's length above the median, in units of `sigma_chunk`, before scaling to its query."""
 
     def length(self, rng: Random) -> float:
-        """Draw the length of a chunk, as a multiple of the median."""
         return exp(self.sigma_chunk * min(rng.gauss(), self.max_sigmas))
 
 
@@ -97,7 +96,7 @@ ANNS = Workload(
 NUM_DOCUMENTS = 10
 """Documents in every pool of the ANNS workload."""
 MAX_CONTEXT_TOKENS = 120_000
-"""No pool of the ANNS workload has more, so that the prompts fit the published model's 131,072."""
+"""Maximum tokens of a pool of the ANNS workload, so that prompts fit the published model's 131,072."""
 
 
 @validated
@@ -109,7 +108,7 @@ def generate(
     *,
     long_window: LongWindow = "first",
 ) -> Trace:
-    """Generate a workload of the published size, or of `num_queries`. `long_window` is an option of `anns`.
+    """Generate a workload of `num_queries`, by default of the published size. `long_window` applies to `anns`.
 
     :raises ConfigurationError: an unknown workload or long window, no query, or a rate that is not positive.
     """
@@ -146,12 +145,12 @@ def anns(
 ) -> Trace:
     """Generate queries whose context is replaced as the search refines: pools of ten documents in rank order.
 
-    A search has one long window, of several seconds, beside the short gaps. With `long_window="first"` the first pool
-    comes after it, and the gaps are those between the updates. With "last" the final pool comes after it, and the gaps
-    are those between the starts of the windows, as the paper's artifact measures them.
+    A search has one long window of several seconds, and short gaps. With `long_window="first"` the long window precedes
+    the first pool, and the gaps are between updates. With "last" it precedes the final pool, and the gaps are between
+    the starts of the windows, as the paper's artifact measures them.
 
-    With every update one document enters the pool and the last one leaves it. Its rank is the largest of `rank_bias`
-    ranks drawn evenly: 1 for any rank alike, more for a search whose best ranks settle first.
+    Each update inserts one document into the pool, and drops the last one. The new document's rank is the maximum of
+    `rank_bias` uniformly drawn ranks: 1 is uniform; with more, the best ranks settle first.
 
     :raises ConfigurationError: no query, a rate that is not positive, an unknown long window, or a `rank_bias` below 1.
     """
@@ -170,22 +169,22 @@ def anns(
 
 
 def _totals(workload: Workload, lengths: Sequence[Sequence[float]], rng: Random) -> list[int]:
-    """Draw the tokens of each query from the marginal: more for a query with more or longer chunks."""
+    """Draw the tokens of each query from the marginal; queries with more or longer chunks get more."""
     scores = [sum(each) * rng.lognormvariate(0, workload.sigma_query) for each in lengths]
     return [round(total) for total in couple(scores, workload.tokens.sample(len(scores), rng))]
 
 
 def _pools(num_pools: int, rank_bias: int, rng: Random) -> list[tuple[int, ...]]:
-    """Draw the pool after each step of a search: documents in rank order, by numbers in order of discovery."""
+    """Draw the pools of a search. A pool has documents in rank order, numbered in order of discovery."""
     pools = [tuple(range(NUM_DOCUMENTS))]
-    for found in range(NUM_DOCUMENTS, NUM_DOCUMENTS + num_pools - 1):
+    for document in range(NUM_DOCUMENTS, NUM_DOCUMENTS + num_pools - 1):
         rank = max(rng.randrange(NUM_DOCUMENTS) for _ in range(rank_bias))
-        pools.append((*pools[-1][:rank], found, *pools[-1][rank:-1]))
+        pools.append((*pools[-1][:rank], document, *pools[-1][rank:-1]))
     return pools
 
 
 def _documents(query: int, total: int, lengths: Sequence[float], pools: Sequence[tuple[int, ...]]) -> list[TracedChunk]:
-    """Return the documents of all pools of a query; those of the last pool have `total` tokens together."""
+    """Return the documents of all pools of a query; those of the last pool have `total` tokens in sum."""
     final = pools[-1]
     num_tokens = dict(zip(final, apportion(total, [lengths[j] for j in final]), strict=True))
     per_length = total / sum(lengths[j] for j in final)
@@ -201,7 +200,7 @@ def _documents(query: int, total: int, lengths: Sequence[float], pools: Sequence
 def _trace(
     workload: Workload, events: Sequence[Sequence[TracedEvent]], seed: int, qps: float, **settings: str | int
 ) -> Trace:
-    """Return the trace of queries that arrive as a Poisson process; another rate stretches the same arrivals."""
+    """Return the trace with Poisson arrivals; another rate scales the same arrivals."""
     rng = Random(f"{workload.name}-{seed}-arrivals")
     arrivals = accumulate(rng.expovariate(1.0) for _ in events)
     queries = tuple(

@@ -50,7 +50,7 @@ def test_both_curves_are_drawn(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_drawn_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="says nothing of copies"):
+    with pytest.raises(ConfigurationError, match="has no copy times"):
         draw_profile(tmp_path / "x.png", PROFILE)
     with pytest.raises(ConfigurationError, match="cannot be written"):
         draw_profile(tmp_path / "none" / "x.png", with_copies(0.0, 1.0)[0])

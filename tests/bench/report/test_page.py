@@ -114,9 +114,9 @@ def test_engines_that_do_not_tell_and_unanswered_queries_are_named() -> None:
         for r in results
     ]
     page = Page(make_report(silent, slos={}))
-    assert "not told" in page.text
+    assert "unknown" in page.text
     assert "7 never answered" in page.text
-    assert "Gaps are told by streaming cells only" in page.text
+    assert "Gaps are reported by streaming cells only" in page.text
 
 
 def test_what_was_copied_is_told_of_cells_that_copy() -> None:
