@@ -42,20 +42,21 @@ def fit_table(measured: Sequence[tuple[Sequence[Part], float]], knots: Sequence[
     ascending = sorted(set(knots))
     if len(ascending) < 2:
         raise ConfigurationError(f"fit_table: {len(ascending)} knots given; a line needs two or more")
+    tells_requests = len({len(parts) for parts, _ in measured}) > 1
     rows, seconds = [], []
     for parts, step_s in measured:
         num_new = sum(new for new, _ in parts)
         # The base line is a start and ramps, all non-negative, so that more tokens never take less time.
         widths = [min(max(num_new - a, 0), b - a) for a, b in pairwise(ascending)]
         widths[-1] += max(num_new - ascending[-1], 0)
-        rows.append([1.0, *widths, context_pairs(parts), own_pairs(parts), len(parts) - 1])
+        rows.append([1.0, *widths, context_pairs(parts), own_pairs(parts), len(parts) * tells_requests])
         seconds.append(step_s)
     weights = 1 / np.asarray(seconds)
     matrix = np.asarray(rows, dtype=float) * weights[:, None]
     scales = np.maximum(np.abs(matrix).max(axis=0), 1e-300)
     solution = nnls(matrix / scales, np.ones(len(seconds)))[0] / scales
     start_s, *slopes, pair_s, own_pair_s, request_s = (float(v) for v in solution)
-    points = [(float(ascending[0]), start_s - request_s)]
+    points = [(float(ascending[0]), start_s)]
     for slope, (a, b) in zip(slopes, pairwise(ascending), strict=True):
         points.append((float(b), points[-1][1] + slope * (b - a)))
     return FittedCosts(tuple(points), pair_s, own_pair_s, request_s)

@@ -38,3 +38,11 @@ def test_copies_that_seem_quicker_than_smaller_ones_are_as_quick() -> None:
     assert first_s == second_s
     assert 0.2 < first_s < 0.3
     assert third_s == pytest.approx(0.9)
+
+
+def test_no_number_of_tokens_takes_less_than_no_time() -> None:
+    """Steps of one request that are faster than half of one of two make a request cost more than any step of one."""
+    measured = [([(4, 0)], 0.001), ([(2, 0), (2, 0)], 0.01), ([(2, 0), (1, 0), (1, 0)], 0.02)]
+    fitted = fit_table(measured, [1, 4])
+    assert min(seconds for _, seconds in fitted.points) >= 0
+    assert fitted.request_s > 0
