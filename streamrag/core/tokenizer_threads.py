@@ -16,7 +16,7 @@ from streamrag.support.tasks import wait_regardless
 T = TypeVar("T")
 
 _Limiters: TypeAlias = tuple[anyio.CapacityLimiter, anyio.CapacityLimiter]
-"""One place to use the tokenizer, and one place for a background call to queue for it."""
+"""Limiters of the threads that use a tokenizer, and of the background calls that queue for it. Each admits one."""
 
 _limiters = anyio.lowlevel.RunVar[WeakKeyDictionary[object, _Limiters]]("streamrag tokenizers")
 

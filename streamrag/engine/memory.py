@@ -22,7 +22,7 @@ class Memory(Protocol):
 
 
 class Victims:
-    """Candidates for eviction: first idle requests, then the order from its end."""
+    """The candidates for eviction: first the idle requests, then the order from its end."""
 
     def __init__(self, order: Sequence[RequestView], idle: Callable[[], Sequence[RequestView]], memory: Memory) -> None:
         self._order = order

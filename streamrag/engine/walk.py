@@ -14,16 +14,16 @@ BUDGET = "StepBudget"
 
 
 class Wait(Enum):
-    """How a request that gets nothing in this step affects the others."""
+    """The effect on other requests of one that gets nothing in this step."""
 
     SKIP = auto()
-    """Not at all; it continues in a later step."""
+    """No effect: it continues in a later step."""
     MEMORY = auto()
-    """It waits for free memory. Meanwhile any other request may take its blocks."""
+    """Waiting for free memory. Meanwhile any other request may take its blocks."""
     RESERVE = auto()
-    """It waits for reserved memory. It keeps its blocks unless no other request could run without them."""
+    """Waiting for reserved memory. It keeps its blocks unless no other request could run without them."""
     YIELD = auto()
-    """It waits for other requests to end. Meanwhile any other request may take its blocks."""
+    """Waiting for other requests to end. Meanwhile any other request may take its blocks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         if self._answer is not None:
             return self._answer
         if self._task is None or not self._task.done():
-            raise StreamRagError("the result is there once the stream has ended: iterate it to its end first")
+            raise StreamRagError("there is no result yet: iterate the stream to its end first")
         if self._task.cancelled():
             raise StreamRagError(STOPPED)
         return self._task.result()

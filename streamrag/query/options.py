@@ -76,8 +76,8 @@ class QueryOptions(TypedDict, total=False):
     overlap: bool
     """Whether to prefill while retrieval runs; as the pipeline by default."""
     late_share: float
-    """In a context that grows chunk by chunk: the share of the token budget that is reserved for the most relevant of
-    the chunks that no longer fit; a quarter by default. With 0, chunks are added whole, in order of arrival."""
+    """Share of the token budget that is reserved for the most relevant of the chunks that no longer fit, in a context
+    that grows chunk by chunk; a quarter by default. With 0, chunks are added whole, in order of arrival."""
 
 
 def check_options(options: Mapping[str, object]) -> None:

@@ -110,7 +110,7 @@ class Retrieval:
 
     def _failed(self, error: BaseException) -> SourceError:
         what = kind_of(error) if isinstance(error, asyncio.CancelledError | GeneratorExit) else short(error)
-        return SourceError(f"{part_name(self._source)} failed: {what}, though nobody has stopped the query")
+        return SourceError(f"{part_name(self._source)} failed: {what}, although the query was not stopped")
 
 
 def _stream(source: Source, query: str) -> AsyncIterator[SourceEvent]:

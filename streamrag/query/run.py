@@ -67,7 +67,9 @@ T = TypeVar("T")
 class _Phase(Enum):
     """A phase of a query, with the end of the error message if the deadline passes in it."""
 
-    STARTING = "while the engine or the source was starting: start the pipeline before it is asked, or raise deadline_s"
+    STARTING = (
+        "while the engine or the source was starting: start the pipeline before the first query, or raise deadline_s"
+    )
     WAITING = "while other queries had all places: raise deadline_s or max_concurrent_queries"
     RETRIEVING = "while retrieving: raise deadline_s, or give the source a shorter timeout of its own"
     GENERATING = "while generating: raise deadline_s, or lower max_tokens"
@@ -170,7 +172,7 @@ class QueryRun:
             if is_cancelled():
                 raise
             raise BackendError(
-                f"{part_name(self._backend)} failed: a {type(error).__name__}, though nobody has stopped the query"
+                f"{part_name(self._backend)} failed: a {type(error).__name__}, although the query was not stopped"
             ) from error
 
     async def _retrieve_and_answer(self) -> Answer:

@@ -160,7 +160,7 @@ async def choose_answer(answers: Mapping[TokenIds, str], one_pass: Pass, decisiv
             continue
         token_id, logprobs = await one_pass(best, allowed)
         if token_id not in allowed:
-            raise BackendError("the engine gave none of the answers that there may be")
+            raise BackendError("the engine sampled none of the answers")
         values = {each: logprobs[each].logprob for each in allowed if each in logprobs} if logprobs else {}
         if len(values) < len(allowed):
             prefixes = {(*best, token_id): 0.0}

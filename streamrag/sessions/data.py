@@ -227,7 +227,7 @@ class SessionData:
         """Append what a source or an async iterator yields, and return the newest version; see `Session.follow`."""
         check_followed(source, query)
         self.check_open()
-        await tasks.begin(partial(append_all, source, query, self.append), "source")
+        await tasks.start(partial(append_all, source, query, self.append), "source")
         return self.buffer.num_appended
 
     @validated

@@ -15,10 +15,10 @@ MAX_SEEN = 4096
 def check_followed(followed: object, query: str) -> None:
     """Raise ConfigurationError unless `followed` is a source or an async iterator, and `query` a str."""
     if isinstance(followed, type):
-        raise ConfigurationError(f"what is followed is the class {followed.__name__}, and must be an object of it")
+        raise ConfigurationError(f"the followed source is the class {followed.__name__}, and must be an object of it")
     if not callable(getattr(followed, "stream", None)) and not isinstance(followed, AsyncIterable):
         raise ConfigurationError(
-            f"what is followed is {kind_of(followed)}: it must be a source, or an async iterator of texts or Chunks"
+            f"the followed source is {kind_of(followed)}: it must be a source, or an async iterator of texts or Chunks"
         )
     if not isinstance(query, str):
         raise ConfigurationError(f"the query is {kind_of(query)}, and must be a str")

@@ -29,7 +29,7 @@ CLOSED = "the session has been closed"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One version of a session's data."""
+    """A version of a session's data."""
 
     version: int
     """Number of chunks appended plus system texts frozen so far."""

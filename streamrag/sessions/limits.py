@@ -64,12 +64,12 @@ class SessionBooks:
         ):
             owner = f" of {tenant!r:.80}" if prefix and tenant else ""
             if most is not None and len(tokens) >= most:
-                message = f"{most:,} sessions{owner} are open, which is the most: close one"
+                message = f"{most:,} sessions{owner} are open, which is the limit: close one"
                 raise TooManySessionsError(message, f"{prefix}sessions")
             if most_tokens is not None and sum(tokens) + num_tokens > most_tokens:
                 raise TooManySessionsError(
-                    f"the windows of sessions{owner} hold {sum(tokens):,} tokens and this one {num_tokens:,}, where "
-                    f"{most_tokens:,} is the most: close one, or ask for smaller window_tokens",
+                    f"the windows of sessions{owner} hold {sum(tokens):,} tokens, and this one has {num_tokens:,}: "
+                    f"the limit is {most_tokens:,}. Close one, or ask for smaller window_tokens",
                     f"{prefix}session_tokens",
                 )
 

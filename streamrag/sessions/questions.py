@@ -106,7 +106,7 @@ class Questions:
 
         def start(emit: Emit) -> "asyncio.Task[Answer]":
             self._data.check_open()
-            return self._tasks.begin(partial(self._answer, question, at_least, emit), "question", deadline_s)
+            return self._tasks.start(partial(self._answer, question, at_least, emit), "question", deadline_s)
 
         return start
 
@@ -198,7 +198,7 @@ class InFlightAnswers:
         finally:
             computation.num_callers -= 1
             if not computation.num_callers:
-                if self._computations.get(key) is computation:  # the next caller begins anew
+                if self._computations.get(key) is computation:  # the next caller starts a new computation
                     del self._computations[key]
                 await cancel_regardless([computation.task])
         if is_own:

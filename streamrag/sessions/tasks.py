@@ -20,7 +20,7 @@ class SessionTasks:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
-    def begin(
+    def start(
         self, work: Callable[[], Coroutine[Any, Any, T]], what: str, deadline_s: float | None = None
     ) -> "asyncio.Task[T]":
         """Return a new task that runs `work`. `what` names it in errors.
@@ -59,7 +59,7 @@ class SessionTasks:
         if is_late:
             raise DeadlineExceededError(f"the {what}'s deadline of {deadline_s:g} s passed")
         if task.cancelled():
-            raise BackendError(f"a {what} of {self._name} failed: a CancelledError, though nobody has stopped it")
+            raise BackendError(f"a {what} of {self._name} failed: a CancelledError, although it was not stopped")
         return task.result()
 
     def _check_open(self, what: str) -> None:

@@ -82,7 +82,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
 
     @property
     def name(self) -> str | None:
-        """Its key in `Session.watches`; None if it has no name."""
+        """The key of the watch in `Session.watches`; None if it has no name."""
         return self.options.name
 
     @property
@@ -177,14 +177,14 @@ class Watches:
             options = replace(options, name=plain_text(options.name), question=question.text, answers=question.answers)
             if self._log is not None:
                 self._log.add_watch(options)
-        return self.begin(options)
+        return self._start(options)
 
     def resume(self) -> None:
         """Restore the watches of the log."""
         for options in self._log.watches.values() if self._log else ():
-            self.begin(options)
+            self._start(options)
 
-    def begin(self, options: WatchOptions) -> Watch:
+    def _start(self, options: WatchOptions) -> Watch:
         """Watch a question without writing it to the log. It replaces a watch of the same name."""
         watch = Watch(self, options)
         if watch.name is not None:

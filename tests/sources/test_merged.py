@@ -207,7 +207,7 @@ class Panic(BaseException):
 async def test_what_is_no_exception_fails_its_source_alone(caplog: pytest.LogCaptureFixture) -> None:
     found = await events(ScriptedSource([Panic("oh")]), ScriptedSource([0.05, Append(B)]))  # type: ignore[list-item]
     assert found == [Skipped("ScriptedSource", "the source failed"), appended(B)]
-    assert "Panic('oh'), though nobody has stopped the query" in caplog.text
+    assert "Panic('oh'), although the query was not stopped" in caplog.text
 
 
 async def test_a_passage_stays_the_same_chunk_whoever_finds_it_again() -> None:

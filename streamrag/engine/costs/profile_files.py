@@ -53,7 +53,7 @@ def load_profile(name_or_path: str) -> StepProfile:
         return _from_dict(values[0])
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ConfigurationError(f"{name_or_path} is no hardware profile: {reason}") from error
+        raise ConfigurationError(f"{name_or_path} is not a hardware profile: {reason}") from error
 
 
 def save_profile(profile: StepProfile, path: Path) -> None:
@@ -69,9 +69,9 @@ def _read(path: str) -> dict[str, Any]:
     try:
         values = parse_json(read_bytes(path))
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} is no hardware profile: {error}") from error
+        raise ConfigurationError(f"{path} is not a hardware profile: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigurationError(f"{path} is no hardware profile: it is no JSON object")
+        raise ConfigurationError(f"{path} is not a hardware profile: it is not a JSON object")
     return values
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 Part: TypeAlias = tuple[int, int]
-"""One request's share of a step: its new tokens, and the tokens before them whose KV exists already."""
+"""The share of one request in a step: its new tokens, and the tokens before them whose KV exists already."""
 
 
 def context_pairs(parts: Sequence[Part]) -> float:

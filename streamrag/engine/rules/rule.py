@@ -6,7 +6,7 @@ from streamrag.engine.walk import Candidate, Wait, Walk
 
 
 class Rule:
-    """One reason why a request gets fewer tokens than it could, or waits. Its state lasts for one plan."""
+    """A reason why a request gets fewer tokens than it could, or waits. Its state lasts for one plan."""
 
     asks_complete = True
     """Whether the rule applies to complete prompts."""

@@ -79,7 +79,8 @@ class LogState:
     num_failures: int = 0
     """Number of failed attempts to write."""
     error: str | None = None
-    """Why the last attempt to write failed; None if it succeeded. The session continues, and it is tried again."""
+    """The reason why the last attempt to write failed; None if it succeeded. The session continues, and it is tried
+    again."""
 
 
 def write_contents(connection: sqlite3.Connection, contents: LogContents, before: LogContents | None) -> None:

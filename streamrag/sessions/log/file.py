@@ -110,7 +110,7 @@ class LogFile:
                     _execute(self._connection, COMPACTION)
         except sqlite3.Error as error:
             is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
-            full = f"No space left on the disk, or the log has {MAX_FILE_BYTES >> 20} MiB, the most that it may have"
+            full = f"No space left on the disk, or the log has reached its limit of {MAX_FILE_BYTES >> 20} MiB"
             raise SessionLogError(full if is_full else str(error)) from error
 
     def touch(self, at_s: float) -> None:
@@ -240,7 +240,7 @@ def _check_files(path: Path) -> None:
             if suffix == "-journal" or not stat.S_ISREG(status.st_mode):
                 raise SessionLogError(f"{path}{suffix} is not of a session's log: move it away. Nothing was changed")
     if num_bytes > 2 * MAX_FILE_BYTES:
-        raise SessionLogError(f"{path} has more than {2 * MAX_FILE_BYTES >> 20} MiB, the most that is read of a log")
+        raise SessionLogError(f"{path} has more than {2 * MAX_FILE_BYTES >> 20} MiB, the limit for reading a log")
 
 
 @contextmanager
@@ -259,14 +259,14 @@ def _translated(path: Path) -> Iterator[None]:
         elif isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_CORRUPT:
             message = f"{path} cannot be read: {error}"
         else:
-            message = f"{path} is damaged: {error}. Nothing was changed. Move the file away to begin anew"
+            message = f"{path} is damaged: {error}. Nothing was changed. Move the file away to start a new log"
         raise SessionLogError(message) from error
 
 
 def _old_format(path: Path) -> str:
     with suppress(OSError), open_regular(path) as file:
         if file.read(64).replace(b" ", b"").startswith(OLD_FORMAT):
-            return " that can be read: an older streamrag wrote it as text. Move it away to begin anew"
+            return " that can be read: an older streamrag wrote it as text. Move it away to start a new log"
     return ""
 
 

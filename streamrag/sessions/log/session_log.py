@@ -263,7 +263,9 @@ class SessionLog:
         is_news = self.state.error is None
         self.state = replace(self.state, num_failures=self.state.num_failures + 1, error=reason)
         if is_news:
-            log.warning("%s cannot be written: %s. The session goes on; it is tried again", self.path, reason)
+            log.warning(
+                "%s cannot be written: %s. The session continues, and writing is tried again", self.path, reason
+            )
             self._on_failure(reason)
 
 

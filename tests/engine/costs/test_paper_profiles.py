@@ -98,7 +98,7 @@ def test_one_file_may_hold_both(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, files: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"is no hardware profile: .*{reason}"):
+    with pytest.raises(ConfigurationError, match=f"is not a hardware profile: .*{reason}"):
         load_profile(written(tmp_path, **files))
 
 

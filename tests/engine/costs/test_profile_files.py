@@ -59,7 +59,7 @@ def test_copies_that_are_no_line_are_refused(tmp_path: Path) -> None:
     values = json.loads(path.read_text())
     values["copies"]["in_points"] = [[2, 0.2], [1, 0.1]]
     path.write_text(json.dumps(values))
-    with pytest.raises(ConfigurationError, match=r"broken\.json is no hardware profile: in_points"):
+    with pytest.raises(ConfigurationError, match=r"broken\.json is not a hardware profile: in_points"):
         load_profile(str(path))
 
 
@@ -69,5 +69,5 @@ def test_what_is_no_profile_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "broken.json"
     for text in ("{", "[]", json.dumps({"kind": "guess"}), json.dumps({"kind": "table", "name": "x"})):
         path.write_text(text)
-        with pytest.raises(ConfigurationError, match=r"broken\.json is no hardware profile"):
+        with pytest.raises(ConfigurationError, match=r"broken\.json is not a hardware profile"):
             load_profile(str(path))
