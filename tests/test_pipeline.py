@@ -325,7 +325,7 @@ async def test_the_result_before_the_end_is_an_error_that_says_what_to_do() -> N
         pipeline.stream("Why?") as stream,
     ):
         await anext(stream)
-        with pytest.raises(StreamRagError, match="iterate it to its end first"):
+        with pytest.raises(StreamRagError, match="iterate the stream to its end first"):
             _ = stream.result
 
 
