@@ -119,7 +119,7 @@ bench-emission: .venv/installed ## send every update, the last, or what is worth
 	test -d build/emission-index || .venv/bin/streamrag index build docs --out build/emission-index
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/emission.py --index build/emission-index --keep bench-results/emission --json experiments/results/emission.json --plot docs/calibration.png
 
-bench-near-end: .venv/installed ## a search on the model's own processors: what NearEnd gives for what it takes; real engine, two minutes
+bench-near-end: .venv/installed ## a search on the model's own processors: what DelayedUpdates gives for what it takes; real engine, two minutes
 	$(RUN) experiments/near_end.py --json experiments/results/near_end.json
 
 bench-one-user: .venv/installed ## one user whose context changes faster than a step takes: does streaming make anybody wait? real engine, two minutes

@@ -37,8 +37,8 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrag import (
+    DelayedUpdates,
     HybridSource,
-    NearEnd,
     Pipeline,
     PromptTemplate,
     ReplaySource,
@@ -64,7 +64,7 @@ from streamrag.telemetry import (
     ContextChanged,
     ContextComplete,
     DocumentSkipped,
-    Event,
+    QueryEvent,
     RetrievalCutShort,
 )
 
@@ -203,7 +203,7 @@ def print_answer(answer: Answer) -> None:
             tell_indented(f"[{citation.number}] {citation.title} {citation.uri}")
 
 
-def show(event: Event) -> Event:
+def show(event: QueryEvent) -> QueryEvent:
     """Tell a person what happened, and when."""
     match event:
         case ChunkArrived(chunk=chunk):
@@ -337,7 +337,7 @@ async def run(arguments: argparse.Namespace) -> None:
             dtype="auto" if arguments.model else "float32",
         )
         crawl = WebSource([url], max_pages=12, max_page_chars=1500, num_workers=1, allow_private=arguments.url is None)
-        search = NearEnd(
+        search = DelayedUpdates(
             HybridSource(index, k=NUM_PASSAGES, reranker="late-interaction", sentences=NUM_SENTENCES), LEAD_S
         )
         with console.status("starting") as status:

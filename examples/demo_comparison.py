@@ -12,7 +12,7 @@ from typing import NamedTuple
 from scipy import stats  # type: ignore[import-untyped]
 
 from streamrag import Pipeline, SamplingParams, VllmBackend
-from streamrag.telemetry import Answer, Answered, Event
+from streamrag.telemetry import Answer, Answered, QueryEvent
 
 MIN_PAIRS = 5
 NARROW = 1.1
@@ -32,8 +32,8 @@ class Pair:
     """One question asked both ways."""
 
     question: str
-    streaming: list[Event]
-    waiting: list[Event]
+    streaming: list[QueryEvent]
+    waiting: list[QueryEvent]
 
     @property
     def answers(self) -> tuple[Answer, Answer]:
@@ -88,13 +88,13 @@ async def ask_pair(
     *,
     max_context_tokens: int,
     streaming_first: bool = True,
-    on_event: Callable[[Event], object] = lambda event: None,
+    on_event: Callable[[QueryEvent], object] = lambda event: None,
 ) -> Pair:
     """Ask one question both ways, each time with an empty prefix cache.
 
     on_event: called with each event of the streaming way.
     """
-    events: dict[bool, list[Event]] = {True: [], False: []}
+    events: dict[bool, list[QueryEvent]] = {True: [], False: []}
     for overlap in (streaming_first, not streaming_first):
         await backend.reset_prefix_cache()
         stream = pipeline.events(question, params=params, overlap=overlap, max_context_tokens=max_context_tokens)

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from streamrag.telemetry import Answered, ChunkArrived, ContextChanged, Event, PrefillProgressed, TokensGenerated
+from streamrag.telemetry import Answered, ChunkArrived, ContextChanged, PrefillProgressed, QueryEvent, TokensGenerated
 
 RETRIEVAL, PREFILL, DECODE = "#8fb8de", "#f4a259", "#5b8e7d"
 
@@ -18,10 +18,10 @@ class QueryRow:
     """One row of a timeline: a label, and the events of a query that ran to its end."""
 
     label: str
-    events: Sequence[Event]
+    events: Sequence[QueryEvent]
 
 
-def prefill_spans(events: Sequence[Event]) -> list[tuple[float, float]]:
+def prefill_spans(events: Sequence[QueryEvent]) -> list[tuple[float, float]]:
     """When the backend had prompt tokens to prefill, as (start, end) in seconds from the query.
 
     From each prompt that went to it until it reported progress on it, or until the first token of the answer.

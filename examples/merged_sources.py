@@ -6,7 +6,7 @@ python examples/merged_sources.py
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 
-from streamrag import Merged, Pipeline, from_passages, from_rankings
+from streamrag import MergedSource, Pipeline, from_passages, from_rankings
 from streamrag.telemetry import Answered, ChunkArrived
 from streamrag.testing import ScriptedBackend
 
@@ -25,7 +25,7 @@ async def handbook(query: str) -> AsyncIterator[list[tuple[str, str]]]:
 
 
 async def main() -> None:
-    source = Merged(from_passages(tickets), from_rankings(handbook), weights=[1, 2])
+    source = MergedSource(from_passages(tickets), from_rankings(handbook), weights=[1, 2])
     async with Pipeline(source, ScriptedBackend()) as pipeline:
         async for event in pipeline.events("Why does the printer jam?"):
             if isinstance(event, ChunkArrived):

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 from rank_bm25 import BM25Okapi
 
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 
 NUM_CHARS = (500, 1_800)
 """Sections with fewer are left out, of longer ones the first paragraphs are taken."""
@@ -85,7 +85,7 @@ class Site:
                     self.ended_s = time.monotonic()
                 yield Page(page.name, page.title, response.text)
         finally:
-            await cancel_regardless(fetches)
+            await cancel_and_wait(fetches)
 
 
 def _words(text: str) -> list[str]:

@@ -38,7 +38,7 @@ from rich.table import Table
 from streamrag import AppendMode, OpenAIBackend, VllmBackend
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 
 NUM_LOADED, NUM_REMOTE = 6, 3
@@ -244,7 +244,7 @@ def main() -> int:
             "results": found,
             "costs": [asdict(cost) for cost in costs],
         }
-        write_whole(arguments.json, json.dumps(made, indent=2) + "\n")
+        write_atomic(arguments.json, json.dumps(made, indent=2) + "\n")
     return check(found)
 
 

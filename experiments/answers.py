@@ -50,7 +50,7 @@ from streamrag import (
 )
 from streamrag.bench.provenance import versions
 from streamrag.demo.demo_folder import TEMPLATE, build_site
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.telemetry import Answer
 from streamrag.testing import ScriptedSource, Step, make_demo_model
 
@@ -214,7 +214,7 @@ async def retrieve(folder: Path, docs: Path, settings: Sequence[Setting], asked:
             question: [[asdict(chunk) for chunk in chunks] for chunks in updates]
             for question, updates in found[search].items()
         }
-        write_whole(kept, json.dumps(as_json))
+        write_atomic(kept, json.dumps(as_json))
     return found
 
 
@@ -311,7 +311,7 @@ class Asking:
                 rows = await ask(
                     self._backend, setting, found, overlap=overlap, at_once=at_once, bar=lambda: progress.advance(task)
                 )
-            write_whole(kept, json.dumps([asdict(each) for each in rows]))
+            write_atomic(kept, json.dumps([asdict(each) for each in rows]))
         return [Row(**each | {"token_ids": tuple(each["token_ids"])}) for each in json.loads(kept.read_text())]
 
 
@@ -420,7 +420,7 @@ def main() -> int:
             "streaming": [asdict(r) for r in measured["streaming"]],
             "waiting": [asdict(r) for r in measured["waiting"]],
         }
-        write_whole(arguments.json, json.dumps(as_json, indent=1) + "\n")
+        write_atomic(arguments.json, json.dumps(as_json, indent=1) + "\n")
     # In another dtype than float32 two tokens may tie: docs/backends.md#exactness.
     return 0 if measured["num_equal"] == arguments.questions or arguments.dtype != "float32" else 1
 

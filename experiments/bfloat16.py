@@ -44,7 +44,7 @@ from streamrag.demo.demo_folder import TEMPLATE
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import StreamRagError
 from streamrag.modes.prompt import PromptAssembler
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.testing import make_demo_model, make_tiny_llama
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def main() -> None:
                     "emulated_dtypes": emulated_dtypes(cpu_capabilities()),
                     "rows": {name: kept[name] for name in names if name in kept},
                 }
-                write_whole(arguments.json, json.dumps(made, indent=1) + "\n")
+                write_atomic(arguments.json, json.dumps(made, indent=1) + "\n")
     show(kept)
 
 

@@ -6,9 +6,9 @@ Streaming keeps an engine busy for longer than waiting does: steps are shorter, 
 replaces was computed in vain. Whoever pays for that can have it from the client's side, in two ways:
 
     as they come      c0 c1 u2  u3        u4 end
-    near the end      ··········(u3)······u4 end     the newest is sent T before the end, as `NearEnd` does by hints.
-                                                     Here the end is known: no retriever knows it, so it is the least
-                                                     price of a busy time.
+    near the end      ··········(u3)······u4 end     the newest is sent T before the end, as `DelayedUpdates`
+                                                     does by hints. Here the end is known, which no
+                                                     retriever knows: it is the least price.
     paced             c0 ·····(c1 u2)····u4 end      the newest is sent when T has passed since the last was
 
 In virtual time, on the loads of `make paper`. Busy time is over that of not streaming, with the published token budget
@@ -38,7 +38,7 @@ from streamrag.bench.report.comparison import Pool
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import digest, percentile
 from streamrag.bench.workload import load_trace
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.trace.read import read_trace
 from streamrag.trace.values import TracedEvent, TracedQuery, TracedUpdate
 from streamrag.trace.write import write_trace
@@ -246,7 +246,7 @@ def draw(path: Path, rows: Rows) -> None:
     )
     drawn = BytesIO()
     figure.savefig(drawn, format="png", dpi=100)
-    write_whole(path, drawn.getvalue())
+    write_atomic(path, drawn.getvalue())
 
 
 def main() -> None:
@@ -273,7 +273,7 @@ def main() -> None:
     if arguments.json:
         made = {"command": "make bench-busy", "num_seeds": arguments.seeds, "profile": PROFILE, "versions": versions()}
         made["num_queries"] = {load.name: load.num_queries for load in loads}
-        write_whole(arguments.json, json.dumps({**made, "results": rows, "verdicts": told}, indent=1) + "\n")
+        write_atomic(arguments.json, json.dumps({**made, "results": rows, "verdicts": told}, indent=1) + "\n")
     if arguments.plot:
         draw(arguments.plot, rows)
 

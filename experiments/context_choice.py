@@ -31,9 +31,9 @@ ANSWERS = {
     "How does a search refine its result in stages?": "So a search is a ladder of lists that grow",
 }
 ARMS = {
-    "by arrival": {"relevance": False, "late_share": 0.0},
-    "shortened": {"relevance": True, "late_share": 0.0},
-    "shortened, late pages": {"relevance": True, "late_share": 0.25},
+    "by arrival": {"relevance": False, "reserve_fraction": 0.0},
+    "shortened": {"relevance": True, "reserve_fraction": 0.0},
+    "shortened, late pages": {"relevance": True, "reserve_fraction": 0.25},
 }
 BUDGETS = (1024, 2048, 4096, 8192)
 NUM_ORDERS = 8
@@ -62,7 +62,7 @@ def ask(
         max_tokens=256,
         max_context_tokens=budget,
         relevance=Relevance(question) if arm["relevance"] else None,
-        late_share=arm["late_share"],
+        reserve_fraction=arm["reserve_fraction"],
     )
     num_computed = 0
     for end in range(len(pages) + 1):

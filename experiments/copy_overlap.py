@@ -28,12 +28,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from streamrag.backends.vllm.client.arguments import scheduler_args
-from streamrag.backends.vllm.client.measured import EngineClient, running_engine
+from streamrag.backends.vllm.client.measured_engine import EngineClient, running_engine
 from streamrag.backends.vllm.facts import EngineFacts
 from streamrag.bench.profile.step_times import FreshTokens, answer, warm_up
 from streamrag.bench.provenance import versions
 from streamrag.errors import BackendError
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 
 GOAL = 0.05
@@ -272,7 +272,7 @@ def main() -> int:
             "max_num_batched_tokens": budget,
             "results": found,
         }
-        write_whole(arguments.json, json.dumps(made, indent=2) + "\n")
+        write_atomic(arguments.json, json.dumps(made, indent=2) + "\n")
     return int(facts.is_cuda and any(of["ratio"] > 1 + GOAL for of in found.values()))
 
 

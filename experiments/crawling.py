@@ -29,11 +29,11 @@ from rich.progress import track
 from rich.table import Table
 
 from streamrag import Append, WebSource
-from streamrag.query.relevance import Passage, split_markdown
+from streamrag.query.relevance import TextPassage, split_markdown
 from streamrag.sources.http.robots import parse
 from streamrag.sources.pages.near_duplicates import NearDuplicates
 from streamrag.sources.pages.relevant_passages import assemble, relevant_stems, select
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 QUERY = "How does a pipeline stream retrieved chunks into the engine?"
@@ -103,7 +103,7 @@ def steps(site: Path, scratch: Path) -> dict[str, float]:
         passages = step("split into passages", partial(split_markdown, cleaned.text))
         stem = relevant_stems(QUERY, cleaner._stem)
         choose = partial(select, passages, QUERY, title=cleaned.title, max_chars=8000, score=bm25, stem=stem)
-        chosen: list[Passage] = step("choose what is relevant (BM25)", choose)
+        chosen: list[TextPassage] = step("choose what is relevant (BM25)", choose)
         step("assemble, near-duplicates left out", partial(assemble, chosen, seen, known.has))
         known.end_page()
         document = FPDF()
@@ -217,7 +217,7 @@ def main() -> None:
         }
         command = "python experiments/crawling.py --json FILE"
         found = {"command": command, "machine": machine, "step_ms": medians_ms, "crawls": rows}
-        write_whole(arguments.json, json.dumps(found, indent=2))
+        write_atomic(arguments.json, json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

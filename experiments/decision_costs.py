@@ -14,7 +14,7 @@ from streamrag.bench.report.canvas import make_panels, plain_log_ticks
 from streamrag.bench.summary import percentile
 from streamrag.engine.costs.step_profiles import TableProfile, recompute_s
 from streamrag.records import RequestRecord
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 Kind: TypeAlias = Literal["recompute", "load", "save"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -166,4 +166,4 @@ def draw(path: Path, decisions: Sequence[Decision]) -> None:
     panel.legend(loc="upper left", frameon=False, fontsize=8)
     drawn = BytesIO()
     figure.savefig(drawn, format="png", dpi=110)
-    write_whole(path, drawn.getvalue())
+    write_atomic(path, drawn.getvalue())

@@ -27,12 +27,12 @@ from session_arms import Text
 
 from streamrag import AnswerChunk, Prompt, SamplingParams, VllmBackend
 from streamrag.bench.provenance import versions
-from streamrag.sessions.answer import Pass, TokenIds, choose_answer, encode_answers
-from streamrag.sessions.question import DECISIVE_GAP
-from streamrag.support.files import write_whole
+from streamrag.sessions.answer import ForwardPass, TokenIds, choose_answer, encode_answers
+from streamrag.sessions.question import DECISIVE_MARGIN
+from streamrag.support.files import write_atomic
 from streamrag.testing import make_demo_model
 
-THRESHOLDS = (0.5, 1.0, DECISIVE_GAP, 4.0, inf)
+THRESHOLDS = (0.5, 1.0, DECISIVE_MARGIN, 4.0, inf)
 NUM_TEXTS = 5
 """Of each kind, with six questions each."""
 SERVICES, LEVELS, PEOPLE = ("billing", "search", "login"), ("INFO", "WARNING", "ERROR"), ("Ana", "Ben", "Carla")
@@ -142,7 +142,7 @@ def questions() -> list[Question]:
     return [each for make in (log, meeting) for seed in range(NUM_TEXTS) for each in make(random.Random(seed))]
 
 
-async def at_thresholds(answers: dict[TokenIds, str], one_pass: Pass) -> list[Answered]:
+async def at_thresholds(answers: dict[TokenIds, str], one_pass: ForwardPass) -> list[Answered]:
     """The answer at each threshold; each pass is made once."""
     known: dict[TokenIds, tuple[int | None, Any]] = {}
     found = []
@@ -257,7 +257,7 @@ def main() -> None:
     show(table)
     if arguments.json:
         made = {"command": "make bench-early-exit", "dtype": arguments.dtype, "versions": versions(), "results": table}
-        write_whole(arguments.json, json.dumps(made, indent=1) + "\n")
+        write_atomic(arguments.json, json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Sending every update, the last one only, or those that are worth it: what is computed in vain, and who waits.
 
-Each load is replayed in virtual time: its updates go through the real `WorthSending`, calibrated on other queries of
-the same kind, and what comes out, and when, goes to vLLM's own scheduler with the costs of a profile. The final
+Each load is replayed in virtual time: its updates go through the real `SelectiveUpdates`, calibrated on other queries
+of the same kind, and what comes out, and when, goes to vLLM's own scheduler with the costs of a profile. The final
 context of each query is compared with that of the source itself. The same updates are also put in the order "stable".
 
     search      traces/search-python-docs: DiskANN and ranking by words, stretched four times (32 queries, two halves,
@@ -39,12 +39,12 @@ from streamrag import (
     Chunk,
     Hint,
     HybridSource,
+    SelectiveUpdates,
     Source,
     Startable,
     Update,
     UpdateMode,
     VectorSource,
-    WorthSending,
     calibrate,
 )
 from streamrag.bench.cell import CellResult, CellSettings
@@ -53,9 +53,9 @@ from streamrag.bench.report.calibration_picture import draw_calibration
 from streamrag.bench.simulate import run_cell
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import SourceEvent
-from streamrag.sources.emission.calibration_queries import HeldOut, sentences
-from streamrag.sources.emission.worth_sending import estimate_tokens
-from streamrag.support.files import write_whole
+from streamrag.sources.emission.calibration_queries import LeaveOneOut, draw_sentences
+from streamrag.sources.emission.selective_updates import estimate_tokens
+from streamrag.support.files import write_atomic
 from streamrag.trace.generate import LongWindow, generate
 from streamrag.trace.read import read_trace
 from streamrag.trace.statistics import num_common_tokens
@@ -174,7 +174,7 @@ def counting_down(query: TracedQuery) -> TracedQuery:
 
 
 async def live(name: str, index: Path, progress: Progress) -> tuple[Load, int]:
-    """Searches as they are, and in how many `WorthSending` gave another final context, live, which must be none."""
+    """Searches as they are, and in how many `SelectiveUpdates` gave another final context, live, which must be none."""
     from record_traces import Reranked
 
     def opened(k: int) -> Source:
@@ -184,15 +184,15 @@ async def live(name: str, index: Path, progress: Progress) -> tuple[Load, int]:
             return HybridSource(index, k=k, candidates=NUM_CANDIDATES, reranker="late-interaction")
         return Reranked([VectorSource(index, k=num, ladder=(2 * num,)) for num in (K, 2 * K, 4 * K, 8 * K)], K)
 
-    source, places = opened(K), sentences(index, NUM_QUERIES, 1)
-    asked, searched = [*sentences(index, NUM_QUERIES, 2)], source
+    source, places = opened(K), draw_sentences(index, NUM_QUERIES, 1)
+    asked, searched = [*draw_sentences(index, NUM_QUERIES, 2)], source
     if name == "hybrid":
-        asked, searched = [*QUESTIONS], HeldOut(opened(K + 1), places, K)
+        asked, searched = [*QUESTIONS], LeaveOneOut(opened(K + 1), places, K)
     task = progress.add_task(f"{name}: searching", total=len(places) + 2 * len(asked))
     async with started(searched):
         calibration = await calibrate(searched, [*places], on_progress=lambda *_: progress.advance(task))
     async with started(source):
-        held = WorthSending(source, calibration, PROFILE)
+        held = SelectiveUpdates(source, calibration, PROFILE)
         queries, num_others = [], 0
         for number, text in enumerate(asked):
             query = await recorded(source, f"{name}-{number}", text)
@@ -251,11 +251,11 @@ async def _sent(load: Load, is_whole: bool, qps: float, seed: int) -> tuple[Trac
     loop = asyncio.get_running_loop()
     trace = Trace(tuple(query for query, _ in load.queries))
     arrivals = {q.query_id: q.arrival_s for q in make_load(settings(load.name, qps, seed), trace)}
-    sources: dict[int, WorthSending] = {}
+    sources: dict[int, SelectiveUpdates] = {}
     for _, calibration in load.queries:
         sources.setdefault(
             id(calibration),
-            WorthSending(
+            SelectiveUpdates(
                 ReplayedAll(trace.queries),
                 calibration,
                 PROFILE,
@@ -448,7 +448,7 @@ def main() -> int:
             rows += of_load
             if kept:
                 kept.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(kept, json.dumps({"rows": of_load, "order": orders[-1]}))
+                write_atomic(kept, json.dumps({"rows": of_load, "order": orders[-1]}))
     print_rows(rows, console)
     for each in orders:
         console.print(*(f"{name}: {value:.2f}" if name != "load" else value for name, value in each.items()), sep="  ")

@@ -26,7 +26,7 @@ from rich.table import Table
 from streamrag.bench.cell import ARMS, Arm, CellResult, CellSettings, RequestResult
 from streamrag.bench.summary import percentile
 from streamrag.bench.wall import run_cell
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
 
@@ -165,7 +165,7 @@ def main() -> None:
     if arguments.json:
         machine = {"system": f"{platform.system()} {platform.machine()}", "num_cpus": os.cpu_count()}
         made = {"command": "make bench-engine", "machine": machine, "model": MODEL, "results": found}
-        write_whole(arguments.json, json.dumps(made, indent=2) + "\n")
+        write_atomic(arguments.json, json.dumps(made, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ from validity import BUDGET, MODEL, NUM_OUTPUT_TOKENS, NUM_SEQS, PERCENTILES, Do
 
 from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.bench.cell import Arm, CellSettings
-from streamrag.bench.workload import NUM_TAIL_TOKENS, fitted, make_load
+from streamrag.bench.workload import NUM_TAIL_TOKENS, fit_contexts, make_load
 from streamrag.engine.costs.step_profiles import TableProfile
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.read import read_trace
 from streamrag.trace.values import Trace, TracedAppend, TracedQuery
@@ -129,7 +129,7 @@ async def run_real(model: Path, path: Path, num_repetitions: int, done: Done) ->
             ways,
             num_repetitions,
             lambda way: found.cell(way, model=str(model)),
-            lambda cell: fitted(cell, make_load(cell, trace), None).queries,
+            lambda cell: fit_contexts(cell, make_load(cell, trace), None).queries,
             rate,
             done,
         )
@@ -214,7 +214,7 @@ def main() -> None:
     if arguments.json:
         machine = {"system": f"{platform.system()} {platform.machine()}", "num_cpus": os.cpu_count()}
         made = {"command": "make bench-engine", "machine": machine, "model": MODEL, "queries a second": rates}
-        write_whole(arguments.json, json.dumps({**made, "results": rows, "verdicts": verdicts}, indent=1) + "\n")
+        write_atomic(arguments.json, json.dumps({**made, "results": rows, "verdicts": verdicts}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from streamrag.bench.summary import Digest, digest, percentile
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.engine.eviction import EVICTIONS
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 PROFILES = ("h200-llama8b-tp2", "h200-llama8b-tp2-slow-host", "h200-llama8b-tp2-fast-host")
 SHARES = (1.0, 0.5, 0.25)
@@ -312,7 +312,7 @@ def main() -> None:
             "streaming": streaming,
             "pressure": pressure,
         }
-        write_whole(arguments.json, json.dumps(made, indent=1) + "\n")
+        write_atomic(arguments.json, json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

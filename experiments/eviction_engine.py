@@ -38,7 +38,7 @@ from streamrag.bench.workload import longest_prompt, make_load
 from streamrag.engine.costs.profile_files import save_profile
 from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.engine.eviction import EvictionMode
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedQuery
 
@@ -261,7 +261,7 @@ def main() -> None:
     if arguments.plot:
         draw(arguments.plot, decisions)
     if arguments.json:
-        write_whole(arguments.json, json.dumps(made(plan, rows, decisions, one), indent=2) + "\n")
+        write_atomic(arguments.json, json.dumps(made(plan, rows, decisions, one), indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from streamrag.bench.summary import percentile
 from streamrag.query.relevance import relevant_terms, terms
 from streamrag.sources.index.index_folder import KEYWORDS, PASSAGES, passage_line
 from streamrag.sources.index.keywords import KeywordIndex, new_stem, write_keywords
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 K, CANDIDATES, BATCH_SIZE = 5, 20, 4
@@ -399,7 +399,7 @@ def main() -> int:
             "search": rows,
             "keywords": [asdict(each) for each in keyword],
         }
-        write_whole(arguments.json, json.dumps(measured, indent=1) + "\n")
+        write_atomic(arguments.json, json.dumps(measured, indent=1) + "\n")
     return 0
 
 

@@ -33,7 +33,7 @@ from streamrag.bench.summary import percentile
 from streamrag.engine.costs.profile_files import load_profile, save_profile
 from streamrag.engine.costs.step_profiles import AnalyticProfile
 from streamrag.engine.policies import POLICIES
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.trace.read import read_trace
 from streamrag.trace.write import write_trace
 
@@ -264,7 +264,7 @@ def draw(path: Path, found: Rows, of: Shape) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     drawn = BytesIO()
     figure.savefig(drawn, format="png", dpi=100)
-    write_whole(path, drawn.getvalue())
+    write_atomic(path, drawn.getvalue())
 
 
 def made(arguments: argparse.Namespace, of: Shape, found: Rows) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def main() -> None:
     for line in verdicts(found, of):
         console.print(line)
     if arguments.json:
-        write_whole(arguments.json, json.dumps(made(arguments, of, found), indent=1) + "\n")
+        write_atomic(arguments.json, json.dumps(made(arguments, of, found), indent=1) + "\n")
     if arguments.plot:
         draw(arguments.plot, found, of)
 

@@ -28,7 +28,7 @@ from streamrag import Pipeline, VectorSource, WebSource
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.core import Append, Chunk, ModelInfo, Source
 from streamrag.sources.index.build import build_index
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.testing import ScriptedBackend, ScriptedSource, make_tiny_llama
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -189,7 +189,7 @@ def main() -> None:
             "num_cpus": os.cpu_count(),
         }
         command = "python experiments/loop_stall.py --json FILE"
-        write_whole(arguments.json, json.dumps({"command": command, "machine": machine, "rounds": rows}, indent=2))
+        write_atomic(arguments.json, json.dumps({"command": command, "machine": machine, "rounds": rows}, indent=2))
 
 
 if __name__ == "__main__":

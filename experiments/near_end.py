@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from streamrag import HybridSource, NearEnd, Pipeline, SamplingParams, Source, VllmBackend
+from streamrag import DelayedUpdates, HybridSource, Pipeline, SamplingParams, Source, VllmBackend
 from streamrag.bench.provenance import versions
 from streamrag.demo.demo_folder import (
     MAX_CONTEXT_TOKENS,
@@ -35,12 +35,12 @@ from streamrag.demo.demo_folder import (
     TEMPLATE,
     prepare_demo,
 )
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.telemetry import Answer
 
 LEAD_S = 0.3
 MAX_TOKENS = 8
-WAITING, ALWAYS, NEAR_END = "not streaming", "every update", f"NearEnd, {LEAD_S:g} s"
+WAITING, ALWAYS, NEAR_END = "not streaming", "every update", f"DelayedUpdates, {LEAD_S:g} s"
 ARMS = (WAITING, ALWAYS, NEAR_END)
 
 console = Console(highlight=False, width=None if Console().is_terminal else 120)
@@ -73,7 +73,7 @@ async def ask(pipeline: Pipeline, question: str, *, overlap: bool) -> Answer:
 async def measure(folder: Path, questions: Sequence[str], num_turns: int) -> list[Row]:
     search = HybridSource(folder / "index", k=NUM_PASSAGES, reranker="late-interaction", sentences=NUM_SENTENCES)
     backend = VllmBackend(folder / "model", max_model_len=MAX_MODEL_LEN, dtype="float32")
-    sources: dict[str, Source] = {WAITING: search, ALWAYS: search, NEAR_END: NearEnd(search, LEAD_S)}
+    sources: dict[str, Source] = {WAITING: search, ALWAYS: search, NEAR_END: DelayedUpdates(search, LEAD_S)}
     rows = []
     async with aclosing(backend), aclosing(search):
         with console.status("starting"):
@@ -172,7 +172,7 @@ def main() -> int:
             "arms": found,
             "rows": [asdict(row) for row in rows],
         }
-        write_whole(arguments.json, json.dumps(as_json, indent=1) + "\n")
+        write_atomic(arguments.json, json.dumps(as_json, indent=1) + "\n")
     return 0 if all(row["num_equal"] == row["num_questions"] for row in found.values()) else 1
 
 

@@ -20,8 +20,8 @@ from streamrag.telemetry import (
     ChunkArrived,
     ContextChanged,
     ContextComplete,
-    Event,
     PrefillProgressed,
+    QueryEvent,
     RetrievalStarted,
     TokensGenerated,
 )
@@ -31,9 +31,9 @@ NUM_CHUNKS = 8
 NUM_TOKENS = 256
 
 
-def events() -> list[Event]:
+def events() -> list[QueryEvent]:
     """Of one query."""
-    made: list[Event] = [RetrievalStarted(0.0, "Why?")]
+    made: list[QueryEvent] = [RetrievalStarted(0.0, "Why?")]
     for number in range(NUM_CHUNKS):
         made.append(ChunkArrived(0.1, Chunk("text", "a.md", passage=number)))
         made.append(ContextChanged(0.1, number + 1, 100 * number, 90 * number, 10 * number))
@@ -42,7 +42,7 @@ def events() -> list[Event]:
     return made + [TokensGenerated(0.4, "word ", (7,), None)] * NUM_TOKENS
 
 
-def cost_us(observer: Observer, of_query: list[Event]) -> float:
+def cost_us(observer: Observer, of_query: list[QueryEvent]) -> float:
     """Microseconds of the processor for one query."""
     told = Observers([observer])
     began_s = time.process_time()
@@ -60,7 +60,7 @@ class Nobody:
 
     def query_started(self, query: ServedQuery) -> None: ...
 
-    def query_event(self, query: ServedQuery, event: Event) -> None: ...
+    def query_event(self, query: ServedQuery, event: QueryEvent) -> None: ...
 
     def query_ended(self, query: ServedQuery, *how: object) -> None: ...
 

@@ -29,7 +29,7 @@ from rich.table import Table
 from streamrag import Append, Chunk, Pipeline, SamplingParams, Update, VllmBackend
 from streamrag.bench.provenance import versions
 from streamrag.demo.demo_folder import MAX_MODEL_LEN, docs_folder, prepare_demo, written_pages
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 PASSAGE_WORDS, NUM_PASSAGES = 90, 4
 MAX_TOKENS = 4
@@ -202,7 +202,7 @@ def main() -> int:
             "loads": found,
             "rows": [asdict(row) for row in rows],
         }
-        write_whole(arguments.json, json.dumps(as_json, indent=1) + "\n")
+        write_atomic(arguments.json, json.dumps(as_json, indent=1) + "\n")
     return 0 if all(row["num_equal"] == row["num_pairs"] for row in found.values()) else 1
 
 

@@ -33,7 +33,7 @@ from streamrag.sources.index.document_passages import read_document, split_docum
 from streamrag.sources.index.embedder_pool import EmbedderPool
 from streamrag.sources.postgres.query import Rows
 from streamrag.sources.workers.pool import Share
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = "streamrag_bench"
@@ -299,7 +299,7 @@ def main() -> int:
     show(measured)
     if arguments.json:
         text = json.dumps({**measured, "versions": versions()}, indent=1)
-        write_whole(arguments.json, text + "\n")
+        write_atomic(arguments.json, text + "\n")
     return 0
 
 

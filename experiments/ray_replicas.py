@@ -43,7 +43,7 @@ from streamrag.backends.ray.cluster import Cluster
 from streamrag.backends.ray.connection import RayReplicas
 from streamrag.backends.ray.deployment import ENGINES, engines
 from streamrag.backends.ray.options import ReplicaOptions
-from streamrag.backends.ray.replica_chooser import Candidate, ReplicaChooser
+from streamrag.backends.ray.replica_chooser import ReplicaCandidate, ReplicaChooser
 from streamrag.backends.ray.replica_streams import ReplicaStreams
 from streamrag.backends.ray.request_router import StreamRouter
 from streamrag.backends.ray.wire import Delta, Open, Opened, WireEvent
@@ -52,7 +52,7 @@ from streamrag.bench.summary import percentile
 from streamrag.routing import Opening, ReplicaState, make_router
 from streamrag.routing.basic_routers import RoundRobin
 from streamrag.support import clock
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.support.versions import installed_versions
 from streamrag.testing import ScriptedBackend, make_tiny_llama
 
@@ -268,7 +268,7 @@ class ByReplica(ReplicaChooser):
         self.tokens_per_s: dict[str, float] = {}
         self._shown: set[str] = set()
 
-    def rank(self, stream_id: str, opening: Opening, candidates: Sequence[Candidate]) -> list[str]:
+    def rank(self, stream_id: str, opening: Opening, candidates: Sequence[ReplicaCandidate]) -> list[str]:
         self.tokens_per_s = {each.id: round(each.stats.get("tokens_per_s", 0.0)) for each in candidates}
         return super().rank(stream_id, opening, candidates)
 
@@ -368,7 +368,7 @@ async def bench(folder: str, num: int, rate: float, scenarios: Sequence[str], na
                 row = await turn(handle, scenario, name, num, rate, seed=seed)
                 assert row["request_router"] == request_router.__name__, row
                 rows[:] = [each for each in rows if (each["scenario"], each["router"]) != (scenario, name)] + [row]
-                write_whole(path, json.dumps({**settings, "rows": rows}, indent=1) + "\n")
+                write_atomic(path, json.dumps({**settings, "rows": rows}, indent=1) + "\n")
 
 
 async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *, seed: int) -> dict[str, Any]:
@@ -521,7 +521,7 @@ def choosing_ms(num_replicas: int) -> float:
     choosing = ReplicaChooser(make_router("soonest"), clock=clock.monotonic)
     stats = {"tokens_per_s": 1e4, "num_kv_tokens": 436_000, "told_s": 1.0}
     there = [
-        Candidate(f"r{number}", 256, {**stats, "kv_usage": number / num_replicas}, 0.0)
+        ReplicaCandidate(f"r{number}", 256, {**stats, "kv_usage": number / num_replicas}, 0.0)
         for number in range(num_replicas)
     ]
     rng, best_s = random.Random(0), float("inf")
@@ -641,9 +641,9 @@ def main() -> None:
                 asyncio.run(bench(model, arguments.num, arguments.rate, arguments.scenarios, arguments.routers, path))
                 if arguments.docs is not None:
                     rows = json.loads(path.read_text())["rows"]
-                    write_whole(arguments.docs, written(arguments.docs.read_text(), rows))
+                    write_atomic(arguments.docs, written(arguments.docs.read_text(), rows))
     if arguments.json is not None and found is not None:
-        write_whole(arguments.json, json.dumps(found, indent=1) + "\n")
+        write_atomic(arguments.json, json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

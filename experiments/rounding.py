@@ -34,7 +34,7 @@ from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
 from streamrag.bench.provenance import versions
 from streamrag.core import SamplingParams
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def main() -> None:
             "num_prompts": arguments.prompts,
             "results": results,
         }
-        write_whole(arguments.json, json.dumps(made, indent=2) + "\n")
+        write_atomic(arguments.json, json.dumps(made, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from streamrag import Append, Chunk, SamplingParams, VllmBackend
 from streamrag.bench.summary import percentile
 from streamrag.serve import Limits, Service, create_app
 from streamrag.serve.server import listen, serve
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.telemetry import TokensGenerated
 from streamrag.testing import ScriptedBackend, ScriptedSource, make_tiny_llama
 
@@ -446,7 +446,7 @@ def main() -> None:
         if args.only and args.json.exists():
             results = {**json.loads(args.json.read_text()), **results}
         machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()}
-        write_whole(args.json, (json.dumps({**results, "machine": machine}, indent=2) + "\n").encode())
+        write_atomic(args.json, (json.dumps({**results, "machine": machine}, indent=2) + "\n").encode())
 
 
 if __name__ == "__main__":

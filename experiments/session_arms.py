@@ -24,7 +24,7 @@ from streamrag.records import RequestRecord
 from streamrag.sessions import Session
 from streamrag.sessions.prompts import SESSION_TEMPLATE, SessionPrompts
 from streamrag.sessions.window import Numbered
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 
 SESSION, INSIDE, BESIDE = "session", "vLLM session, inside", "vLLM session, beside"
 CACHED, UNCACHED = "plain, prefix cache", "plain, nothing cached"
@@ -132,7 +132,7 @@ class StockSession:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await cancel_regardless([self._reading])
+        await cancel_and_wait([self._reading])
 
 
 class Text:

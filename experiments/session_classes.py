@@ -30,7 +30,7 @@ from streamrag.bench.summary import percentile
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import RequestClass
 from streamrag.engine.costs.profile_files import load_profile
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 PROFILE = load_profile("h200-llama8b-tp2")
 NUM_SESSIONS, NUM_FIRST, NUM_MORE = 12, 8_000, 64
@@ -275,7 +275,7 @@ def main() -> None:
     ]
     show(rows, saved)
     if arguments.json:
-        write_whole(arguments.json, json.dumps({"loads": rows, "grouped": saved}, indent=1) + "\n")
+        write_atomic(arguments.json, json.dumps({"loads": rows, "grouped": saved}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

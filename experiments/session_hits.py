@@ -22,9 +22,9 @@ from rich.console import Console
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
 from streamrag.serve import Limits, Service, create_app
-from streamrag.serve.server import QuietServer, config_of, listen
+from streamrag.serve.server import QuietServer, listen, uvicorn_config
 from streamrag.sessions import Session
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.testing import ScriptedBackend
 
 QUESTION = {"question": "Any over 90?", "answers": ["yes", "no"]}
@@ -60,7 +60,7 @@ async def over_http(num: int) -> dict[str, dict[str, float]]:
     service = Service(backend, limits=Limits(max_requests_per_minute=1_000_000), model_name="scripted")
     await service.start()
     sock = listen("127.0.0.1", 0)
-    server = QuietServer(config_of(create_app(service), service.limits))
+    server = QuietServer(uvicorn_config(create_app(service), service.limits))
     running = asyncio.create_task(server.serve(sockets=[sock]))
     await server.listens.wait()
     host = f"127.0.0.1:{sock.getsockname()[1]}"
@@ -105,7 +105,7 @@ def main() -> None:
         console.print(f"{way:>15}  P50 {row['p50_ms']:7.2f} ms   P99 {row['p99_ms']:7.2f} ms")
     if arguments.json is not None:
         told = {"num": arguments.num, "versions": versions(), "results": rows}
-        write_whole(arguments.json, (json.dumps(told, indent=2) + "\n").encode())
+        write_atomic(arguments.json, (json.dumps(told, indent=2) + "\n").encode())
 
 
 if __name__ == "__main__":

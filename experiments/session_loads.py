@@ -14,7 +14,7 @@ from session_simulation import Device, Site, simulated
 from streamrag.bench.summary import percentile
 from streamrag.core import SamplingParams
 from streamrag.sessions import Session
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 
 NUM_OUTPUT_TOKENS = 2
 """A word and the end, as for the published questions, which are answered with a word or a number."""
@@ -70,7 +70,7 @@ class Feed:
         await self._task
 
     async def aclose(self) -> None:
-        await cancel_regardless([self._task])
+        await cancel_and_wait([self._task])
 
 
 async def filled(session: Session, num: int) -> None:

@@ -40,10 +40,10 @@ from session_loads import asked_evenly, asked_while, filled
 
 from streamrag import Pipeline, SamplingParams, VllmBackend, from_passages
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
-from streamrag.backends.vllm.client.measured import running_engine
+from streamrag.backends.vllm.client.measured_engine import running_engine
 from streamrag.bench.summary import percentile
 from streamrag.core import ModelInfo
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 
 RATES = (0, 1, 10, 100, 1_000)
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results = before | results
     results["load_average"] = load_average
     if arguments.json:
-        write_whole(arguments.json, json.dumps(results, indent=1) + "\n")
+        write_atomic(arguments.json, json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from streamrag.bench.report.canvas import make_panels, plain_log_ticks
 from streamrag.bench.summary import percentile
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.engine.costs.profile_files import load_profile
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 DEVICES = {"2 x H200": "h200-llama8b-tp2", "L40S": "l40s-llama8b"}
 NUM_CYCLES = 15
@@ -251,7 +251,7 @@ def draw(path: Path, by_device: dict[str, list[Row]]) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     drawn = BytesIO()
     figure.savefig(drawn, format="png", dpi=100)
-    write_whole(path, drawn.getvalue())
+    write_atomic(path, drawn.getvalue())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "versions": versions(),
             "results": found,
         }
-        write_whole(arguments.json, json.dumps(made, indent=1) + "\n")
+        write_atomic(arguments.json, json.dumps(made, indent=1) + "\n")
     if arguments.plot:
         draw(arguments.plot, {device: tables["growing"] for device, tables in found.items() if "growing" in tables})
 

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from streamrag.backends.simulated.client import SimulatedClient
 from streamrag.backends.simulated.stream import SimulatedStream
 from streamrag.core import BackendEvent, ModelInfo, Prompt, SamplingParams
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 
 
 class SimulatedBackend:
@@ -35,7 +35,7 @@ class SimulatedBackend:
                     async for event in events:
                         yield event
             finally:
-                await cancel_regardless([pushing])
+                await cancel_and_wait([pushing])
 
     @staticmethod
     async def _push(prompts: AsyncIterator[Prompt], stream: SimulatedStream) -> None:

@@ -26,7 +26,7 @@ from streamrag.bench.provenance import versions
 from streamrag.bench.report.comparison import Pool
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import digest, percentile
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 PROFILE = "h200-llama8b-tp2"
 BUDGET = 8_192
@@ -168,7 +168,7 @@ def main() -> None:
         made: dict[str, Any] = {"command": "make bench-small-host", "seeds": seeds, "profile": PROFILE}
         made |= {"versions": versions(), "max_num_batched_tokens": BUDGET}
         made |= {"num_queries": {load.name: load.num_queries for load in loads}}
-        write_whole(arguments.json, json.dumps({**made, "results": rows, "verdicts": told}, indent=1) + "\n")
+        write_atomic(arguments.json, json.dumps({**made, "results": rows, "verdicts": told}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

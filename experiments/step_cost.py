@@ -38,7 +38,7 @@ from streamrag.backends.vllm.scheduler.hooks import StreamingScheduler
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
 from streamrag.core import RequestClass
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 MOST_MORE_US = {50: 100.0, 500: 500.0}
 """Microseconds that a step may take more, by the number of requests."""
@@ -228,7 +228,7 @@ def main() -> None:
             "versions": versions(),
             "results": found,
         }
-        write_whole(arguments.json, json.dumps(made, indent=1) + "\n")
+        write_atomic(arguments.json, json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from streamrag.bench.cell import CellSettings
 from streamrag.bench.provenance import versions
 from streamrag.bench.simulate import run_cell
 from streamrag.bench.summary import Digest, digest, percentile
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
 
 NUM_STREAMS, NUM_CHUNKS = 96, 10
@@ -125,7 +125,7 @@ def main() -> None:
         console.print(f"memory for {share:g}: ours recomputes {ratio:.1%} of the paper's rule, {verdict} {TARGET:.0%}")
     if arguments.json:
         made = {"command": "make bench-thrash", "rules": RULES, "versions": versions(), "results": rows}
-        write_whole(arguments.json, json.dumps(made, indent=2) + "\n")
+        write_atomic(arguments.json, json.dumps(made, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -32,13 +32,13 @@ from rich.table import Table
 
 from streamrag.bench import simulate
 from streamrag.bench.cell import ARMS, Arm, CellResult, CellSettings
-from streamrag.bench.profile.step_times import Pass, measure, table_profile, warm_up
+from streamrag.bench.profile.step_times import MeasurementPass, measure, table_profile, warm_up
 from streamrag.bench.summary import percentile
 from streamrag.bench.wall import engine_for, max_model_len, play_cell
 from streamrag.bench.workload import NUM_TAIL_TOKENS, make_load
 from streamrag.engine.costs.profile_files import save_profile
 from streamrag.engine.costs.step_profiles import TableProfile
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
 
@@ -122,7 +122,7 @@ class Engine(NamedTuple):
 class Measured(Generic[Of]):
     """What was measured on the real engine."""
 
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[MeasurementPass] = field(default_factory=list)
     runs: list[Run[Of]] = field(default_factory=list)
     qps: float | None = None
     engine: Engine | None = None
@@ -283,7 +283,7 @@ def write(path: Path, found: Measured[Arm], rows: list[dict[str, Any]]) -> None:
         "results": rows,
         "profile": asdict(found.profile()),
     }
-    write_whole(path, json.dumps(made, indent=2) + "\n")
+    write_atomic(path, json.dumps(made, indent=2) + "\n")
 
 
 def main() -> None:

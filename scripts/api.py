@@ -39,8 +39,8 @@ PAGES = {
     "sources": (
         "Sources",
         "Retrieve from the web or from your own function, combine sources, and send fewer updates.",
-        "WebSource RetrieverSource from_passages from_rankings search_engine Merged ReplaySource WorthSending NearEnd "
-        "calibrate Calibration",
+        "WebSource RetrieverSource from_passages from_rankings search_engine MergedSource ReplaySource "
+        "SelectiveUpdates DelayedUpdates calibrate Calibration",
     ),
     "search": (
         "Searching your documents",
@@ -110,7 +110,7 @@ INTERNAL = {
     "Watch.spec",
     "Watch.stop",
     "Watch.work",
-    "WorthSending.num_others",
+    "SelectiveUpdates.num_others",
 }
 """Members of public classes that only other parts of the package use."""
 

@@ -34,7 +34,7 @@ from streamrag.core import common_prefix_len
 from streamrag.demo.demo_folder import TEMPLATE
 from streamrag.modes import PromptTemplate
 from streamrag.modes.prompt import PromptAssembler
-from streamrag.support.files import replacing
+from streamrag.support.files import atomic_replace
 
 RANK, SCALE = 8, 2.0
 TAUGHT = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -227,7 +227,7 @@ def teach(model: Any, loras: dict[str, Lora], arguments: argparse.Namespace, pag
 
 def save(path: Path, loras: dict[str, Lora], optimizer: Any, step: int) -> None:
     of_loras = {name: {"down": lora.down.data, "up": lora.up.data} for name, lora in loras.items()}
-    with replacing(path) as unfinished:
+    with atomic_replace(path) as unfinished:
         torch.save({"step": step, "loras": of_loras, "optimizer": optimizer.state_dict()}, unfinished)
 
 
@@ -237,7 +237,7 @@ def write_adapter(path: Path, loras: dict[str, Lora], strength: float) -> None:
     for name, lora in loras.items():
         tensors[f"{name}.down"] = lora.down.data.to(torch.float16).contiguous()
         tensors[f"{name}.up"] = (strength * SCALE * lora.up.data).to(torch.float16).contiguous()
-    with replacing(path) as unfinished:
+    with atomic_replace(path) as unfinished:
         save_file(tensors, unfinished)
 
 

@@ -27,7 +27,7 @@ from streamrag.sources.index.document_passages import (
     split_document,
 )
 from streamrag.sources.index.keywords import new_stem
-from streamrag.sources.search.sentences import sentences
+from streamrag.sources.search.sentences import split_sentences
 
 NO_ANSWER = "The documents do not say."
 NO_ANSWER_SHARE = 0.02
@@ -88,7 +88,7 @@ def read_pages(folder: Path, rng: random.Random, num_pages: int) -> Iterator[Pag
             continue
         texts = [with_items(text, rng) for text in split_document(document, rng.choice(PASSAGE_WORDS))]
         if not (is_whole := rng.random() < WHOLE_SHARE):
-            found = (sentence for text in texts for sentence in sentences(text))
+            found = (sentence for text in texts for sentence in split_sentences(text))
             texts = [*dict.fromkeys(sentence for sentence in found if len(sentence.split()) >= MIN_WORDS)]
         chunks = (Chunk(text, document.uri, document.title, number) for number, text in enumerate(texts))
         page = Page(tuple(chunks), is_whole)
@@ -100,7 +100,7 @@ def usable_sentences(text: str) -> list[str]:
     """Those that can be an answer."""
     return [
         sentence
-        for sentence in sentences(text)
+        for sentence in split_sentences(text)
         if sentence.endswith(".")
         and 4 <= len(sentence.split()) <= MAX_WORDS
         and sum(c.isalnum() or c == " " for c in sentence) > 0.85 * len(sentence)
@@ -158,7 +158,7 @@ def make_examples(pages: Sequence[Page], rng: random.Random, max_questions: int)
         beside = dict.fromkeys(rng.sample(page.passages, min(NUM_LOOKED_THROUGH, len(page.passages))))
         beside |= {rng.choice(rng.choice(alike).passages): None for _ in range(NUM_LOOKED_THROUGH)}
         known = {*usable}
-        wrong = [c for c in beside if c != right and known.isdisjoint(sentences(c.text))]
+        wrong = [c for c in beside if c != right and known.isdisjoint(split_sentences(c.text))]
         near = nearest(question, wrong, 2 * max(num_passages))
         others = near[: rng.choice(num_passages) - 1]
         place = 0 if rng.random() < FIRST_SHARE else rng.randrange(len(others) + 1)
@@ -166,7 +166,7 @@ def make_examples(pages: Sequence[Page], rng: random.Random, max_questions: int)
         targets = [(place, s) for s in rng.sample(usable, len(usable))][: max(2, max_questions * 2 // 3)]
         rest = [(n, s) for n, c in enumerate(chunks) if n != place for s in usable_sentences(c.text)]
         targets += rng.sample(rest, min(len(rest), max_questions - len(targets)))
-        every = [s for chunk in chunks for s in (*sentences(chunk.text), chunk.title)]
+        every = [s for chunk in chunks for s in (*split_sentences(chunk.text), chunk.title)]
         examples = []
         for number, sentence in targets:
             if every.count(sentence) > 1:

@@ -161,10 +161,10 @@ def is_unclear(sentence: str) -> bool:
 def make_question(sentence: str, rng: random.Random) -> str:
     """A question that `sentence` answers."""
     question = None if rng.random() < GAP_SHARE or is_unclear(sentence) else by_rule(sentence, rng)
-    return question or with_gap(sentence, rng)
+    return question or with_margin(sentence, rng)
 
 
-def with_gap(sentence: str, rng: random.Random) -> str:
+def with_margin(sentence: str, rng: random.Random) -> str:
     """What is left of the sentence without some words that follow one another, in a question."""
     asked: tuple[str, ...] = ASKED
     unit = ""

@@ -78,15 +78,15 @@ if TYPE_CHECKING:
     from streamrag.sources.crawl.web import WebSource as WebSource
     from streamrag.sources.emission.calibrate import calibrate as calibrate
     from streamrag.sources.emission.calibration import Calibration as Calibration
-    from streamrag.sources.emission.near_end import NearEnd as NearEnd
-    from streamrag.sources.emission.worth_sending import WorthSending as WorthSending
+    from streamrag.sources.emission.delayed_updates import DelayedUpdates as DelayedUpdates
+    from streamrag.sources.emission.selective_updates import SelectiveUpdates as SelectiveUpdates
     from streamrag.sources.generators import from_passages as from_passages
     from streamrag.sources.generators import from_rankings as from_rankings
     from streamrag.sources.index.build import build_index as build_index
     from streamrag.sources.index.changes import add_documents as add_documents
     from streamrag.sources.index.changes import remove_documents as remove_documents
     from streamrag.sources.index.generation import IndexSummary as IndexSummary
-    from streamrag.sources.merged import Merged as Merged
+    from streamrag.sources.merged import MergedSource as MergedSource
     from streamrag.sources.postgres.build import TableSummary as TableSummary
     from streamrag.sources.postgres.build import build_table as build_table
     from streamrag.sources.postgres.source import PgVectorSource as PgVectorSource
@@ -123,13 +123,13 @@ _NAMES = {
     "streamrag.sources.crawl.web": "WebSource",
     "streamrag.sources.emission.calibrate": "calibrate",
     "streamrag.sources.emission.calibration": "Calibration",
-    "streamrag.sources.emission.near_end": "NearEnd",
-    "streamrag.sources.emission.worth_sending": "WorthSending",
+    "streamrag.sources.emission.delayed_updates": "DelayedUpdates",
+    "streamrag.sources.emission.selective_updates": "SelectiveUpdates",
     "streamrag.sources.generators": "from_passages from_rankings",
     "streamrag.sources.index.build": "build_index",
     "streamrag.sources.index.changes": "add_documents remove_documents",
     "streamrag.sources.index.generation": "IndexSummary",
-    "streamrag.sources.merged": "Merged",
+    "streamrag.sources.merged": "MergedSource",
     "streamrag.sources.postgres.build": "TableSummary build_table",
     "streamrag.sources.postgres.source": "PgVectorSource",
     "streamrag.sources.retriever": "RetrieverSource",

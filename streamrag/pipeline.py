@@ -19,13 +19,13 @@ from streamrag.query.answer_stream import AnswerStream, Emit, EventStream
 from streamrag.query.options import Query, QueryOptions, check_options
 from streamrag.query.run import QueryRun
 from streamrag.support.clock import Clock, monotonic
-from streamrag.support.messages import kind_of, plain_text, short
-from streamrag.support.tasks import is_cancelled, wait_regardless
+from streamrag.support.messages import plain_text, short_repr, type_name
+from streamrag.support.tasks import is_cancelled, wait_shielded
 from streamrag.support.validation import Count, SecondsOrZero, validated
 from streamrag.telemetry import Answer
 
 if TYPE_CHECKING:
-    from streamrag.sessions.limits import SessionBooks, SessionLimits
+    from streamrag.sessions.limits import SessionLimits, SessionRegistry
     from streamrag.sessions.session import Session
     from streamrag.trace.recorder import TraceRecorder
 
@@ -94,7 +94,7 @@ class Pipeline:
         self._answers_despite_source_error = on_source_error == "answer"
         self._recorder = recorder
         self._session_limits = session_limits
-        self._session_books: SessionBooks | None = None
+        self._session_books: SessionRegistry | None = None
         self._on_progress = on_progress or (lambda line: None)
         self._clock = clock
         self._admission = anyio.CapacityLimiter(self.max_concurrent_queries)
@@ -174,13 +174,13 @@ class Pipeline:
         name: for errors and schedulers.
         tenant: the owner, for the pipeline's `session_limits`.
         """
-        from streamrag.sessions.limits import SessionBooks, SessionLimits
+        from streamrag.sessions.limits import SessionLimits, SessionRegistry
         from streamrag.sessions.session import Session
 
         if self._is_closed:
             raise PipelineClosedError("this pipeline has been closed: make a new one")
         if self._session_books is None:
-            self._session_books = SessionBooks(self._session_limits or SessionLimits())
+            self._session_books = SessionRegistry(self._session_limits or SessionLimits())
         return Session(
             self.backend,
             system=system,
@@ -239,18 +239,18 @@ class Pipeline:
         finally:
             if self._closing is None:
                 self._closing = asyncio.create_task(self._close(), name="streamrag close")
-            await wait_regardless([self._closing])
+            await wait_shielded([self._closing])
         self._closing.result()  # raises what a part raised on closing
 
     async def _close(self) -> None:
         tasks: list[asyncio.Task[Any]] = [*self._queries, *([self._starting] if self._starting else [])]
         for task in tasks:
             task.cancel()
-        await wait_regardless(tasks)
+        await wait_shielded(tasks)
         try:
             sessions = self._session_books.close() if self._session_books else []
             closing = [asyncio.create_task(session.aclose()) for session in sessions]
-            await wait_regardless(closing)
+            await wait_shielded(closing)
             for task in closing:
                 task.result()
         finally:
@@ -283,7 +283,7 @@ class Pipeline:
         values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         system = values.pop("system", None)
         if not isinstance(system, str | None):
-            raise ConfigurationError(f"system={short(system)} must be a str")
+            raise ConfigurationError(f"system={short_repr(system)} must be a str")
         values["template"] = template = values.get("template", self._template)
         if system is not None and isinstance(template, PromptTemplate):
             values["template"] = replace(template, system=plain_text(system))
@@ -337,4 +337,4 @@ def _check_part(part: object, name: str, method: str) -> None:
     if isinstance(part, type):
         raise ConfigurationError(f"the {name} is the class {part.__name__}, and must be an object of it")
     if not callable(getattr(part, method, None)):
-        raise ConfigurationError(f"the {name} is {kind_of(part)}, and has no method {method!r}")
+        raise ConfigurationError(f"the {name} is {type_name(part)}, and has no method {method!r}")

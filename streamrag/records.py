@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from streamrag.errors import ConfigurationError
-from streamrag.support.bounded_reading import Unpacked, as_dataclass, lines_of, parse_json
+from streamrag.support.bounded_reading import DecompressedFile, as_dataclass, parse_json, split_lines
 
-Outcome: TypeAlias = Literal["finished", "aborted", "failed"]
+RequestOutcome: TypeAlias = Literal["finished", "aborted", "failed"]
 """The end of a request. Aborted: the client cancelled it or went away. Failed: the engine rejected it or gave it up."""
 
 
@@ -86,7 +86,7 @@ class RequestRecord:
 
     request_id: str
     """The engine's id: the client's id and a few random characters."""
-    outcome: Outcome
+    outcome: RequestOutcome
     is_stream: bool
     """False for a plain request, whose prompt arrives at once."""
     arrival_s: float
@@ -184,7 +184,7 @@ def read_records(path: str | Path) -> list[RequestRecord]:
     """
     records: list[RequestRecord] = []
     try:
-        lines = (line for line in lines_of(iter(Unpacked(Path(path)))) if line.endswith(b"\n"))
+        lines = (line for line in split_lines(iter(DecompressedFile(Path(path)))) if line.endswith(b"\n"))
         records.extend(as_dataclass(RequestRecord, parse_json(line)) for line in lines)
     except OSError as error:
         raise ConfigurationError(f"records of requests cannot be read: {error}") from error

@@ -22,9 +22,9 @@ __all__ = [
     "ContextChanged",
     "ContextComplete",
     "DocumentSkipped",
-    "Event",
     "PreemptionRecord",
     "PrefillProgressed",
+    "QueryEvent",
     "RequestRecord",
     "RestoreRecord",
     "RetrievalCutShort",
@@ -95,7 +95,7 @@ class ContextChanged:
 
 @dataclass(frozen=True, slots=True)
 class ChunksLeftOut:
-    """Some chunks do not fit the context's token budget. Reported when the context is complete."""
+    """A number of chunks that do not fit the context's token budget, reported when the context is complete."""
 
     at_s: float
     chunks: tuple[Chunk, ...]
@@ -104,7 +104,7 @@ class ChunksLeftOut:
 
 @dataclass(frozen=True, slots=True)
 class ChunksShortened:
-    """Some chunks fit the context's token budget only in part; the prompt has their most relevant passages."""
+    """A number of chunks that fit the context's token budget in part; the prompt has their best passages."""
 
     at_s: float
     chunks: tuple[Chunk, ...]
@@ -196,7 +196,7 @@ class Answer:
     source_error: SourceError | None
     """The error that ended retrieval early, with `on_source_error="answer"`."""
     cut_short: str | None
-    """Why retrieval ended early without an error: a time limit, or a busy resource. None if it did not."""
+    """Reason for which retrieval ended early without an error: a time limit, or a busy resource. None if it did not."""
     submitted_s: float
     """When the query was submitted, on the pipeline's clock. The default clock is `time.monotonic`, as in `record`, so
     that `record.first_kv_s - submitted_s` compares with the timings and with every `at_s`."""
@@ -211,7 +211,7 @@ class Answer:
     """Version of the session's data that the answer belongs to; None outside sessions."""
     gap: float | None = None
     """Lead of the first token over the next best, as a difference of log-probabilities; None unless a session's
-    question was asked with `with_gap`."""
+    question was asked with `with_margin`."""
 
     @property
     def is_in_rank_order(self) -> bool:
@@ -238,7 +238,7 @@ class Answered:
     answer: Answer
 
 
-Event: TypeAlias = (
+QueryEvent: TypeAlias = (
     RetrievalStarted
     | ChunkArrived
     | DocumentSkipped

@@ -16,7 +16,7 @@ from streamrag.cli.answer_display import print_sources, print_timings, watch
 from streamrag.cli.program import make_parser
 from streamrag.cli.source_options import make_source
 from streamrag.errors import SourceError
-from streamrag.telemetry import Event
+from streamrag.telemetry import QueryEvent
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
 
@@ -240,7 +240,7 @@ async def test_the_json_result_is_complete() -> None:
 
     steps = [Append(Chunk("alpha", "a.md")), CutShort("time is up")]
     async with Pipeline(ScriptedSource(steps), ScriptedBackend("ok")) as pipeline:
-        stream: AsyncIterator[Event] = pipeline.events("Why?")
+        stream: AsyncIterator[QueryEvent] = pipeline.events("Why?")
         _ = [event async for event in stream]
     written = json.loads(json.dumps(as_json(stream.result)))  # type: ignore[attr-defined]
     assert written["text"] == "ok"

@@ -15,7 +15,7 @@ from streamrag import Append, Chunk, EngineDeadError, Pipeline
 from streamrag.cli import _Stop, main
 from streamrag.cli.conversation import (
     MAX_LINE_BYTES,
-    Conversation,
+    ChatHistory,
     converse,
     questions,
     stopped_by_ctrl_c,
@@ -36,7 +36,7 @@ class Talk:
         self.progress, self.output = Output(stderr=True), Output()
         self.progress.file = self.output.file = io.StringIO()
         self.answers: list[Answer] = []
-        self.conversation = Conversation(self._ask, max_characters)
+        self.conversation = ChatHistory(self._ask, max_characters)
         self._pipeline = pipeline
 
     async def _ask(self, question: str, history: tuple[Turn, ...]) -> Answer:

@@ -241,12 +241,12 @@ def test_keys_are_no_options(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_elsewhere_than_on_loopback_without_keys_only_names_of_this_machine_count() -> None:
-    from streamrag.serve.config.checks import hosts_of
+    from streamrag.serve.config.checks import permitted_hosts
     from streamrag.serve.config.layers import load
 
     def names(has_keys: bool, **server: str) -> frozenset[str] | None:
         options = {f"server.{name}": value for name, value in server.items()}
-        return hosts_of(load(None, {}, options).settings, has_keys=has_keys)
+        return permitted_hosts(load(None, {}, options).settings, has_keys=has_keys)
 
     assert names(True, host="0.0.0.0") is None
     assert names(True) == {"localhost", "127.0.0.1", "::1"}

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent / "sources"))
 from website import Website
 
 from streamrag import Append, Chunk, Pipeline, SamplingParams, Turn, VectorSource, VllmBackend, WebSource
-from streamrag.cli.conversation import Conversation
+from streamrag.cli.conversation import ChatHistory
 from streamrag.query.answer_stream import EventStream
 from streamrag.sources.index.build import build_index
 from streamrag.telemetry import (
@@ -22,7 +22,7 @@ from streamrag.telemetry import (
     ContextChanged,
     ContextComplete,
     DocumentSkipped,
-    Event,
+    QueryEvent,
     RetrievalStarted,
     TokensGenerated,
 )
@@ -208,7 +208,7 @@ async def test_a_page_of_the_wrong_type_is_skipped_and_the_answer_has_no_context
     site.add("/picture", b"\x89PNG", content_type="image/png")
     async with Pipeline(web, backend, owns_source=False, owns_backend=False) as pipeline:
         async with aclosing(pipeline.events(f"{QUERY} /picture", params=PARAMS)) as stream:
-            events: list[Event] = [event async for event in stream]
+            events: list[QueryEvent] = [event async for event in stream]
         skipped = [event for event in events if isinstance(event, DocumentSkipped)]
         assert [event.uri for event in skipped] == [site.url("/picture")]
         assert "image/png" in skipped[0].reason
@@ -247,7 +247,7 @@ async def test_a_conversation_keeps_the_kv_of_its_history_and_answers_as_if_each
             _ = [chunk async for chunk in stream]
             return stream.result
 
-        conversation = Conversation(ask, max_characters=10_000)
+        conversation = ChatHistory(ask, max_characters=10_000)
         await backend.reset_prefix_cache()
         asked = ["Which tray? " * 60, "And how fast? " * 60, "Why? " * 60]
         answers = [await conversation.ask(question) for question in asked]

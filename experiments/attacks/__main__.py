@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrag.bench.summary import percentile
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 from .connections import connected, head
 from .service import ATTACKER, VICTIM
@@ -258,5 +258,5 @@ if __name__ == "__main__":
     if args.json:
         machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load": os.getloadavg()}
         rows_of = [asdict(row) | {"ratios": row.ratios, "is_held": row.is_held} for row in rows]
-        write_whole(args.json, (json.dumps({"rows": rows_of, "machine": machine}, indent=2) + "\n").encode())
+        write_atomic(args.json, (json.dumps({"rows": rows_of, "machine": machine}, indent=2) + "\n").encode())
     sys.exit(not all(row.is_held for row in rows))

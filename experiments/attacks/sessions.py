@@ -92,7 +92,7 @@ async def restricted_watch_flood(port: int, key: str | None, seconds: float) -> 
     async with attacker(port, key) as http:
         urls = [await opened(http, window_tokens=200) for _ in range(NUM_SESSIONS)]
         for url, number in itertools.product(urls, range(NUM_WATCHES)):
-            watch = {"question": f"Which is number {number}?", "answers": answers, "decisive_gap": 1e9}
+            watch = {"question": f"Which is number {number}?", "answers": answers, "decisive_margin": 1e9}
             await http.put(f"{url}/watches/{number}", json=watch)
         seen = await repeat(seconds, lambda i: change(http, urls, i), CHANGES_PER_S)
     return f"{NUM_SESSIONS} sessions of {NUM_WATCHES} watches each; answers to data by status: {seen}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamrag.bench.report.canvas import formatter, make_panels, plain_log_ticks
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 GREY, GRID = "#8a8a8a", "#e3e3e3"
 # After Okabe and Ito, for any colour vision.
@@ -46,7 +46,7 @@ class Pictures:
         figure.savefig(drawn, format="png", dpi=110, metadata={"Software": None})
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{name}.png"
-        write_whole(path, drawn.getvalue())
+        write_atomic(path, drawn.getvalue())
         return f"![{text}]({path.relative_to(self.report.parent)})\n"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrag.bench.provenance import versions
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 from . import effects
 from .markdown import command
@@ -54,8 +54,8 @@ def write(path: Path, scale: Scale, plan: Plan, results: Results) -> None:
     parts += ["## Which of the paper's findings show\n\n", effects.as_table(results)]
     for section in SECTIONS:
         parts.append(f"\n## {section.title}\n\n{command(section.name)}\n{section.write(report)}")
-    write_whole(path, "".join(parts))
-    write_whole(path.with_suffix(".json"), json.dumps(_figures(results), indent=1) + "\n")
+    write_atomic(path, "".join(parts))
+    write_atomic(path.with_suffix(".json"), json.dumps(_figures(results), indent=1) + "\n")
 
 
 def _extent(scale: Scale, plan: Plan, results: Results) -> str:

@@ -80,7 +80,7 @@ NO_PART_OF_PAPER = {
     "records",
     "policy",
     "eviction",
-    "tells_kv_use",
+    "reports_kv_use",
     "class_ageing_s",
     "data_high_water",
     "max_data_tokens",

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from streamrag.errors import TraceError
 from streamrag.support.bounded_reading import parse_json
-from streamrag.trace.events import MAX_COUNT, MAX_SECONDS, Count, LineError
+from streamrag.trace.events import MAX_COUNT, MAX_SECONDS, LineError, TraceCount
 from streamrag.trace.lines import KeyQuota
 from streamrag.trace.values import Trace, TracedChunk, TracedQuery, TracedUpdate
 
@@ -25,8 +25,8 @@ MOONCAKE_BLOCK_TOKENS = 512
 class _MooncakeRequest(BaseModel):
     timestamp: Annotated[float, Field(ge=0, le=1e3 * MAX_SECONDS)]
     """Milliseconds."""
-    input_length: Count
-    output_length: Count
+    input_length: TraceCount
+    output_length: TraceCount
     hash_ids: Annotated[tuple[int, ...], Field(default=())]
 
 

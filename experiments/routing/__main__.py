@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from streamrag.bench.provenance import versions
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 from .cells import PROFILE, PROFILES, RATES, SETS, Cell, cells, code_digest, digest, run_cell
 from .decisions import held_bytes, microseconds
@@ -54,11 +54,11 @@ def main() -> None:
         console.print(f"{line['what']}, {line['num_replicas']} replicas: {line['us']:.0f} us")
     console.print(f"bytes held: { {name: round(num) for name, num in made['held_bytes'].items()} }")
     if arguments.json:
-        write_whole(arguments.json, json.dumps(made, indent=1) + "\n")
+        write_atomic(arguments.json, json.dumps(made, indent=1) + "\n")
     if arguments.plot:
         draw(arguments.plot, rows)
     if arguments.docs:
-        write_whole(arguments.docs, written(arguments.docs.read_text(), rows, made["decisions"]))
+        write_atomic(arguments.docs, written(arguments.docs.read_text(), rows, made["decisions"]))
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

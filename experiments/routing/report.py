@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrag.bench.report.canvas import make_panels, plain_log_ticks
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 from .cells import BEYOND, FLOWGUARD_WITHOUT, PARAMETERS, PROFILES, RATES, ROUTERS, SEVERAL, SHARED, SOONEST_WITHOUT
 from .loads import LOADS
@@ -317,4 +317,4 @@ def draw(path: Path, rows: Rows) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     drawn = BytesIO()
     figure.savefig(drawn, format="png", dpi=100)
-    write_whole(path, drawn.getvalue())
+    write_atomic(path, drawn.getvalue())

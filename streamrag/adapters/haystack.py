@@ -28,8 +28,8 @@ from streamrag.sources.fusion import reciprocal_rank_fusion
 from streamrag.sources.passage_reader import PassageReader
 from streamrag.sources.retriever import MAX_CALLS
 from streamrag.sources.threads import Threads
-from streamrag.support.messages import kind_of
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.messages import type_name
+from streamrag.support.tasks import cancel_and_wait
 from streamrag.telemetry import Answer, ContextComplete, TokensGenerated
 
 try:
@@ -290,12 +290,12 @@ class HaystackSource:
                     yield reciprocal_rank_fusion(rankings)[:top_k]
             yield task.result()
         finally:
-            await cancel_regardless([task])
+            await cancel_and_wait([task])
 
     async def _documents(self, part: Any, **inputs: Any) -> list[Document]:
         documents = (await self._call(part, "run", **inputs) or {}).get("documents")
         if not isinstance(documents, list):
-            raise SourceError(f"{type(part).__name__} returned {kind_of(documents)} as documents instead of a list")
+            raise SourceError(f"{type(part).__name__} returned {type_name(documents)} as documents instead of a list")
         return documents
 
     async def _call(self, part: Any, method: str, **inputs: Any) -> Any:
@@ -322,7 +322,7 @@ class _Watched:
 
 def _check(part: Any, wanted: str, what: str) -> None:
     if isinstance(part, type) or wanted not in getattr(part, "__haystack_input__", ()):
-        raise ConfigurationError(f"HaystackSource: {kind_of(part)} does not take {wanted!r}, as needed for {what}")
+        raise ConfigurationError(f"HaystackSource: {type_name(part)} does not take {wanted!r}, as needed for {what}")
 
 
 def _chunks(found: Sequence[Document] | tuple[Chunk, ...], reader: PassageReader) -> tuple[Chunk, ...]:

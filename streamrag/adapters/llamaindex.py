@@ -24,8 +24,8 @@ from streamrag.sources.fusion import reciprocal_rank_fusion
 from streamrag.sources.passage_reader import PassageReader
 from streamrag.sources.retriever import MAX_CALLS
 from streamrag.sources.threads import Threads
-from streamrag.support.messages import kind_of
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.messages import type_name
+from streamrag.support.tasks import cancel_and_wait
 from streamrag.telemetry import ContextComplete, TokensGenerated
 
 try:
@@ -200,7 +200,7 @@ class LlamaIndexSource:
         name: str = "",
     ) -> None:
         if not isinstance(retriever, BaseRetriever):
-            raise ConfigurationError(f"LlamaIndexSource: {kind_of(retriever)} is not a LlamaIndex retriever")
+            raise ConfigurationError(f"LlamaIndexSource: {type_name(retriever)} is not a LlamaIndex retriever")
         self.name = name or type(retriever).__name__
         self._retriever = retriever
         self._postprocessors = tuple(node_postprocessors)
@@ -259,7 +259,7 @@ class LlamaIndexSource:
                     yield reciprocal_rank_fusion(rankings, weights)[: watched.similarity_top_k]
             yield task.result()
         finally:
-            await cancel_regardless([task])
+            await cancel_and_wait([task])
 
     async def _ask(self, retriever: BaseRetriever, query: QueryBundle) -> list[NodeWithScore]:
         if type(retriever)._aretrieve is BaseRetriever._aretrieve:  # which would block the event loop

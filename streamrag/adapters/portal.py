@@ -21,8 +21,8 @@ from streamrag.core.lifecycle import start_all
 from streamrag.errors import ConfigurationError, PipelineClosedError
 from streamrag.pipeline import FORKED, Pipeline
 from streamrag.support.clock import monotonic
-from streamrag.support.messages import short
-from streamrag.support.tasks import run_regardless
+from streamrag.support.messages import short_repr
+from streamrag.support.tasks import run_shielded
 
 LOOK_S = 1.0
 """Seconds between checks whether the other event loop still runs: there is no notification of its end."""
@@ -76,7 +76,7 @@ class LoopPortal:
         :raises ConfigurationError: `source` is not a source.
         """
         if isinstance(source, type) or not callable(getattr(source, "stream", None)):
-            raise ConfigurationError(f"source={short(source)} is not a source: it has no method 'stream'")
+            raise ConfigurationError(f"source={short_repr(source)} is not a source: it has no method 'stream'")
         started = AsyncExitStack()
 
         async def start() -> None:
@@ -114,7 +114,7 @@ class LoopPortal:
         """Close the portal like `close`, without blocking the event loop."""
         with suppress(PipelineClosedError):
             if (ending := self._begin_end()) is not None:
-                await run_regardless(_await(*ending), "streamrag close")
+                await run_shielded(_await(*ending), "streamrag close")
 
     def run(self, work: Callable[[], Awaitable[T]]) -> T:
         """Await `work()` in the portal's loop, and return the result. Raises like `iterate`."""
@@ -168,7 +168,7 @@ class LoopPortal:
             with suppress(PipelineClosedError):
                 closed = self._submit(loop, reading.aclose)
                 if waits:
-                    await run_regardless(_await(closed, loop), "streamrag close")
+                    await run_shielded(_await(closed, loop), "streamrag close")
 
     def _check_open(self) -> None:
         self._check_process()

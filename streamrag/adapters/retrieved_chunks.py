@@ -24,7 +24,7 @@ async def retrieve_all(source: Source, query: str) -> tuple[Chunk, ...]:
     async with aclosing(retrieve(source, query)) as events:
         async for event in events:
             if isinstance(event, Append | Update):
-                chunks = chunks.become(UpdateMode().fold(chunks, event))
+                chunks = chunks.with_chunks(UpdateMode().fold(chunks, event))
     return chunks
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from streamrag.backends.look_alikes import break_matches, folded
+from streamrag.backends.special_token_guard import break_matches, folded
 from streamrag.core import Turn, plain_chat
 from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
 from streamrag.support.bounded_reading import without_lone_surrogates

@@ -27,7 +27,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt
 from streamrag.errors import BackendError
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 
 Prefill: TypeAlias = Callable[[tuple[int, ...]], Awaitable[None]]
 """Computes the KV of these tokens; cancelled when it is no longer needed."""
@@ -55,7 +55,7 @@ async def warm_then_generate(
                 yield event
         await driver
     finally:
-        await cancel_regardless([driver])
+        await cancel_and_wait([driver])
 
 
 async def _drive(

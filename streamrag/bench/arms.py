@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 
 from streamrag.backends.warming import warm_then_generate
 from streamrag.bench.cell import Arm
-from streamrag.bench.workload import Arriving, Piece
+from streamrag.bench.workload import Arriving, PromptChange
 from streamrag.core import AnswerChunk, Hint, Prompt, common_prefix_len
 
 
@@ -56,7 +56,7 @@ class Client(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class QueryTiming:
     """The times of one query, on the clock of the client's event loop."""
 
     retrieval_end_s: float
@@ -67,7 +67,7 @@ class Timing:
 _Answer: TypeAlias = AsyncGenerator[tuple[int, ...], None]
 
 
-async def run_query(arm: Arm, client: Client, arriving: Arriving, num_output_tokens: int) -> Timing:
+async def run_query(arm: Arm, client: Client, arriving: Arriving, num_output_tokens: int) -> QueryTiming:
     """Replay one query through an arm, and return its times."""
     clock = asyncio.get_running_loop().time
     first_s: float | None = None
@@ -76,7 +76,7 @@ async def run_query(arm: Arm, client: Client, arriving: Arriving, num_output_tok
             first_s = clock() if first_s is None else first_s
     assert first_s is not None, f"{arriving.query.query_id}: the answer has no tokens"
     assert arriving.end_s is not None, f"{arriving.query.query_id}: answered before its prompt was complete"
-    return Timing(arriving.end_s, first_s, clock())
+    return QueryTiming(arriving.end_s, first_s, clock())
 
 
 async def _no_streaming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
@@ -106,7 +106,7 @@ async def _warming(client: Client, arriving: Arriving, num_output_tokens: int) -
                 yield event.token_ids
 
 
-async def _prompts(pieces: AsyncIterator[Piece] | Arriving) -> AsyncIterator[Prompt]:
+async def _prompts(pieces: AsyncIterator[PromptChange] | Arriving) -> AsyncIterator[Prompt]:
     prompt: tuple[int, ...] = ()
     async for piece in pieces:
         before, new = prompt, tuple(piece.token_ids)

@@ -10,7 +10,7 @@ from streamrag.errors import ConfigurationError
 from streamrag.records import RequestRecord
 from streamrag.support.validation import Count, Positive, validated
 
-Clock: TypeAlias = Literal["virtual", "wall"]
+CellClock: TypeAlias = Literal["virtual", "wall"]
 """Virtual time is predicted by a hardware profile; wall time is measured on a real engine."""
 Arm: TypeAlias = Literal["no-streaming", "warming", "stock-sessions", "streaming"]
 """A client's strategy for chunks that arrive over time; see `streamrag.bench.arms`."""
@@ -28,7 +28,7 @@ class CellSettings:
     :raises ConfigurationError: a value is invalid.
     """
 
-    clock: Clock
+    clock: CellClock
     workload: str
     """"crawler", "anns" or "anns-last" (generated), or the path of a trace."""
     arm: Arm
@@ -67,7 +67,7 @@ class CellSettings:
         check_clock(self.clock, self.profile, self.model)
 
 
-def check_clock(clock: Clock, profile: str | None, model: str | None) -> None:
+def check_clock(clock: CellClock, profile: str | None, model: str | None) -> None:
     """Check that no model is given for virtual time, and no profile for wall time.
 
     :raises ConfigurationError: one is.

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from streamrag.bench.cell import Arm, CellSettings, Clock, check_clock
+from streamrag.bench.cell import Arm, CellClock, CellSettings, check_clock
 from streamrag.bench.workload import BUDGETS, HINTS, check_workload
 from streamrag.engine.eviction import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY, make_policy
@@ -32,7 +32,7 @@ class Grid:
     :raises ConfigurationError: a value is invalid.
     """
 
-    clock: Clock
+    clock: CellClock
     workload: str
     arms: Annotated[tuple[Arm, ...], NOT_EMPTY] = ("no-streaming", "streaming")
     policies: Annotated[tuple[str, ...], NOT_EMPTY] = (DEFAULT_POLICY,)

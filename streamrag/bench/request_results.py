@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from streamrag.bench.arms import Timing
+from streamrag.bench.arms import QueryTiming
 from streamrag.bench.cell import CellSettings, RequestResult
 from streamrag.bench.workload import NUM_TAIL_TOKENS, moments_of, num_tokens_after, token_budget
 from streamrag.engine.costs.step_profiles import StepProfile
@@ -39,7 +39,7 @@ SUMMED = (
 def request_results(
     settings: CellSettings,
     queries: Sequence[TracedQuery],
-    timings: Mapping[str, Timing],
+    timings: Mapping[str, QueryTiming],
     profile: StepProfile,
     records: Mapping[str, Sequence[RequestRecord]],
     start_s: float = 0.0,

@@ -15,7 +15,7 @@ from streamrag.backends.simulated.client import SimulatedClient, simulated_engin
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.vllm.host_size import MOST_TIMES_DEVICE
 from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
-from streamrag.bench.arms import Timing, run_query
+from streamrag.bench.arms import QueryTiming, run_query
 from streamrag.bench.cell import CellProgress, CellResult, CellSettings, StepPart, StepResult
 from streamrag.bench.provenance import versions
 from streamrag.bench.request_results import request_results
@@ -23,9 +23,9 @@ from streamrag.bench.step_time import CopyLog, StepTimes
 from streamrag.bench.virtual_time import DeadlockError, run_virtual
 from streamrag.bench.workload import (
     Arriving,
-    Fitted,
+    FittedLoad,
     Tokens,
-    fitted,
+    fit_contexts,
     load_trace,
     longest_prompt,
     make_load,
@@ -58,7 +58,7 @@ def run_cell(
     :raises ConfigurationError: the settings are for wall time, or invalid.
     """
     profile = _checked_profile(settings)
-    load = fitted(settings, make_load(settings, trace or load_trace(settings)), _model_len(profile))
+    load = fit_contexts(settings, make_load(settings, trace or load_trace(settings)), _model_len(profile))
     with _few_collections():
         return _Simulation(settings, load, profile, unsteady_seed, keep_steps).run(progress)
 
@@ -111,13 +111,13 @@ def _few_collections() -> Iterator[None]:
 
 class _Simulation:
     def __init__(
-        self, settings: CellSettings, load: Fitted, profile: StepProfile, unsteady_seed: int, keep_steps: bool
+        self, settings: CellSettings, load: FittedLoad, profile: StepProfile, unsteady_seed: int, keep_steps: bool
     ) -> None:
         self._settings = settings
         self._load = load
         self._profile = profile
         self._kv_tokens = settings.kv_tokens or profile.kv_tokens
-        self._timings: dict[str, Timing] = {}
+        self._timings: dict[str, QueryTiming] = {}
         copies = profile.copies if _has_host_memory(settings) else None
         self._copy_log = CopyLog(copies, profile.block_size) if copies and keep_steps else None
         self._step_times = StepTimes(profile, parts_of, copies=copies, log=self._copy_log, unsteady_seed=unsteady_seed)

@@ -12,12 +12,12 @@ from typing import Any, Literal, TypeAlias
 
 from streamrag.bench.cell import CopyResult, CopyTotals
 from streamrag.engine.costs.copy_costs import CopyClock, CopyCosts
-from streamrag.engine.costs.step_parts import Part
+from streamrag.engine.costs.step_parts import StepPart
 from streamrag.engine.costs.step_profiles import StepProfile, TableProfile
 
-Step: TypeAlias = Any
+MeasuredStep: TypeAlias = Any
 """vLLM's `SchedulerOutput`: this module does not import vLLM."""
-PartsOf: TypeAlias = Callable[[Step], Iterable[tuple[str, Part]]]
+PartsOf: TypeAlias = Callable[[MeasuredStep], Iterable[tuple[str, StepPart]]]
 
 NUM_CONSECUTIVE = 50
 """Block length of the bootstrap: consecutive steps get slowdown factors that were measured consecutively."""
@@ -42,7 +42,7 @@ class StepTimes:
         self._log = log
         self._num_saved = self._num_loaded = 0
 
-    def __call__(self, step: Step, start_s: float) -> float:
+    def __call__(self, step: MeasuredStep, start_s: float) -> float:
         parts = [part for _, part in self._parts_of(step)]
         compute_s = self._profile.step_s(parts) * next(self._factors) if parts else 0.0
         copies = step.kv_connector_metadata
@@ -95,7 +95,7 @@ class CopyLog:
     _holders: dict[int, str] = field(default_factory=dict)
     _out_free_s: float = 0.0
 
-    def add_step(self, step: Step, start_s: float) -> None:
+    def add_step(self, step: MeasuredStep, start_s: float) -> None:
         """Log the copies of a step. Call it for every step, because each may allocate blocks to requests."""
         copies = step.kv_connector_metadata
         saved = [self._holders.get(block, "") for block, _ in copies.saves]
@@ -128,7 +128,7 @@ class CopyLog:
         return start_s
 
 
-def _allocated_blocks(step: Step) -> Iterator[tuple[str, list[int]]]:
+def _allocated_blocks(step: MeasuredStep) -> Iterator[tuple[str, list[int]]]:
     """Yield the ids of requests with the blocks that a step allocates to them."""
     for new in step.scheduled_new_reqs:
         yield new.req_id, [block for group in new.block_ids for block in group]

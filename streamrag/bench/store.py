@@ -17,14 +17,14 @@ from streamrag.bench.grid import GENERATED, variant_name, workload_name
 from streamrag.errors import ConfigurationError
 from streamrag.support.bounded_reading import (
     MAX_JSON_BYTES,
-    Unpacked,
+    DecompressedFile,
     as_dataclass,
-    lines_of,
     open_regular,
     parse_json,
     read_bytes,
+    split_lines,
 )
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.support.versions import __version__, installed_versions
 
 FORMAT = "streamrag-cell/1"
@@ -109,7 +109,7 @@ class CellStore:
         }
         # One JSON value, with the settings on its first line: results are large, and `read_all` needs these first.
         text = f'{_compact(header)[:-1]},\n"result":{_compact(values)}}}\n'
-        write_whole(path, gzip.compress(text.encode(), compresslevel=5, mtime=0))
+        write_atomic(path, gzip.compress(text.encode(), compresslevel=5, mtime=0))
         return path
 
     def read_all(self) -> Iterator[CellResult]:
@@ -144,7 +144,7 @@ def _compact(values: Any) -> str:
 def _read_settings(path: Path) -> CellSettings:
     with _explained(path):
         header = parse_json(
-            next(lines_of(iter(Unpacked(path, MAX_JSON_BYTES))), b"").rstrip().removesuffix(b",") + b"}"
+            next(split_lines(iter(DecompressedFile(path, MAX_JSON_BYTES))), b"").rstrip().removesuffix(b",") + b"}"
         )
         return as_dataclass(CellSettings, header["settings"])
 

@@ -11,17 +11,17 @@ from dataclasses import replace
 from typing import Any
 
 from streamrag.backends.vllm.chunk_wire import KEY
-from streamrag.backends.vllm.client.measured import EngineClient, model_len, running_engine
-from streamrag.bench.arms import Timing, run_query
+from streamrag.backends.vllm.client.measured_engine import EngineClient, model_len, running_engine
+from streamrag.bench.arms import QueryTiming, run_query
 from streamrag.bench.cell import Arm, CellProgress, CellResult, CellSettings, StepResult
 from streamrag.bench.profile.step_times import NUM_IN_VOCABULARY, measure_profile
 from streamrag.bench.provenance import versions
 from streamrag.bench.request_results import request_results
 from streamrag.bench.workload import (
     Arriving,
-    Fitted,
+    FittedLoad,
     Tokens,
-    fitted,
+    fit_contexts,
     load_trace,
     longest_prompt,
     make_load,
@@ -29,7 +29,7 @@ from streamrag.bench.workload import (
 )
 from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.errors import BackendError, ConfigurationError
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 from streamrag.trace.values import Trace, TracedQuery
 
 PATIENCE_S = 60.0
@@ -53,7 +53,7 @@ def run_cell(
     model = _checked_model(settings)
     queries = make_load(settings, trace or load_trace(settings))
     try:
-        return asyncio.run(_run(settings, fitted(settings, queries, model_len(model)), keep_steps, progress))
+        return asyncio.run(_run(settings, fit_contexts(settings, queries, model_len(model)), keep_steps, progress))
     finally:
         gc.collect()  # vLLM's engine, which must be freed before the interpreter exits
 
@@ -68,7 +68,7 @@ def _checked_model(settings: CellSettings) -> str:
     return settings.model
 
 
-async def _run(settings: CellSettings, load: Fitted, keep_steps: bool, progress: CellProgress) -> CellResult:
+async def _run(settings: CellSettings, load: FittedLoad, keep_steps: bool, progress: CellProgress) -> CellResult:
     queries = load.queries
     async with engine_for(settings, queries) as client:
         longest = max_model_len(settings, queries)
@@ -160,8 +160,8 @@ async def _play(
     client: EngineClient,
     start_s: float,
     progress: CellProgress,
-) -> dict[str, Timing]:
-    timings: dict[str, Timing] = {}
+) -> dict[str, QueryTiming]:
+    timings: dict[str, QueryTiming] = {}
 
     async def play_one(query: TracedQuery) -> None:
         arriving = Arriving(query, Tokens(NUM_IN_VOCABULARY), start_s)
@@ -172,7 +172,7 @@ async def _play(
     try:
         await _wait_for(tasks, start_s + max(q.arrival_s + q.end_s for q in queries), settings.arm)
     finally:
-        await cancel_regardless(tasks)
+        await cancel_and_wait(tasks)
     return timings
 
 

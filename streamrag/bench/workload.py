@@ -121,7 +121,7 @@ def _stretched(query: TracedQuery, arrival_s: float, delay: float) -> TracedQuer
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FittedLoad:
     """Queries whose contexts fit into a token budget."""
 
     queries: tuple[TracedQuery, ...]
@@ -136,7 +136,7 @@ class Fitted:
         return {"max_context_tokens": self.max_context_tokens, "num_contexts_cut": self.num_cut}
 
 
-def fitted(settings: CellSettings, queries: Sequence[TracedQuery], max_model_len: int | None) -> Fitted:
+def fit_contexts(settings: CellSettings, queries: Sequence[TracedQuery], max_model_len: int | None) -> FittedLoad:
     """Drop the chunks that exceed a pipeline's budget: `max_context_tokens`, and the model's length less question and
     answer.
 
@@ -152,10 +152,10 @@ def fitted(settings: CellSettings, queries: Sequence[TracedQuery], max_model_len
             )
         budget = room if budget is None else min(budget, room)
     if budget is None:
-        return Fitted(tuple(queries), None, 0)
+        return FittedLoad(tuple(queries), None, 0)
     cut = tuple(_cut(query, budget) for query in queries)
     num_cut = sum(after.events != before.events for before, after in zip(queries, cut, strict=True))
-    return Fitted(cut, budget, num_cut)
+    return FittedLoad(cut, budget, num_cut)
 
 
 def _cut(query: TracedQuery, budget: int) -> TracedQuery:
@@ -234,7 +234,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PromptChange:
     """A change of a prompt."""
 
     token_ids: list[int]
@@ -258,7 +258,7 @@ class Arriving:
         self._tokens = tokens
         self._arrival_s = start_s + query.arrival_s
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncIterator[PromptChange]:
         for at_s, event, is_end in moments_of(self.query):
             delay_s = self._arrival_s + at_s - asyncio.get_running_loop().time()
             if delay_s > 0:
@@ -271,4 +271,4 @@ class Arriving:
                 self.end_s = asyncio.get_running_loop().time()
             if token_ids:
                 is_append = event is None or isinstance(event, TracedAppend)
-                yield Piece(token_ids, is_append, is_end, event.hint if event else None)
+                yield PromptChange(token_ids, is_append, is_end, event.hint if event else None)

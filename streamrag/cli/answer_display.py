@@ -18,8 +18,8 @@ from streamrag.telemetry import (
     ContextChanged,
     ContextComplete,
     DocumentSkipped,
-    Event,
     PrefillProgressed,
+    QueryEvent,
     RetrievalCutShort,
     RetrievalStarted,
     SourceFailed,
@@ -27,7 +27,7 @@ from streamrag.telemetry import (
 )
 
 
-async def watch(events: AsyncIterable[Event], console: Console, *, answer_to: Console | None = None) -> Answer:
+async def watch(events: AsyncIterable[QueryEvent], console: Console, *, answer_to: Console | None = None) -> Answer:
     """Print a query's events as they arrive, and return its answer.
 
     Progress goes to `console`. The answer's text goes to `answer_to`, by default the same, so that it can be redirected
@@ -68,7 +68,7 @@ def _line(at_s: float, template: str, *values: object) -> Text:
     return markup(f"[dim]{at_s:7.2f} s[/] {template}", *values)
 
 
-def _describe(event: Event) -> Text | None:
+def _describe(event: QueryEvent) -> Text | None:
     match event:
         case RetrievalStarted():
             return _line(event.at_s, "retrieving for {}", repr(event.query))

@@ -11,7 +11,7 @@ from streamrag.backends.openai import OpenAIBackend
 from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.arguments import Strategy
 from streamrag.cli.answer_display import print_sources, print_timings, watch
-from streamrag.cli.conversation import Conversation, converse
+from streamrag.cli.conversation import ChatHistory, converse
 from streamrag.cli.output import Output
 from streamrag.cli.progress import shown_starting
 from streamrag.cli.source_options import add_source_arguments, make_source
@@ -98,7 +98,7 @@ async def _ask(arguments: argparse.Namespace) -> int:
         if not is_conversation:
             await answer_question(arguments.question)
             return 0
-        conversation = Conversation(answer_question, max_characters=backend.model.max_model_len)
+        conversation = ChatHistory(answer_question, max_characters=backend.model.max_model_len)
         num_failed = await converse(conversation, progress, output)
         return 1 if num_failed and not os.isatty(0) else 0
     finally:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 Ask: TypeAlias = Callable[[str, tuple[Turn, ...]], Awaitable[Answer]]
 
 
-class Conversation:
+class ChatHistory:
     """The turns of a conversation, dropped from the oldest on when they no longer fit into the model."""
 
     def __init__(self, ask: Ask, max_characters: int) -> None:
@@ -55,7 +55,7 @@ class Conversation:
         self.turns = self.turns[2 * ((len(self.turns) + 2) // 4) :]
 
 
-async def converse(conversation: Conversation, progress: Output, output: Output, *, file: int = 0) -> int:
+async def converse(conversation: ChatHistory, progress: Output, output: Output, *, file: int = 0) -> int:
     """Answer every line of `file`, and return the number of questions without an answer.
 
     Ctrl-C stops the current answer. If there is none, the first Ctrl-C prints how to leave, because it may have been

@@ -157,7 +157,7 @@ def _make_demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dic
 
 async def _serve(settings: "Settings") -> int:
     from streamrag.serve import create_app
-    from streamrag.serve.config.checks import hosts_of
+    from streamrag.serve.config.checks import permitted_hosts
     from streamrag.serve.config.factories import make_observers, make_service
     from streamrag.serve.config.keys import read_keys
     from streamrag.serve.server import listen, serve
@@ -173,7 +173,7 @@ async def _serve(settings: "Settings") -> int:
         app = create_app(
             service,
             keys=keys,
-            hosts=hosts_of(settings, has_keys=bool(keys)),
+            hosts=permitted_hosts(settings, has_keys=bool(keys)),
             origins=frozenset(settings.server.origins),
         )
         host, port = sock.getsockname()[:2]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 
 from streamrag.core import Progress, Startable, part_name
 from streamrag.errors import AlreadyStartedError
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 
 Start = TypeVar("Start", bound=Callable[..., Any])
 
@@ -32,7 +32,7 @@ async def start_all(parts: Iterable[object], progress: Progress) -> AsyncExitSta
         try:
             await asyncio.gather(*starts)
         finally:
-            await cancel_regardless(starts)
+            await cancel_and_wait(starts)
         return started.pop_all()
     raise AssertionError  # for mypy: an exit stack may swallow exceptions
 

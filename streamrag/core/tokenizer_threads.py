@@ -11,7 +11,7 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from streamrag.core import Tokenizer
-from streamrag.support.tasks import wait_regardless
+from streamrag.support.tasks import wait_shielded
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ async def in_thread(tokenizer: Tokenizer, function: Callable[[], T], *, is_backg
         return await asyncio.shield(work)
     except asyncio.CancelledError:
         scope.cancel()
-        await wait_regardless([work])
+        await wait_shielded([work])
         raise
 
 

@@ -12,10 +12,10 @@ from math import inf
 from typing import TYPE_CHECKING, get_args
 
 from streamrag.core import RequestClass
-from streamrag.engine.places import Place, Places
+from streamrag.engine.places import Places, QueuePosition
 from streamrag.engine.request import RequestView
 from streamrag.errors import ConfigurationError
-from streamrag.support.messages import is_number, short
+from streamrag.support.messages import is_number, short_repr
 
 if TYPE_CHECKING:
     from streamrag.engine.policies import Policy
@@ -33,7 +33,9 @@ class ClassPolicy:
 
     def __init__(self, within: "Policy", ageing_s: float) -> None:
         if not is_number(ageing_s) or not 0 < ageing_s < inf:
-            raise ConfigurationError(f"class_ageing_s={short(ageing_s)} must be a number of seconds over 0, or None")
+            raise ConfigurationError(
+                f"class_ageing_s={short_repr(ageing_s)} must be a number of seconds over 0, or None"
+            )
         self.within = within
         self.needs_prefix_hits = within.needs_prefix_hits
         self._ageing_s = ageing_s
@@ -55,7 +57,7 @@ class ClassPolicy:
         merged.sort()
         return [place[-1] for place in merged]
 
-    def _place(self, r: RequestView, now_s: float) -> Place:
+    def _place(self, r: RequestView, now_s: float) -> QueuePosition:
         rank = RANKS[r.request_class]
         since_s = r.since_s if r.request_class == "stream" else r.last_chunk_s if r.is_complete else now_s
         return (not r.has_output, since_s + rank * self._ageing_s, rank, r.arrival_s, r.request_id, r)

@@ -5,19 +5,21 @@ from typing import Any, TypeAlias
 
 from streamrag.engine.request import RequestView
 
-Place: TypeAlias = tuple[Any, ...]
+QueuePosition: TypeAlias = tuple[Any, ...]
 """A sort key that ends with its request. The parts before it are unique to that request."""
 
 
 class Places:
     """A cache of `place(request, now_s)` by the identity of the view, for views of which `is_fixed` holds."""
 
-    def __init__(self, place: Callable[[RequestView, float], Place], is_fixed: Callable[[RequestView], bool]) -> None:
+    def __init__(
+        self, place: Callable[[RequestView, float], QueuePosition], is_fixed: Callable[[RequestView], bool]
+    ) -> None:
         self._place = place
         self._is_fixed = is_fixed
-        self._cached: dict[int, Place] = {}  # by id(view); the place keeps the view alive, so ids stay unique
+        self._cached: dict[int, QueuePosition] = {}  # by id(view); the place keeps the view alive, so ids stay unique
 
-    def look_up(self, requests: Iterable[RequestView], now_s: float) -> list[Place]:
+    def look_up(self, requests: Iterable[RequestView], now_s: float) -> list[QueuePosition]:
         """Return the place of each request, in the given order."""
         cached, compute = self._cached.get, self._compute
         return [place if (place := cached(id(r))) is not None else compute(r, now_s) for r in requests]
@@ -30,7 +32,7 @@ class Places:
         if len(self._cached) > 2 * num_requests + 100:
             self._cached.clear()
 
-    def _compute(self, request: RequestView, now_s: float) -> Place:
+    def _compute(self, request: RequestView, now_s: float) -> QueuePosition:
         place = self._place(request, now_s)
         if self._is_fixed(request):
             self._cached[id(request)] = place

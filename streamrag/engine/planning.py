@@ -46,7 +46,7 @@ class Plan:
     waiting: tuple[RequestView, ...] = ()
     """Requests that continue when memory is free, or when their prompt is complete."""
     holds: tuple[Hold, ...] = ()
-    """Requests that were held back; empty unless the caller asked for them with `tells_holds`."""
+    """Requests that were held back; empty unless the caller asked for them with `reports_holds`."""
 
 
 def plan(
@@ -56,7 +56,7 @@ def plan(
     memory: Memory,
     rules: Sequence[Rule] = (),
     fate: Callable[[RequestView], Fate] = lambda victim: "recompute",
-    tells_holds: bool = False,
+    reports_holds: bool = False,
 ) -> Plan:
     """Plan which requests compute how many tokens in the next step, and which requests are evicted for it.
 
@@ -65,7 +65,7 @@ def plan(
         evicting their KV.
     :param idle: returns the idle requests, the last of which is the first victim. Called only when memory is short.
     :param fate: decides what happens to a victim's KV.
-    :param tells_holds: whether to report the requests that were held back, and the rule that did so.
+    :param reports_holds: whether to report the requests that were held back, and the rule that did so.
     """
     if with_output := [r for r in order if r.has_output]:
         with_output.sort(key=lambda r: not r.is_running)
@@ -76,7 +76,7 @@ def plan(
         # Nothing can run, so there is time to examine every request.
         rules = [rule for rule in rules if not rule.only_saves_time]
         walk, held_by = _grant_tokens(Walk(order, idle, budget, memory), rules)
-    holds = tuple(_holds(walk, held_by)) if tells_holds else ()
+    holds = tuple(_holds(walk, held_by)) if reports_holds else ()
     if walk.grants and any(rule.is_better_late(walk) for rule in rules):
         return Plan((), (), is_put_off=True, holds=holds)
     # Phase 2

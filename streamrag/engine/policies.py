@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from streamrag.engine.places import Place, Places
+from streamrag.engine.places import Places, QueuePosition
 from streamrag.engine.request import RequestView
 from streamrag.errors import ConfigurationError
 
@@ -65,7 +65,7 @@ class KeyPolicy:
         places.sort()
         return [place[-1] for place in places]
 
-    def _place(self, r: RequestView, now_s: float) -> Place:
+    def _place(self, r: RequestView, now_s: float) -> QueuePosition:
         return (not r.has_output, self.key(r, now_s), r.arrival_s, r.request_id, r)
 
     def on_admitted(self, requests: Sequence[RequestView]) -> None:
@@ -150,7 +150,7 @@ class ShortestRemainingPolicy(KeyPolicy):
             return (True, r.arrival_s if r.expected_complete_s is None else r.expected_complete_s - TYPICAL_S)
         return (False, r.num_likely_tokens / self._tokens_per_s + self._ageing * r.last_chunk_s)
 
-    def _place(self, r: RequestView, now_s: float) -> Place:
+    def _place(self, r: RequestView, now_s: float) -> QueuePosition:
         return (not r.has_output, *self._key(r, now_s), r.arrival_s, r.request_id, r)  # flat tuples compare faster
 
 

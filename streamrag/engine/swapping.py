@@ -23,7 +23,7 @@ RUN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class CostComparison:
     """A choice between two ways to restore KV, and the seconds that each was expected to take."""
 
     choice: Fate
@@ -31,20 +31,20 @@ class Comparison:
     swap_s: float
 
 
-DROPPED = Comparison("recompute", 0.0, 0.0)
+DROPPED = CostComparison("recompute", 0.0, 0.0)
 """The comparison where KV can only be recomputed."""
 
 
 class SwapAlways:
     """A policy that saves and loads every block it can. Times are on the engine's clock."""
 
-    def evict(self, num_blocks: int, num_unsaved: int, now_s: float) -> Comparison:
+    def evict(self, num_blocks: int, num_unsaved: int, now_s: float) -> CostComparison:
         """Choose for a victim with `num_blocks` computed blocks, `num_unsaved` of which are not in host memory."""
-        return Comparison("swap", 0.0, 0.0)
+        return CostComparison("swap", 0.0, 0.0)
 
-    def resume(self, start: int, num_blocks: int, now_s: float) -> Comparison:
+    def resume(self, start: int, num_blocks: int, now_s: float) -> CostComparison:
         """Choose for a request whose blocks [start, start + num_blocks) are in host memory."""
-        return Comparison("swap", 0.0, 0.0)
+        return CostComparison("swap", 0.0, 0.0)
 
     def num_to_write_through(self, share_free: float) -> int:
         """Return how many blocks to copy ahead of evictions in this step, where `share_free` of the KV is free."""
@@ -61,13 +61,13 @@ class CostChoice:
     def __init__(self, price: Price) -> None:
         self.price = price
 
-    def evict(self, num_blocks: int, num_unsaved: int, now_s: float) -> Comparison:
+    def evict(self, num_blocks: int, num_unsaved: int, now_s: float) -> CostComparison:
         price = self.price
         save_s = price.save_s(num_unsaved) + (price.wait_to_save_s(now_s) if num_unsaved else 0.0)
         load_s = price.share_valid * price.load_s(num_blocks)
         return self._cheaper(price.share_valid * price.recompute_s(0, num_blocks), save_s + load_s, load_s)
 
-    def resume(self, start: int, num_blocks: int, now_s: float) -> Comparison:
+    def resume(self, start: int, num_blocks: int, now_s: float) -> CostComparison:
         load_s = self.price.wait_to_load_s(now_s) + self.price.load_s(num_blocks)
         return self._cheaper(self.price.recompute_s(start, num_blocks), load_s, load_s)
 
@@ -80,10 +80,10 @@ class CostChoice:
             return 0
         return min(int(price.step_s / save_s * RUN), MOST_WRITTEN_THROUGH)
 
-    def _cheaper(self, recompute_s: float, swap_s: float, load_s: float) -> Comparison:
+    def _cheaper(self, recompute_s: float, swap_s: float, load_s: float) -> CostComparison:
         """Compare, leaving out the part of `load_s` that is hidden behind the computation of the step."""
         hidden_s = min(load_s, self.price.mean_step_s) if self.price.is_overlapped else 0.0
-        return Comparison("swap" if swap_s - hidden_s < recompute_s else "recompute", recompute_s, swap_s)
+        return CostComparison("swap" if swap_s - hidden_s < recompute_s else "recompute", recompute_s, swap_s)
 
 
 SwapChoice: TypeAlias = SwapAlways | CostChoice

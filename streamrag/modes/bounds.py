@@ -8,7 +8,7 @@ CHARACTERS_PER_TOKEN = 8
 """An upper bound for most texts; code with much white space has more."""
 
 
-def encode_at_most(
+def encode_bounded(
     tokenizer: Tokenizer, text: str, max_tokens: int, format_text: Callable[[str], str] = str
 ) -> list[int]:
     """Return the token ids of the formatted `text`, or more than `max_tokens` ids of its beginning.

@@ -23,7 +23,7 @@ NUM_TRIES = 8
 """Attempts to shorten a chunk: each one improves the estimate of tokens per character."""
 
 
-class Relevance(Protocol):
+class RelevanceJudge(Protocol):
     """A judge of what is relevant to the question."""
 
     def shorten(self, text: str, max_chars: int) -> tuple[str, str]:
@@ -45,21 +45,25 @@ class Included:
     """The text that is not in the prompt."""
 
 
-class Budget:
+class PassageBudget:
     """A token budget that chooses the chunks for one query.
 
     count: a function of a passage number and a chunk that returns its tokens.
     relevance: chooses among the chunks of an unranked context. Without it, every context is taken in order.
-    late_share: share of the budget that is reserved for late chunks.
+    reserve_fraction: share of the budget that is reserved for late chunks.
     """
 
     def __init__(
-        self, max_tokens: int, count: Callable[[int, Chunk], int], relevance: Relevance | None, late_share: float
+        self,
+        max_tokens: int,
+        count: Callable[[int, Chunk], int],
+        relevance: RelevanceJudge | None,
+        reserve_fraction: float,
     ) -> None:
         self._max_tokens = max_tokens
         self._count = count
         self._relevance = relevance
-        self._late_share = late_share
+        self._late_share = reserve_fraction
         self._shortened: dict[tuple[int, Chunk, int], Included | None] = {}
         self._reset()
 
@@ -91,7 +95,7 @@ class Budget:
         self._arrived = tuple(chunks)
         return [*self._taken, *(self._late(self._relevance) if is_complete and self._waiting else ())]
 
-    def _arrive(self, relevance: Relevance, chunk: Chunk) -> None:
+    def _arrive(self, relevance: RelevanceJudge, chunk: Chunk) -> None:
         """Take one more chunk if it fits, or queue it as a late one."""
         number = len(self._taken) + 1
         short = self._shorten(relevance, number, chunk, max(int(self._max_tokens * PAGE_SHARE), MIN_PAGE_TOKENS))
@@ -104,7 +108,7 @@ class Budget:
         if short.rest:
             self._waiting.append(Included(chunk, replace(chunk, text=short.rest)))
 
-    def _late(self, relevance: Relevance) -> list[Included]:
+    def _late(self, relevance: RelevanceJudge) -> list[Included]:
         """Return the late chunks that fit: all in order, or the best, each shortened to its share of the room."""
         taken, late = self._taken, self._waiting
         room = self._max_tokens - sum(self._count(number, each.part) for number, each in enumerate(taken, 1))
@@ -128,7 +132,7 @@ class Budget:
                 chosen.append(replace(short, whole=late[i].whole))
         return chosen
 
-    def _shorten(self, relevance: Relevance, number: int, chunk: Chunk, max_tokens: int) -> Included | None:
+    def _shorten(self, relevance: RelevanceJudge, number: int, chunk: Chunk, max_tokens: int) -> Included | None:
         """Return the chunk, or its most relevant part of at most `max_tokens`; None if there is no such part."""
         if self._count(number, chunk) <= max_tokens:
             return Included(chunk, chunk)
@@ -137,7 +141,7 @@ class Budget:
             self._shortened[key] = self._shorten_text(relevance, number, chunk, max_tokens)
         return self._shortened[key]
 
-    def _shorten_text(self, relevance: Relevance, number: int, chunk: Chunk, max_tokens: int) -> Included | None:
+    def _shorten_text(self, relevance: RelevanceJudge, number: int, chunk: Chunk, max_tokens: int) -> Included | None:
         num_heading = self._count(number, replace(chunk, text=""))
         room = max_tokens - num_heading
         num_tokens = self._count(number, chunk) - num_heading  # of a long text, a lower bound

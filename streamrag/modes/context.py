@@ -21,7 +21,7 @@ class Context(tuple[Chunk, ...]):
     def __contains__(self, chunk: object) -> bool:
         return self._places.get(chunk, len(self)) < len(self)  # type: ignore[call-overload, no-any-return]
 
-    def become(self, chunks: tuple[Chunk, ...]) -> "Context":
+    def with_chunks(self, chunks: tuple[Chunk, ...]) -> "Context":
         """Return the context of these chunks, in constant time if one was appended."""
         if chunks is self:
             return self

@@ -11,7 +11,7 @@ from typing import Any
 
 from streamrag.core import Tokenizer, Turn, common_prefix_len
 from streamrag.errors import ConfigurationError, PromptTooLongError
-from streamrag.modes.bounds import encode_at_most
+from streamrag.modes.bounds import encode_bounded
 
 _PLACEHOLDER = re.compile(r"@@streamrag-(\d+)@@")
 
@@ -94,6 +94,6 @@ class Conversation:
         if ids is None and is_template:
             ids = self._tokenizer.encode(text, allow_special=True)
         elif ids is None:
-            ids = encode_at_most(self._tokenizer, text, self._max_model_len)
+            ids = encode_bounded(self._tokenizer, text, self._max_model_len)
         self._known[key] = ids
         return ids

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from streamrag.core import Chunk, Prompt, Tokenizer, Turn, common_prefix_len
 from streamrag.errors import ConfigurationError, PromptTooLongError
-from streamrag.modes.bounds import encode_at_most
-from streamrag.modes.budget import Budget, Included, Relevance
+from streamrag.modes.bounds import encode_bounded
+from streamrag.modes.budget import Included, PassageBudget, RelevanceJudge
 from streamrag.modes.conversation import chat_pieces
 from streamrag.modes.passages import PassageFormat
 
@@ -82,7 +82,7 @@ class PromptAssembler:
     max_context_tokens: the token budget of the passages; None for all that the model's length leaves beside the rest of
         the prompt and `max_tokens` of answer.
     relevance: chooses what fits the budget in a context that is not ranked; see `budget`.
-    late_share: share of the budget that is reserved for late chunks.
+    reserve_fraction: share of the budget that is reserved for late chunks.
 
     :raises PromptTooLongError: the rest of the prompt and the answer exceed the model's length.
     :raises ConfigurationError: the chat template cannot be split.
@@ -98,8 +98,8 @@ class PromptAssembler:
         max_tokens: int,
         max_context_tokens: int | None = None,
         history: Sequence[Turn] = (),
-        relevance: Relevance | None = None,
-        late_share: float = 0.0,
+        relevance: RelevanceJudge | None = None,
+        reserve_fraction: float = 0.0,
     ) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
@@ -121,11 +121,11 @@ class PromptAssembler:
                 "max_tokens"
             )
         self.max_context_tokens = room if max_context_tokens is None else min(max_context_tokens, room)
-        self._budget = Budget(
+        self._budget = PassageBudget(
             self.max_context_tokens,
             lambda number, chunk: len(self._encode_passage(number, chunk)),
             relevance,
-            late_share,
+            reserve_fraction,
         )
 
     def assemble(
@@ -188,11 +188,11 @@ class PromptAssembler:
         def format_text(text: str) -> str:
             return self._format.format(number, replace(chunk, text=text))
 
-        return encode_at_most(self._tokenizer, chunk.text, self._max_model_len, format_text)
+        return encode_bounded(self._tokenizer, chunk.text, self._max_model_len, format_text)
 
     def _encode(self, text: str) -> list[int]:
         """Return the token ids of a plain text, or of its beginning if it cannot fit."""
-        return encode_at_most(self._tokenizer, text, self._max_model_len)
+        return encode_bounded(self._tokenizer, text, self._max_model_len)
 
     def _split(self, history: Sequence[Turn]) -> tuple[tuple[int, ...], str]:
         """Return the token ids before the context, and the text of the chat template behind the question.

@@ -14,8 +14,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from streamrag.core import AnswerChunk
 from streamrag.errors import StreamRagError
-from streamrag.support.tasks import wait_regardless
-from streamrag.telemetry import Answer, Answered, Event, TokensGenerated
+from streamrag.support.tasks import wait_shielded
+from streamrag.telemetry import Answer, Answered, QueryEvent, TokensGenerated
 
 MAX_UNREAD_EVENTS = 4096
 """Unread events after which a query waits for its caller (backpressure)."""
@@ -24,7 +24,7 @@ STOPPED = "there is no result: the query was stopped before its end"
 
 T = TypeVar("T")
 
-Emit: TypeAlias = Callable[[Event], Awaitable[None]]
+Emit: TypeAlias = Callable[[QueryEvent], Awaitable[None]]
 StartQuery: TypeAlias = Callable[[Emit], "asyncio.Task[Answer]"]
 
 
@@ -40,7 +40,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         self._task: asyncio.Task[Answer] | None = None
         self._is_stopped = False
         self._answer: Answer | None = None
-        self._events: MemoryObjectReceiveStream[Event] | None = None
+        self._events: MemoryObjectReceiveStream[QueryEvent] | None = None
 
     @property
     def result(self) -> Answer:
@@ -60,13 +60,13 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         self._is_stopped = self._is_stopped or not self._task.done()
         self._task.cancel()
         self._close_events()
-        await wait_regardless([self._task])
+        await wait_shielded([self._task])
 
-    def _ensure_started(self) -> MemoryObjectReceiveStream[Event]:
+    def _ensure_started(self) -> MemoryObjectReceiveStream[QueryEvent]:
         if self._events is None:
-            send, self._events = anyio.create_memory_object_stream[Event](MAX_UNREAD_EVENTS)
+            send, self._events = anyio.create_memory_object_stream[QueryEvent](MAX_UNREAD_EVENTS)
 
-            async def emit(event: Event) -> None:
+            async def emit(event: QueryEvent) -> None:
                 # A caller that has left closed the stream; the task's cancellation is on its way.
                 with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
                     await send.send(event)
@@ -85,7 +85,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         if self._events is not None:
             self._events.close()
 
-    async def _next_event(self) -> Event:
+    async def _next_event(self) -> QueryEvent:
         events = self._ensure_started()
         assert self._task is not None
         try:
@@ -145,8 +145,8 @@ class AnswerStream(QueryHandle[AnswerChunk]):
                 return AnswerChunk(event.text, event.token_ids, event.finish_reason)
 
 
-class EventStream(QueryHandle[Event]):
+class EventStream(QueryHandle[QueryEvent]):
     """An async iterator over the query's events, in order; `Answered` is the last. Otherwise like `AnswerStream`."""
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> QueryEvent:
         return await self._next_event()

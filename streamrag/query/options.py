@@ -13,9 +13,9 @@ from streamrag.modes import PromptTemplate
 from streamrag.support.messages import plain_text
 from streamrag.support.validation import CountOrZero, Flag, Number, Seconds, Text, validated
 
-LATE_SHARE = 0.25
-"""Default of `late_share`. In experiments/context_choice.py a third or a half found the answer no more often, and they
-leave more tokens to compute at the end."""
+RESERVE_FRACTION = 0.25
+"""Default of `reserve_fraction`. In experiments/context_choice.py a third or a half found the answer no more often, and
+they leave more tokens to compute at the end."""
 
 MAX_QUERY_CHARACTERS = 100_000
 """A query is embedded and searched for as well as tokenised, so it should not be a whole document."""
@@ -45,7 +45,7 @@ class Query:
     max_context_tokens: CountOrZero | None = None
     deadline_s: Seconds | None = None
     overlap: Flag = True
-    late_share: Annotated[Number, Field(ge=0, lt=1)] = LATE_SHARE
+    reserve_fraction: Annotated[Number, Field(ge=0, lt=1)] = RESERVE_FRACTION
 
     def __post_init__(self) -> None:
         if not self.text.strip():
@@ -75,7 +75,7 @@ class QueryOptions(TypedDict, total=False):
     default."""
     overlap: bool
     """Whether to prefill while retrieval runs; as the pipeline by default."""
-    late_share: float
+    reserve_fraction: float
     """Share of the token budget that is reserved for the most relevant of the chunks that no longer fit, in a context
     that grows chunk by chunk; a quarter by default. With 0, chunks are added whole, in order of arrival."""
 

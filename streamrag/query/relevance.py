@@ -59,7 +59,7 @@ Stem: TypeAlias = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class TextPassage:
     """Consecutive blocks (paragraphs, list items, code listings) under one heading."""
 
     headings: tuple[str, ...]
@@ -82,16 +82,16 @@ class _Block(NamedTuple):
         return self.is_term or self.text.endswith(":")
 
 
-def split_markdown(markdown: str) -> list[Passage]:
+def split_markdown(markdown: str) -> list[TextPassage]:
     """Split a page into passages, in order."""
-    passages: list[Passage] = []
+    passages: list[TextPassage] = []
     headings: list[str] = []
     blocks: list[_Block] = []
     num_chars = 0  # in `blocks`
 
     def close() -> None:
         if blocks:
-            passages.append(Passage(tuple(headings), tuple(block.text for block in blocks)))
+            passages.append(TextPassage(tuple(headings), tuple(block.text for block in blocks)))
             blocks.clear()
 
     for block in _blocks(markdown.splitlines()):
@@ -185,7 +185,7 @@ class Relevance:
 
     def __init__(self, question: str) -> None:
         self._wanted = relevant_terms(question, _stem)
-        self._split: tuple[str, list[Passage], list[int]] = ("", [], [])
+        self._split: tuple[str, list[TextPassage], list[int]] = ("", [], [])
 
     def shorten(self, text: str, max_chars: int) -> tuple[str, str]:
         """Return the most relevant passages of `text`, at most `max_chars`, and the rest; each in text order.
@@ -206,7 +206,7 @@ class Relevance:
         first, rest = ([p for i, p in enumerate(passages) if (i in kept) is is_kept] for is_kept in (True, False))
         return _joined(first), "\n\n".join(filter(None, (_joined(rest), text[end:])))
 
-    def _ranked(self, text: str) -> tuple[list[Passage], list[int]]:
+    def _ranked(self, text: str) -> tuple[list[TextPassage], list[int]]:
         """Return the passages of a text, and their indices in order of relevance. The last result is cached."""
         if self._split[0] != text:
             passages = split_markdown(text)
@@ -259,7 +259,7 @@ def _stem(word: str) -> str:
     return word[:NUM_LETTERS]
 
 
-def _joined(passages: Sequence[Passage]) -> str:
+def _joined(passages: Sequence[TextPassage]) -> str:
     text: list[str] = []
     heading = ""
     for passage in passages:

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, SourceEvent, Update, part_name
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.support.messages import is_number, is_whole, kind_of, plain_text, short
-from streamrag.support.tasks import cancel_regardless, is_cancelled
+from streamrag.support.messages import is_number, is_whole, plain_text, short_repr, type_name
+from streamrag.support.tasks import cancel_and_wait, is_cancelled
 
 MAX_COUNT = (1 << 31) - 1
 """The largest passage number that a trace can store."""
@@ -64,7 +64,7 @@ class Retrieval:
         if self._task is None:
             return
         try:
-            await cancel_regardless([self._task], at_most_s=self._let_go_s)
+            await cancel_and_wait([self._task], at_most_s=self._let_go_s)
         finally:
             if not self._task.done():
                 warnings.warn(
@@ -109,7 +109,7 @@ class Retrieval:
             raise asyncio.CancelledError from error
 
     def _failed(self, error: BaseException) -> SourceError:
-        what = kind_of(error) if isinstance(error, asyncio.CancelledError | GeneratorExit) else short(error)
+        what = type_name(error) if isinstance(error, asyncio.CancelledError | GeneratorExit) else short_repr(error)
         return SourceError(f"{part_name(self._source)} failed: {what}, although the query was not stopped")
 
 
@@ -119,7 +119,7 @@ def _stream(source: Source, query: str) -> AsyncIterator[SourceEvent]:
         events.close()
         raise SourceError(f"{part_name(source)}.stream is a coroutine: make it an async generator, which yields events")
     if not isinstance(events, AsyncIterable):
-        raise SourceError(f"{part_name(source)}.stream returned {kind_of(events)}: it must return an async iterator")
+        raise SourceError(f"{part_name(source)}.stream returned {type_name(events)}: it must return an async iterator")
     return events
 
 
@@ -154,7 +154,7 @@ def _checked(source: Source, event: SourceEvent) -> SourceEvent:
 def checked_chunk(chunk: object) -> Chunk:
     """Return a valid chunk with plain types; raise ConfigurationError if it is not a chunk."""
     if not isinstance(chunk, Chunk):
-        raise ConfigurationError(f"data must be a Chunk or a str, and not {kind_of(chunk)}")
+        raise ConfigurationError(f"data must be a Chunk or a str, and not {type_name(chunk)}")
     if fault := _chunk_fault(chunk):
         raise ConfigurationError(f"data must not be {fault}")
     return _plain(chunk)
@@ -175,28 +175,28 @@ def _fault(event: object) -> str:
         case Append(chunk=chunk) if fault := _chunk_fault(chunk):
             return f"an Append with {fault}"
         case Update(chunks=chunks) if not isinstance(chunks, tuple | list):
-            return f"an Update with {kind_of(chunks)} in place of a tuple of chunks"
+            return f"an Update with {type_name(chunks)} in place of a tuple of chunks"
         case Update(chunks=chunks) if faults := list(filter(None, map(_chunk_fault, chunks))):
             return f"an Update with {faults[0]}"
         case Append(hint=hint) | Update(hint=hint):
-            return f"{kind_of(event)} with {_hint_fault(hint)}"
+            return f"{type_name(event)} with {_hint_fault(hint)}"
         case Skipped() | CutShort():
-            return f"{kind_of(event)} of which a field is no text"
-    return f"{kind_of(event)}: it must yield Append, Update, Skipped or CutShort"
+            return f"{type_name(event)} of which a field is no text"
+    return f"{type_name(event)}: it must yield Append, Update, Skipped or CutShort"
 
 
 def _chunk_fault(chunk: object) -> str:
     """Describe what is wrong with `chunk`; return an empty text if it is valid. NumPy numbers are."""
     if not isinstance(chunk, Chunk):
-        return f"{kind_of(chunk)} in place of a Chunk"
+        return f"{type_name(chunk)} in place of a Chunk"
     for name in ("text", "uri", "title"):
         if not isinstance(value := getattr(chunk, name), str):
-            return f"a Chunk whose {name} is {kind_of(value)}, and must be a str"
+            return f"a Chunk whose {name} is {type_name(value)}, and must be a str"
     if not is_whole(chunk.passage) or not 0 <= chunk.passage <= MAX_COUNT:
-        what = short(chunk.passage) if is_whole(chunk.passage) else kind_of(chunk.passage)
+        what = short_repr(chunk.passage) if is_whole(chunk.passage) else type_name(chunk.passage)
         return f"a Chunk whose passage is {what}, and must be a whole number from 0 to {MAX_COUNT:,}"
     if chunk.score is not None and not (is_number(chunk.score) and isfinite(chunk.score)):
-        return f"a Chunk whose score is {short(chunk.score)}, and must be a finite number, or None"
+        return f"a Chunk whose score is {short_repr(chunk.score)}, and must be a finite number, or None"
     return ""
 
 
@@ -205,8 +205,8 @@ def _hint_fault(hint: object) -> str:
     if hint is None:
         return ""
     if not isinstance(hint, Hint):
-        return f"{kind_of(hint)} in place of a Hint"
+        return f"{type_name(hint)} in place of a Hint"
     for name in ("num_chunks", "end_s"):
         if (value := getattr(hint, name)) is not None and not isinstance(value, Real):
-            return f"a Hint whose {name} is {kind_of(value)}, and must be a number or None"
+            return f"a Hint whose {name} is {type_name(value)}, and must be a number or None"
     return ""

@@ -34,8 +34,8 @@ from streamrag.query.options import Query
 from streamrag.query.relevance import Relevance
 from streamrag.query.retrieval import Retrieval, closing
 from streamrag.support.clock import Clock
-from streamrag.support.messages import kind_of, message_of
-from streamrag.support.tasks import LET_GO_S, cancel_regardless, is_cancelled
+from streamrag.support.messages import message_of, type_name
+from streamrag.support.tasks import LET_GO_S, cancel_and_wait, is_cancelled
 from streamrag.telemetry import (
     Answer,
     Answered,
@@ -46,8 +46,8 @@ from streamrag.telemetry import (
     ContextChanged,
     ContextComplete,
     DocumentSkipped,
-    Event,
     PrefillProgressed,
+    QueryEvent,
     RetrievalCutShort,
     RetrievalStarted,
     SourceFailed,
@@ -91,7 +91,7 @@ class QueryRun:
         mode: Mode,
         answers_despite_source_error: bool,
         clock: Clock,
-        emit: Callable[[Event], Awaitable[None]],
+        emit: Callable[[QueryEvent], Awaitable[None]],
         recorder: "TraceRecorder | None" = None,
     ) -> None:
         self._query = query
@@ -139,7 +139,7 @@ class QueryRun:
 
     async def _end(self, work: "asyncio.Task[Answer]") -> None:
         try:
-            await cancel_regardless([work], at_most_s=LET_GO_S)
+            await cancel_and_wait([work], at_most_s=LET_GO_S)
         finally:
             if not work.done():
                 work.add_done_callback(lambda task: task.cancelled() or task.exception())  # mark it as retrieved
@@ -218,7 +218,7 @@ class QueryRun:
                     await self._emit(TokensGenerated(at_s, event.text, event.token_ids, event.finish_reason))
                 else:
                     raise BackendError(
-                        f"{part_name(self._backend)} failed: it yielded {kind_of(event)}, and not an AnswerChunk or "
+                        f"{part_name(self._backend)} failed: it yielded {type_name(event)}, and not an AnswerChunk or "
                         "Prefilled"
                     )
         return chunks, first_token_s
@@ -235,7 +235,7 @@ class QueryRun:
                 for chunk in dict.fromkeys(new):
                     if chunk not in chunks:
                         await self._emit(ChunkArrived(at_s, chunk))
-                chunks = chunks.become(self._fold(chunks, event))
+                chunks = chunks.with_chunks(self._fold(chunks, event))
                 is_ranked = is_ranked or isinstance(event, Update)  # an Append after an Update keeps the ranking
                 self._update_ranks(event)
                 if self._first_chunk_s is None and chunks:
@@ -271,8 +271,8 @@ class QueryRun:
             max_tokens=query.params.max_tokens,
             max_context_tokens=query.max_context_tokens,
             history=query.history,
-            relevance=Relevance(query.text) if query.late_share else None,
-            late_share=query.late_share,
+            relevance=Relevance(query.text) if query.reserve_fraction else None,
+            reserve_fraction=query.reserve_fraction,
         )
 
     def _fold(self, chunks: Context, event: Append | Update) -> tuple[Chunk, ...]:

@@ -12,7 +12,7 @@ from streamrag.routing.router import Opening as Opening
 from streamrag.routing.router import ReplicaState as ReplicaState
 from streamrag.routing.router import Router as Router
 from streamrag.routing.soonest import Soonest
-from streamrag.support.messages import short
+from streamrag.support.messages import short_repr
 
 ROUTERS: Mapping[str, Callable[..., Router]] = {
     "soonest": Soonest,
@@ -28,7 +28,7 @@ def make_router(name: str, **options: Any) -> Router:
     :raises ConfigurationError: there is no router of this name, or it has no such option.
     """
     if name not in ROUTERS:
-        raise ConfigurationError(f"there is no router {short(name)}; there are {', '.join(ROUTERS)}")
+        raise ConfigurationError(f"there is no router {short_repr(name)}; there are {', '.join(ROUTERS)}")
     try:
         return ROUTERS[name](**options)
     except TypeError as error:

@@ -6,9 +6,9 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection
 from functools import partial
 
-from streamrag.serve.failures import RefusedError
+from streamrag.serve.failures import NotAdmittedError
 from streamrag.serve.limits import Limits
-from streamrag.telemetry import ContextChanged, Event, PrefillProgressed, TokensGenerated
+from streamrag.telemetry import ContextChanged, PrefillProgressed, QueryEvent, TokensGenerated
 
 MINUTE_S = 60.0
 
@@ -48,7 +48,7 @@ class Usage:
         self.changed_s = now_s
 
 
-class Place:
+class Reservation:
     """A query's claim on the limits: at first its expected tokens, then corrected by its events."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Place:
         """Number of tokens of the prompt and the answer that remain to be computed."""
         return max(self._num_prompt - self._num_computed, 0) + max(self._num_answer, 0)
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: QueryEvent) -> None:
         """Update the claim from an event of the query."""
         match event:
             case ContextChanged():
@@ -98,7 +98,7 @@ class Admission:
         self.is_draining = False
         self.is_ready = True
         self._clock = clock
-        self._places: set[Place] = set()
+        self._places: set[Reservation] = set()
         self._num_open_by_client: Counter[str] = Counter()
         self._usage: OrderedDict[str, Usage] = OrderedDict()
         """Usage by client, least recently used first; clients that were inactive for a minute are removed."""
@@ -119,7 +119,7 @@ class Admission:
 
     def enter(
         self, client: str, *, max_tokens: int, num_prompt_tokens: int | None = None, is_ahead: bool = False
-    ) -> Place:
+    ) -> Reservation:
         """Admit one query. The caller must `leave` the returned place.
 
         max_tokens: bound on the answer's tokens.
@@ -130,9 +130,9 @@ class Admission:
         """
         limits = self._limits_ahead if is_ahead else self.limits
         if self.is_draining:
-            raise RefusedError("the service is stopping: send the query to another one, or later", "draining", 5.0)
+            raise NotAdmittedError("the service is stopping: send the query to another one, or later", "draining", 5.0)
         if not self.is_ready:
-            raise RefusedError("the engine is starting: try again", "not_ready", 5.0)
+            raise NotAdmittedError("the engine is starting: try again", "not_ready", 5.0)
         self._check_places(client, limits, is_ahead)
         usage = self._usage_of(client)
         self._check_rate(usage, limits, is_ahead)
@@ -140,12 +140,12 @@ class Admission:
         self._check_prompt_rate(usage, limits, num_prompt)
         self._check_queue(client, limits, is_ahead, num_prompt + max_tokens)
         usage.starts_s.append(self._clock())
-        place = Place(client, num_prompt, max_tokens, is_ahead, partial(self._charge, client))
+        place = Reservation(client, num_prompt, max_tokens, is_ahead, partial(self._charge, client))
         self._places.add(place)
         self._num_open_by_client[client] += 1
         return place
 
-    def leave(self, place: Place, *, stayed_s: float) -> None:
+    def leave(self, place: Reservation, *, stayed_s: float) -> None:
         """Release a place. `stayed_s` is the query's duration, from which retry times are estimated."""
         self._places.remove(place)
         self._num_open_by_client[place.client] -= 1
@@ -161,12 +161,14 @@ class Admission:
         if num_open >= most:
             why = "the most" if most == limits.max_queries_per_client else "your share while others find no place"
             message = f"{num_open} queries of yours are open, which is {why}"
-            raise RefusedError(message, "client_queries", self._wait_s(1))
+            raise NotAdmittedError(message, "client_queries", self._wait_s(1))
         if len(self._places) >= limits.max_queries:
             refused_s = self._refused_s[is_ahead]
             refused_s[client] = self._clock()
             refused_s.move_to_end(client)
-            raise RefusedError(f"{limits.max_queries} queries are open, which is the most", "queries", self._wait_s(1))
+            raise NotAdmittedError(
+                f"{limits.max_queries} queries are open, which is the most", "queries", self._wait_s(1)
+            )
 
     def _share_of(self, client: str, limits: Limits, is_ahead: bool) -> int:
         """Return the number of places a client may have: an even share while another client waits for one."""
@@ -185,7 +187,7 @@ class Admission:
         if queued and queued + num_tokens > limits.max_queued_tokens:
             share = (queued + num_tokens - limits.max_queued_tokens) / queued
             message = f"{queued:,} tokens wait to be computed, and {limits.max_queued_tokens:,} is the most"
-            raise RefusedError(message, "tokens", self._wait_s(math.ceil(share * len(self._places))))
+            raise NotAdmittedError(message, "tokens", self._wait_s(math.ceil(share * len(self._places))))
 
     def _queued_before(self, client: str, is_ahead: bool) -> int:
         """Count queued tokens, capping each other client at an even share so that none can starve the rest.
@@ -222,7 +224,7 @@ class Admission:
         for most, window_s in windows:
             if len(starts_s) >= most and starts_s[-most] > now_s - window_s:
                 retry_after_s = starts_s[-most] + window_s - now_s
-                raise RefusedError(f"{most} queries in {window_s:g} s are the most", "client_rate", retry_after_s)
+                raise NotAdmittedError(f"{most} queries in {window_s:g} s are the most", "client_rate", retry_after_s)
 
     def _check_prompt_rate(self, usage: Usage, limits: Limits, num_prompt_tokens: int) -> None:
         """Refuse a prompt that does not fit into the client's bucket. A prompt that never would needs an empty one."""
@@ -232,7 +234,7 @@ class Admission:
         if num_prompt_tokens and excess > 0:
             message = f"your prompts have more than {most:,} tokens a minute, which is the most"
             retry_after_s = excess * MINUTE_S / self.limits.max_prompt_tokens_per_minute
-            raise RefusedError(message, "client_tokens", retry_after_s)
+            raise NotAdmittedError(message, "client_tokens", retry_after_s)
 
     def _wait_s(self, num_to_end: int) -> float:
         """Estimate the seconds until `num_to_end` of the open queries have ended."""

@@ -14,7 +14,7 @@ from streamrag.errors import (
     StreamRagError,
     TooManyQueriesError,
 )
-from streamrag.serve.observe.observer import Outcome, Refusal
+from streamrag.serve.observe.observer import QueryOutcome, Refusal
 
 ANONYMOUS = "anonymous"
 
@@ -38,7 +38,7 @@ class RequestError(StreamRagError):
         self.line = line
 
 
-class RefusedError(TooManyQueriesError):
+class NotAdmittedError(TooManyQueriesError):
     """A query that was not admitted, because the service is full or not ready. It may be retried after a while."""
 
     def __init__(self, message: str, why: Refusal, retry_after_s: float) -> None:
@@ -55,7 +55,7 @@ class Failure:
     type: str
     code: str
     message: str
-    outcome: Outcome
+    outcome: QueryOutcome
     param: str | None = None
     retry_after_s: float | None = None
     line: int | None = None
@@ -91,9 +91,9 @@ def failure_of(error: BaseException) -> Failure:
         case RequestError():
             kind = "authentication_error" if error.status == 401 else "invalid_request_error"
             return Failure(error.status, kind, error.code, message, "invalid", error.param, line=error.line)
-        case RefusedError(why="draining" | "not_ready"):
+        case NotAdmittedError(why="draining" | "not_ready"):
             return _unavailable(error.why, message, error.retry_after_s)
-        case RefusedError():
+        case NotAdmittedError():
             return Failure(429, "rate_limit_error", error.why, message, "invalid", retry_after_s=error.retry_after_s)
         case TooManyQueriesError():
             return Failure(429, "rate_limit_error", "queries", message, "invalid", retry_after_s=1.0)

@@ -10,11 +10,11 @@ import anyio
 
 from streamrag.core.trace_context import conversation, conversation_of
 from streamrag.errors import DeadlineExceededError, EngineDeadError, StreamRagError
-from streamrag.serve.admission import Admission, Place
+from streamrag.serve.admission import Admission, Reservation
 from streamrag.serve.connections.fair_share import Account, FairShare
-from streamrag.serve.failures import RefusedError, failure_of
-from streamrag.serve.observe.observer import Interface, Observer, Outcome, ServedQuery, current_query
-from streamrag.telemetry import Answer, Answered, Event
+from streamrag.serve.failures import NotAdmittedError, failure_of
+from streamrag.serve.observe.observer import Interface, Observer, QueryOutcome, ServedQuery, current_query
+from streamrag.telemetry import Answer, Answered, QueryEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class OpenQuery:
     """An admitted query; made by `Service.open`."""
 
     query: ServedQuery
-    place: Place
+    place: Reservation
     observer: Observer
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     answer: Answer | None = None
@@ -49,20 +49,20 @@ class OpenQuery:
         self.aborted_by = self.aborted_by or error
         self.scope.cancel()
 
-    def note(self, event: Event) -> None:
+    def note(self, event: QueryEvent) -> None:
         """Report an event to admission and to the observers."""
         self.place.follow(event)
         if isinstance(event, Answered):
             self.answer, self.is_answered = event.answer, True
         self.observer.query_event(self.query, event)
 
-    async def noted(self, events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
+    async def noted(self, events: AsyncIterator[QueryEvent]) -> AsyncGenerator[QueryEvent, None]:
         """Yield `events`, each after it was reported."""
         async for event in events:
             self.note(event)
             yield event
 
-    def outcome(self, error: BaseException | None) -> Outcome:
+    def outcome(self, error: BaseException | None) -> QueryOutcome:
         """Return how the query ended, given the error that its block raised."""
         if self.is_answered:
             return "answered"
@@ -149,7 +149,7 @@ class OpenQueries:
         client = caller.client
         try:
             place = self._admission.enter(client, max_tokens=max_tokens, num_prompt_tokens=num_prompt_tokens)
-        except RefusedError as error:
+        except NotAdmittedError as error:
             self._observer.query_refused(client, interface, error.why)
             raise
         query = ServedQuery(caller.id, interface, client, time.monotonic(), text, caller.traceparent, caller.tracestate)

@@ -25,7 +25,7 @@ from streamrag.core import Progress
 from streamrag.errors import ConfigurationError
 from streamrag.serve.app import create_app
 from streamrag.serve.config import factories
-from streamrag.serve.config.checks import hosts_of
+from streamrag.serve.config.checks import permitted_hosts
 from streamrag.serve.config.keys import read_keys
 from streamrag.serve.config.layers import load
 from streamrag.serve.config.settings import Settings
@@ -64,7 +64,7 @@ class Front:
         source = make_source(settings.source) if sources is None else RaySource(Attached(sources))
         self._service = factories.service_of(settings, backend, source, observers)
         await self._service.start(log.info)
-        hosts = hosts_of(settings, has_keys=bool(keys))
+        hosts = permitted_hosts(settings, has_keys=bool(keys))
         self._app = create_app(self._service, keys=keys, hosts=hosts, origins=frozenset(settings.server.origins))
 
     def __serve_build_asgi_app__(self) -> Gate:

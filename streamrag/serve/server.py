@@ -64,7 +64,7 @@ def listen(host: str, port: int, *, send_timeout_s: float = Limits().send_timeou
     return sock
 
 
-def config_of(app: ASGIApp, limits: Limits) -> uvicorn.Config:
+def uvicorn_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
     """Return uvicorn's configuration for `app`."""
     logging.getLogger("sse_starlette").setLevel(logging.WARNING)  # it logs the content of events
     return uvicorn.Config(
@@ -105,7 +105,7 @@ async def serve(
 
     :raises ConfigurationError: another program already listens on the address.
     """
-    server, signals = QuietServer(config_of(app, service.limits)), Signals()
+    server, signals = QuietServer(uvicorn_config(app, service.limits)), Signals()
     serving = asyncio.create_task(server.serve(sockets=[sock]), name="uvicorn")
     try:
         await _wait_for_any(serving, server.listens)

@@ -20,8 +20,8 @@ from streamrag.serve.engine_watch import EngineWatch, RestartBudget
 from streamrag.serve.limits import Limits
 from streamrag.serve.observe.observer import Interface, Observer, Observers, ServedQuery
 from streamrag.serve.open_queries import Caller, OpenQueries
-from streamrag.support.tasks import cancel_regardless, run_regardless
-from streamrag.telemetry import Event
+from streamrag.support.tasks import cancel_and_wait, run_shielded
+from streamrag.telemetry import QueryEvent
 
 STOPPING = "the service is stopping"
 
@@ -170,14 +170,14 @@ class Service:
         finally:
             for wait in waits:
                 wait.cancel()
-            await run_regardless(self._close(), "streamrag service closes")
+            await run_shielded(self._close(), "streamrag service closes")
         return not self._has_aborted
 
     async def _close(self) -> None:
         if self._watch_task is not None:
             if not self._engine.restarting and self._engine.death():  # may have died since the last health check
                 self.dead.set()
-            await cancel_regardless([self._watch_task])
+            await cancel_and_wait([self._watch_task])
         for each in self._queries:
             self._has_aborted = True
             each.abort(PipelineClosedError(STOPPING))
@@ -186,7 +186,7 @@ class Service:
         await self._pipeline.aclose()
         await self._started.aclose()
 
-    def answering(self, given: SamplingParams) -> SamplingParams:
+    def cap_params(self, given: SamplingParams) -> SamplingParams:
         """Return `given` with `max_tokens` capped at the service's limit."""
         return replace(given, max_tokens=min(given.max_tokens, self.limits.max_tokens))
 
@@ -199,7 +199,7 @@ class Service:
         *,
         source: Source | None = None,
         **options: Unpack[QueryOptions],
-    ) -> AsyncIterator[AsyncIterator[Event]]:
+    ) -> AsyncIterator[AsyncIterator[QueryEvent]]:
         """Answer `text` with the service's retrieval, or with `source`. Use as `async with`; gives an event iterator.
 
         Takes the options of `Pipeline.stream`; the limits cap `max_tokens` and `deadline_s`.
@@ -207,7 +207,7 @@ class Service:
         :raises RefusedError: the query is not admitted.
         :raises StreamRagError: as `Pipeline.stream` does.
         """
-        params = self.answering(options.get("params", self.params))
+        params = self.cap_params(options.get("params", self.params))
         max_s = self.limits.deadline_s if source is None else self.limits.stream_s
         deadline_s = min(options.get("deadline_s", max_s), max_s)
         effective: Any = {**self._options, **options, "params": params, "deadline_s": deadline_s}

@@ -23,17 +23,17 @@ from streamrag.errors import BackendError, ConfigurationError
 from streamrag.query.answer_stream import Emit
 from streamrag.query.retrieval import closing
 from streamrag.sessions.ingestion import Snapshot
-from streamrag.sessions.question import DECISIVE_GAP, Question
+from streamrag.sessions.question import DECISIVE_MARGIN, Question
 from streamrag.telemetry import Answer, Timings, TokensGenerated
 
 TokenIds: TypeAlias = tuple[int, ...]
-Pass: TypeAlias = Callable[[TokenIds, Sequence[int]], Awaitable[tuple[int | None, Any]]]
+ForwardPass: TypeAlias = Callable[[TokenIds, Sequence[int]], Awaitable[tuple[int | None, Any]]]
 """Runs one pass of the engine: given the tokens behind the prompt and the allowed next tokens, returns the next token
 and the log-probabilities of all allowed ones; None if the engine has none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenAnswer:
     """A chosen answer."""
 
     text: str
@@ -106,9 +106,9 @@ async def compute_answer(
     token_ids = await in_thread(tokenizer, partial(snapshot.prompts.complete, snapshot.token_ids, question.text))
     if choices:
         one_pass = _passes(backend, token_ids, question, choices, draft.chunks)
-        choice = await choose_answer(choices, one_pass, question.decisive_gap)
+        choice = await choose_answer(choices, one_pass, question.decisive_margin)
         await draft.put(AnswerChunk(choice.text, choice.token_ids, "stop"))
-        return draft.finish(backend.model, len(token_ids), choice.gap if question.with_gap else None)
+        return draft.finish(backend.model, len(token_ids), choice.gap if question.with_margin else None)
     async with aclosing(_generate(backend, token_ids, question.params_for())) as pieces:
         async for chunk in pieces:
             draft.chunks.append(chunk)
@@ -138,10 +138,12 @@ def encode_answers(tokenizer: Tokenizer, answers: Sequence[str]) -> dict[TokenId
     return by_tokens
 
 
-async def choose_answer(answers: Mapping[TokenIds, str], one_pass: Pass, decisive_gap: float = DECISIVE_GAP) -> Choice:
+async def choose_answer(
+    answers: Mapping[TokenIds, str], one_pass: ForwardPass, decisive_margin: float = DECISIVE_MARGIN
+) -> ChosenAnswer:
     """Return the most likely of `answers`, which are as `encode_answers` returns them.
 
-    The best prefix is extended until it is an answer, or until it has one answer only and leads by `decisive_gap`.
+    The best prefix is extended until it is an answer, or until it has one answer only and leads by `decisive_margin`.
     Without log-probabilities, the tokens that the engine samples are followed.
 
     :raises BackendError: the engine sampled a token of no answer.
@@ -152,8 +154,8 @@ async def choose_answer(answers: Mapping[TokenIds, str], one_pass: Pass, decisiv
         candidates = [token_ids for token_ids in answers if token_ids[: len(best)] == best]
         others = [value for token_ids, value in prefixes.items() if token_ids != best]
         lead = prefixes[best] - max(others, default=-inf)
-        if best in answers or (best and len(candidates) == 1 and lead >= decisive_gap):
-            return Choice(answers[candidates[0]], best, lead if isfinite(lead) else None)
+        if best in answers or (best and len(candidates) == 1 and lead >= decisive_margin):
+            return ChosenAnswer(answers[candidates[0]], best, lead if isfinite(lead) else None)
         allowed = list(dict.fromkeys(token_ids[len(best)] for token_ids in candidates))
         if len(allowed) == 1 and not others:  # a token that all answers share decides nothing
             prefixes = {(*best, allowed[0]): 0.0}
@@ -176,9 +178,9 @@ def _passes(
     question: Question,
     choices: Mapping[TokenIds, str],
     chunks: list[AnswerChunk],
-) -> Pass:
+) -> ForwardPass:
     """Return a function that runs one pass of the engine, and stores the chunks of the newest pass in `chunks`."""
-    with_logprobs = question.with_gap or any(len(each) > 1 for each in choices)
+    with_logprobs = question.with_margin or any(len(each) > 1 for each in choices)
 
     async def one_pass(prefix: TokenIds, allowed: Sequence[int]) -> tuple[int | None, Any]:
         params = question.params_for(allowed, with_logprobs=with_logprobs)

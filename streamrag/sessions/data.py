@@ -21,7 +21,7 @@ from streamrag.sessions.log import LogState, SessionLog
 from streamrag.sessions.prompts import SESSION_TEMPLATE, SessionPrompts
 from streamrag.sessions.tasks import SessionTasks
 from streamrag.sessions.window import Buffer, Numbered, Window
-from streamrag.support.messages import plain_text, short
+from streamrag.support.messages import plain_text, short_repr
 from streamrag.support.validation import Count, CountOrZero, validated
 
 CHUNKS_PER_TURN = 64
@@ -211,7 +211,9 @@ class SessionData:
     async def extend(self, data: Sequence[Chunk | str]) -> int:
         """Append several chunks or none, and return the newest version; see `Session.extend`."""
         if isinstance(data, str) or not isinstance(data, Sequence):
-            raise ConfigurationError(f"data={short(data)} must be a list of chunks or texts; one of them is for append")
+            raise ConfigurationError(
+                f"data={short_repr(data)} must be a list of chunks or texts; one of them is for append"
+            )
         self.check_open()
         chunks = []
         for each in data:

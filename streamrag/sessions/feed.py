@@ -6,7 +6,7 @@ from contextlib import aclosing
 from streamrag.core import Append, Chunk, Source, SourceEvent, Update, part_name
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.query.retrieval import Retrieval, checked_chunk, closing
-from streamrag.support.messages import kind_of, message_of
+from streamrag.support.messages import message_of, type_name
 
 MAX_SEEN = 4096
 """Chunks of a source that are remembered, besides the newest update, so that later updates do not append them again."""
@@ -18,10 +18,11 @@ def check_followed(followed: object, query: str) -> None:
         raise ConfigurationError(f"the followed source is the class {followed.__name__}, and must be an object of it")
     if not callable(getattr(followed, "stream", None)) and not isinstance(followed, AsyncIterable):
         raise ConfigurationError(
-            f"the followed source is {kind_of(followed)}: it must be a source, or an async iterator of texts or Chunks"
+            f"the followed source is {type_name(followed)}: it must be a source, or an async iterator of texts or "
+            "Chunks"
         )
     if not isinstance(query, str):
-        raise ConfigurationError(f"the query is {kind_of(query)}, and must be a str")
+        raise ConfigurationError(f"the query is {type_name(query)}, and must be a str")
 
 
 async def append_all(

@@ -10,8 +10,8 @@ from streamrag.errors import BackendError, PipelineClosedError, StreamRagError
 from streamrag.query.retrieval import closing
 from streamrag.sessions.log import SessionLog
 from streamrag.sessions.prompts import SessionPrompts
-from streamrag.sessions.window import Buffer, Numbered, Piece, Window
-from streamrag.support.tasks import Broadcast, cancel_regardless, end_or_leave, wait_regardless
+from streamrag.sessions.window import Buffer, Numbered, Window, WindowChunk
+from streamrag.support.tasks import Broadcast, cancel_and_wait, end_or_leave, wait_shielded
 
 MAX_BATCH = 256
 """Most chunks that are added to the prompt at once. Chunks that arrive while they are computed form the next batch."""
@@ -132,7 +132,7 @@ class Ingestion:
         self._streams: list[IdleStream] = []
         """Open streams, the newest last. Older ones are about to be closed."""
 
-    def resume(self, pieces: Sequence[Piece]) -> None:
+    def resume(self, pieces: Sequence[WindowChunk]) -> None:
         """Fill the window with the pieces of a log. Call it before `start`."""
         self._add_to_window(pieces)
         self.ready = self._snapshot(self._buffer.num_appended)
@@ -178,7 +178,7 @@ class Ingestion:
     async def aclose(self) -> None:
         """Stop the task, and free the KV in the engine."""
         if self._task is not None:
-            await cancel_regardless([self._task])
+            await cancel_and_wait([self._task])
 
     async def _run(self, on_version: Callable[[], None], batch_interval_s: float) -> None:
         snapshot, has_slid = self.ready, False
@@ -219,7 +219,7 @@ class Ingestion:
         """Close all streams but the newest `num_kept`."""
         num_closing = len(self._streams) - num_kept
         closed, self._streams = self._streams[:num_closing], self._streams[num_closing:]
-        await wait_regardless([asyncio.create_task(each.aclose(), name="streamrag stream ends") for each in closed])
+        await wait_shielded([asyncio.create_task(each.aclose(), name="streamrag stream ends") for each in closed])
 
     async def _next(self) -> tuple[Snapshot, bool]:
         """Return the data with the next batch, and whether the tokens before that batch have changed.
@@ -246,7 +246,7 @@ class Ingestion:
     def _snapshot(self, version: int) -> Snapshot:
         return Snapshot(version, self._prompts.head + self.window.token_ids, self._prompts)
 
-    def _add_to_window(self, pieces: Sequence[Piece]) -> bool:
+    def _add_to_window(self, pieces: Sequence[WindowChunk]) -> bool:
         """Add pieces to the window, update the log, and return whether the window has slid."""
         has_slid = self.window.add(pieces)
         if self._log is not None:

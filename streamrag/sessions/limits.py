@@ -25,7 +25,7 @@ class SessionLimits:
     max_tokens_per_tenant: CountOrZero | None = None
 
 
-class SessionBooks:
+class SessionRegistry:
     """A registry of open sessions, with their tenants and the capacity of their windows in tokens."""
 
     def __init__(self, limits: SessionLimits) -> None:

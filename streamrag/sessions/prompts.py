@@ -10,7 +10,7 @@ from streamrag.core import Chunk, ModelInfo
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import PromptTooLongError
 from streamrag.modes import PromptAssembler, PromptTemplate
-from streamrag.sessions.window import Numbered, Piece, num_characters
+from streamrag.sessions.window import Numbered, WindowChunk, num_characters
 
 MAX_CHARACTERS = 50_000
 """Characters that are tokenised at once, in about ten milliseconds."""
@@ -74,14 +74,17 @@ class SessionPrompts:
         """Return `chunk` without fields that the template does not show: no window would bound their size."""
         return replace(chunk, **self._hidden)
 
-    def pieces(self, numbered: Sequence[Numbered]) -> list[Piece]:
+    def pieces(self, numbered: Sequence[Numbered]) -> list[WindowChunk]:
         """Return the tokens of chunks in the prompt."""
-        return [Piece(each.number, tuple(self._assembler.encode_passage(each.number, each.chunk))) for each in numbered]
+        return [
+            WindowChunk(each.number, tuple(self._assembler.encode_passage(each.number, each.chunk)))
+            for each in numbered
+        ]
 
-    async def pieces_in_background(self, numbered: Sequence[Numbered]) -> list[Piece]:
+    async def pieces_in_background(self, numbered: Sequence[Numbered]) -> list[WindowChunk]:
         """Return the tokens of chunks in the prompt, releasing the tokenizer after every `MAX_CHARACTERS`
         characters."""
-        pieces: list[Piece] = []
+        pieces: list[WindowChunk] = []
         batch: list[Numbered] = []
         size = 0
         for i, each in enumerate(numbered, 1):
@@ -92,7 +95,7 @@ class SessionPrompts:
                 batch, size = [], 0
         return pieces
 
-    def texts_of(self, pieces: Sequence[Piece]) -> list[tuple[int, str]]:
+    def texts_of(self, pieces: Sequence[WindowChunk]) -> list[tuple[int, str]]:
         """Return the number and the text of each piece, without the end that all chunks have."""
         return [(each.number, self.tokenizer.decode(each.token_ids).removesuffix(self._end)) for each in pieces]
 

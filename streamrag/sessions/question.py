@@ -9,10 +9,10 @@ from pydantic import Field
 
 from streamrag.core import SamplingParams
 from streamrag.errors import ConfigurationError
-from streamrag.support.messages import plain_text, short
+from streamrag.support.messages import plain_text, short_repr
 from streamrag.support.validation import NonEmptyText, Number, SecondsOrZero, Whole, validated
 
-DECISIVE_GAP = 2.0
+DECISIVE_MARGIN = 2.0
 """Default lead in log-probability with which an answer is chosen before all its tokens are computed. Source: arXiv
 2605.13784, section 3.9.4."""
 
@@ -31,8 +31,8 @@ class Question:
     text: Annotated[str, Field()]
     answers: Answers = ()
     params: SamplingParams = field(default_factory=SamplingParams)
-    with_gap: bool = False
-    decisive_gap: Annotated[Number, Field(ge=0)] = DECISIVE_GAP
+    with_margin: bool = False
+    decisive_margin: Annotated[Number, Field(ge=0)] = DECISIVE_MARGIN
     key: tuple[str, frozenset[str], float, str] = field(init=False)
     """Equal for questions that have the same answer. Its last part is empty if the answer can differ each time."""
 
@@ -40,11 +40,11 @@ class Question:
         if not self.text.strip():
             raise ConfigurationError("the question is empty: ask something")
         if not isinstance(self.params, SamplingParams):
-            raise ConfigurationError(f"params={short(self.params)} must be a SamplingParams")
+            raise ConfigurationError(f"params={short_repr(self.params)} must be a SamplingParams")
         text, answers = plain_text(self.text), tuple(map(plain_text, self.answers))
         params = replace(self.params, max_tokens=1, temperature=0.0) if answers else self.params
-        key = (text, frozenset(answers), self.decisive_gap if answers else 0.0, _exact(params))
-        plain = {"text": text, "answers": answers, "params": params, "with_gap": bool(self.with_gap), "key": key}
+        key = (text, frozenset(answers), self.decisive_margin if answers else 0.0, _exact(params))
+        plain = {"text": text, "answers": answers, "params": params, "with_margin": bool(self.with_margin), "key": key}
         for name, value in plain.items():
             object.__setattr__(self, name, value)
 
@@ -61,7 +61,7 @@ class Question:
             extra["allowed_token_ids"] = sorted(allowed)
             if with_logprobs:
                 extra["logprob_token_ids"] = sorted(allowed)
-        elif self.with_gap:
+        elif self.with_margin:
             extra["logprobs"] = 2
         return replace(self.params, extra={**self.params.extra, **extra})
 
@@ -76,16 +76,16 @@ class WatchOptions:
 
     question: str
     answers: tuple[str, ...] = ()
-    every_s: SecondsOrZero = 0.0
+    min_interval_s: SecondsOrZero = 0.0
     priority: Whole = 0
-    with_gap: bool = False
-    decisive_gap: float = DECISIVE_GAP
+    with_margin: bool = False
+    decisive_margin: float = DECISIVE_MARGIN
     params: SamplingParams = field(default_factory=SamplingParams)
     name: NonEmptyText | None = None
 
     def parse(self) -> Question:
         """Return the validated question; raises ConfigurationError as `Question` does."""
-        return Question(self.question, self.answers, self.params, self.with_gap, self.decisive_gap)
+        return Question(self.question, self.answers, self.params, self.with_margin, self.decisive_margin)
 
 
 def _exact(params: SamplingParams) -> str:

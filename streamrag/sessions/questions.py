@@ -16,12 +16,12 @@ from streamrag.query.answer_stream import Emit, StartQuery
 from streamrag.sessions.answer import compute_answer
 from streamrag.sessions.data import SessionData
 from streamrag.sessions.ingestion import Snapshot
-from streamrag.sessions.question import DECISIVE_GAP, Question
+from streamrag.sessions.question import DECISIVE_MARGIN, Question
 from streamrag.sessions.tasks import SessionTasks
-from streamrag.support.messages import short
-from streamrag.support.tasks import Broadcast, cancel_regardless
+from streamrag.support.messages import short_repr
+from streamrag.support.tasks import Broadcast, cancel_and_wait
 from streamrag.support.validation import Seconds, Whole, validated
-from streamrag.telemetry import Answer, Answered, Event, Timings, TokensGenerated
+from streamrag.telemetry import Answer, Answered, QueryEvent, Timings, TokensGenerated
 
 MAX_ANSWERS = 1024
 MAX_ANSWER_BYTES = 4_000_000
@@ -42,9 +42,9 @@ class AskOptions(TypedDict, total=False):
     params: SamplingParams | None
     deadline_s: float | None
     """Most seconds until the last token."""
-    with_gap: bool
+    with_margin: bool
     """Whether to report the lead over the next best answer. The engine must support log-probabilities."""
-    decisive_gap: float
+    decisive_margin: float
     """With `answers`: the lead in log-probability with which an answer is chosen before all its tokens are computed."""
 
 
@@ -85,18 +85,18 @@ class Questions:
         at_least: Whole | None = None,
         params: SamplingParams | None = None,
         deadline_s: Seconds | None = None,
-        with_gap: bool = False,
-        decisive_gap: float = DECISIVE_GAP,
+        with_margin: bool = False,
+        decisive_margin: float = DECISIVE_MARGIN,
     ) -> StartQuery:
         """Validate a question, and return a function that starts it.
 
         :raises ConfigurationError: options that cannot work.
         """
         params = SamplingParams() if params is None else params
-        question = Question(text, answers, params, with_gap, decisive_gap)
+        question = Question(text, answers, params, with_margin, decisive_margin)
         if at_least is not None and at_least > self._data.buffer.num_appended:
             raise ConfigurationError(
-                f"at_least={short(at_least)} must be a version that append returned: "
+                f"at_least={short_repr(at_least)} must be a version that append returned: "
                 f"{self._data.buffer.num_appended} is the newest"
             )
         return self.prepare(question, at_least or 0, deadline_s)
@@ -114,7 +114,7 @@ class Questions:
         conversation.set(self._conversation_id)  # this task has its own context
         submitted_s = self._clock()
         snapshot = await self._data.at_least(at_least)
-        key = (question.key, question.with_gap)
+        key = (question.key, question.with_margin)
         ahead = self._find_ahead(question, snapshot.version) or self.cache.get(key)
         if ahead is not None:
             after_s = self._clock() - submitted_s
@@ -134,7 +134,7 @@ class Questions:
         answer = await compute_answer(self._backend, snapshot, question, submitted_s, self._clock, emit)
         if question.is_repeatable and answer.version == self._data.ingestion.ready.version:
             parts = (question.text, *question.answers, answer.text, answer.token_ids, *answer.token_ids)
-            self.cache.put((question.key, question.with_gap), answer, sum(map(sys.getsizeof, parts)))
+            self.cache.put((question.key, question.with_margin), answer, sum(map(sys.getsizeof, parts)))
         return answer
 
 
@@ -200,7 +200,7 @@ class InFlightAnswers:
             if not computation.num_callers:
                 if self._computations.get(key) is computation:  # the next caller starts a new computation
                     del self._computations[key]
-                await cancel_regardless([computation.task])
+                await cancel_and_wait([computation.task])
         if is_own:
             return answer
         total_s = self._clock() - submitted_s
@@ -229,7 +229,7 @@ class _Computation:
                 num_read += 1
                 yield piece
 
-    async def _put(self, event: Event) -> None:
+    async def _put(self, event: QueryEvent) -> None:
         assert isinstance(event, TokensGenerated)
         self._pieces.append(event)
         self._news.wake()

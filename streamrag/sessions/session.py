@@ -16,13 +16,13 @@ from streamrag.modes import PromptTemplate
 from streamrag.query.answer_stream import AnswerStream, EventStream
 from streamrag.sessions.data import SessionData, SessionState
 from streamrag.sessions.drops import DataDropped
-from streamrag.sessions.limits import SessionBooks, SessionLimits
+from streamrag.sessions.limits import SessionLimits, SessionRegistry
 from streamrag.sessions.log import SessionLog
-from streamrag.sessions.question import DECISIVE_GAP, WatchOptions
+from streamrag.sessions.question import DECISIVE_MARGIN, WatchOptions
 from streamrag.sessions.questions import AskOptions, Questions
 from streamrag.sessions.tasks import SessionTasks
 from streamrag.sessions.watches import Admit, Watch, Watches
-from streamrag.support.tasks import run_regardless
+from streamrag.support.tasks import run_shielded
 from streamrag.support.validation import Count, Number, SecondsOrZero, validated
 
 MAX_WAITING = 4096
@@ -62,13 +62,13 @@ class Session:
         log: SessionLog | str | os.PathLike[str] | None = None,
         name: str = "session",
         tenant: Annotated[str, Field()] = "",
-        books: SessionBooks | None = None,
+        books: SessionRegistry | None = None,
         admit: Admit = lambda question: lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._log = SessionLog(log) if log is not None and not isinstance(log, SessionLog) else log
         self._tenant = tenant
-        self._books = SessionBooks(SessionLimits()) if books is None else books
+        self._books = SessionRegistry(SessionLimits()) if books is None else books
         self._conversation_id = f"session {uuid.uuid4().hex}"
         self._tasks = SessionTasks(name)
         self._data = SessionData(
@@ -124,7 +124,7 @@ class Session:
     async def aclose(self, *, forgets: bool = False) -> None:
         """End all questions and watches, and free the session's KV; with `forgets`, delete its log too."""
         self._data.close()
-        await run_regardless(self._close(forgets), "streamrag session closes")
+        await run_shielded(self._close(forgets), "streamrag session closes")
 
     async def _close(self, forgets: bool) -> None:
         try:
@@ -264,11 +264,11 @@ class Session:
         question: str,
         *,
         answers: tuple[str, ...] = (),
-        every_s: float = 0.0,
+        min_interval_s: float = 0.0,
         priority: int = 0,
         params: SamplingParams | None = None,
-        with_gap: bool = False,
-        decisive_gap: float = DECISIVE_GAP,
+        with_margin: bool = False,
+        decisive_margin: float = DECISIVE_MARGIN,
         name: str | None = None,
     ) -> Watch:
         """Answer `question` ahead after each change of the data. Iterate the watch for answers that have changed.
@@ -276,8 +276,8 @@ class Session:
         `ask` returns such an answer at once, for the same question and version with the same `answers` or, without
         `answers`, the same `params`.
 
-        answers, with_gap, decisive_gap: see `ask`.
-        every_s: least seconds between two answers.
+        answers, with_margin, decisive_margin: see `ask`.
+        min_interval_s: least seconds between two answers.
         priority: higher ones are answered first; among equals, the one that was answered longest ago.
         name: its key in `watches`; replaces a watch of the same name. A session that resumes from a log restores named
             watches, unless they were closed before the session.
@@ -287,5 +287,5 @@ class Session:
         """
         self._data.check_open()
         params = SamplingParams(max_tokens=64) if params is None else params
-        options = WatchOptions(question, answers, every_s, priority, with_gap, decisive_gap, params, name)
+        options = WatchOptions(question, answers, min_interval_s, priority, with_margin, decisive_margin, params, name)
         return self._watches.add(options)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from streamrag.errors import BackendError, DeadlineExceededError, PipelineClosedError
 from streamrag.sessions.ingestion import CLOSED
-from streamrag.support.tasks import cancel_regardless, end_or_leave
+from streamrag.support.tasks import cancel_and_wait, end_or_leave
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class SessionTasks:
         self._is_closed = True
         with suppress(asyncio.CancelledError):  # a task must have started to raise the right error
             await asyncio.sleep(0)
-        await cancel_regardless(list(self._tasks))
+        await cancel_and_wait(list(self._tasks))
 
     def _forget(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)

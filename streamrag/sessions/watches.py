@@ -25,7 +25,7 @@ from streamrag.sessions.log import SessionLog
 from streamrag.sessions.question import Question, WatchOptions
 from streamrag.sessions.questions import Questions
 from streamrag.support.messages import plain_text
-from streamrag.support.tasks import Broadcast, cancel_regardless
+from streamrag.support.tasks import Broadcast, cancel_and_wait
 from streamrag.telemetry import Answer
 
 RETRY_S = 1.0
@@ -47,7 +47,7 @@ class WatchedAnswer:
     """Seconds to compute it."""
     gap: float | None
     """Lead in log-probability: of the first token over the next best or, with `answers`, of the chosen answer over the
-    next best, as far as they were computed. None without `with_gap`."""
+    next best, as far as they were computed. None without `with_margin`."""
     answer: Answer
 
 
@@ -214,14 +214,14 @@ class Watches:
         for watch in self.active:
             if watch.newest is None or watch.version != version or not question.is_repeatable:
                 continue
-            if watch.spec.key == question.key and watch.spec.with_gap >= question.with_gap:
+            if watch.spec.key == question.key and watch.spec.with_margin >= question.with_margin:
                 return watch.newest.answer
         return None
 
     async def aclose(self) -> None:
         """End all watches. Named ones stay in the log."""
         self._is_closed = True
-        await cancel_regardless([task for task in (self._task, *(each.work for each in self.active)) if task])
+        await cancel_and_wait([task for task in (self._task, *(each.work for each in self.active)) if task])
         for watch in list(self.active):
             watch.stop()
 
@@ -259,7 +259,7 @@ class Watches:
         except TooManyQueriesError:
             wait_s = RETRY_S
         for watch, leave in starting:
-            watch.due_s = now + watch.options.every_s
+            watch.due_s = now + watch.options.min_interval_s
             work = self._answer(watch, num_working + len(starting))
             watch.work = asyncio.create_task(work, name="streamrag watched question")
             watch.work.add_done_callback(partial(self._on_end, watch, leave))
@@ -284,7 +284,7 @@ class Watches:
         except Exception as error:  # foreign code may raise anything; the watch is tried again
             failed = BackendError(f"the engine failed: {error!r:.300}")
             watch.error = error if isinstance(error, StreamRagError) else failed
-            watch.due_s = _now_s() + max(watch.options.every_s, RETRY_S)
+            watch.due_s = _now_s() + max(watch.options.min_interval_s, RETRY_S)
         else:
             took_s = _now_s() - began_s
             self._concurrency.observe_answer(num_concurrent, took_s)

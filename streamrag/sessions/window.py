@@ -18,7 +18,7 @@ class Numbered:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WindowChunk:
     """The tokens of a chunk in the prompt."""
 
     number: int
@@ -107,7 +107,7 @@ class Window:
         self.max_tokens = max_tokens
         self._end = end
         self._kept_tokens = max(int(max_tokens * (1 - slide_share)), 1)
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[WindowChunk] = deque()
         self._token_ids: list[int] = []
         self.num_slid = 0
         """Pieces that were removed by slides."""
@@ -125,16 +125,16 @@ class Window:
         """Number of the oldest piece; None if there is none."""
         return self._pieces[0].number if self._pieces else None
 
-    def newest(self, behind: int, most: int) -> list[Piece]:
+    def newest(self, behind: int, most: int) -> list[WindowChunk]:
         """Return the last `most` pieces with numbers over `behind`, in order."""
         newer = takewhile(lambda piece: piece.number > behind, reversed(self._pieces))
         return list(islice(newer, most))[::-1]
 
-    def add(self, pieces: Iterable[Piece]) -> bool:
+    def add(self, pieces: Iterable[WindowChunk]) -> bool:
         """Add pieces, and return whether the window has slid. A piece longer than what a slide keeps is cut."""
         has_slid = False
         for piece in pieces:
-            cut = Piece(piece.number, self._cut(piece.token_ids))
+            cut = WindowChunk(piece.number, self._cut(piece.token_ids))
             if cut.token_ids:  # pieces without tokens would never be pushed out
                 self._pieces.append(cut)
                 self._token_ids += cut.token_ids

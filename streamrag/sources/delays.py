@@ -13,7 +13,7 @@ from streamrag.errors import ConfigurationError
 from streamrag.query.retrieval import Retrieval
 from streamrag.sources.wrapper import SourceWrapper
 from streamrag.support.clock import Clock, monotonic
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 from streamrag.support.validation import Number, SecondsOrZero, validated
 
 MAX_WAITING = 1024  # delayed events; the source then waits
@@ -79,7 +79,7 @@ class StretchedSource(SourceWrapper):
                 num_events += 1
                 yield self._with_hint(arrival)
         finally:
-            await cancel_regardless([reader])
+            await cancel_and_wait([reader])
 
     async def _read(self, query: str, arrivals: "asyncio.Queue[_Arrival]") -> None:
         end: Exception | None = None

@@ -17,7 +17,7 @@ from streamrag.query.retrieval import closing
 from streamrag.sources.passage_reader import PassageReader, is_collection
 from streamrag.sources.threads import Threads
 from streamrag.sources.user_functions import is_async, is_lazy, name_of, read_all, read_in_thread
-from streamrag.support.messages import kind_of
+from streamrag.support.messages import type_name
 
 _BEGIN, _END = object(), object()
 
@@ -87,13 +87,13 @@ class GeneratorSource:
         if isawaitable(result):
             result = await result
         if not isinstance(result, AsyncIterable):
-            raise SourceError(f"{self.name} returned {kind_of(result)}, and must be a generator")
+            raise SourceError(f"{self.name} returned {type_name(result)}, and must be a generator")
         yield result
 
 
 def _ranking(reader: PassageReader, item: Any) -> Update:
     if not is_collection(item):
-        raise SourceError(f"a ranking is {kind_of(item)}, and must be a list of passages")
+        raise SourceError(f"a ranking is {type_name(item)}, and must be a list of passages")
     return Update(tuple(map(reader.chunk, item)))
 
 
@@ -115,7 +115,7 @@ class _ThreadedGenerator:
         if isinstance(items, AsyncIterable):
             return items
         if not is_collection(items):
-            raise SourceError(f"it returned {kind_of(items)}, and must be a generator")
+            raise SourceError(f"it returned {type_name(items)}, and must be a generator")
         iterator = iter(items)
         self._loop.call_soon_threadsafe(self._queue.put_nowait, _BEGIN)
         try:

@@ -15,8 +15,8 @@ from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.modes.context import Context, UpdateMode
 from streamrag.query.retrieval import Retrieval
 from streamrag.sources.fusion import RRF_K, reciprocal_rank_fusion, without_score
-from streamrag.support.messages import message_of, short
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.messages import message_of, short_repr
+from streamrag.support.tasks import cancel_and_wait
 from streamrag.support.validation import Number, Positive, validated
 
 log = logging.getLogger("streamrag.sources")
@@ -27,7 +27,7 @@ _Queue: TypeAlias = "asyncio.Queue[tuple[int, SourceEvent | BaseException | None
 FUSION_INTERVAL = 4  # time between fusions, in durations of the last one: thousands of chunks take time to sort
 
 
-class Merged:
+class MergedSource:
     """A source that queries all `sources` concurrently.
 
     While the sources only append, their appends are passed on as they arrive. After the first `Update` of a source,
@@ -51,17 +51,17 @@ class Merged:
         name: str = "",
     ) -> None:
         if not sources:
-            raise ConfigurationError("Merged needs at least one source")
+            raise ConfigurationError("MergedSource needs at least one source")
         for source in sources:
             if isinstance(source, type) or not callable(getattr(source, "stream", None)):
-                raise ConfigurationError(f"Merged: {short(source)} is not a source: it has no method 'stream'")
+                raise ConfigurationError(f"MergedSource: {short_repr(source)} is no source: it has no method 'stream'")
         if weights is not None and len(weights) != len(sources):
-            raise ConfigurationError(f"weights={short(weights)} must be a positive number for each source")
+            raise ConfigurationError(f"weights={short_repr(weights)} must be a positive number for each source")
         self._sources = sources
         self._weights = weights
         self._k = k
         self._started = AsyncExitStack()
-        self.name = name or f"Merged({', '.join(map(part_name, sources))})"
+        self.name = name or f"MergedSource({', '.join(map(part_name, sources))})"
 
     @started_once
     async def start(self, progress: Progress) -> None:
@@ -104,7 +104,7 @@ class Merged:
                         yield _failed(self._sources[number], event)
                 is_processed.set()
         finally:
-            await cancel_regardless(pulls)
+            await cancel_and_wait(pulls)
         if len(errors) == len(pulls):
             raise SourceError(f"{self.name} failed: {'; '.join(map(message_of, errors))}") from errors[0]
 
@@ -139,7 +139,7 @@ class _MergedContext:
             event = replace(event, chunks=tuple(map(self._unify, event.chunks)))
         self.running[number] = self._now(), event.hint
         ranking = self._rankings[number]
-        self._rankings[number] = ranking.become(UpdateMode().fold(ranking, event))
+        self._rankings[number] = ranking.with_chunks(UpdateMode().fold(ranking, event))
         if isinstance(event, Update) or self._fused is not None:
             self._fused, self.is_changed = self._fused or (), True
             return None

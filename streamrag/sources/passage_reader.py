@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 
 from streamrag.core import Chunk
 from streamrag.errors import SourceError
-from streamrag.support.messages import is_number, is_whole, short
+from streamrag.support.messages import is_number, is_whole, short_repr
 
 WANTED = "passages: str, Chunk, (text, uri), a mapping with text, or an object with page_content and metadata"
 TEXTS = ("text", "page_content", "content")
@@ -68,4 +68,4 @@ def is_collection(value: object) -> TypeGuard[Iterable[Any]]:
 
 def describe_result(value: object) -> str:
     """Return the type and the beginning of a function's result, for a message to the function's author."""
-    return "None" if value is None else f"{type(value).__name__} {short(value)[:80]}"
+    return "None" if value is None else f"{type(value).__name__} {short_repr(value)[:80]}"

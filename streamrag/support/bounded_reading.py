@@ -70,7 +70,7 @@ class DamagedError(ValueError):
     """Compressed data is corrupt, not merely truncated."""
 
 
-class Unpacked:
+class DecompressedFile:
     """The decompressed content of a file, block by block; the suffix selects gzip, zstd or no compression.
 
     After iteration, `is_torn` says whether a compressed stream was truncated. Iteration raises:
@@ -161,7 +161,7 @@ def import_zstandard() -> Any:
     return zstandard
 
 
-def lines_of(blocks: Iterator[bytes], max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+def split_lines(blocks: Iterator[bytes], max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
     """Yield the lines of `blocks` with their newlines, which the last line may lack.
 
     :raises ValueError: a line exceeds `max_line_bytes`, or all lines together exceed `MAX_FILE_BYTES` in memory.
@@ -201,7 +201,7 @@ def read_bytes(
     :raises OSError: the file cannot be read.
     :raises ValueError: it exceeds `max_bytes`, or its compressed data is corrupt or truncated.
     """
-    unpacked = Unpacked(Path(path), max_bytes, follow_links=follow_links)
+    unpacked = DecompressedFile(Path(path), max_bytes, follow_links=follow_links)
     content = b"".join(unpacked)
     if unpacked.is_torn:
         raise DamagedError("its compressed data ends too early")

@@ -18,20 +18,20 @@ AT_FDCWD = -100
 RENAME_EXCHANGE = RENAME_SWAP = 2  # flags of Linux and of macOS
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a file atomically, text as UTF-8.
 
     :raises ConfigurationError: it cannot be written; `path` is unchanged.
     """
     try:
-        with replacing(path) as unfinished:
+        with atomic_replace(path) as unfinished:
             unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 @contextmanager
-def replacing(path: Path, *, is_private: bool = False) -> Iterator[Path]:
+def atomic_replace(path: Path, *, is_private: bool = False) -> Iterator[Path]:
     """Give an empty file to write. It replaces `path` when the block succeeds, and is removed otherwise.
 
     Only this user can read the file until it replaces an existing one, whose mode it then takes, and whose owner where

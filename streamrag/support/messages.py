@@ -18,12 +18,12 @@ def is_number(value: object) -> bool:
     return False
 
 
-def short(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return the first 200 characters of `repr(value)`, or its type if `repr` fails, as for an int of 5,000 digits."""
     try:
         return f"{value!r:.200}"
     except Exception:  # foreign code; and this is for the message of another error
-        return kind_of(value)
+        return type_name(value)
 
 
 def message_of(error: BaseException) -> str:
@@ -39,7 +39,7 @@ def plain_text(text: str) -> str:
     return str.__str__(text)
 
 
-def kind_of(value: object) -> str:
+def type_name(value: object) -> str:
     """Return the type of `value` for a message, as in "a str"."""
     if value is None:
         return "None"

@@ -38,14 +38,14 @@ def is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def run_regardless(work: Coroutine[Any, Any, T], name: str) -> T:
+async def run_shielded(work: Coroutine[Any, Any, T], name: str) -> T:
     """Run `work` to its end in a task, even if the caller is cancelled meanwhile, and return its result."""
     task = asyncio.create_task(work, name=name)
-    await wait_regardless([task])
+    await wait_shielded([task])
     return task.result()
 
 
-async def wait_regardless(tasks: Collection["asyncio.Future[Any]"], *, at_most_s: float | None = None) -> None:
+async def wait_shielded(tasks: Collection["asyncio.Future[Any]"], *, at_most_s: float | None = None) -> None:
     """Wait until all `tasks` are done, deferring the caller's cancellation until then.
 
     Without `at_most_s`, the tasks must be certain to end soon. Their exceptions are marked as retrieved.
@@ -66,8 +66,8 @@ async def wait_regardless(tasks: Collection["asyncio.Future[Any]"], *, at_most_s
         raise asyncio.CancelledError
 
 
-async def cancel_regardless(tasks: Collection["asyncio.Future[Any]"], *, at_most_s: float | None = None) -> None:
-    """Cancel `tasks`, repeatedly because they run foreign code, and wait for them as `wait_regardless` does."""
+async def cancel_and_wait(tasks: Collection["asyncio.Future[Any]"], *, at_most_s: float | None = None) -> None:
+    """Cancel `tasks`, repeatedly because they run foreign code, and wait for them as `wait_shielded` does."""
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
 
@@ -79,7 +79,7 @@ async def cancel_regardless(tasks: Collection["asyncio.Future[Any]"], *, at_most
 
     cancel()
     try:
-        await wait_regardless(tasks, at_most_s=at_most_s)
+        await wait_shielded(tasks, at_most_s=at_most_s)
     finally:
         timer.cancel()
 
@@ -92,7 +92,7 @@ async def end_or_leave(task: "asyncio.Future[Any]", what: str, *, at_most_s: flo
     """
     at_most_s = LET_GO_S if at_most_s is None else at_most_s
     try:
-        await cancel_regardless([task], at_most_s=at_most_s)
+        await cancel_and_wait([task], at_most_s=at_most_s)
     finally:
         if not task.done():
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # marks it as retrieved

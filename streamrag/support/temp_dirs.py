@@ -182,7 +182,7 @@ def _has_content(path: Path) -> bool:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """Lock `folder` during the block, even if it is renamed: no other program locks it or removes it as abandoned.
 
     :raises OSError: another program has held it for a minute.
@@ -199,7 +199,7 @@ def held(folder: Path) -> Iterator[None]:
         finally:
             if owner is not None:
                 os.close(owner)
-    raise OSError(errno.EBUSY, "it is held by another program", str(folder))
+    raise OSError(errno.EBUSY, "it is folder_lock by another program", str(folder))
 
 
 def _open_folder(path: Path) -> int | None:

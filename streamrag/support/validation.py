@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError
 
 from streamrag.errors import ConfigurationError
-from streamrag.support.messages import plain_text, short
+from streamrag.support.messages import plain_text, short_repr
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -108,7 +108,7 @@ def describe(name: str, error: ValidationError) -> str:
         # For a union such as `int | None`, pydantic reports each member that does not match.
         where = "".join(f"[{part!r}]" for part in each["loc"] if isinstance(part, int))
         must_be = each["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-        lines.setdefault(f"{name}{where}={short(each['input'])}", []).append(must_be)
+        lines.setdefault(f"{name}{where}={short_repr(each['input'])}", []).append(must_be)
     return "; ".join(f"{what} {', or '.join(dict.fromkeys(rules))}" for what, rules in lines.items())
 
 

@@ -19,8 +19,8 @@ MAX_CHUNKS = 4096
 """Maximum number of chunks in one update over HTTP."""
 
 Seconds: TypeAlias = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
-Count: TypeAlias = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
-Score: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
+TraceCount: TypeAlias = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
+FiniteScore: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 
 L = TypeVar("L")
 
@@ -37,8 +37,8 @@ class ChunkFields(Fields):
     text: str
     uri: str
     title: str = ""
-    passage: Count = 0
-    score: Score | None = None
+    passage: TraceCount = 0
+    score: FiniteScore | None = None
 
     def chunk(self) -> Chunk:
         return Chunk(self.text, self.uri, self.title, self.passage, self.score)
@@ -47,7 +47,7 @@ class ChunkFields(Fields):
 class HintFields(Fields):
     """A retriever's estimate of the remaining chunks and time."""
 
-    num_chunks: Count | None = None
+    num_chunks: TraceCount | None = None
     end_s: Annotated[float, Field(ge=-MAX_SECONDS, le=MAX_SECONDS)] | None = None
 
     @classmethod

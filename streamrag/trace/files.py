@@ -6,8 +6,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from streamrag.errors import MissingDependencyError, TraceError
-from streamrag.support.bounded_reading import COMPRESSED_OTHERWISE, DamagedError, Unpacked, import_zstandard, lines_of
-from streamrag.support.files import replacing
+from streamrag.support.bounded_reading import (
+    COMPRESSED_OTHERWISE,
+    DamagedError,
+    DecompressedFile,
+    import_zstandard,
+    split_lines,
+)
+from streamrag.support.files import atomic_replace
 
 MAX_LINES = 2_000_000
 """Maximum number of lines of a trace; each takes hundreds of bytes of memory in addition to its texts."""
@@ -98,9 +104,9 @@ class LineReader:
     def lines(self) -> Iterator[bytes]:
         """Yield all lines with their newlines, including an incomplete last line."""
         path, num_lines = self._path, 0
-        unpacked = Unpacked(path)
+        unpacked = DecompressedFile(path)
         try:
-            for line in lines_of(iter(unpacked)):
+            for line in split_lines(iter(unpacked)):
                 num_lines += line.endswith(b"\n")
                 if num_lines > MAX_LINES:
                     raise ValueError(f"it has more than {MAX_LINES:,} lines")
@@ -123,6 +129,6 @@ def replace_file(path: Path, lines: Iterable[bytes]) -> None:
 
     :raises OSError: the file cannot be written.
     """
-    with replacing(path) as unfinished, LineWriter(unfinished) as writer:
+    with atomic_replace(path) as unfinished, LineWriter(unfinished) as writer:
         for line in lines:
             writer.write(line)

@@ -9,16 +9,16 @@ from streamrag.errors import TraceError
 from streamrag.support.bounded_reading import MAX_LINE_BYTES, parse_json
 from streamrag.trace.events import (
     MAX_COUNT,
-    Count,
     Fields,
+    FiniteScore,
     HintFields,
     LineCodec,
     LineError,
-    Score,
     Seconds,
     SkippedFields,
+    TraceCount,
 )
-from streamrag.trace.values import Outcome
+from streamrag.trace.values import RetrievalOutcome
 
 VERSION = 1
 
@@ -32,7 +32,7 @@ TextMode: TypeAlias = Literal["full", "hash"]
 """Record the texts of chunks ("full"), or only hashes and lengths ("hash")."""
 
 
-class Header(Fields):
+class TraceHeader(Fields):
     """The first line of a recording session. Appending to a file begins another session."""
 
     format: Literal["streamrag-trace"] = "streamrag-trace"
@@ -58,8 +58,8 @@ class ChunkLine(Fields):
 
     kind: Literal["chunk"] = "chunk"
     key: str
-    num_tokens: Count
-    num_chars: Count | None = None
+    num_tokens: TraceCount
+    num_chars: TraceCount | None = None
     text: str | None = None
     uri: str = ""
     title: str = ""
@@ -79,7 +79,7 @@ class AppendKeyLine(QueryEventLine):
 
     kind: Literal["append"] = "append"
     key: str
-    score: Score | None = None
+    score: FiniteScore | None = None
     hint: HintFields | None = None
 
 
@@ -88,7 +88,7 @@ class UpdateKeysLine(QueryEventLine):
 
     kind: Literal["update"] = "update"
     keys: tuple[str, ...]
-    scores: tuple[Score | None, ...] | None = None
+    scores: tuple[FiniteScore | None, ...] | None = None
     hint: HintFields | None = None
 
 
@@ -104,21 +104,21 @@ class EndLine(Fields):
     kind: Literal["end"] = "end"
     query: str
     end_s: Seconds
-    outcome: Outcome
+    outcome: RetrievalOutcome
     error: str | None = None
     cut_short: str | None = None
     """Reason why retrieval ended early without a failure."""
-    num_output_tokens: Count | None = None
+    num_output_tokens: TraceCount | None = None
 
 
 KindLine: TypeAlias = QueryLine | ChunkLine | AppendKeyLine | UpdateKeysLine | QuerySkippedLine | EndLine
-Line: TypeAlias = Header | KindLine
+TraceLine: TypeAlias = TraceHeader | KindLine
 
-_HEADER = LineCodec[Header](Header, ignores_unknown=True)
+_HEADER = LineCodec[TraceHeader](TraceHeader, ignores_unknown=True)
 _OTHERS = LineCodec[KindLine](KindLine, "kind", ignores_unknown=True)
 
 
-def encode(line: Line) -> bytes:
+def encode(line: TraceLine) -> bytes:
     """Encode the line as UTF-8 JSON with a newline, without fields that are None.
 
     :raises TraceError: it exceeds the maximum length of a line.
@@ -130,7 +130,7 @@ def encode(line: Line) -> bytes:
     return encoded
 
 
-def decode(line: bytes) -> Line:
+def decode(line: bytes) -> TraceLine:
     """Decode a line of a trace.
 
     :raises TraceError: it is not a line of a trace, or of a newer version.

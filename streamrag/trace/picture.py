@@ -9,7 +9,7 @@ from typing import Any
 
 from streamrag.errors import MissingDependencyError
 from streamrag.support.display_text import for_picture
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.trace.statistics import Distribution, TraceStatistics
 from streamrag.trace.values import Trace
 
@@ -62,7 +62,7 @@ def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: 
         axes.set_axisbelow(True)
     drawn = BytesIO()
     figure.savefig(drawn, format="png")
-    write_whole(path, drawn.getvalue())
+    write_atomic(path, drawn.getvalue())
 
 
 def _draw_histogram(axes: Any, *, values: Distribution, title: str, unit: str) -> None:

@@ -14,11 +14,11 @@ from streamrag.trace.lines import (
     AppendKeyLine,
     ChunkLine,
     EndLine,
-    Header,
     KeyQuota,
-    Line,
     QueryLine,
     QuerySkippedLine,
+    TraceHeader,
+    TraceLine,
     UpdateKeysLine,
     decode,
 )
@@ -54,7 +54,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     return assembly.finish(reader.is_torn)
 
 
-def numbered_lines(path: Path, reader: LineReader) -> Iterator[tuple[int, Line]]:
+def numbered_lines(path: Path, reader: LineReader) -> Iterator[tuple[int, TraceLine]]:
     """Yield the decoded lines with their numbers, from 1 on. The first line is a header.
 
     :raises TraceError: as `read_trace`.
@@ -67,7 +67,7 @@ def numbered_lines(path: Path, reader: LineReader) -> Iterator[tuple[int, Line]]
             if is_first:
                 raise TraceError(f"{path} is not a trace of streamrag: in line 1, {error}") from error
             raise TraceError(f"{path}, line {number}: {error}") from error
-        if is_first and not isinstance(line, Header):
+        if is_first and not isinstance(line, TraceHeader):
             raise TraceError(f'{path} is not a trace of streamrag: line 1 has no "format"')
         is_first = False
         yield number, line
@@ -86,7 +86,7 @@ class _OpenQuery:
 
 class _Assembly:
     def __init__(self) -> None:
-        self._headers: list[Header] = []
+        self._headers: list[TraceHeader] = []
         self._chunks: dict[str, TracedChunk] = {}
         self._open: dict[str, _OpenQuery] = {}
         self._num_lost = 0
@@ -94,9 +94,9 @@ class _Assembly:
         self._queries: dict[str, TracedQuery] = {}
         self._session_s = 0.0  # start of the session on the trace's clock
 
-    def add(self, line: Line) -> None:
+    def add(self, line: TraceLine) -> None:
         match line:
-            case Header():
+            case TraceHeader():
                 self._begin_session(line)
             case ChunkLine():
                 self._chunks[line.key] = TracedChunk(**line.model_dump(exclude={"kind"}))
@@ -134,7 +134,7 @@ class _Assembly:
         }
         return Trace(tuple(sorted(self._queries.values(), key=lambda query: query.arrival_s)), provenance)
 
-    def _begin_session(self, header: Header) -> None:
+    def _begin_session(self, header: TraceHeader) -> None:
         self._headers.append(header)
         self._chunks.clear()
         self._num_lost += len(self._open)

@@ -15,10 +15,10 @@ from streamrag.core.lifecycle import start_all, started_once
 from streamrag.errors import SourceError, TraceError
 from streamrag.query.retrieval import Retrieval
 from streamrag.support.messages import message_of
-from streamrag.support.tasks import cancel_regardless, run_regardless
+from streamrag.support.tasks import cancel_and_wait, run_shielded
 from streamrag.support.validation import validated
-from streamrag.trace.lines import EndLine, Line, QueryLine, TextMode
-from streamrag.trace.values import Outcome, TracedAppend, TracedChunk, TracedSkip, TracedUpdate
+from streamrag.trace.lines import EndLine, QueryLine, TextMode, TraceLine
+from streamrag.trace.values import RetrievalOutcome, TracedAppend, TracedChunk, TracedSkip, TracedUpdate
 from streamrag.trace.write import SessionEncoder, chunk_key, clean, make_header, seconds
 from streamrag.trace.writer_thread import WriterThread
 
@@ -76,7 +76,7 @@ class TraceRecorder:
         """
         progress(f"recording to {self.path}")
         try:
-            await run_regardless(self._open(), "streamrag trace opens")
+            await run_shielded(self._open(), "streamrag trace opens")
         except BaseException:  # a cancelled caller cannot close it
             await self.aclose()
             raise
@@ -115,7 +115,7 @@ class TraceRecorder:
         """
         began_s = self._clock()
         writer, query_id = self._begin(query, tokenizer, began_s)
-        outcome: Outcome = "cancelled"
+        outcome: RetrievalOutcome = "cancelled"
         reasons: dict[str, str] = {}
         num_chunks = 0
         try:
@@ -163,7 +163,7 @@ class TraceRecorder:
         self._writer.put([QueryLine(id=query_id, arrival_s=seconds(began_s - self._began_s), text=clean(query))])
         return self._writer, query_id
 
-    def _encode(self, query_id: str, at_s: float, event: Append | Update, counts: Sequence[int]) -> Iterator[Line]:
+    def _encode(self, query_id: str, at_s: float, event: Append | Update, counts: Sequence[int]) -> Iterator[TraceLine]:
         chunks = (event.chunk,) if isinstance(event, Append) else event.chunks
         traced = tuple(map(_traced_chunk, chunks, counts))
         if isinstance(event, Append):
@@ -218,5 +218,5 @@ async def record_queries(
         try:
             await asyncio.gather(*tasks)
         finally:
-            await cancel_regardless(tasks)
+            await cancel_and_wait(tasks)
     return failed

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 from streamrag.core import Hint
 from streamrag.support.validation import Positive, validated
 
-Outcome: TypeAlias = Literal["complete", "failed", "cancelled"]
+RetrievalOutcome: TypeAlias = Literal["complete", "failed", "cancelled"]
 """The outcome of a retrieval."""
 
 
@@ -78,7 +78,7 @@ class TracedQuery:
     num_output_tokens: int | None = None
     """Length of the answer, if known."""
     skipped: tuple[TracedSkip, ...] = ()
-    outcome: Outcome = "complete"
+    outcome: RetrievalOutcome = "complete"
     error: str = ""
     """Reason why retrieval failed, if it did."""
     cut_short: str | None = None

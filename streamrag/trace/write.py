@@ -20,11 +20,11 @@ from streamrag.trace.lines import (
     AppendKeyLine,
     ChunkLine,
     EndLine,
-    Header,
-    Line,
     QueryLine,
     QuerySkippedLine,
     TextMode,
+    TraceHeader,
+    TraceLine,
     UpdateKeysLine,
     encode,
 )
@@ -59,7 +59,7 @@ def write_trace(
         raise TraceError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def make_header(text: TextMode, tokenizer: str | None, provenance: Mapping[str, Any]) -> Header:
+def make_header(text: TextMode, tokenizer: str | None, provenance: Mapping[str, Any]) -> TraceHeader:
     """Return the header of a session that begins now.
 
     :raises TraceError: `provenance` has values that are not JSON values.
@@ -70,7 +70,7 @@ def make_header(text: TextMode, tokenizer: str | None, provenance: Mapping[str, 
         kept = parse_json(json.dumps(kept))
     except (TypeError, ValueError, RecursionError) as error:
         raise TraceError(f"provenance={kept!r} must have JSON values only: {error}") from error
-    return Header(text=text, tokenizer=tokenizer and clean(tokenizer), provenance=made | kept)
+    return TraceHeader(text=text, tokenizer=tokenizer and clean(tokenizer), provenance=made | kept)
 
 
 def chunk_key(text: str, uri: str, title: str, passage: int) -> str:
@@ -91,7 +91,7 @@ class SessionEncoder:
         self._text = text
         self._defined: set[str] = set()
 
-    def encode(self, query_id: str, event: TracedEvent | TracedSkip) -> Iterator[Line]:
+    def encode(self, query_id: str, event: TracedEvent | TracedSkip) -> Iterator[TraceLine]:
         """Yield the lines of an event: definitions of new chunks, and the event itself."""
         at_s = seconds(event.at_s)
         if isinstance(event, TracedSkip):
@@ -124,7 +124,7 @@ class SessionEncoder:
         )
 
 
-def _lines(trace: Trace, text: TextMode) -> Iterator[Line]:
+def _lines(trace: Trace, text: TextMode) -> Iterator[TraceLine]:
     yield make_header(text, trace.provenance.get("tokenizer"), trace.provenance)
     encoder = SessionEncoder(text)
     for query in trace.queries:

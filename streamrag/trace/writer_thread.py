@@ -8,7 +8,7 @@ from pathlib import Path
 
 from streamrag.errors import TraceError
 from streamrag.trace.files import LineReader, LineWriter, replace_file
-from streamrag.trace.lines import Header, Line, encode
+from streamrag.trace.lines import TraceHeader, TraceLine, encode
 from streamrag.trace.read import numbered_lines
 
 
@@ -26,7 +26,7 @@ class WriterThread:
         self._path = path
         self.num_sessions = 0
         self.tokenizer: str | None = None
-        self._jobs: queue.Queue[tuple[Iterable[Line], bool] | None] = queue.Queue()
+        self._jobs: queue.Queue[tuple[Iterable[TraceLine], bool] | None] = queue.Queue()
         self._failure: Exception | None = None
         try:
             self._writer = self._open()
@@ -40,7 +40,7 @@ class WriterThread:
         """Number of calls of `put` that the thread has not processed."""
         return self._jobs.qsize()
 
-    def put(self, lines: Iterable[Line], *, flush: bool = False) -> None:
+    def put(self, lines: Iterable[TraceLine], *, flush: bool = False) -> None:
         """Queue lines for the thread, which iterates over them. `flush` makes them survive a crash of the program."""
         self._jobs.put((lines, flush))
 
@@ -66,7 +66,7 @@ class WriterThread:
             reader = LineReader(self._path)
             if self._path.stat().st_size:
                 for _, line in numbered_lines(self._path, reader):
-                    if isinstance(line, Header):
+                    if isinstance(line, TraceHeader):
                         self.num_sessions += 1
                         self.tokenizer = line.tokenizer
             if reader.is_torn:
@@ -100,7 +100,7 @@ class WriterThread:
             self._failure = self._failure or error
         self._jobs.task_done()
 
-    def _write(self, lines: Iterable[Line], flush: bool) -> None:
+    def _write(self, lines: Iterable[TraceLine], flush: bool) -> None:
         for line in lines:
             self._writer.write(encode(line))
         if flush:

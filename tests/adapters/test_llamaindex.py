@@ -27,7 +27,7 @@ from streamrag import (
     Append,
     Chunk,
     ConfigurationError,
-    Merged,
+    MergedSource,
     MissingDependencyError,
     Pipeline,
     PipelineClosedError,
@@ -307,7 +307,7 @@ def test_errors_and_options_are_the_pipelines() -> None:
         StreamragQueryEngine(Pipeline(ScriptedSource([]), backend), sytem="Be brief.")  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("wrap", [lambda source: source, lambda source: Merged(source, ScriptedSource([]))])
+@pytest.mark.parametrize("wrap", [lambda source: source, lambda source: MergedSource(source, ScriptedSource([]))])
 def test_nodes_of_llamaindex_come_back_as_they_were(wrap: Callable[[Source], Source]) -> None:
     original = node("Oslo is in Norway.", 0.7, file_name="norway.txt", page_label="3")
     source = wrap(LlamaIndexSource(Plain(original)))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrag.backends.look_alikes import TextTokenizer, break_look_alikes
+from streamrag.backends.special_token_guard import TextTokenizer, break_look_alikes
 from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenizer
 from streamrag.core import Turn
 

@@ -10,9 +10,9 @@ from streamrag.bench.virtual_time import run_virtual
 from streamrag.bench.workload import (
     NUM_TAIL_TOKENS,
     Arriving,
-    Piece,
+    PromptChange,
     Tokens,
-    fitted,
+    fit_contexts,
     load_trace,
     longest_prompt,
     make_load,
@@ -24,8 +24,8 @@ from streamrag.trace.statistics import contexts
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
 
 
-def pieces_of(query: TracedQuery) -> tuple[list[tuple[float, Piece]], float | None]:
-    async def main() -> tuple[list[tuple[float, Piece]], float | None]:
+def pieces_of(query: TracedQuery) -> tuple[list[tuple[float, PromptChange]], float | None]:
+    async def main() -> tuple[list[tuple[float, PromptChange]], float | None]:
         arriving = Arriving(query, Tokens(), 0.0)
         found = [(asyncio.get_running_loop().time(), piece) async for piece in arriving]
         return found, arriving.end_s
@@ -77,8 +77,8 @@ def test_pieces_come_when_they_arrive_and_the_question_stands_last() -> None:
     pieces, end_s = pieces_of(query)
     first, second = (tokens.of_chunk(event.chunk) for event in query.events if isinstance(event, TracedAppend))
     assert pieces == [
-        (1.5, Piece(first, is_append=True, is_complete=False)),
-        (2.0, Piece(second + tokens.of_tail(query), is_append=True, is_complete=True)),
+        (1.5, PromptChange(first, is_append=True, is_complete=False)),
+        (2.0, PromptChange(second + tokens.of_tail(query), is_append=True, is_complete=True)),
     ]
     assert end_s == 2.0
 
@@ -154,7 +154,7 @@ def test_contexts_keep_to_the_model_s_length_as_those_of_a_pipeline_do() -> None
         appending("small", 0.0, 1_000),
         appending("large", 0.0, 2_000),
     )
-    load = fitted(settings(num_output_tokens=7), queries, 1_000 + NUM_TAIL_TOKENS + 7 + 1)
+    load = fit_contexts(settings(num_output_tokens=7), queries, 1_000 + NUM_TAIL_TOKENS + 7 + 1)
     assert (load.max_context_tokens, load.num_cut) == (1_000, 3)
     assert [context_sizes(query) for query in load.queries] == [[600, 900, 1_000], [700, 700, 700], [1_000], []]
     assert [query.end_s for query in load.queries] == [query.end_s for query in queries]
@@ -168,7 +168,7 @@ def test_a_pipeline_leaves_out_the_same_chunks() -> None:
     for number in range(50):
         query = random_query(f"q{number}", rng, can_update=number % 2 == 0)
         budget = rng.randrange(4_000, 9_000)  # any one chunk fits
-        (cut,) = fitted(settings(max_context_tokens=budget), [query], None).queries
+        (cut,) = fit_contexts(settings(max_context_tokens=budget), [query], None).queries
         expected = []
         for context in contexts(query.events):
             left, kept = budget, []
@@ -183,15 +183,18 @@ def test_a_pipeline_leaves_out_the_same_chunks() -> None:
 
 def test_a_budget_is_the_smaller_of_what_is_set_and_what_there_is_room_for() -> None:
     query = appending("q", 0.0, 100)
-    assert fitted(settings(max_context_tokens=50), [query], 4_096).max_context_tokens == 50
-    assert fitted(settings(max_context_tokens=5_000), [query], 4_096).max_context_tokens == 4_096 - NUM_TAIL_TOKENS - 2
-    assert fitted(settings(), [query], None).max_context_tokens is None
+    assert fit_contexts(settings(max_context_tokens=50), [query], 4_096).max_context_tokens == 50
+    assert (
+        fit_contexts(settings(max_context_tokens=5_000), [query], 4_096).max_context_tokens
+        == 4_096 - NUM_TAIL_TOKENS - 2
+    )
+    assert fit_contexts(settings(), [query], None).max_context_tokens is None
     for changes, length, message in (
         ({"max_context_tokens": 0}, 4_096, "max_context_tokens=0 must be greater than or equal to 1"),
         ({"num_output_tokens": 4_000}, 4_000, "has no room for a context beside 32 of the question and 4000"),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            fitted(settings(**changes), [query], length)
+            fit_contexts(settings(**changes), [query], length)
 
 
 def test_a_generated_workload_is_the_same_with_hints_but_for_the_hints() -> None:

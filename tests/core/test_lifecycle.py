@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import streamrag
-from streamrag import Append, Chunk, Merged, Pipeline, TraceRecorder
+from streamrag import Append, Chunk, MergedSource, Pipeline, TraceRecorder
 from streamrag.adapters.portal import LoopPortal
 from streamrag.core import Progress
 from streamrag.core.lifecycle import start_all, started_once
@@ -49,7 +49,7 @@ async def test_a_second_pipeline_that_owns_the_same_backend_is_refused_and_the_f
 async def test_a_second_owner_of_a_source_is_refused_and_the_first_goes_on() -> None:
     source, other = ScriptedSource([Append(A)]), ScriptedSource([])
     async with Pipeline(source, ScriptedBackend("ok")) as first:
-        for second in (Pipeline(source, ScriptedBackend()), Pipeline(Merged(other, source), ScriptedBackend())):
+        for second in (Pipeline(source, ScriptedBackend()), Pipeline(MergedSource(other, source), ScriptedBackend())):
             with pytest.raises(AlreadyStartedError, match="ScriptedSource"):
                 async with second:
                     pass

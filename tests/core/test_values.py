@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from streamrag import Chunk, Prompt, SamplingParams
 from streamrag.core import common_prefix_len, part_name, protocols, values
 from streamrag.errors import ConfigurationError
-from streamrag.support.messages import short
+from streamrag.support.messages import short_repr
 
 TOKENS = st.lists(st.integers(0, 2), max_size=40)
 
@@ -50,7 +50,7 @@ def test_values_are_frozen() -> None:
         ("ignore_eos", 1),
         ("extra", [1]),
     ],
-    ids=lambda value: short(value)[:20],
+    ids=lambda value: short_repr(value)[:20],
 )
 def test_sampling_parameters_that_no_engine_accepts_are_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"^SamplingParams: {name}.*=.* must be|should have at"):

@@ -28,8 +28,8 @@ def test_a_source_that_keeps_little_of_what_it_has_sent_replaces() -> None:
     for number in range(100):
         forecast.observe("crawl", 1.0, 0.999)  # the last token of a chunk may merge with the next
         forecast.observe("search", 1.0, (0.3, 1.0)[number % 2])
-    every_s = [forecast.replaced_every_s(source) for source in ("crawl", "search", "never seen")]
-    assert every_s == [math.inf, pytest.approx(1 / 0.35, rel=0.1), math.inf]
+    min_interval_s = [forecast.replaced_every_s(source) for source in ("crawl", "search", "never seen")]
+    assert min_interval_s == [math.inf, pytest.approx(1 / 0.35, rel=0.1), math.inf]
 
 
 def test_a_source_that_changes_its_ways_is_learnt_anew() -> None:

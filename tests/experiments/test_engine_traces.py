@@ -6,7 +6,7 @@ import pytest
 
 from experiments import engine_traces
 from experiments.engine_traces import FOLDER, MAX_CONTEXT_TOKENS, TRACES, UTILISATION, Measured, groups_of, orders, rate
-from streamrag.bench.workload import fitted, make_load
+from streamrag.bench.workload import fit_contexts, make_load
 from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.trace.read import read_trace
 from tests.bench.made import made_result
@@ -26,7 +26,7 @@ def test_the_rate_keeps_the_engine_busy_for_half_of_the_time() -> None:
         trace, found = read_trace(path), Measured(path=path)
         way = groups_of(trace)[0][0]
         cell = found.cell(way, profile="any")
-        queries = fitted(cell, make_load(cell, trace), None).queries
+        queries = fit_contexts(cell, make_load(cell, trace), None).queries
         lengths = [sum(c.num_tokens for c in _last(query.events)) for query in queries]
         assert max(lengths) <= MAX_CONTEXT_TOKENS
         busy_s = UTILISATION * len(queries) / rate(queries, PROFILE)

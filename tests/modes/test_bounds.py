@@ -6,7 +6,7 @@ from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.core import Chunk, Turn
 from streamrag.errors import PromptTooLongError
 from streamrag.modes import PromptAssembler, PromptTemplate
-from streamrag.modes.bounds import encode_at_most
+from streamrag.modes.bounds import encode_bounded
 from streamrag.modes.passages import PassageFormat
 
 
@@ -29,19 +29,19 @@ class Words:
 
 @pytest.mark.parametrize("text", ["", "a", "a b c", "a " * 9, "longword " * 9, f"{'x' * 400} " * 9, "x" * 100_000])
 def test_a_text_that_may_fit_has_its_own_tokens(text: str) -> None:
-    assert encode_at_most(Words(), text, 10) == Words().encode(text)
+    assert encode_bounded(Words(), text, 10) == Words().encode(text)
 
 
 @pytest.mark.parametrize("num_words", [1_000, 1_000_000])
 def test_of_a_text_that_cannot_fit_only_the_beginning_is_tokenised(num_words: int) -> None:
     tokenizer = Words()
-    assert len(encode_at_most(tokenizer, "word " * num_words, 10)) == 17
+    assert len(encode_bounded(tokenizer, "word " * num_words, 10)) == 17
     assert tokenizer.num_encoded == 80
 
 
 def test_a_text_of_long_tokens_is_looked_at_twice_as_far_each_time() -> None:
     tokenizer = Words()
-    assert len(encode_at_most(tokenizer, f"{'x' * 99} " * 1_000_000, 10)) == 13
+    assert len(encode_bounded(tokenizer, f"{'x' * 99} " * 1_000_000, 10)) == 13
     assert tokenizer.num_encoded == 80 + 160 + 320 + 640 + 1280
 
 

@@ -24,7 +24,7 @@ from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.core import SourceEvent
 from streamrag.errors import ConfigurationError
 from streamrag.modes import AssembledPrompt, PromptAssembler
-from streamrag.modes.budget import Budget
+from streamrag.modes.budget import PassageBudget
 from streamrag.query.options import QueryOptions
 from streamrag.query.relevance import Relevance
 from streamrag.telemetry import ChunksLeftOut, ChunksShortened
@@ -40,7 +40,7 @@ def page(number: int, num_chars: int, answer: str = "") -> Chunk:
     return Chunk((FILLER * num_chars)[:num_chars] + answer, f"{number}.md", f"Page {number}")
 
 
-def assembler(budget: int = BUDGET, late_share: float = 0.25) -> PromptAssembler:
+def assembler(budget: int = BUDGET, reserve_fraction: float = 0.25) -> PromptAssembler:
     return PromptAssembler(
         CodePointTokenizer(),
         PromptTemplate(),
@@ -49,12 +49,12 @@ def assembler(budget: int = BUDGET, late_share: float = 0.25) -> PromptAssembler
         max_tokens=10,
         max_context_tokens=budget,
         relevance=Relevance(QUESTION),
-        late_share=late_share,
+        reserve_fraction=reserve_fraction,
     )
 
 
-def arrived(chunks: list[Chunk], budget: int = BUDGET, late_share: float = 0.25) -> AssembledPrompt:
-    return assembler(budget, late_share).assemble(chunks, is_complete=True, is_ranked=False)
+def arrived(chunks: list[Chunk], budget: int = BUDGET, reserve_fraction: float = 0.25) -> AssembledPrompt:
+    return assembler(budget, reserve_fraction).assemble(chunks, is_complete=True, is_ranked=False)
 
 
 def num_context_tokens(step: AssembledPrompt) -> int:
@@ -92,7 +92,7 @@ PAIRS = PromptAssembler(
     max_model_len=8192,
     max_tokens=16,
     relevance=Relevance(QUESTION),
-    late_share=0.25,
+    reserve_fraction=0.25,
 )
 RARE = "A task group " + "\N{NAZAR AMULET}" * 400
 LARGE = {
@@ -148,15 +148,15 @@ def test_a_ranked_context_is_taken_by_rank() -> None:
     st.sampled_from([0.1, 0.25, 0.5, 0.9]),
 )
 def test_a_streamed_prompt_only_grows_and_is_that_of_one_go_within_its_budget(
-    sizes: list[tuple[int, str]], budget: int, late_share: float
+    sizes: list[tuple[int, str]], budget: int, reserve_fraction: float
 ) -> None:
     chunks = [page(number, size, answer) for number, (size, answer) in enumerate(sizes)]
-    streaming = assembler(budget, late_share)
+    streaming = assembler(budget, reserve_fraction)
     for end in range(len(chunks) + 1):
         step = streaming.assemble(chunks[:end], is_complete=False, is_ranked=False)
         assert step.num_invalidated == 0
     last = streaming.assemble(chunks, is_complete=True, is_ranked=False)
-    in_one_go = arrived(chunks, budget, late_share)
+    in_one_go = arrived(chunks, budget, reserve_fraction)
     assert last.prompt.token_ids == in_one_go.prompt.token_ids
     assert last.num_invalidated == 0
     assert num_context_tokens(last) <= max(budget, len("(no documents were found)\n\n"))
@@ -186,16 +186,16 @@ async def test_without_a_late_share_chunks_are_taken_whole_and_by_arrival() -> N
     first, late = page(1, 3500), page(2, 1000, ANSWER)
     for event in (Append(late), Update((first, late))):
         async with Pipeline(ScriptedSource([Append(first), event]), ScriptedBackend("ok")) as pipeline:
-            stream = pipeline.stream(QUESTION, max_context_tokens=BUDGET, late_share=0)
+            stream = pipeline.stream(QUESTION, max_context_tokens=BUDGET, reserve_fraction=0)
             assert [chunk async for chunk in stream]
         assert [citation.text for citation in stream.result.citations] == [first.text]
         assert stream.result.left_out == (late,)
 
 
-@pytest.mark.parametrize("late_share", [-0.1, 1, float("nan")])
-def test_a_share_that_is_none_is_refused(late_share: float) -> None:
-    with pytest.raises(ConfigurationError, match=r"late_share=.* must be"):
-        Pipeline(ScriptedSource([]), ScriptedBackend()).stream("Why?", late_share=late_share)
+@pytest.mark.parametrize("reserve_fraction", [-0.1, 1, float("nan")])
+def test_a_share_that_is_none_is_refused(reserve_fraction: float) -> None:
+    with pytest.raises(ConfigurationError, match=r"reserve_fraction=.* must be"):
+        Pipeline(ScriptedSource([]), ScriptedBackend()).stream("Why?", reserve_fraction=reserve_fraction)
 
 
 def test_chunks_that_come_one_by_one_are_not_all_asked_about_again_for_each() -> None:
@@ -206,8 +206,8 @@ def test_chunks_that_come_one_by_one_are_not_all_asked_about_again_for_each() ->
         num_counted += 1
         return len(chunk.text)
 
-    def budget() -> Budget:
-        return Budget(BUDGET, count, Relevance(QUESTION), 0.25)
+    def budget() -> PassageBudget:
+        return PassageBudget(BUDGET, count, Relevance(QUESTION), 0.25)
 
     pages, streaming = [page(number, 100) for number in range(300)], budget()
     for end in range(len(pages) + 1):
@@ -245,9 +245,14 @@ def some_events(chance: random.Random) -> list[SourceEvent | Exception]:
 async def test_whatever_arrives_it_ends_with_the_same_prompt_and_choice_with_and_without_overlap(seed: int) -> None:
     chance = random.Random(seed)
     events, mode = some_events(chance), chance.choice([AppendMode(), UpdateMode()])
-    budget, late_share = chance.choice([0, 10, 100, 600, 1500, 4000]), chance.choice([0, 0.1, 0.25, 0.5, 0.9, 0.99])
+    budget, reserve_fraction = (
+        chance.choice([0, 10, 100, 600, 1500, 4000]),
+        chance.choice([0, 0.1, 0.25, 0.5, 0.9, 0.99]),
+    )
     options = QueryOptions(
-        max_context_tokens=budget, late_share=late_share, params=SamplingParams(max_tokens=chance.choice([1, 50]))
+        max_context_tokens=budget,
+        reserve_fraction=reserve_fraction,
+        params=SamplingParams(max_tokens=chance.choice([1, 50])),
     )
     max_model_len = chance.choice([700, 2000, 100_000])
     ends: list[tuple[object, ...]] = []
@@ -267,5 +272,5 @@ async def test_whatever_arrives_it_ends_with_the_same_prompt_and_choice_with_and
     sizes = [len(write(c.number, Chunk(c.text, c.uri, c.title))) for c in answer.citations]
     assert sum(sizes) <= budget
     came = list(takewhile(lambda event: not isinstance(event, Exception), events))
-    if answer.left_out and late_share and not any(isinstance(event, Update) for event in came):
+    if answer.left_out and reserve_fraction and not any(isinstance(event, Update) for event in came):
         assert max(sizes, default=0) <= max(budget / 3, 512, budget / (len(answer.left_out) + 1))

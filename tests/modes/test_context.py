@@ -89,8 +89,8 @@ events = chunks_of_few.map(Append) | st.lists(chunks_of_few, max_size=4).map(lam
 def test_a_context_knows_what_it_holds_whatever_a_mode_makes_of_it(mode: Mode, events: list[Append | Update]) -> None:
     contexts, plain = [Context()], tuple[Chunk, ...]()
     for event in events:
-        contexts.append(contexts[-1].become(mode.fold(contexts[-1], event)))
-        contexts[-1].become((*contexts[-1], Chunk("f", "a.md")))  # which nobody keeps
+        contexts.append(contexts[-1].with_chunks(mode.fold(contexts[-1], event)))
+        contexts[-1].with_chunks((*contexts[-1], Chunk("f", "a.md")))  # which nobody keeps
         plain = mode.fold(plain, event)
         assert contexts[-1] == plain
         for context in contexts:  # earlier ones too: a mode may have kept them

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from streamrag import Append, Chunk, Pipeline, Update
 from streamrag.query import relevance
-from streamrag.query.relevance import Passage, Relevance, split_markdown
+from streamrag.query.relevance import Relevance, TextPassage, split_markdown
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
 QUESTION = "How do I cancel a task group?"
@@ -38,7 +38,7 @@ def test_a_part_is_never_longer_than_is_allowed_and_no_word_is_lost(text: str, m
 def test_of_a_text_without_end_the_beginning_is_compared_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     num_split = 0
 
-    def counting(text: str) -> list[Passage]:
+    def counting(text: str) -> list[TextPassage]:
         nonlocal num_split
         num_split += len(text)
         return split_markdown(text)

@@ -11,9 +11,9 @@ import httpx
 from streamrag import Append, Chunk, SourceEvent
 from streamrag.serve import Limits, Service, create_app
 from streamrag.serve.connections.gate import Gate
-from streamrag.serve.observe.observer import Interface, Observer, Outcome, Refusal, ServedQuery
-from streamrag.serve.server import QuietServer, config_of, listen
-from streamrag.telemetry import Answer, Event
+from streamrag.serve.observe.observer import Interface, Observer, QueryOutcome, Refusal, ServedQuery
+from streamrag.serve.server import QuietServer, listen, uvicorn_config
+from streamrag.telemetry import Answer, QueryEvent
 from streamrag.testing import ScriptedBackend, ScriptedSource, Step
 
 PARIS = Chunk("Paris is the capital of France.", "https://geo.example/france", "France")
@@ -27,8 +27,8 @@ class Watcher:
     """An observer that remembers."""
 
     started: list[ServedQuery] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    ended: list[tuple[str, Outcome]] = field(default_factory=list)
+    events: list[QueryEvent] = field(default_factory=list)
+    ended: list[tuple[str, QueryOutcome]] = field(default_factory=list)
     answers: list[Answer | None] = field(default_factory=list)
     refused: list[tuple[str, Interface, Refusal]] = field(default_factory=list)
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
@@ -38,12 +38,12 @@ class Watcher:
     def query_started(self, query: ServedQuery) -> None:
         self.started.append(query)
 
-    def query_event(self, query: ServedQuery, event: Event) -> None:
+    def query_event(self, query: ServedQuery, event: QueryEvent) -> None:
         self.events.append(event)
         self.has_begun.set()
 
     def query_ended(
-        self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
+        self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
     ) -> None:
         self.ended.append((query.interface, outcome))
         self.answers.append(answer)
@@ -85,7 +85,7 @@ async def serving(
     await service.start()
     sock = listen("127.0.0.1", 0)
     app = create_app(service, keys=keys, **(app_options or {}))
-    server = QuietServer(config_of(app, service.limits))
+    server = QuietServer(uvicorn_config(app, service.limits))
     running = asyncio.create_task(server.serve(sockets=[sock]))
     await server.listens.wait()
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -55,7 +55,7 @@ async def test_options_reach_the_query() -> None:
         {"question": ""},
         {"question": QUESTION, "max_token": 5},
         {"question": QUESTION, "max_tokens": 0},
-        {"question": QUESTION, "late_share": 2},
+        {"question": QUESTION, "reserve_fraction": 2},
         {"question": QUESTION, "deadline_s": 0},
         {"question": QUESTION, "history": [{"role": "bard", "content": "x"}]},
     ],

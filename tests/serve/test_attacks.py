@@ -17,11 +17,11 @@ from prometheus_client import generate_latest
 from streamrag.errors import BackendError, EngineDeadError, SourceError
 from streamrag.query.options import MAX_QUERY_CHARACTERS
 from streamrag.serve import Limits, Live, Metrics
-from streamrag.serve.admission import Admission, Place
+from streamrag.serve.admission import Admission, Reservation
 from streamrag.serve.config.factories import make_observers
 from streamrag.serve.config.settings import Settings
 from streamrag.serve.connections.gate import CALLER, Gate
-from streamrag.serve.failures import ENGINE_DIED, ENGINE_FAILED, RETRIEVAL_FAILED, RefusedError
+from streamrag.serve.failures import ENGINE_DIED, ENGINE_FAILED, RETRIEVAL_FAILED, NotAdmittedError
 from streamrag.serve.observe.logs import HIDDEN, QueryLog, hide, log_to
 from streamrag.telemetry import ContextChanged
 from streamrag.testing import ScriptedBackend, Step
@@ -142,10 +142,10 @@ def test_places_are_shared_evenly_while_a_client_finds_none() -> None:
     now_s = 0.0
     admission = Admission(Limits(max_queries=8, max_queries_per_client=4), clock=lambda: now_s)
 
-    def come(client: str) -> Place | str:
+    def come(client: str) -> Reservation | str:
         try:
             return admission.enter(client, max_tokens=1)
-        except RefusedError as refused:
+        except NotAdmittedError as refused:
             return refused.why
 
     places = {client: [come(client) for _ in range(4)] for client in ("ada", "bob")}
@@ -153,13 +153,13 @@ def test_places_are_shared_evenly_while_a_client_finds_none() -> None:
     assert come("cleo") == "queries"
     for client in ("ada", "bob", "ada", "bob"):  # each time one of theirs ends, they come again at once
         ended = places[client].pop()
-        assert isinstance(ended, Place)
+        assert isinstance(ended, Reservation)
         admission.leave(ended, stayed_s=1.0)
         assert come(client) == "client_queries", "it has two, and there are three clients for eight places"
-    assert [isinstance(come("cleo"), Place) for _ in range(2)] == [True, True]
-    assert isinstance(come("dora"), Place), "a fourth one finds its place at once"
+    assert [isinstance(come("cleo"), Reservation) for _ in range(2)] == [True, True]
+    assert isinstance(come("dora"), Reservation), "a fourth one finds its place at once"
     now_s = 31.0
-    assert isinstance(come("ada"), Place), "nobody has been refused for long"
+    assert isinstance(come("ada"), Reservation), "nobody has been refused for long"
 
 
 class Name(str):
@@ -188,7 +188,7 @@ def test_thousands_of_clients_who_came_once_cost_the_next_one_nothing_and_are_fo
         looks_of(Name(number))
     assert looks_of(Name("bob")) <= second + 4, "two more when one is forgotten"
     looks_of(Name("ada"))
-    with pytest.raises(RefusedError, match="2 queries in 60 s"):
+    with pytest.raises(NotAdmittedError, match="2 queries in 60 s"):
         looks_of(Name("ada"))
     now_s += 61.0
     looks_of(Name("cleo"))
@@ -203,7 +203,7 @@ def test_prompt_tokens_of_a_client_are_bounded_in_a_minute_and_cost_another_noth
         """Ask, and send these prompts: how many tokens each has, and how many of them the one before had."""
         try:
             place = admission.enter(client, max_tokens=1)
-        except RefusedError as refused:
+        except NotAdmittedError as refused:
             return f"{refused.why}, {refused.retry_after_s:g} s"
         for num_tokens, num_shared in prompts:
             place.follow(ContextChanged(0.0, 1, num_tokens, num_shared, 0))
@@ -231,7 +231,7 @@ def test_thousands_of_clients_who_found_no_place_cost_the_next_one_nothing() -> 
 
     def looks_of(client: Name) -> int:
         before = Name.num_looks
-        with pytest.raises(RefusedError, match="1 queries are open"):
+        with pytest.raises(NotAdmittedError, match="1 queries are open"):
             admission.enter(client, max_tokens=1)
         return Name.num_looks - before
 

@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 from streamrag import Append
 from streamrag.serve import Limits, Service, create_app
 from streamrag.serve.connections.http import MAX_REFUSED, READ_BYTES, BoundedProtocol
-from streamrag.serve.server import config_of, listen
+from streamrag.serve.server import listen, uvicorn_config
 from streamrag.testing import ScriptedBackend, Step
 from tests.serve.raw import Raw, raw
 from tests.serve.serving import CHUNKS, PARIS, Serving, serving
@@ -266,7 +266,7 @@ async def test_what_breaks_off_in_mid_stream_ends_its_query() -> None:
 
 
 async def test_an_event_is_not_held_back_until_the_one_before_was_acknowledged() -> None:
-    config = config_of(create_app(Service(ScriptedBackend(), None)), Limits())
+    config = uvicorn_config(create_app(Service(ScriptedBackend(), None)), Limits())
     config.load()
     made: list[Any] = []
 

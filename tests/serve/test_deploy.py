@@ -16,7 +16,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from streamrag.serve.config.layers import load
 from streamrag.serve.observe.metrics import Metrics
-from streamrag.serve.observe.observer import Interface, Outcome, Phase, Refusal
+from streamrag.serve.observe.observer import Interface, Phase, QueryOutcome, Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = json.loads((ROOT / "deploy/grafana/streamrag.json").read_text())
@@ -30,7 +30,7 @@ SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_s
 OF_TARGETS = {"instance", "job", "le"}
 VALUES: Mapping[str, frozenset[str]] = {
     "interface": frozenset(get_args(Interface)),
-    "outcome": frozenset(get_args(Outcome)),
+    "outcome": frozenset(get_args(QueryOutcome)),
     "reason": frozenset(get_args(Refusal)),
     "phase": frozenset(get_args(Phase)),
 }

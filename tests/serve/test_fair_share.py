@@ -16,7 +16,7 @@ from streamrag.serve import Limits, Service
 from streamrag.serve.connections import fair_share, json_body
 from streamrag.serve.connections import http as connections
 from streamrag.serve.connections.fair_share import BUSY_SHARE, FREE_S, Account, FairShare
-from streamrag.serve.connections.http import READ_BYTES, Connection
+from streamrag.serve.connections.http import READ_BYTES, HttpConnection
 from streamrag.serve.connections.json_body import (
     MAX_VALUES,
     MAX_WAITING,
@@ -94,14 +94,14 @@ class Inner:
         self.pause_writing = self.resume_writing = lambda: None
 
 
-def connected(protocol: Any) -> tuple[Connection, Transport]:
+def connected(protocol: Any) -> tuple[HttpConnection, Transport]:
     transport = Transport()
-    connection = Connection(protocol, Account(FairShare(Clock())))
+    connection = HttpConnection(protocol, Account(FairShare(Clock())))
     connection.connection_made(transport)  # type: ignore[arg-type]
     return connection, transport
 
 
-def receive(connection: Connection, data: bytes) -> None:
+def receive(connection: HttpConnection, data: bytes) -> None:
     while data:
         buffer = connection.get_buffer(-1)
         piece, data = data[: len(buffer)], data[len(buffer) :]

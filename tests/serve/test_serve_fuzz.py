@@ -60,7 +60,7 @@ NAMES = st.sampled_from(
         "system",
         "instructions",
         "deadline_s",
-        "late_share",
+        "reserve_fraction",
         "max_context_tokens",
         "overlap",
         "stream_options",

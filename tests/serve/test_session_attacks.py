@@ -9,10 +9,10 @@ import pytest
 import websockets
 
 from streamrag.serve import Limits
-from streamrag.serve.admission import Admission, Place
-from streamrag.serve.failures import RefusedError
+from streamrag.serve.admission import Admission, Reservation
+from streamrag.serve.failures import NotAdmittedError
 from streamrag.sessions.concurrency import ConcurrencyEstimator
-from streamrag.sessions.log.contents import Header, LogContents
+from streamrag.sessions.log.contents import LogContents, SessionHeader
 from streamrag.sessions.log.file import LogFile
 from streamrag.sessions.question import WatchOptions
 from streamrag.telemetry import ContextChanged
@@ -76,24 +76,24 @@ def test_watched_questions_are_begun_some_in_each_second() -> None:
     nums = []
     for at_s in (0.0, 0.5, 0.99, 1.0, 1.5, 2.1):
         clock.now_s, num = at_s, 0
-        with suppress(RefusedError):
+        with suppress(NotAdmittedError):
             for num in range(100):  # noqa: B007 -- how many were begun
                 admission.leave(admission.enter("ada", max_tokens=1, is_ahead=True), stayed_s=0.1)
         nums.append(num)
     assert nums == [5, 0, 0, 5, 0, 5]
     for _ in range(600 - 15):
         admission.leave(admission.enter("ada", max_tokens=1), stayed_s=0.1)
-    with pytest.raises(RefusedError, match="600 queries in 60 s"):
+    with pytest.raises(NotAdmittedError, match="600 queries in 60 s"):
         admission.enter("ada", max_tokens=1)
 
 
 def test_watched_questions_of_some_clients_leave_room_for_those_of_another() -> None:
     admission = Admission(Limits(max_queries=16, max_queries_per_client=8, max_requests_per_minute=10_000))
 
-    def come(client: str, *, num_tokens: int = 1, is_ahead: bool = True) -> Place | str:
+    def come(client: str, *, num_tokens: int = 1, is_ahead: bool = True) -> Reservation | str:
         try:
             return admission.enter(client, max_tokens=num_tokens, is_ahead=is_ahead)
-        except RefusedError as refused:
+        except NotAdmittedError as refused:
             return refused.why
 
     places = {client: [come(client) for _ in range(4)] for client in ("ada", "bob")}
@@ -101,18 +101,18 @@ def test_watched_questions_of_some_clients_leave_room_for_those_of_another() -> 
     assert come("cleo") == "queries"
     for client in ("ada", "bob"):
         ended = places[client].pop()
-        assert isinstance(ended, Place)
+        assert isinstance(ended, Reservation)
         admission.leave(ended, stayed_s=1.0)
         assert come(client) == "client_queries", "there are three clients for the half of sixteen places"
-    assert [isinstance(come("cleo"), Place) for _ in range(2)] == [True, True]
+    assert [isinstance(come("cleo"), Reservation) for _ in range(2)] == [True, True]
     assert come("cleo") == "queries", "half of all places are taken"
-    assert isinstance(come("cleo", is_ahead=False), Place), "what somebody waits for has the other half"
+    assert isinstance(come("cleo", is_ahead=False), Reservation), "what somebody waits for has the other half"
     admission = Admission(Limits(max_queued_tokens=64_000))
-    assert isinstance(come("ada", num_tokens=10_000, is_ahead=False), Place)
-    assert isinstance(come("ada", num_tokens=600), Place)
+    assert isinstance(come("ada", num_tokens=10_000, is_ahead=False), Reservation)
+    assert isinstance(come("ada", num_tokens=600), Reservation)
     assert come("ada", num_tokens=401) == "tokens", "watched questions have a 64th"
-    assert isinstance(come("ada", num_tokens=400), Place)
-    assert isinstance(come("bob", num_tokens=2_000), Place), "whatever it is, it can be answered"
+    assert isinstance(come("ada", num_tokens=400), Reservation)
+    assert isinstance(come("bob", num_tokens=2_000), Reservation), "whatever it is, it can be answered"
 
 
 def test_watched_questions_that_find_no_place_take_none_from_questions() -> None:
@@ -120,7 +120,7 @@ def test_watched_questions_that_find_no_place_take_none_from_questions() -> None
     for _ in range(4):
         admission.enter("ada", max_tokens=1)
         admission.enter("bob", max_tokens=1)
-    with pytest.raises(RefusedError):
+    with pytest.raises(NotAdmittedError):
         admission.enter("cleo", max_tokens=1, is_ahead=True)
     for client in ("ada", "bob"):
         for _ in range(4):
@@ -213,7 +213,7 @@ async def test_a_planted_log_has_no_more_watches_than_a_session_may_have(tmp_pat
     id = f"sess_{'0' * 32}"
     watches: dict[str, WatchOptions | None] = {f"w{i}": WatchOptions(f"{i}?", name=f"w{i}") for i in range(500)}
     planted = LogFile(tmp_path / f"{id}.sqlite")
-    planted.write(LogContents(Header("Watch.", 500, 0.5, "anonymous"), {}, watches))
+    planted.write(LogContents(SessionHeader("Watch.", 500, 0.5, "anonymous"), {}, watches))
     planted.close()
     backend = ScriptedBackend(answer="yes")
     async with serving(backend=backend, session_log_dir=tmp_path, limits=Limits(max_watches=3)) as served:

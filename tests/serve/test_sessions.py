@@ -326,7 +326,7 @@ async def test_how_early_an_answer_is_taken_is_the_clients_choice() -> None:
     async with serving(backend=ScriptedBackend(answer="no")) as served:
         url = await opened(served)
         for gap, status in ((0, 200), (5.5, 200), (-1, 400), ("x", 400)):
-            question = {"question": "Any?", "answers": ["yes", "no"], "decisive_gap": gap}
+            question = {"question": "Any?", "answers": ["yes", "no"], "decisive_margin": gap}
             assert (await served.http.post(f"{url}/ask", json=question)).status_code == status
             assert (await served.http.put(f"{url}/watches/a", json=question)).status_code == (
                 201 if status == 200 else 400

@@ -392,7 +392,7 @@ async def named(events: AsyncIterator[ServerSentEvent], name: str) -> ServerSent
 
 
 async def test_watches_are_there_after_a_restart_and_events_go_on(tmp_path: Path) -> None:
-    watch = {"question": "Any?", "answers": ["yes", "no"], "priority": 2, "every_s": 0.5, "with_gap": True}
+    watch = {"question": "Any?", "answers": ["yes", "no"], "priority": 2, "min_interval_s": 0.5, "with_margin": True}
     ids: list[int] = []
     for number in range(3):
         async with kept(tmp_path) as (served, _):

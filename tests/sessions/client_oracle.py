@@ -209,7 +209,7 @@ class Play:
 
     async def watches(self, rng: random.Random) -> None:
         question, few = rng.choice(QUESTIONS), rng.random() < 0.3
-        watch = self.session.watch(question, answers=CHOICES if few else (), every_s=rng.choice([0.0, 0.0, 0.3]))
+        watch = self.session.watch(question, answers=CHOICES if few else (), min_interval_s=rng.choice([0.0, 0.0, 0.3]))
         told: str | None = None
         with suppress(TimeoutError):
             async with asyncio.timeout(rng.choice([0.0, 0.5, 20.0])), watch:

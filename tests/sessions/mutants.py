@@ -33,7 +33,11 @@ MUTANTS = (
     ),
     mutant("a slide keeps too much", WINDOW, "- num_gone > self._kept_tokens", "- num_gone > self.max_tokens", 10),
     mutant(
-        "data that are too long are not cut", WINDOW, "Piece(piece.number, self._cut(piece.token_ids))", "piece", 10
+        "data that are too long are not cut",
+        WINDOW,
+        "WindowChunk(piece.number, self._cut(piece.token_ids))",
+        "piece",
+        10,
     ),
     mutant(
         "a batch is labelled with the version of its first chunk",

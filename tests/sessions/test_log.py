@@ -24,7 +24,7 @@ from streamrag.sessions import Session
 from streamrag.sessions.log import SessionLog
 from streamrag.sessions.log.file import LogFile, read_header
 from streamrag.sessions.window import Numbered
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 from streamrag.testing import ScriptedSource
 from tests.sessions.test_faults import until
 from tests.sessions.test_session import Engine, lines_of, settled
@@ -284,7 +284,7 @@ WATCH = "INSERT INTO watches VALUES ('a', '{}')"
         (WATCH.replace("{}", "7"), "watch 'a': it is no JSON object"),
         (WATCH.replace("{}", "[" * 100_000), "watch 'a'"),
         (WATCH.replace("{}", '{"question": " "}'), "watch 'a': the question is empty"),
-        (WATCH.replace("{}", '{"question": "?", "every_s": -1}'), "watch 'a': every_s"),
+        (WATCH.replace("{}", '{"question": "?", "min_interval_s": -1}'), "watch 'a': min_interval_s"),
         (WATCH.replace("{}", '{"question": "?", "params": {"max_tokens": 0}}'), "watch 'a': .*max_tokens"),
         (WATCH.replace("{}", '{"question": "?", "run": "rm"}'), "watch 'a': it has 'run'"),
     ],
@@ -761,8 +761,10 @@ async def test_watches_with_a_name_are_there_again(tmp_path: Path) -> None:
     path = tmp_path / "log"
     params = SamplingParams(max_tokens=7, stop=("END",), extra={"min_tokens": 2})
     async with opened(path) as session:
-        session.watch("Any over 90?", name="alarm", answers=("yes", "no"), every_s=2.5, priority=3, with_gap=True)
-        session.watch("What is new?", name="news", params=params, decisive_gap=4.0)
+        session.watch(
+            "Any over 90?", name="alarm", answers=("yes", "no"), min_interval_s=2.5, priority=3, with_margin=True
+        )
+        session.watch("What is new?", name="news", params=params, decisive_margin=4.0)
         session.watch("Nameless?")
         await session.watch("Ended?", name="ended").aclose()
         for i in range(2):
@@ -773,9 +775,13 @@ async def test_watches_with_a_name_are_there_again(tmp_path: Path) -> None:
             watches = resumed.watches
             assert sorted(watches) == ["alarm", "news", "replaced"]
             alarm, news = watches["alarm"], watches["news"]
-            assert (alarm.question, alarm.spec.answers, alarm.options.every_s) == ("Any over 90?", ("yes", "no"), 2.5)
-            assert (alarm.options.priority, alarm.spec.with_gap, alarm.spec.params.max_tokens) == (3, True, 1)
-            assert (news.spec.params, news.spec.decisive_gap) == (params, 4.0)
+            assert (alarm.question, alarm.spec.answers, alarm.options.min_interval_s) == (
+                "Any over 90?",
+                ("yes", "no"),
+                2.5,
+            )
+            assert (alarm.options.priority, alarm.spec.with_margin, alarm.spec.params.max_tokens) == (3, True, 1)
+            assert (news.spec.params, news.spec.decisive_margin) == (params, 4.0)
             assert watches["replaced"].question == "Version 1?"
             assert (await news.at_least(0)).text == "yes"
     async with opened(path) as resumed:
@@ -827,7 +833,7 @@ async def test_no_event_has_a_number_of_before(tmp_path: Path) -> None:
                 await log.flush()
         if is_killed:
             assert log._task is not None
-            await cancel_regardless([log._task])
+            await cancel_and_wait([log._task])
             log._file.close()
         else:
             await log.aclose()

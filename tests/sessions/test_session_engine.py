@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from streamrag import AnswerChunk, BackendEvent, Pipeline, Prompt, SamplingParams, VllmBackend
 from streamrag.records import read_records
-from streamrag.sessions.question import DECISIVE_GAP
+from streamrag.sessions.question import DECISIVE_MARGIN
 from streamrag.testing import ScriptedSource, make_tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -164,16 +164,16 @@ async def test_a_question_pays_for_its_own_tokens_and_the_last_block(pipeline: P
 
 async def test_yes_or_no_is_one_token_ahead_of_being_asked(pipeline: Pipeline) -> None:
     async with pipeline.session() as session:
-        watch = session.watch("Any reading over 90?", answers=("yes", "no"), with_gap=True)
+        watch = session.watch("Any reading over 90?", answers=("yes", "no"), with_margin=True)
         version = await session.append("reading 1 is 95")
         answered = await watch.at_least(version)
         assert answered.text in ("yes", "no")
         assert answered.gap is not None
         assert answered.gap >= 0
-        free = session.watch("Which?", with_gap=True)
+        free = session.watch("Which?", with_margin=True)
         assert ((await free.at_least(version)).gap or 0) > 0
         assert len(answered.answer.token_ids) == 1
-        stream = session.ask("Any reading over 90?", answers=("yes", "no"), at_least=version, with_gap=True)
+        stream = session.ask("Any reading over 90?", answers=("yes", "no"), at_least=version, with_margin=True)
         async for _ in stream:
             pass
         assert (stream.result.text, stream.result.gap) == (answered.text, answered.gap)
@@ -272,7 +272,7 @@ async def test_answers_of_several_tokens_are_told_apart_by_as_few_as_that_takes(
         for i in range(10):
             version = await session.append(f"reading {i} is {i * 7919 % 100}")
             seen = Seen(pipeline, monkeypatch)
-            stream = session.ask("Rising?", answers=answers, at_least=version, with_gap=True)
+            stream = session.ask("Rising?", answers=answers, at_least=version, with_margin=True)
             _ = [chunk async for chunk in stream]
             monkeypatch.undo()
             num_passes.append(len(seen.requests))
@@ -283,7 +283,7 @@ async def test_answers_of_several_tokens_are_told_apart_by_as_few_as_that_takes(
             so_far = await logprob_of(pipeline, prompt, found.token_ids)
             rivals = [await logprob_of(pipeline, prompt, each) for each in spellings if each != own]
             assert so_far >= max(rivals) - LOGPROB_TOLERANCE  # each token more makes it less likely
-            assert len(found.token_ids) == len(own) or (found.gap or 0) >= DECISIVE_GAP
+            assert len(found.token_ids) == len(own) or (found.gap or 0) >= DECISIVE_MARGIN
     print(f"passes: {num_passes}, tokens of the answers: {[len(each) for each in spellings]}")
 
 

@@ -78,7 +78,7 @@ async def test_answers_that_begin_alike_are_refused() -> None:
             await anext(watch)
         with pytest.raises(ConfigurationError, match="same token"):
             await watch.at_least(0)
-        for options in ({"answers": "yes"}, {"every_s": -1}, {"priority": 0.5}):
+        for options in ({"answers": "yes"}, {"min_interval_s": -1}, {"priority": 0.5}):
             with pytest.raises(ConfigurationError):
                 session.watch("Any?", **options)
 

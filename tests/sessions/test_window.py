@@ -4,10 +4,10 @@ import pytest
 
 from streamrag import Chunk, PromptTemplate
 from streamrag.sessions.prompts import SessionPrompts
-from streamrag.sessions.window import Numbered, Piece, Window
+from streamrag.sessions.window import Numbered, Window, WindowChunk
 from streamrag.testing import ScriptedBackend
 
-PIECES = [Piece(number, (number,) * (1 + number * 7 % 23)) for number in range(1, 60)]
+PIECES = [WindowChunk(number, (number,) * (1 + number * 7 % 23)) for number in range(1, 60)]
 
 
 @pytest.mark.parametrize("batch", [2, 7, 59])
@@ -47,5 +47,5 @@ def test_a_piece_that_is_cut_keeps_what_each_ends_with(passage: str, end: str) -
 
 def test_an_end_that_is_longer_than_what_is_kept_goes_too() -> None:
     window = Window(2, 0.5, end=(9, 9, 9))
-    window.add([Piece(1, (1, 2, 3))])
+    window.add([WindowChunk(1, (1, 2, 3))])
     assert window.token_ids == (1,)

@@ -15,7 +15,7 @@ from streamrag.bench.report.calibration_picture import draw_calibration
 from streamrag.cli import main
 from streamrag.sources.emission.calibrate import calibrate
 from streamrag.sources.emission.calibration import FORMAT, MAX_LENGTH, MAX_TIMES, VERSION, Count, Odds, Stage, Times
-from streamrag.sources.emission.calibration_queries import HeldOut, read_queries, sentences
+from streamrag.sources.emission.calibration_queries import LeaveOneOut, draw_sentences, read_queries
 from streamrag.testing import ScriptedSource
 
 A, B, C, D = (Chunk(text, f"{text}.md") for text in "abcd")
@@ -254,31 +254,31 @@ def index(toy_index: Callable[[int], Path]) -> Path:
 
 
 def test_sentences_are_drawn_evenly_and_alike_for_a_seed(index: Path, tmp_path: Path) -> None:
-    drawn = sentences(index, 50, 1)
+    drawn = draw_sentences(index, 50, 1)
     assert len(drawn) == 50
-    assert drawn == sentences(index, 50, 1) != sentences(index, 50, 2)
+    assert drawn == draw_sentences(index, 50, 1) != draw_sentences(index, 50, 2)
     stored = [json.loads(line) for line in (index / "passages.jsonl").read_text().splitlines()]
     for sentence, where in drawn.items():
         assert [each["text"] for each in stored if (each["uri"], each["passage"]) == where] == [sentence]
-    assert len(sentences(index, 10_000, 1)) == 600
+    assert len(draw_sentences(index, 10_000, 1)) == 600
     texts = [json.loads(line)["text"] for line in (index / "passages.jsonl").read_text().splitlines()]
     places = sorted(texts.index(text) for text in drawn)
     assert places[0] < 100
     assert places[-1] > 500
     (tmp_path / "passages.jsonl").write_text('{"text": "too short"}\n')
     with pytest.raises(ConfigurationError, match="no passage"):
-        sentences(tmp_path, 5, 1)
+        draw_sentences(tmp_path, 5, 1)
     for line in ("{}", "5", "{", '{"text": 5}', '{"text": "One sentence of five words."}'):
         (tmp_path / "passages.jsonl").write_text(line + "\n")
         with pytest.raises(ConfigurationError, match="is damaged"):
-            sentences(tmp_path, 5, 1)
+            draw_sentences(tmp_path, 5, 1)
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        sentences(tmp_path / "nowhere", 5, 1)
+        draw_sentences(tmp_path / "nowhere", 5, 1)
 
 
 async def test_the_passage_that_a_query_is_a_sentence_of_is_left_out() -> None:
     others = [Chunk(text, "a.md", passage=number) for number, text in enumerate("abcd")]
-    source = HeldOut(
+    source = LeaveOneOut(
         ScriptedSource((Update(tuple(others), Hint(1)), Update(tuple(others[1:]), Hint(0)))), {"b": ("a.md", 1)}, 2
     )
     assert source.name == "ScriptedSource"
@@ -294,7 +294,7 @@ async def test_a_vector_index_tells_its_stage_though_it_only_yields_what_changed
     async with running(VectorSource(index, k=5, embedder=EMBEDDER)) as source:
         first, *_ = await updates(source, "w1 w2 w3 w4 w5")
         assert first.hint == Hint(num_chunks=4)  # the first stage always changes what is best
-        found = await calibrate(source, [*sentences(index, 40, 1)])
+        found = await calibrate(source, [*draw_sentences(index, 40, 1)])
     assert len(found.stages) == 5
     assert sum(num for (left, _), (num, _) in counts(found, "order").items() if left == 4) == 40
     assert sum(final for (left, _), (_, final) in counts(found, "order").items() if left == 0) == 40

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrag import Append, AppendMode, Chunk, CutShort, Hint, Merged, NearEnd, Pipeline, Skipped, Update
+from streamrag import Append, AppendMode, Chunk, CutShort, DelayedUpdates, Hint, MergedSource, Pipeline, Skipped, Update
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import SourceEvent
 from streamrag.errors import ConfigurationError, SourceError
@@ -29,7 +29,7 @@ def plain(*chunks: Chunk) -> Update:
 
 async def events(*sources: Any, **options: Any) -> list[SourceEvent]:
     with anyio.fail_after(20):
-        return [event async for event in Merged(*sources, **options).stream("Why?")]
+        return [event async for event in MergedSource(*sources, **options).stream("Why?")]
 
 
 async def test_while_all_append_it_appends_in_order_of_arrival_and_nothing_twice() -> None:
@@ -72,8 +72,8 @@ def hints(*sources: Any, lead_s: float | None = None) -> list[tuple[float, Hint 
     async def read() -> list[tuple[float, Hint | None]]:
         now, found = asyncio.get_running_loop().time, []
         began_s = now()
-        merged = Merged(*sources)
-        source = merged if lead_s is None else NearEnd(merged, lead_s, clock=now)
+        merged = MergedSource(*sources)
+        source = merged if lead_s is None else DelayedUpdates(merged, lead_s, clock=now)
         async for event in source.stream("Why?"):
             assert isinstance(event, Append | Update)
             hint = event.hint and Hint(event.hint.num_chunks, event.hint.end_s and round(event.hint.end_s, 3))
@@ -118,7 +118,7 @@ async def test_one_that_fails_is_skipped_and_all_that_fail_are_an_error(caplog: 
     found = await events(fails, ScriptedSource([0.05, Append(B)]))
     assert found == [appended(A), Skipped("ScriptedSource", "the source failed"), appended(B)]
     assert caplog.messages == ["ScriptedSource failed: SourceError: no route"]
-    with pytest.raises(SourceError, match=r"Merged\(ScriptedSource, ScriptedSource\) failed: no route; no rope"):
+    with pytest.raises(SourceError, match=r"MergedSource\(ScriptedSource, ScriptedSource\) failed: no route; no rope"):
         await events(
             ScriptedSource([SourceError("no route")]), ScriptedSource([Append(A), 0.05, SourceError("no rope")])
         )
@@ -148,7 +148,7 @@ async def test_the_programs_own_mistake_is_no_failed_retrieval() -> None:
 
 async def test_stopping_stops_all_sources() -> None:
     sources = [ScriptedSource([Append(A), 3600.0]), ScriptedSource([3600.0])]
-    async with Pipeline(Merged(*sources), ScriptedBackend()) as pipeline:
+    async with Pipeline(MergedSource(*sources), ScriptedBackend()) as pipeline:
         with anyio.move_on_after(0.2):
             _ = [chunk async for chunk in pipeline.stream("Why?")]
         assert [source.num_streams for source in sources] == [0, 0]
@@ -174,7 +174,7 @@ class Held(ScriptedSource):
 
 async def test_sources_are_started_and_closed_with_it() -> None:
     held = [Held(), Held()]
-    async with Pipeline(Merged(*held, ScriptedSource([Append(B)])), ScriptedBackend("ok")) as pipeline:
+    async with Pipeline(MergedSource(*held, ScriptedSource([Append(B)])), ScriptedBackend("ok")) as pipeline:
         _ = [chunk async for chunk in pipeline.stream("Why?")]
         assert [each.log for each in held] == [["start"], ["start"]]
     assert [each.log for each in held] == [["start", "close"], ["start", "close"]]
@@ -183,7 +183,7 @@ async def test_sources_are_started_and_closed_with_it() -> None:
 async def test_where_one_cannot_be_started_the_others_are_closed() -> None:
     held = [Held(), Held(ConfigurationError("no such index"))]
     with pytest.raises(ConfigurationError, match="no such index"):
-        await Merged(*held).start(lambda line: None)
+        await MergedSource(*held).start(lambda line: None)
     assert [each.log for each in held] == [["start", "close"], []]
 
 
@@ -191,13 +191,13 @@ async def test_where_one_cannot_be_started_the_others_are_closed() -> None:
 def test_what_cannot_be_merged_is_named(weights: Any) -> None:
     sources = [ScriptedSource([]), ScriptedSource([])]
     with pytest.raises(ConfigurationError, match=r"weights.* must be (a positive|greater than 0|a finite|a valid) ?"):
-        Merged(*sources, weights=weights)
+        MergedSource(*sources, weights=weights)
     with pytest.raises(ConfigurationError, match="at least one source"):
-        Merged()
+        MergedSource()
     with pytest.raises(ConfigurationError, match="5 is not a source"):
-        Merged(ScriptedSource([]), 5)  # type: ignore[arg-type]
+        MergedSource(ScriptedSource([]), 5)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="k=-1 must be greater than or equal to 0"):
-        Merged(ScriptedSource([]), k=-1)
+        MergedSource(ScriptedSource([]), k=-1)
 
 
 class Panic(BaseException):
@@ -212,7 +212,7 @@ async def test_what_is_no_exception_fails_its_source_alone(caplog: pytest.LogCap
 
 async def test_a_passage_stays_the_same_chunk_whoever_finds_it_again() -> None:
     late = ScriptedSource([0.05, Update((Chunk("a", "a.md", "Another title", score=3.0),))])
-    source = Merged(ScriptedSource([Append(A)]), late)
+    source = MergedSource(ScriptedSource([Append(A)]), late)
     async with Pipeline(source, ScriptedBackend("ok"), mode=AppendMode()) as pipeline:
         async with pipeline.stream("Why?") as stream:
             _ = [chunk async for chunk in stream]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from streamrag.query.relevance import Passage
+from streamrag.query.relevance import TextPassage
 from streamrag.sources.pages import near_duplicates
 from streamrag.sources.pages.near_duplicates import NearDuplicates
 from streamrag.sources.pages.relevant_passages import assemble
@@ -72,7 +72,7 @@ def test_a_chunk_lacks_what_an_earlier_page_said_nearly() -> None:
     pages = [(TEXT,), ("Note: " + TEXT, "This is told by no other page of the whole site.")]
     texts = []
     for blocks in pages:
-        texts.append(assemble([Passage((), blocks)], seen, known.has))
+        texts.append(assemble([TextPassage((), blocks)], seen, known.has))
         known.end_page()
     assert texts == [TEXT, "This is told by no other page of the whole site."]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from streamrag import Append, Chunk, ConfigurationError, CutShort, Hint, NearEnd, Skipped, SourceError, Update
+from streamrag import Append, Chunk, ConfigurationError, CutShort, DelayedUpdates, Hint, Skipped, SourceError, Update
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import SourceEvent
 from streamrag.testing import ScriptedSource
@@ -27,7 +27,7 @@ def timed(*steps: Any, lead_s: float = 1.0) -> list[tuple[float, SourceEvent]]:
         now = asyncio.get_running_loop().time
         began_s = now()
         found = []
-        async with aclosing(NearEnd(ScriptedSource(steps), lead_s, clock=now).stream("why?")) as events:
+        async with aclosing(DelayedUpdates(ScriptedSource(steps), lead_s, clock=now).stream("why?")) as events:
             try:
                 async for event in events:
                     found.append((round(now() - began_s, 3), event))  # noqa: PERF401 (those before an error)
@@ -69,7 +69,7 @@ def test_what_is_held_back_comes_before_an_error() -> None:
 
 async def test_a_query_that_stops_while_something_is_held_back_leaves_nothing() -> None:
     source = ScriptedSource((Append(A), update(B, end_s=1000.0), 1000.0))
-    async with aclosing(NearEnd(source, 1.0).stream("why?")) as events:
+    async with aclosing(DelayedUpdates(source, 1.0).stream("why?")) as events:
         assert await anext(events) == Append(A)
         waiting = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)
@@ -81,4 +81,4 @@ async def test_a_query_that_stops_while_something_is_held_back_leaves_nothing() 
 @pytest.mark.parametrize("lead_s", [-1, float("inf"), float("nan"), "1", None, True])
 def test_a_lead_that_is_no_number_of_seconds_is_refused(lead_s: Any) -> None:
     with pytest.raises(ConfigurationError, match="lead_s"):
-        NearEnd(ScriptedSource(()), lead_s)
+        DelayedUpdates(ScriptedSource(()), lead_s)

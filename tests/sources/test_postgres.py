@@ -35,7 +35,7 @@ from streamrag.sources.index.embedder_pool import EmbedderPool
 from streamrag.sources.postgres.link import Address
 from streamrag.sources.postgres.query import Search
 from streamrag.sources.postgres.source import PgVectorSource
-from streamrag.sources.postgres.table import Ladder, Table, record_of
+from streamrag.sources.postgres.table import Ladder, PassageTable, record_of
 from streamrag.sources.workers.pool import Share
 from streamrag.testing import ScriptedBackend
 
@@ -840,5 +840,5 @@ async def test_a_start_that_is_cancelled_as_it_has_seen_the_table_leaves_no_conn
 
 
 def test_what_a_table_is_called_in_messages() -> None:
-    table = Table(("a", "b"), {}, ("public", "vector"), None, "cosine", None, None, False, None)
+    table = PassageTable(("a", "b"), {}, ("public", "vector"), None, "cosine", None, None, False, None)
     assert table.name == "a.b"

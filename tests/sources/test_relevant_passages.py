@@ -4,7 +4,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from streamrag.query.relevance import MAX_BLOCK_CHARS, Passage, relevant_terms, split_markdown, terms
+from streamrag.query.relevance import MAX_BLOCK_CHARS, TextPassage, relevant_terms, split_markdown, terms
 from streamrag.sources.pages.relevant_passages import MAX_STEMS, assemble, relevant_stems, select
 
 
@@ -13,7 +13,7 @@ def count(documents: Sequence[Sequence[str]], query: Sequence[str]) -> list[floa
 
 
 def chosen(blocks: Sequence[str], query: str, *, title: str = "", max_chars: int = 10_000) -> list[str]:
-    passages = [Passage((), (block,)) for block in blocks]
+    passages = [TextPassage((), (block,)) for block in blocks]
     found = select(passages, query, title=title, max_chars=max_chars, score=count)
     return [passage.blocks[0] for passage in found]
 
@@ -143,7 +143,7 @@ def test_a_page_with_few_of_the_querys_words_is_not_relevant() -> None:
 
 def test_the_title_and_headings_count() -> None:
     assert chosen(["cancel it"], "cancel all task groups now", title="Task groups") == ["cancel it"]
-    passages = [Passage(("# Task groups",), ("cancel it",))]
+    passages = [TextPassage(("# Task groups",), ("cancel it",))]
     assert select(passages, "cancel task groups", title="", max_chars=100, score=count) == passages
 
 
@@ -156,45 +156,52 @@ def test_a_query_without_words_takes_the_beginning() -> None:
 
 
 def test_text_is_assembled_with_each_heading_once() -> None:
-    passages = [Passage(("# A",), ("a" * 50,)), Passage(("# A",), ("b" * 50,)), Passage(("# A", "## C"), ("c" * 50,))]
+    passages = [
+        TextPassage(("# A",), ("a" * 50,)),
+        TextPassage(("# A",), ("b" * 50,)),
+        TextPassage(("# A", "## C"), ("c" * 50,)),
+    ]
     assert assemble(passages, set()) == "\n\n".join(["# A", "a" * 50, "b" * 50, "## C", "c" * 50])
 
 
 def test_blocks_with_the_same_words_appear_once_in_a_query() -> None:
     notice = "This documentation is licensed under the terms of the Apache licence."
     seen: set[bytes] = set()
-    first = assemble([Passage(("# A",), ("Text of the first page, which is long enough.", notice))], seen)
+    first = assemble([TextPassage(("# A",), ("Text of the first page, which is long enough.", notice))], seen)
     assert notice in first
     again = notice.upper().replace(" ", "  \n")
-    second = assemble([Passage(("# B",), ("Text of the second page, which is long enough.", again))], seen)
+    second = assemble([TextPassage(("# B",), ("Text of the second page, which is long enough.", again))], seen)
     assert second == "# B\n\nText of the second page, which is long enough."
 
 
 def test_a_heading_goes_with_the_last_of_its_blocks() -> None:
     block = "A paragraph that is long enough to be recognised when it comes again."
     seen: set[bytes] = set()
-    assemble([Passage((), (block,))], seen)
-    passages = [Passage(("# A",), (block,)), Passage(("# B",), ("Something that has not been there before, at all.",))]
+    assemble([TextPassage((), (block,))], seen)
+    passages = [
+        TextPassage(("# A",), (block,)),
+        TextPassage(("# B",), ("Something that has not been there before, at all.",)),
+    ]
     assert assemble(passages, seen) == "# B\n\nSomething that has not been there before, at all."
 
 
 def test_short_blocks_may_repeat_but_are_nothing_new_by_themselves() -> None:
     block = "A paragraph that is long enough to be recognised when it comes again."
     seen: set[bytes] = set()
-    assert assemble([Passage((), ("Example:", block, "Example:"))], seen) == f"Example:\n\n{block}\n\nExample:"
-    assert assemble([Passage((), ("Example:", block))], seen) == ""
-    assert assemble([Passage((), ("Page 2", block))], seen) == ""
+    assert assemble([TextPassage((), ("Example:", block, "Example:"))], seen) == f"Example:\n\n{block}\n\nExample:"
+    assert assemble([TextPassage((), ("Example:", block))], seen) == ""
+    assert assemble([TextPassage((), ("Page 2", block))], seen) == ""
 
 
 def test_a_short_new_paragraph_among_known_ones_is_news() -> None:
     block = "A paragraph that is long enough to be recognised when it comes again."
     seen: set[bytes] = set()
-    assemble([Passage((), (block,))], seen)
-    assert assemble([Passage((), ("Penguins swim very well.", block))], seen) == "Penguins swim very well."
+    assemble([TextPassage((), (block,))], seen)
+    assert assemble([TextPassage((), ("Penguins swim very well.", block))], seen) == "Penguins swim very well."
 
 
 def test_a_page_of_short_blocks_is_a_page() -> None:
     seen: set[bytes] = set()
-    passages = [Passage(("# Colours",), ("red", "green"))]
+    passages = [TextPassage(("# Colours",), ("red", "green"))]
     assert assemble(passages, seen) == "# Colours\n\nred\n\ngreen"
     assert assemble(passages, seen) == ""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from streamrag.core import Append, Chunk, Skipped, SourceEvent, Update
 from streamrag.errors import SourceError
 from streamrag.sources.search.refinement import Failures
-from streamrag.sources.search.sentences import MAX_SENTENCES, BestSentences, sentences
+from streamrag.sources.search.sentences import MAX_SENTENCES, BestSentences, split_sentences
 
 DOGS = Chunk("Dogs bark. They eat meat!\n- Cats: see there.", "dogs.txt", "Dogs", 3)
 CATS = Chunk("Cats purr. Dogs bark.", "cats.txt", "Cats")
@@ -55,7 +55,7 @@ async def narrowed(narrowing: BestSentences, failures: Failures, *events: Source
     ],
 )
 def test_a_text_has_sentences_items_and_lines(text: str, expected: list[str]) -> None:
-    assert sentences(text) == expected
+    assert split_sentences(text) == expected
 
 
 @given(st.text(st.sampled_from("aB .!?\n-*。=("), max_size=200))
@@ -63,7 +63,7 @@ def test_nothing_but_space_and_signs_of_items_is_lost(text: str) -> None:
     def letters(text: str) -> str:
         return "".join(c for c in text if c not in " \n-*")
 
-    assert letters("".join(sentences(text))) == letters(text)
+    assert letters("".join(split_sentences(text))) == letters(text)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_nothing_but_space_and_signs_of_items_is_lost(text: str) -> None:
 )
 def test_a_strangers_text_takes_time_in_proportion_and_gives_few(text: str) -> None:
     began_s = time.process_time()
-    assert len(sentences(text)) <= MAX_SENTENCES
+    assert len(split_sentences(text)) <= MAX_SENTENCES
     assert time.process_time() - began_s < 10
 
 
@@ -107,7 +107,7 @@ async def test_what_cannot_be_scored_is_given_whole_from_then_on() -> None:
         CATS.text,
         DOGS.text,
     ]
-    assert failures.missing == ["finding the best sentences failed"]
+    assert failures.missing == ["finding the best split_sentences failed"]
 
 
 async def test_a_passage_without_words_has_no_sentences() -> None:

@@ -19,11 +19,11 @@ from streamrag import (
     CutShort,
     Hint,
     Pipeline,
+    SelectiveUpdates,
     Skipped,
     SourceError,
     Update,
     UpdateMode,
-    WorthSending,
 )
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import SourceEvent
@@ -55,8 +55,8 @@ def calibration(
     return Calibration("test", num * NUM_STAGES, stages, tuple(prefixes))
 
 
-def worth(source: Any, known: Calibration | None = None, **options: Any) -> WorthSending:
-    return WorthSending(
+def worth(source: Any, known: Calibration | None = None, **options: Any) -> SelectiveUpdates:
+    return SelectiveUpdates(
         source, known or calibration(), PROFILE, **{"others": 0, "count_tokens": lambda chunk: 100, **options}
     )
 
@@ -69,7 +69,7 @@ def folded(events: Sequence[SourceEvent]) -> tuple[Chunk, ...]:
     return context
 
 
-async def read(source: WorthSending) -> tuple[list[SourceEvent], Exception | None]:
+async def read(source: SelectiveUpdates) -> tuple[list[SourceEvent], Exception | None]:
     events: list[SourceEvent] = []
     try:
         async with aclosing(source.stream("why?")) as stream:
@@ -327,16 +327,16 @@ def test_values_that_cannot_work_are_refused(options: Any, message: str) -> None
     with pytest.raises(ConfigurationError, match=message):
         worth(ScriptedSource(()), **options)
     with pytest.raises(ConfigurationError, match="is no calibration"):
-        WorthSending(ScriptedSource(()), "nowhere.json", PROFILE)
+        SelectiveUpdates(ScriptedSource(()), "nowhere.json", PROFILE)
     with pytest.raises(ConfigurationError, match="no profile"):
-        WorthSending(ScriptedSource(()), calibration(), "nowhere.json")
+        SelectiveUpdates(ScriptedSource(()), calibration(), "nowhere.json")
 
 
 async def test_starting_and_closing_are_passed_on() -> None:
     inner = ScriptedSource(())
     source = worth(inner)
     await source.start(lambda line: None)
-    assert (inner.is_started, source.name) == (True, "WorthSending(ScriptedSource)")
+    assert (inner.is_started, source.name) == (True, "SelectiveUpdates(ScriptedSource)")
     await source.aclose()
     assert not inner.is_started
 

@@ -21,7 +21,7 @@ from streamrag.bench.store import CellStore, read_cell
 from streamrag.errors import ConfigurationError, StreamRagError, TraceError
 from streamrag.records import read_records
 from streamrag.support import bounded_reading as reading
-from streamrag.support.bounded_reading import DamagedError, Unpacked, lines_of, parse_json, read_bytes
+from streamrag.support.bounded_reading import DamagedError, DecompressedFile, parse_json, read_bytes, split_lines
 from streamrag.trace import files, lines
 from streamrag.trace.read import read_trace
 
@@ -91,7 +91,7 @@ def test_a_file_has_a_number_of_bytes_lines_and_chunks_that_it_may_not_exceed(
     path.write_text(TRACE)
     assert read_trace(path).queries
     with pytest.raises(ValueError, match="more than 100 bytes"):
-        b"".join(Unpacked(path, 100))
+        b"".join(DecompressedFile(path, 100))
     monkeypatch.setattr(lines, "MAX_NAMED", 1)
     with pytest.raises(TraceError, match=r"line 4: its updates name more than 1 chunks"):
         read_trace(path)
@@ -195,8 +195,8 @@ def test_zlib_keeps_nothing_back_at_a_piece_s_end(tmp_path: Path) -> None:
     body = b"x" * (5 * MIB)
     path = tmp_path / "x.gz"
     path.write_bytes(gzip.compress(body)[:-8])  # without the end of the member
-    assert len(b"".join(Unpacked(path))) == len(body)
-    assert zlib.crc32(b"".join(Unpacked(path))) == zlib.crc32(body)
+    assert len(b"".join(DecompressedFile(path))) == len(body)
+    assert zlib.crc32(b"".join(DecompressedFile(path))) == zlib.crc32(body)
 
 
 def packed(path: Path, *parts: tuple[bytes, int]) -> Path:
@@ -240,9 +240,9 @@ def test_a_rare_character_that_makes_a_text_four_times_as_wide_is_counted(
         with pytest.raises(ValueError, match="of memory"):
             parse_json(f'"{rare}{"a" * (most + 120)}"'.encode())
         half = f"{rare}{'a' * (most // 2)}\n".encode()
-        assert len(list(lines_of(iter([half, half])))) == 2
+        assert len(list(split_lines(iter([half, half])))) == 2
         with pytest.raises(ValueError, match="of memory"):
-            list(lines_of(iter([half, half, half])))
+            list(split_lines(iter([half, half, half])))
 
 
 def read_a_crawl(path: Path) -> object:

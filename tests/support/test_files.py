@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamrag.errors import ConfigurationError
-from streamrag.support.files import exchange_folders, replacing, write_whole
+from streamrag.support.files import atomic_replace, exchange_folders, write_atomic
 
 
 @contextmanager
@@ -26,9 +26,9 @@ def disk_of(num_bytes: int) -> Iterator[None]:
 
 def test_a_file_is_written_and_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
-    write_whole(path, "ä")
+    write_atomic(path, "ä")
     assert path.read_bytes() == "ä".encode()
-    write_whole(path, b"\xff")
+    write_atomic(path, b"\xff")
     assert path.read_bytes() == b"\xff"
     assert os.listdir(tmp_path) == ["file.txt"]
     other = tmp_path / "other"
@@ -43,7 +43,7 @@ def test_a_file_that_is_replaced_keeps_its_mode_and_is_never_read_by_others_mean
     path = tmp_path / "file"
     path.write_text("a secret")
     path.chmod(mode)
-    with replacing(path) as unfinished:
+    with atomic_replace(path) as unfinished:
         assert stat.S_IMODE(unfinished.stat().st_mode) == 0o600
         unfinished.write_text("another")
     assert stat.S_IMODE(path.stat().st_mode) == mode
@@ -56,26 +56,26 @@ def test_a_full_disk_leaves_what_was_there_and_is_named(tmp_path: Path, before: 
     if before is not None:
         path.write_text(before)
     with disk_of(100), pytest.raises(ConfigurationError, match=rf"^{path} cannot be written: File too large$"):
-        write_whole(path, "x" * 1_000)
+        write_atomic(path, "x" * 1_000)
     assert [name.read_text() for name in tmp_path.iterdir()] == ([] if before is None else [before])
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"none/file cannot be written: No such file"):
-        write_whole(tmp_path / "none" / "file", "text")
+        write_atomic(tmp_path / "none" / "file", "text")
 
 
 def test_what_is_no_file_is_written_to_and_not_replaced() -> None:
     with pytest.raises(ConfigurationError, match="/dev/full cannot be written: No space left on device"):
-        write_whole(Path("/dev/full"), "text")
+        write_atomic(Path("/dev/full"), "text")
     assert stat.S_ISCHR(Path("/dev/full").stat().st_mode)
-    with replacing(Path("/dev/null")) as path:
+    with atomic_replace(Path("/dev/null")) as path:
         assert path == Path("/dev/null")
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("file")
-    write_whole(tmp_path / "link", "text")
+    write_atomic(tmp_path / "link", "text")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_text() == "text"
 
@@ -84,7 +84,7 @@ def test_an_interrupted_block_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "file"
 
     def interrupted() -> None:
-        with replacing(path) as unfinished:
+        with atomic_replace(path) as unfinished:
             unfinished.write_text("half")
             raise KeyboardInterrupt
 

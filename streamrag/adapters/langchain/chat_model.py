@@ -18,7 +18,7 @@ from streamrag.adapters.portal import LoopPortal, PortalOwner
 from streamrag.core import AnswerChunk, SamplingParams, Turn, part_name
 from streamrag.errors import ConfigurationError
 from streamrag.pipeline import Pipeline
-from streamrag.support.messages import kind_of
+from streamrag.support.messages import type_name
 from streamrag.telemetry import Answer
 
 SAMPLING = {field.name for field in fields(SamplingParams)}
@@ -183,10 +183,10 @@ def _conversation(messages: Sequence[BaseMessage]) -> tuple[str, list[Turn], str
                 role = "assistant"
             case _:
                 raise ConfigurationError(
-                    f"{kind_of(message)} for tools is not supported: use system, human and AI messages with text"
+                    f"{type_name(message)} for tools is not supported: use system, human and AI messages with text"
                 )
         if role != "assistant" and any(block["type"] != "text" for block in message.content_blocks):
-            raise ConfigurationError(f"{kind_of(message)} has content other than text, which is not supported")
+            raise ConfigurationError(f"{type_name(message)} has content other than text, which is not supported")
         turns.append(Turn(role, str(message.text)))  # type: ignore[arg-type]
     if not turns or turns[-1].role != "user":
         raise ConfigurationError("the last message must be a human message: it is the query")

@@ -81,7 +81,7 @@ class _Found:
     def custom_event(self, event: SourceEvent) -> tuple[str, dict[str, Any]]:
         """Apply the event to the context, and return the name and the data of a custom event."""
         if isinstance(event, Append | Update):
-            self._chunks = self._chunks.become(UpdateMode().fold(self._chunks, event))
+            self._chunks = self._chunks.with_chunks(UpdateMode().fold(self._chunks, event))
         match event:
             case Append(chunk):
                 return "streamrag_append", {"document": document_of(chunk)}

@@ -11,9 +11,9 @@ from streamrag.errors import ConfigurationError, SourceError
 from streamrag.modes.context import Context, UpdateMode
 from streamrag.query.retrieval import closing
 from streamrag.sources.fusion import RRF_K
-from streamrag.sources.merged import Merged
+from streamrag.sources.merged import MergedSource
 from streamrag.sources.passage_reader import PassageReader
-from streamrag.support.messages import is_number, kind_of, short
+from streamrag.support.messages import is_number, short_repr, type_name
 
 
 def from_langchain(found_by: Any, *, name: str = "") -> "LangchainSource":
@@ -42,8 +42,8 @@ class LangchainSource:
     def __init__(self, found_by: Any, name: str) -> None:
         if isinstance(found_by, type) or _kind(found_by) is None:
             raise ConfigurationError(
-                f"{short(found_by)} is neither a retriever, vector store, document loader or Runnable of LangChain, "
-                "nor a function of the query that returns one"
+                f"{short_repr(found_by)} is neither a retriever, vector store, document loader or Runnable of "
+                "LangChain, nor a function of the query that returns one"
             )
         self._found_by = found_by
         self.name = name or type(found_by).__name__
@@ -69,7 +69,7 @@ class _Query:
     async def events(self, found_by: Any) -> AsyncGenerator[SourceEvent, None]:
         kind = _kind(found_by)
         if kind is None:
-            raise SourceError(f"{self._reader.name} returned {short(found_by)} instead of a loader or a retriever")
+            raise SourceError(f"{self._reader.name} returned {short_repr(found_by)} instead of a loader or a retriever")
         async with aclosing(kind(self, found_by)) as events:
             async for event in events:
                 yield event
@@ -81,7 +81,9 @@ class _Query:
 
     async def ask_members(self, ensemble: Any) -> AsyncGenerator[SourceEvent, None]:
         members = [_Member(self, member) for member in ensemble.retrievers]
-        merged = Merged(*members, weights=ensemble.weights, k=getattr(ensemble, "c", RRF_K), name=self._reader.name)
+        merged = MergedSource(
+            *members, weights=ensemble.weights, k=getattr(ensemble, "c", RRF_K), name=self._reader.name
+        )
         async with aclosing(merged.stream(self._text)) as events:
             async for event in events:
                 yield event
@@ -91,7 +93,7 @@ class _Query:
         async with aclosing(self.events(retriever.base_retriever)) as events:
             async for event in events:
                 if isinstance(event, Append | Update):
-                    chunks = chunks.become(UpdateMode().fold(chunks, event))
+                    chunks = chunks.with_chunks(UpdateMode().fold(chunks, event))
                 yield event
         if chunks:
             documents = [self._documents[replace(chunk, score=None)] for chunk in chunks]
@@ -113,7 +115,7 @@ class _Query:
 
     def _update(self, documents: Any) -> Update:
         if not isinstance(documents, list | tuple):
-            raise SourceError(f"{self._reader.name} returned {kind_of(documents)} instead of a list of documents")
+            raise SourceError(f"{self._reader.name} returned {type_name(documents)} instead of a list of documents")
         return Update(tuple(map(self._chunk, documents)))
 
     def _chunk(self, document: Any) -> Chunk:

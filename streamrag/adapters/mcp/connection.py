@@ -30,7 +30,7 @@ from streamrag.adapters.mcp import relay
 from streamrag.adapters.mcp.bounds import BoundedTransport, Traffic
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.support.display_text import excerpt
-from streamrag.support.tasks import wait_regardless
+from streamrag.support.tasks import wait_shielded
 
 ROOT = Path(relay.__file__).resolve().parents[3]
 MAX_PENDING = 1024
@@ -40,7 +40,7 @@ FAREWELL_S = 1.0
 T = TypeVar("T")
 
 
-class Connection:
+class McpConnection:
     """A reconnecting client. A lost client stays open until the calls that use it have ended."""
 
     def __init__(
@@ -64,8 +64,8 @@ class Connection:
         opening, self._held = self._opening, None
         for held in self._all_held:
             self._end(held)
-        await wait_regardless([*self._ending, *([opening] if opening else [])])
-        await wait_regardless(self._ending)  # includes tasks that were added meanwhile
+        await wait_shielded([*self._ending, *([opening] if opening else [])])
+        await wait_shielded(self._ending)  # includes tasks that were added meanwhile
 
     @asynccontextmanager
     async def client(self) -> AsyncGenerator[Client, None]:
@@ -154,7 +154,7 @@ class Connection:
             held.watches.discard(changes)
             if self._is_used(client):
                 farewell = self._begin_task(self._unsubscribe(client, held, uris))
-                await wait_regardless([farewell], at_most_s=FAREWELL_S)
+                await wait_shielded([farewell], at_most_s=FAREWELL_S)
                 farewell.cancel()
 
     async def _unsubscribe(self, client: Client, held: "_Held", uris: Sequence[str]) -> None:

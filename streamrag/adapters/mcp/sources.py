@@ -15,13 +15,13 @@ from streamrag.core.lifecycle import started_once
 from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
 from streamrag.sources.passage_reader import TEXTS, PassageReader
 from streamrag.support.display_text import excerpt
-from streamrag.support.messages import short
+from streamrag.support.messages import short_repr
 from streamrag.support.validation import Count, Seconds, SecondsOrZero, validated
 
 if TYPE_CHECKING:
     from mcp import Client
 
-    from streamrag.adapters.mcp.connection import Connection
+    from streamrag.adapters.mcp.connection import McpConnection
 
 MAX_TOOLS = 10_000
 """Number of tools after which the search for a tool stops."""
@@ -45,7 +45,7 @@ class _McpSource:
         self._options = {"name": name, "headers": headers, "timeout_s": timeout_s, "max_bytes": max_bytes}
         self._server = server
         self._timeout_s = timeout_s
-        self._opened: Connection | None = None
+        self._opened: McpConnection | None = None
 
     @started_once
     async def start(self, progress: Progress) -> None:
@@ -76,7 +76,7 @@ class _McpSource:
     async def _check(self, client: "Client") -> None:
         """Check that the server has what this source needs."""
 
-    def _connection(self) -> "Connection":
+    def _connection(self) -> "McpConnection":
         if self._opened is None:
             raise SourceError(f"{self.name} is not started: use it in a Pipeline, or await its start(print)")
         return self._opened
@@ -205,7 +205,7 @@ class McpResourceSource(_McpSource):
     ) -> None:
         super().__init__(server, name=name, headers=headers, timeout_s=timeout_s, max_bytes=max_bytes)
         if isinstance(uris, str) or not uris or not all(isinstance(uri, str) for uri in uris):
-            raise ConfigurationError(f"uris={short(uris)} must be a non-empty list of uris")
+            raise ConfigurationError(f"uris={short_repr(uris)} must be a non-empty list of uris")
         self._uris = tuple(uris)
         self._watch_s = watch_s
 

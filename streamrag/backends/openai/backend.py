@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 import anyio.to_thread
 
-from streamrag.backends.look_alikes import TextTokenizer
 from streamrag.backends.openai.answers import answer_chunk, length, objects
-from streamrag.backends.openai.http import MAX_ANSWER_BYTES, RefusedError, Server, clean
+from streamrag.backends.openai.http import MAX_ANSWER_BYTES, RequestRejectedError, Server, clean
 from streamrag.backends.openai.server_tokenizer import ServerTokenizer, ask_for_tokenizer
+from streamrag.backends.special_token_guard import TextTokenizer
 from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenizer
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
@@ -172,7 +172,7 @@ class OpenAIBackend:
         for optional in ({"return_token_ids": True}, {}):
             try:
                 answer = await self._complete({"prompt": ids, **optional})
-            except RefusedError:
+            except RequestRejectedError:
                 continue
             choice = next(objects(answer.get("choices")), {})
             usage = next(objects([answer.get("usage")]), {})

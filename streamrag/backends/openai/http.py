@@ -31,7 +31,7 @@ MAX_EVENT_LINES = 8
 CONNECT_TIMEOUT_S = 10.0
 
 
-class RefusedError(ServerError):
+class RequestRejectedError(ServerError):
     """The server refuses this request: status 400, 404, 405, 422 or 501."""
 
 
@@ -110,7 +110,7 @@ class Server:
                 bound_body(response, bounds if response.status_code == 200 else Bounds(bounds.max_bytes))
                 response.encoding = "utf-8"  # ignore the server's: some Python codecs decompress
                 if response.status_code != 200:
-                    error = RefusedError if response.status_code in REFUSALS else ServerError
+                    error = RequestRejectedError if response.status_code in REFUSALS else ServerError
                     async with asyncio.timeout(self._timeout_s):
                         message = _message(await _beginning(response))
                     raise error(f"{self._address(path)} answered with status {response.status_code}: {message}")

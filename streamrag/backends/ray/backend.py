@@ -15,7 +15,7 @@ from streamrag.core import BackendEvent, ModelInfo, Progress, Prompt, SamplingPa
 from streamrag.errors import BackendError
 from streamrag.routing import Router
 from streamrag.support.clock import monotonic
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 
 
 class Connects(Protocol):
@@ -104,7 +104,7 @@ class RayBackend:
         """Stop the replicas, or disconnect from them. Does nothing if the backend is not started."""
         touching, self._touching, self._streams = self._touching, None, None
         if touching is not None:
-            await cancel_regardless([touching])
+            await cancel_and_wait([touching])
             await self._cluster.aclose()
 
     async def generate(

@@ -21,7 +21,7 @@ from streamrag.core.lifecycle import started_once
 from streamrag.errors import BackendError, ConfigurationError
 from streamrag.support.clock import monotonic
 from streamrag.support.messages import message_of
-from streamrag.support.tasks import run_regardless
+from streamrag.support.tasks import run_shielded
 
 log = logging.getLogger("streamrag.ray")
 
@@ -54,7 +54,7 @@ def _on_loopback() -> Iterator[None]:
             os.environ[CLUSTERS] = before
 
 
-def lacking(deployments: Mapping[str, Any], available: Mapping[str, float]) -> str | None:
+def missing_resources(deployments: Mapping[str, Any], available: Mapping[str, float]) -> str | None:
     """Return the resources that a machine lacks for the first replicas; None if it has enough."""
     sums: Counter[str] = Counter()
     for deployment in deployments.values():
@@ -142,7 +142,7 @@ class Cluster:
         """Remove the application, and stop Ray if it was started here. Does nothing if not started."""
         if self._thread is not None:
             try:
-                await run_regardless(self._leave(), "streamrag leaves Ray")
+                await run_shielded(self._leave(), "streamrag leaves Ray")
             finally:
                 self.is_started = False
 
@@ -209,7 +209,7 @@ class Cluster:
     def _wait(self) -> None:
         """Wait until the application runs. Ray itself would wait forever for a missing node, without a message."""
         if self._address is None:
-            why = lacking(self._deployments(), ray.cluster_resources())
+            why = missing_resources(self._deployments(), ray.cluster_resources())
             if why is not None:
                 raise ConfigurationError(f"{self._app_name} does not fit on this machine: {why}")
         began_s = monotonic()

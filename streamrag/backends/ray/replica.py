@@ -12,7 +12,7 @@ from streamrag.errors import EngineDeadError, StreamRagError
 from streamrag.routing import Report
 from streamrag.routing.speed import Speed
 from streamrag.support.clock import Clock, monotonic
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 
 MakeBackend: TypeAlias = Callable[[], Backend]
 
@@ -271,4 +271,4 @@ async def batched(
                 yield batch
         await pulling
     finally:
-        await cancel_regardless([pulling])
+        await cancel_and_wait([pulling])

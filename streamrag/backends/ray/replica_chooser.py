@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ReplicaCandidate:
     """A replica that may be chosen, and its last stats."""
 
     id: str
@@ -49,7 +49,7 @@ class ReplicaChooser:
             self._replica_of[stream_id] = None
         return Ticket(self, stream_id, Opening(first.token_ids, first.source_name, conversation.get()))
 
-    def rank(self, stream_id: str, opening: Opening, candidates: Sequence[Candidate]) -> list[str]:
+    def rank(self, stream_id: str, opening: Opening, candidates: Sequence[ReplicaCandidate]) -> list[str]:
         """Return the ids of the replicas that have room for the stream, best first; empty while all are full."""
         with self._lock:
             self._update_candidates(candidates)
@@ -103,7 +103,7 @@ class ReplicaChooser:
             log.exception("the router failed to process an event of a query or a replica")
             return None
 
-    def _update_candidates(self, candidates: Sequence[Candidate]) -> None:
+    def _update_candidates(self, candidates: Sequence[ReplicaCandidate]) -> None:
         ids = {each.id for each in candidates}
         self._forget([replica_id for replica_id in self._told_s if replica_id not in ids])
         self._dead &= ids
@@ -131,7 +131,7 @@ class Ticket:
     stream_id: str
     opening: Opening
 
-    def rank(self, candidates: Sequence[Candidate]) -> list[str]:
+    def rank(self, candidates: Sequence[ReplicaCandidate]) -> list[str]:
         return self.chooser.rank(self.stream_id, self.opening, candidates)
 
     def went_to(self, replica_id: str) -> None:

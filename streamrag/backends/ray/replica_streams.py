@@ -18,8 +18,8 @@ from streamrag.backends.ray.replica_chooser import ReplicaChooser, Ticket
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused, WireEvent
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, EngineDeadError
-from streamrag.support.messages import kind_of
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.messages import type_name
+from streamrag.support.tasks import cancel_and_wait
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.025, 0.5
 """Seconds before a stream is offered again that all replicas refused; doubled each time."""
@@ -114,7 +114,7 @@ class NewestPrompt:
 
     async def aclose(self) -> None:
         """Stop reading prompts, and wait until the task has ended."""
-        await cancel_regardless([self.pulling])
+        await cancel_and_wait([self.pulling])
 
 
 class ReplicaStreams:
@@ -235,7 +235,7 @@ class _Stream:
                             yield shown
             finally:
                 self._chooser.ended(self._id)  # first: the next line raises on a cancellation
-                await cancel_regardless([pushing] if reading is None else [pushing, reading])
+                await cancel_and_wait([pushing] if reading is None else [pushing, reading])
 
     def _follow(self, event: WireEvent, ticket: Ticket) -> tuple[BackendEvent, ...]:
         match event:
@@ -260,7 +260,7 @@ class _Stream:
                 return (event,)
             case _:
                 raise BackendError(
-                    f"a replica sent an unexpected {kind_of(event)}: do all nodes have the same version of streamrag?"
+                    f"a replica sent an unexpected {type_name(event)}: do all nodes have the same version of streamrag?"
                 )
         return ()
 

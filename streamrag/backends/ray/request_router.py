@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from streamrag.backends.ray.replica_chooser import Candidate
+from streamrag.backends.ray.replica_chooser import ReplicaCandidate
 from streamrag.backends.ray.wire import Open
 from streamrag.support.clock import monotonic
 
@@ -60,8 +60,8 @@ class StreamRouter(RequestRouter):  # type: ignore[misc]
                     log.exception("the router failed: a query goes to any replica")
         return named_replica(candidate_replicas, pending_request) or [candidate_replicas]
 
-    def _candidate(self, name: str, replica: RunningReplica) -> Candidate:
+    def _candidate(self, name: str, replica: RunningReplica) -> ReplicaCandidate:
         stats = replica.routing_stats
         told_s, came_s = self._reports.get(name, (None, None))
         came_s = came_s if told_s == stats.get("told_s") else None
-        return Candidate(name, replica.max_ongoing_requests // CALLS_PER_STREAM, stats, came_s)
+        return ReplicaCandidate(name, replica.max_ongoing_requests // CALLS_PER_STREAM, stats, came_s)

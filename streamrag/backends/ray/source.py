@@ -96,7 +96,7 @@ async def _without_repeats(
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Append | Update):
-                context = context.become(UpdateMode().fold(context, event))
+                context = context.with_chunks(UpdateMode().fold(context, event))
             if num_same is not None and num_same < len(before) and _content(event) == before[num_same]:
                 num_same += 1
             elif num_same == len(before):
@@ -120,5 +120,5 @@ def _folded(events: Sequence[SourceEvent]) -> tuple[Chunk, ...]:
     context = Context()
     for event in events:
         if isinstance(event, Append | Update):
-            context = context.become(UpdateMode().fold(context, event))
+            context = context.with_chunks(UpdateMode().fold(context, event))
     return context

@@ -32,10 +32,10 @@ from streamrag.backends.vllm.scheduler.hooks import streaming_scheduler
 from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
 from streamrag.core import RequestClass
 from streamrag.engine.costs.copy_costs import CopyCosts
-from streamrag.engine.costs.step_profiles import Part
+from streamrag.engine.costs.step_profiles import StepPart
 from streamrag.errors import BackendError
 from streamrag.records import RequestRecord
-from streamrag.support.tasks import wait_regardless
+from streamrag.support.tasks import wait_shielded
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class SimulatedStep:
     num_tokens_of: dict[str, int]
 
 
-def by_parts(step_s: Callable[[Sequence[Part]], float]) -> Callable[[SchedulerOutput, float], float]:
+def by_parts(step_s: Callable[[Sequence[StepPart]], float]) -> Callable[[SchedulerOutput, float], float]:
     """Adapt a function of a step's parts to a function of the step and its start."""
 
     def compute_s(step: SchedulerOutput, start_s: float) -> float:
@@ -113,7 +113,7 @@ class SimulatedClient:
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._task.cancel()
-        await wait_regardless([self._task])
+        await wait_shielded([self._task])
 
     async def generate(
         self, query_id: str, token_ids: Sequence[int], num_output_tokens: int
@@ -175,7 +175,7 @@ class SimulatedClient:
                         yield tuple(output.new_token_ids)
             finally:
                 pushing.cancel()
-                await wait_regardless([pushing])
+                await wait_shielded([pushing])
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -7,7 +7,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
 from streamrag.backends.vllm.scheduler.request_log import RequestLog
 from streamrag.engine.swapping import DROPPED
-from streamrag.records import Outcome, RequestRecord
+from streamrag.records import RequestOutcome, RequestRecord
 
 
 @dataclass
@@ -51,7 +51,7 @@ class StockRecords:
         if request := self._requests.get(request_id):
             request.num_output_tokens += num_output_tokens
 
-    def end(self, request_id: str, outcome: Outcome, now_s: float) -> RequestRecord | None:
+    def end(self, request_id: str, outcome: RequestOutcome, now_s: float) -> RequestRecord | None:
         """Return the record of a request that has ended; None for an unknown request."""
         if (request := self._requests.pop(request_id, None)) is None:
             return None

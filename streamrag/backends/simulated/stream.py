@@ -14,7 +14,7 @@ from streamrag.core import AnswerChunk, Hint, Prefilled, RequestClass, common_pr
 Outputs: TypeAlias = "asyncio.Queue[EngineCoreOutput | Exception]"
 """Outputs of one request that have arrived, and the error if it failed."""
 
-Send: TypeAlias = Callable[[str, Sequence[int], int, PromptMessage], None]
+SendChunk: TypeAlias = Callable[[str, Sequence[int], int, PromptMessage], None]
 """Sends a chunk: the request's id, new tokens, length of the answer, and the message."""
 
 
@@ -33,7 +33,7 @@ class SimulatedStream:
     """A growing prompt and its answer. Created by `SimulatedClient.stream`."""
 
     def __init__(
-        self, send: Send, request_id: str, outputs: Outputs, num_output_tokens: int, request_class: RequestClass
+        self, send: SendChunk, request_id: str, outputs: Outputs, num_output_tokens: int, request_class: RequestClass
     ) -> None:
         self._send_chunk = send
         self._request_id = request_id

@@ -21,7 +21,7 @@ LONGEST_NAME = 1_000  # characters of a source's name
 LATEST_S = 1e12  # seconds on any clock; excludes NaN, infinity, and values too large for arithmetic
 
 # Bounded, because an integer of thousands of digits could not even be converted to text for an error.
-Count: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 63)]
+WireCount: TypeAlias = Annotated[int, Field(ge=0, lt=1 << 63)]
 Time: TypeAlias = Annotated[float, Field(ge=0, le=LATEST_S)]
 
 
@@ -33,8 +33,8 @@ class MalformedMessageError(ValueError):
 class PromptMessage:
     """The scheduler's metadata of a chunk, in addition to its tokens."""
 
-    index: Count  # number of the chunk in its stream, from 0
-    num_kept: Count  # leading tokens kept from the previous prompt; the request's own tokens follow them
+    index: WireCount  # number of the chunk in its stream, from 0
+    num_kept: WireCount  # leading tokens kept from the previous prompt; the request's own tokens follow them
     is_complete: bool  # whether the prompt is complete, and the answer is to be sampled
     arrival_s: Time | None = None
     """Arrival of the chunk, by `time.monotonic` of this host; None if the client runs on another host."""

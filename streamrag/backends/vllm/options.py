@@ -62,7 +62,7 @@ class SchedulerOptions:
     """Name or path of the hardware profile for cost comparisons; None for one derived from the model's shape."""
     records: NonEmptyText | None = None
     """A file to which the record of every request that ends is appended; see `streamrag.records.read_records`."""
-    tells_kv_use: bool = False
+    reports_kv_use: bool = False
     """Whether each step's stats carry a `KvUse`, in the stats of KV connectors: vLLM has no other extensible field."""
 
     @classmethod

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-from streamrag.backends.vllm.client.measured import EngineClient, MeasuredStep
-from streamrag.bench.profile.step_times import FreshTokens, Pass, StepTime, answer, steps_since
-from streamrag.engine.costs.step_parts import Part
+from streamrag.backends.vllm.client.measured_engine import EngineClient, MeasuredStep
+from streamrag.bench.profile.step_times import FreshTokens, MeasurementPass, StepTime, answer, steps_since
+from streamrag.engine.costs.step_parts import StepPart
 from streamrag.errors import BackendError
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 
 FIRST_SIZE = 64
 NUM_REPEATS, NUM_REPEATS_SMALL = 3, 9
@@ -45,9 +45,9 @@ class RecomputeTimes:
     steps: list[StepTime] = field(default_factory=list)
     """All measured steps."""
 
-    def as_pass(self) -> Pass:
+    def as_pass(self) -> MeasurementPass:
         """Return the steps, for the fit of a profile."""
-        return Pass(tuple(self.steps), ())
+        return MeasurementPass(tuple(self.steps), ())
 
 
 def prompt_sizes(max_model_len: int) -> list[int]:
@@ -103,7 +103,7 @@ class _Meter:
 
     async def alone(self, size: int) -> tuple[float, list[StepTime]]:
         """Time the prefill of `size` tokens, and return its seconds and its steps."""
-        parts: list[Part] = [*_chunks(size + 1, self._budget), (1, size + 1)]
+        parts: list[StepPart] = [*_chunks(size + 1, self._budget), (1, size + 1)]
         for _ in range(NUM_TRIES):
             num_before = len(self._client.steps)
             await answer(self._client, "recomputed", self._tokens.take(size + 1), 2)
@@ -162,7 +162,7 @@ class _Meter:
                 await event.wait()
             yield
         finally:
-            await cancel_regardless(tasks)
+            await cancel_and_wait(tasks)
 
 
 def _mixed_and_idle(
@@ -174,6 +174,6 @@ def _mixed_and_idle(
     return mixed, [b.end_s - a.end_s for a, b in pairs if b.num_requests == b.num_tokens == num_beside]
 
 
-def _chunks(num_tokens: int, size: int) -> Iterator[Part]:
+def _chunks(num_tokens: int, size: int) -> Iterator[StepPart]:
     for num_before in range(0, num_tokens, size):
         yield min(size, num_tokens - num_before), num_before

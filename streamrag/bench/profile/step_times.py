@@ -14,11 +14,11 @@ from itertools import pairwise
 from statistics import median
 from typing import Protocol
 
-from streamrag.backends.vllm.client.measured import EngineClient, MeasuredStep
+from streamrag.backends.vllm.client.measured_engine import EngineClient, MeasuredStep
 from streamrag.bench.provenance import versions
 from streamrag.bench.workload import Tokens
 from streamrag.engine.costs.curve_fit import fit_table
-from streamrag.engine.costs.step_parts import Part
+from streamrag.engine.costs.step_parts import StepPart
 from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.errors import BackendError
 from streamrag.trace.values import TracedChunk
@@ -47,7 +47,7 @@ class _Batch:
     num_context: int
     num_output_tokens: int = 1
 
-    def step_parts(self) -> Iterator[tuple[Part, ...]]:
+    def step_parts(self) -> Iterator[tuple[StepPart, ...]]:
         yield ((self.num_tokens, self.num_context),) * self.num_requests
         num_before = self.num_context + self.num_tokens
         for index in range(self.num_output_tokens - 1):
@@ -58,13 +58,13 @@ class _Batch:
 class StepTime:
     """The duration of a step (`step_s`), and the model's share of it (`elapsed_s`)."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
     step_s: float
     elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class MeasurementPass:
     """A pass of measurements on one engine."""
 
     steps: tuple[StepTime, ...]
@@ -93,14 +93,14 @@ async def measure_profile(
     """
     await warm_up(client, budget, max_model_len)
     clock = asyncio.get_running_loop().time
-    passes: list[Pass] = []
+    passes: list[MeasurementPass] = []
     start_s = clock()
     while not passes or (len(passes) < NUM_PASSES and clock() - start_s < PASSES_S):
         passes.append(await measure(client, budget, max_model_len, max_num_seqs))
     return table_profile(passes, client, name)
 
 
-def table_profile(passes: Sequence[Pass], engine: KvFacts, name: str) -> TableProfile:
+def table_profile(passes: Sequence[MeasurementPass], engine: KvFacts, name: str) -> TableProfile:
     """Fit a profile to the medians of all passes; the properties that are not times are those of `engine`."""
     usual_s = usual_step_s(passes)
     most = max(sum(new for new, _ in parts) for parts in usual_s)
@@ -123,15 +123,15 @@ def table_profile(passes: Sequence[Pass], engine: KvFacts, name: str) -> TablePr
     )
 
 
-def usual_step_s(passes: Sequence[Pass]) -> dict[tuple[Part, ...], float]:
+def usual_step_s(passes: Sequence[MeasurementPass]) -> dict[tuple[StepPart, ...], float]:
     """Return the median seconds of each kind of step."""
-    steps_s: dict[tuple[Part, ...], list[float]] = {}
+    steps_s: dict[tuple[StepPart, ...], list[float]] = {}
     for step in (step for one in passes for step in one.steps):
         steps_s.setdefault(step.parts, []).append(step.step_s)
     return {parts: median(of_one) for parts, of_one in steps_s.items()}
 
 
-def slow_factors(one: Pass, usual_s: Mapping[tuple[Part, ...], float]) -> list[float]:
+def slow_factors(one: MeasurementPass, usual_s: Mapping[tuple[StepPart, ...], float]) -> list[float]:
     """Return the slowdown factors of the longer half of the steps.
 
     Shorter steps are left out, because noise is a larger share of their time.
@@ -146,7 +146,7 @@ async def warm_up(client: EngineClient, budget: int, max_model_len: int) -> None
         await answer(client, "warm-up", FreshTokens("warm-up").take(num_tokens), 1)
 
 
-async def measure(client: EngineClient, budget: int, max_model_len: int, max_num_seqs: int) -> Pass:
+async def measure(client: EngineClient, budget: int, max_model_len: int, max_num_seqs: int) -> MeasurementPass:
     """Measure prefill and decode steps of one and several requests, with no, half and nearly the longest context.
 
     Several passes, spread over time, show how the machine's speed varies.
@@ -162,7 +162,7 @@ async def measure(client: EngineClient, budget: int, max_model_len: int, max_num
             if num_context + batch.num_tokens + batch.num_output_tokens < max_model_len:
                 steps += await _steps_of(client, batch, prefix, tokens, min(NUM_BLOCKER_TOKENS, most))
     sizes = [size for size in LONE_SIZES if size <= most]
-    return Pass(tuple(steps), tuple([await _beside_s(client, tokens.take(size)) for size in sizes]))
+    return MeasurementPass(tuple(steps), tuple([await _beside_s(client, tokens.take(size)) for size in sizes]))
 
 
 def _sizes(most: int) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from streamrag.errors import MissingDependencyError
 from streamrag.support.display_text import for_picture
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 
 def require_matplotlib() -> None:
@@ -79,7 +79,7 @@ def write_png(figure: Any, path: Path, title: str) -> None:
     figure.suptitle(for_picture(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=110)
-    write_whole(path, drawn.getvalue())
+    write_atomic(path, drawn.getvalue())
 
 
 def as_svg(figure: Any) -> str:

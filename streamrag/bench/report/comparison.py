@@ -82,7 +82,7 @@ def _floor(digest: Digest) -> Sequence[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class LoadComparison:
     """All cells of one load, by variant and rate of arrivals."""
 
     load: CellSettings
@@ -112,7 +112,7 @@ class Comparison:
         return _figure(ratio(statistic(baseline.values(_after)), statistic(pool.values(_after))), by_seed)
 
 
-def compare(digests: Iterable[Digest]) -> list[Comparison]:
+def compare(digests: Iterable[Digest]) -> list[LoadComparison]:
     """Return a comparison for each load, with variants ordered by arm, and rates ascending."""
     by_load: dict[CellSettings, dict[tuple[str, float | None], list[Digest]]] = {}
     for digest in digests:
@@ -122,13 +122,13 @@ def compare(digests: Iterable[Digest]) -> list[Comparison]:
     return [_comparison(load, groups) for load, groups in by_load.items()]
 
 
-def _comparison(load: CellSettings, groups: dict[tuple[str, float | None], list[Digest]]) -> Comparison:
+def _comparison(load: CellSettings, groups: dict[tuple[str, float | None], list[Digest]]) -> LoadComparison:
     pools = {
         key: Pool(tuple(sorted(digests, key=lambda digest: digest.settings.seed))) for key, digests in groups.items()
     }
     arms = {variant: ARMS.index(pool.settings.arm) for (variant, _), pool in pools.items()}
     rates = {qps for _, qps in pools}
-    return Comparison(
+    return LoadComparison(
         load=load,
         variants=tuple(sorted(arms, key=lambda variant: arms[variant])),
         qps=tuple(sorted(rates, key=lambda qps: -1.0 if qps is None else qps)),

@@ -23,7 +23,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class HtmlTable:
     """A table with column names, and above these optional `groups`: titles with their number of columns."""
 
     names: Sequence[str]

@@ -7,8 +7,8 @@ from typing import Any
 from streamrag.bench.grid import describe_load, describe_qps
 from streamrag.bench.report import plots
 from streamrag.bench.report.canvas import require_matplotlib
-from streamrag.bench.report.comparison import BASELINE, Comparison, Figure, Pool, compare
-from streamrag.bench.report.html import Cell, Table, cell, render, require_jinja
+from streamrag.bench.report.comparison import BASELINE, Figure, LoadComparison, Pool, compare
+from streamrag.bench.report.html import Cell, HtmlTable, cell, render, require_jinja
 from streamrag.bench.summary import PERCENTILES, Digest, Slos, spread
 from streamrag.engine.eviction import FATES
 from streamrag.support.versions import __version__
@@ -47,7 +47,7 @@ def _simulation(digests: Sequence[Digest]) -> tuple[float, float, float] | None:
     return (simulated_s, wall_s, simulated_s / wall_s) if wall_s > 0 else None
 
 
-def _load(comparison: Comparison, slos: Slos) -> dict[str, Any]:
+def _load(comparison: LoadComparison, slos: Slos) -> dict[str, Any]:
     return {
         "title": describe_load(comparison.load),
         "speed_ups": _speed_ups(comparison),
@@ -61,11 +61,11 @@ def _load(comparison: Comparison, slos: Slos) -> dict[str, Any]:
 
 
 def _table(
-    comparison: Comparison,
+    comparison: LoadComparison,
     groups: Sequence[tuple[str, Sequence[str]]],
     row: Callable[[str, Pool], list[Cell]],
     head: Callable[[float | None], list[Cell]] = lambda qps: [],
-) -> Table:
+) -> HtmlTable:
     """Return a table with a `head` row for each rate of arrivals, and below it a `row` for each variant."""
     width = 1 + sum(len(names) for _, names in groups)
     rows: list[list[Cell]] = []
@@ -75,10 +75,10 @@ def _table(
         pools = [(variant, comparison.pools.get((variant, qps))) for variant in comparison.variants]
         rows += [[Cell(""), *row(variant, pool)] for variant, pool in pools if pool]
     names = [name for _, group in groups for name in group]
-    return Table(["load", "arm", *names], rows, [("", 2), *((title, len(names)) for title, names in groups)])
+    return HtmlTable(["load", "arm", *names], rows, [("", 2), *((title, len(names)) for title, names in groups)])
 
 
-def _speed_ups(comparison: Comparison) -> Table:
+def _speed_ups(comparison: LoadComparison) -> HtmlTable:
     def row(variant: str, pool: Pool) -> list[Cell]:
         num_unanswered = sum(digest.num_unfinished for digest in pool.digests)
         note = f"{num_unanswered:,} never answered, and not counted" if num_unanswered else ""
@@ -105,7 +105,7 @@ def _speed_ups(comparison: Comparison) -> Table:
     return _table(comparison, groups, row, head)
 
 
-def _goodput(comparison: Comparison, slos: Slos) -> Table | None:
+def _goodput(comparison: LoadComparison, slos: Slos) -> HtmlTable | None:
     if not slos:
         return None
 
@@ -114,10 +114,10 @@ def _goodput(comparison: Comparison, slos: Slos) -> Table | None:
         return cell(pool.total(lambda d: d.goodput(slos) or 0.0) if pool else None)
 
     rows = [[Cell(variant), *(at(variant, qps) for qps in comparison.qps)] for variant in comparison.variants]
-    return Table(["arm", *map(describe_qps, comparison.qps)], rows)
+    return HtmlTable(["arm", *map(describe_qps, comparison.qps)], rows)
 
 
-def _work(comparison: Comparison) -> Table:
+def _work(comparison: LoadComparison) -> HtmlTable:
     """Return the table of preemptions, computed tokens and copies."""
     digests = [digest for pool in comparison.pools.values() for digest in pool.digests]
     fates = [fate for fate in reversed(FATES) if any(fate in (digest.num_preemptions or {}) for digest in digests)]
@@ -158,7 +158,7 @@ def _counts(pool: Pool, fates: Sequence[str], *, has_copies: bool) -> list[Cell]
     return counts
 
 
-def _arrivals(comparison: Comparison) -> dict[str, Any]:
+def _arrivals(comparison: LoadComparison) -> dict[str, Any]:
     """Return statistics of the load, from the cell with the most complete records: all variants have the same load."""
     digests = [digest for pool in comparison.pools.values() for digest in pool.digests]
     one = max(digests, key=lambda d: (len(d.gaps_s) > 0, len(d.num_tokens) > 0, len(d.num_chunks)))
@@ -180,7 +180,7 @@ def _arrivals(comparison: Comparison) -> dict[str, Any]:
     note = f"For one cell, {describe_qps(one.settings.qps)}, seed {one.settings.seed}; all arms have the same load."
     if not one.gaps_s:
         note += " Gaps are reported by streaming cells only, and none here has more than one chunk."
-    return {"note": note, "table": Table(["", "count", "mean", "P50", "P95", "P99", "max"], rows)}
+    return {"note": note, "table": HtmlTable(["", "count", "mean", "P50", "P95", "P99", "max"], rows)}
 
 
 def _provenance(digests: Iterable[Digest]) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from streamrag.bench.grid import describe_qps
 from streamrag.bench.report.canvas import as_svg, formatter, make_panels, plain_log_ticks, seconds_upwards
-from streamrag.bench.report.comparison import Comparison, Values
+from streamrag.bench.report.comparison import LoadComparison, Values
 from streamrag.support.display_text import for_picture
 
 GREY = "#8a8a8a"
@@ -25,7 +25,7 @@ TIMES: tuple[tuple[str, Values], ...] = (
 )
 
 
-def draw_ccdf(comparison: Comparison) -> str:
+def draw_ccdf(comparison: LoadComparison) -> str:
     """Plot the CCDF of `ttft_after_retrieval_s`, with one panel per rate of arrivals."""
     figure, panels = make_panels(len(comparison.qps), 3.5)
     for panel, qps in zip(panels, comparison.qps, strict=True):
@@ -42,7 +42,7 @@ def draw_ccdf(comparison: Comparison) -> str:
     return as_svg(figure)
 
 
-def draw_ttft_by_qps(comparison: Comparison) -> str | None:
+def draw_ttft_by_qps(comparison: LoadComparison) -> str | None:
     """Plot mean and P95 of both times to the first token by rate of arrivals; None for fewer than two rates."""
     rates = [qps for qps in comparison.qps if qps is not None]
     if len(rates) < 2:
@@ -65,7 +65,7 @@ def draw_ttft_by_qps(comparison: Comparison) -> str | None:
     return as_svg(figure)
 
 
-def _style(comparison: Comparison, variant: str) -> dict[str, Any]:
+def _style(comparison: LoadComparison, variant: str) -> dict[str, Any]:
     settings = {v: pool.settings for (v, _), pool in comparison.pools.items()}
     own = settings[variant]
     if own.arm != "streaming":
@@ -104,7 +104,7 @@ def _share_axis(panel: Any, num_requests: int) -> None:
     panel.grid(axis="x", color=GRID, linewidth=0.7)
 
 
-def _line(panel: Any, comparison: Comparison, variant: str, of: Values, name: str) -> None:
+def _line(panel: Any, comparison: LoadComparison, variant: str, of: Values, name: str) -> None:
     pools = [(qps, comparison.pools.get((variant, qps))) for qps in comparison.qps if qps is not None]
     figures = [(qps, pool.figure(of, name)) for qps, pool in pools if pool]
     points = [(qps, figure) for qps, figure in figures if math.isfinite(figure.value)]
@@ -114,7 +114,7 @@ def _line(panel: Any, comparison: Comparison, variant: str, of: Values, name: st
     panel.vlines(rates, [f.low for _, f in points], [f.high for _, f in points], color=style["color"], linewidth=1)
 
 
-def _legend(figure: Any, comparison: Comparison) -> None:
+def _legend(figure: Any, comparison: LoadComparison) -> None:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], label=for_picture(v), **_style(comparison, v)) for v in comparison.variants]

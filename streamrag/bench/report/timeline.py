@@ -25,7 +25,7 @@ ENGINE, REQUESTS = 1, 2  # process ids
 STEPS, COPIES_OUT, COPIES_IN = 1, 2, 3  # thread ids of the engine
 US_PER_S = 1e6
 
-Event: TypeAlias = dict[str, Any]
+TimelineEvent: TypeAlias = dict[str, Any]
 Arguments: TypeAlias = dict[str, Any]
 
 
@@ -52,7 +52,7 @@ def make_timeline(result: CellResult) -> dict[str, Any]:
     }
 
 
-def _engine_events(result: CellResult) -> Iterator[Event]:
+def _engine_events(result: CellResult) -> Iterator[TimelineEvent]:
     yield _named("process", "engine", ENGINE)
     yield _named("thread", "steps", ENGINE, STEPS)
     for number, step in enumerate(result.steps):
@@ -67,7 +67,7 @@ def _engine_events(result: CellResult) -> Iterator[Event]:
             yield from _slice(_Span(f"copy {direction}", copy.start_s, copy.end_s, arguments), ENGINE, thread)
 
 
-def _request_events(result: CellResult) -> Iterator[Event]:
+def _request_events(result: CellResult) -> Iterator[TimelineEvent]:
     yield _named("process", "requests", REQUESTS)
     computed: dict[str, list[_Span]] = {}
     for number, step in enumerate(result.steps):
@@ -85,7 +85,7 @@ def _request_events(result: CellResult) -> Iterator[Event]:
         yield from _track(request, track, steps or _without_steps(request), copies)
 
 
-def _track(request: RequestResult, track: int, steps: list[_Span], copies: list[_Span]) -> Iterator[Event]:
+def _track(request: RequestResult, track: int, steps: list[_Span], copies: list[_Span]) -> Iterator[TimelineEvent]:
     phases = [
         _Span("retrieval", request.arrival_s, request.retrieval_end_s, {"num_chunks": request.num_chunks}),
         _Span("answering", request.retrieval_end_s, request.first_token_s, {"floor_s": request.floor_s}),
@@ -152,11 +152,11 @@ def _in_order(*layers: Iterable[_Span]) -> list[_Span]:
     return flat
 
 
-def _named(what: str, name: str, process: int, thread: int = 0) -> Event:
+def _named(what: str, name: str, process: int, thread: int = 0) -> TimelineEvent:
     return {"name": f"{what}_name", "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _slice(span: _Span, process: int, thread: int) -> Iterator[Event]:
+def _slice(span: _Span, process: int, thread: int) -> Iterator[TimelineEvent]:
     """Yield a complete event, unless it is empty. Rounding both ends keeps adjacent slices from overlapping."""
     start_us, end_us = (round(s * US_PER_S, 3) for s in (span.start_s, span.end_s))
     if end_us > start_us:
@@ -164,6 +164,6 @@ def _slice(span: _Span, process: int, thread: int) -> Iterator[Event]:
         yield {"name": span.name, "ph": "X", **times, "pid": process, "tid": thread, "args": span.arguments}
 
 
-def _instant(name: str, at_s: float, track: int, arguments: Arguments) -> Event:
+def _instant(name: str, at_s: float, track: int, arguments: Arguments) -> TimelineEvent:
     ts = round(at_s * US_PER_S, 3)
     return {"name": name, "ph": "i", "s": "t", "ts": ts, "pid": REQUESTS, "tid": track, "args": arguments}

@@ -21,7 +21,7 @@ from streamrag.cli.bench.options import DESCRIPTION, EPILOG, VERBS, grid_of
 from streamrag.cli.output import Output
 from streamrag.errors import ConfigurationError
 from streamrag.support.display_text import json_text
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 TABLE_WIDTH = 120
 """Width of the table of figures without a terminal."""
@@ -123,7 +123,7 @@ def _write_report(
     store: CellStore, digests: Sequence[Digest], slos: Slos, failed: dict[str, str], console: Output
 ) -> None:
     path = store.folder / "report.html"
-    write_whole(path, make_report(digests, slos=slos, failed=failed))
+    write_atomic(path, make_report(digests, slos=slos, failed=failed))
     console.print_line(f"report: {path}")
 
 
@@ -134,7 +134,7 @@ def _write_json(path: Path, digests: Sequence[Digest], slos: Slos, failed: dict[
         "failed": [{"cell": describe_cell(settings), "error": error} for settings, error in failed.items()],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json_text(values) + "\n")
+    write_atomic(path, json_text(values) + "\n")
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -151,7 +151,7 @@ def _report(arguments: argparse.Namespace) -> int:
 def _timeline(arguments: argparse.Namespace) -> int:
     result = _kept_cell(arguments.source) if arguments.source else _fresh_cell(arguments)
     timeline = make_timeline(result)
-    write_whole(arguments.output, json.dumps(timeline, separators=(",", ":"), ensure_ascii=False))
+    write_atomic(arguments.output, json.dumps(timeline, separators=(",", ":"), ensure_ascii=False))
     console = Output(stderr=True)
     console.print_line(f"{arguments.output}: {describe_cell(result.settings)}; open it at https://ui.perfetto.dev")
     return 0

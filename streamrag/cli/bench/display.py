@@ -12,7 +12,7 @@ from rich.text import Text
 
 from streamrag.bench.cell import CellSettings
 from streamrag.bench.grid import describe_cell, describe_load, describe_qps, variant_name
-from streamrag.bench.report.comparison import Comparison, Figure, Pool
+from streamrag.bench.report.comparison import Figure, LoadComparison, Pool
 from streamrag.bench.report.html import figure_text
 from streamrag.bench.runner import CellEvent, CellFailed, CellFinished, CellProgressed, CellStarted
 from streamrag.bench.summary import PERCENTILES
@@ -89,7 +89,7 @@ class CellsView:
         self._progress.remove_task(self._running.pop(settings))
 
 
-def print_comparison(comparison: Comparison, console: Output) -> None:
+def print_comparison(comparison: LoadComparison, console: Output) -> None:
     """Print a table with a row for each rate of arrivals and variant."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("arm")
@@ -110,7 +110,7 @@ def print_comparison(comparison: Comparison, console: Output) -> None:
     console.print(LEGEND, style="dim")
 
 
-def _figures(comparison: Comparison, pool: Pool, variant: str, with_spread: bool) -> Iterable[str | Text]:
+def _figures(comparison: LoadComparison, pool: Pool, variant: str, with_spread: bool) -> Iterable[str | Text]:
     for name in PERCENTILES:
         yield _text(pool.figure(lambda d: d.ttft_after_retrieval_s, name), with_spread)
         up = comparison.speed_up(variant, pool.settings.qps, name)

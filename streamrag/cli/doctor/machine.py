@@ -41,7 +41,7 @@ MIN_SHM_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class InstalledExtra:
     """An extra of the package: its installed packages with their versions, and its missing packages."""
 
     extra: str
@@ -65,7 +65,7 @@ class Machine:
     """The results of the check; `problems` prevent serving, `advice` is optional."""
 
     versions: dict[str, str]
-    parts: list[Part]
+    parts: list[InstalledExtra]
     engine: str
     device: str
     dtype: str
@@ -112,7 +112,7 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
     return found
 
 
-def _part(extra: str, what_for: str) -> Part:
+def _part(extra: str, what_for: str) -> InstalledExtra:
     try:
         lines = metadata.requires("streamrag") or []
     except metadata.PackageNotFoundError:  # run from a checkout
@@ -120,7 +120,7 @@ def _part(extra: str, what_for: str) -> Part:
     pattern = rf"""extra == ['"]{re.escape(extra)}['"]"""
     names = [re.split(r"[^\w.-]", line)[0] for line in lines if re.search(pattern, line)]
     installed = installed_versions(*names)
-    return Part(extra, what_for, installed, tuple(name for name in names if name not in installed))
+    return InstalledExtra(extra, what_for, installed, tuple(name for name in names if name not in installed))
 
 
 def _dtype_rule(capabilities: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`streamrag index calibrate`: measure how early a search's results are final, for `WorthSending`."""
+"""`streamrag index calibrate`: measure how early a search's results are final, for `SelectiveUpdates`."""
 
 import argparse
 import asyncio
@@ -16,7 +16,7 @@ from streamrag.core.lifecycle import start_all
 from streamrag.errors import ConfigurationError
 from streamrag.sources.emission.calibrate import calibrate
 from streamrag.sources.emission.calibration import Calibration, Odds
-from streamrag.sources.emission.calibration_queries import HeldOut, read_queries, sentences
+from streamrag.sources.emission.calibration_queries import LeaveOneOut, draw_sentences, read_queries
 
 DESCRIPTION = """\
 Searches INDEX for many queries, and counts the stage of the search at which the
@@ -79,10 +79,10 @@ async def _calibrate(arguments: argparse.Namespace, console: Output) -> Calibrat
         queries = await asyncio.to_thread(read_queries, arguments.queries, arguments.num_queries)
         source = make_source(arguments)
     else:
-        places = await asyncio.to_thread(sentences, arguments.index, arguments.num_queries, arguments.seed)
+        places = await asyncio.to_thread(draw_sentences, arguments.index, arguments.num_queries, arguments.seed)
         twice = arguments.sentences and 2 * arguments.sentences  # the best ones may be in the passage left out
-        whole = make_source(arguments, k=arguments.k + 1, sentences=twice)
-        queries, source = [*places], HeldOut(whole, places, arguments.sentences or arguments.k)
+        whole = make_source(arguments, k=arguments.k + 1, draw_sentences=twice)
+        queries, source = [*places], LeaveOneOut(whole, places, arguments.sentences or arguments.k)
     async with await start_all([source], lambda line: console.print_line(line, style="dim")):
         with step_bars(console) as show:
             return await calibrate(

@@ -10,7 +10,7 @@ from streamrag.cli.index import calibration
 from streamrag.cli.output import Output
 from streamrag.cli.progress import step_bars
 from streamrag.cli.source_options import DSN_HELP
-from streamrag.serve.config.source_factory import dsn_of
+from streamrag.serve.config.source_factory import resolve_dsn
 from streamrag.sources.index.build import build_index
 from streamrag.sources.index.changes import add_documents, remove_documents
 from streamrag.sources.index.generation import IndexSummary
@@ -148,7 +148,7 @@ def _fill_table(arguments: argparse.Namespace) -> int:
     with _progress_and_summary() as (show, tell):
         summary = build_table(
             arguments.folder,
-            dsn_of(arguments.to),
+            resolve_dsn(arguments.to),
             table=arguments.table,
             embedder=arguments.embedder,
             words=arguments.words,

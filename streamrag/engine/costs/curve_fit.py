@@ -6,7 +6,7 @@ from itertools import pairwise
 from statistics import median
 
 from streamrag.engine.costs.copy_costs import CopyPoint
-from streamrag.engine.costs.step_parts import Part, context_pairs, own_pairs
+from streamrag.engine.costs.step_parts import StepPart, context_pairs, own_pairs
 from streamrag.errors import ConfigurationError, MissingDependencyError
 
 
@@ -28,7 +28,7 @@ def require_scipy() -> None:
         raise MissingDependencyError("scipy", "pip install scipy") from None
 
 
-def fit_table(measured: Sequence[tuple[Sequence[Part], float]], knots: Sequence[int]) -> FittedCosts:
+def fit_table(measured: Sequence[tuple[Sequence[StepPart], float]], knots: Sequence[int]) -> FittedCosts:
     """Fit non-negative costs to steps, by least squares of relative errors.
 
     measured: the parts of each step, and its seconds.

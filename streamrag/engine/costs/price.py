@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from streamrag.engine.costs.step_profiles import DEFAULT_BUDGET, Part, StepProfile, recompute_s
+from streamrag.engine.costs.step_profiles import DEFAULT_BUDGET, StepPart, StepProfile, recompute_s
 from streamrag.errors import ConfigurationError
 
 WEIGHT = 0.1
@@ -82,7 +82,7 @@ class Price:
         """Return the seconds until the queue of copies in is expected to be empty."""
         return max(self._in_free_s - now_s, 0.0)
 
-    def share(self, parts: Sequence[Part], index: int, num_tokens: int) -> float:
+    def share(self, parts: Sequence[StepPart], index: int, num_tokens: int) -> float:
         """Return the share of a step's time that the first `num_tokens` tokens of part `index` add to it."""
         num_new, num_before = parts[index]
         rest = [(num_new - num_tokens, num_before + num_tokens)] if num_tokens < num_new else []
@@ -99,7 +99,7 @@ class Price:
             self._in_free_s = max(self._in_free_s, now_s) + self.load_s(num_in)
 
     def observe_step(
-        self, parts: Sequence[Part], duration_s: float, copies_s: float, *, is_held_up: bool = False
+        self, parts: Sequence[StepPart], duration_s: float, copies_s: float, *, is_held_up: bool = False
     ) -> None:
         """Record the duration of a step, and of its copies.
 

@@ -15,7 +15,7 @@ from streamrag.engine.costs.paper_profiles import is_paper_profile, read_paper_p
 from streamrag.engine.costs.step_profiles import AnalyticProfile, StepProfile, TableProfile
 from streamrag.errors import ConfigurationError
 from streamrag.support.bounded_reading import as_dataclass, parse_json, read_bytes
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 
 MAX_NUMBER = 10**15
 """The largest integer in a profile."""
@@ -62,7 +62,7 @@ def save_profile(profile: StepProfile, path: Path) -> None:
     :raises ConfigurationError: the file cannot be written.
     """
     kind = "analytic" if isinstance(profile, AnalyticProfile) else "table"
-    write_whole(path, json.dumps({"kind": kind, **asdict(profile)}, indent=2) + "\n")
+    write_atomic(path, json.dumps({"kind": kind, **asdict(profile)}, indent=2) + "\n")
 
 
 def _read(path: str) -> dict[str, Any]:

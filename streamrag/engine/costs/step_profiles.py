@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from streamrag.engine.costs.copy_costs import CopyCosts, linear_copies
-from streamrag.engine.costs.step_parts import Part as Part
+from streamrag.engine.costs.step_parts import StepPart as StepPart
 from streamrag.engine.costs.step_parts import context_pairs, own_pairs
 from streamrag.errors import ConfigurationError
 
@@ -86,7 +86,7 @@ class AnalyticProfile:
             block_bytes, self.host_bandwidth_bytes_per_s, self.host_latency_s, is_overlapped=self.is_overlapped
         )
 
-    def step_s(self, parts: Sequence[Part]) -> float:
+    def step_s(self, parts: Sequence[StepPart]) -> float:
         """Return the seconds of a step with these parts, at least one."""
         model, num_devices = self.model, self.tensor_parallel_size
         num_new = sum(new for new, _ in parts)
@@ -130,7 +130,7 @@ class TableProfile:
         if len(tokens) < 2 or any(a >= b for a, b in pairwise(tokens)):
             raise ConfigurationError(f"profile {self.name!r}: points must be two or more, ascending; got {tokens}")
 
-    def step_s(self, parts: Sequence[Part]) -> float:
+    def step_s(self, parts: Sequence[StepPart]) -> float:
         """Return the seconds of a step with these parts, at least one."""
         num_new = sum(new for new, _ in parts)
         own_pair_s = self.pair_s if self.own_pair_s is None else self.own_pair_s
@@ -149,7 +149,7 @@ StepProfile: TypeAlias = AnalyticProfile | TableProfile
 
 
 def recompute_s(
-    profile: StepProfile, start: int, end: int, budget: int = DEFAULT_BUDGET, beside: Sequence[Part] = ()
+    profile: StepProfile, start: int, end: int, budget: int = DEFAULT_BUDGET, beside: Sequence[StepPart] = ()
 ) -> float:
     """Return the seconds that computing tokens [start, end) of one request adds to steps of at most `budget` tokens.
 
@@ -169,6 +169,6 @@ def recompute_s(
     return sum(profile.step_s([part]) for part in _chunks(start, end + 1, room)) - profile.step_s([(1, end)])
 
 
-def _chunks(start: int, end: int, size: int) -> Iterator[Part]:
+def _chunks(start: int, end: int, size: int) -> Iterator[StepPart]:
     for num_before in range(start, end, size):
         yield min(size, end - num_before), num_before

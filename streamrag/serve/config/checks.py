@@ -91,7 +91,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def hosts_of(settings: Settings, *, has_keys: bool) -> frozenset[str] | None:
+def permitted_hosts(settings: Settings, *, has_keys: bool) -> frozenset[str] | None:
     """Return the permitted names in the Host header; None permits any.
 
     Prevents DNS rebinding, by which a foreign page resolves its own name to this address. Such a page has no key, so

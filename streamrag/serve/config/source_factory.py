@@ -30,7 +30,7 @@ def make_source(settings: SourceSettings) -> Source | None:
         from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
         from streamrag.sources.postgres.source import PgVectorSource
 
-        dsn = dsn_of(settings.postgres.get_secret_value())
+        dsn = resolve_dsn(settings.postgres.get_secret_value())
         embedder = settings.embedder or DEFAULT_EMBEDDER
         return PgVectorSource(dsn, table=settings.table, k=settings.k, embedder=embedder)
     if settings.trace is not None:
@@ -44,7 +44,7 @@ def make_source(settings: SourceSettings) -> Source | None:
     return WebSource(list(settings.urls), **{name: getattr(settings, name) for name in CRAWL})
 
 
-def dsn_of(text: str, environment: Mapping[str, str] = os.environ) -> str:
+def resolve_dsn(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return a DSN; `env:NAME` is read from the environment. Raises ConfigurationError if NAME is not set."""
     if not text.startswith("env:"):
         return text

@@ -33,7 +33,7 @@ MAX_S_PER_BYTE = 0.000_004
 """Maximum CPU seconds to parse one byte. Anything longer was something else, such as garbage collection."""
 
 
-class Connection(asyncio.BufferedProtocol):
+class HttpConnection(asyncio.BufferedProtocol):
     """A proxy between asyncio's transport and uvicorn's protocol: a protocol for one, a transport for the other.
 
     Reads little per turn of the event loop, and pauses if parsing takes too much CPU time. `close` takes effect even if
@@ -147,7 +147,7 @@ class BoundedProtocol(H11Protocol):
     """uvicorn's HTTP protocol, with limits."""
 
     limits: Limits
-    transport: Connection  # type: ignore[assignment]
+    transport: HttpConnection  # type: ignore[assignment]
     _timer: asyncio.TimerHandle | None = None
     _is_pipelined = False
 
@@ -236,9 +236,9 @@ def bounded_protocol(limits: Limits) -> Callable[..., asyncio.BaseProtocol]:
     """Return a protocol factory for uvicorn."""
     share = FairShare()
 
-    def connect(*args: Any, **options: Any) -> Connection:
+    def connect(*args: Any, **options: Any) -> HttpConnection:
         protocol = BoundedProtocol(*args, **options)
         protocol.limits = limits
-        return Connection(protocol, Account(share))
+        return HttpConnection(protocol, Account(share))
 
     return connect

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from streamrag.serve.failures import Failure, failure_of
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 
 MAX_UNSENT = 16  # events that are buffered for a slow reader, before backpressure stops its query
 PING_S = 15
@@ -62,7 +62,7 @@ async def respond(
         first = await unless_disconnected(first_event(), receive or request.receive)
     except BaseException:
         events.close()
-        await cancel_regardless([task])
+        await cancel_and_wait([task])
         raise
     has_begun = True
     return _EventStream(first, events, task, receive, send_timeout_s)
@@ -94,7 +94,7 @@ class _EventStream(EventSourceResponse):
             pass  # the client reads too slowly: uvicorn closes the unfinished response
         finally:
             self._events.close()
-            await cancel_regardless([self._task])
+            await cancel_and_wait([self._task])
 
 
 async def unless_disconnected(work: Awaitable[T], receive: Receive) -> T:
@@ -110,6 +110,6 @@ async def unless_disconnected(work: Awaitable[T], receive: Receive) -> T:
         if not tasks[0].done():
             raise ClientDisconnect
     finally:
-        await cancel_regardless(tasks)
+        await cancel_and_wait(tasks)
     result: T = tasks[0].result()
     return result

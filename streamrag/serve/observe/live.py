@@ -17,9 +17,9 @@ from starlette.routing import Route
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.failures import RequestError
 from streamrag.serve.observe.metrics import kv_use_of
-from streamrag.serve.observe.observer import Interface, Observer, Outcome, Refusal, ServedQuery
+from streamrag.serve.observe.observer import Interface, Observer, QueryOutcome, Refusal, ServedQuery
 from streamrag.serve.service import Service
-from streamrag.telemetry import Answer, Event, TokensGenerated
+from streamrag.telemetry import Answer, QueryEvent, TokensGenerated
 
 NUM_ENDED = 20  # number of ended queries that are kept
 NUM_TTFTS = 256  # number of recent queries in the percentiles of the time to first token
@@ -60,12 +60,12 @@ class Live(Observer):
     def query_started(self, query: ServedQuery) -> None:
         self._count("started", 1)
 
-    def query_event(self, query: ServedQuery, event: Event) -> None:
+    def query_event(self, query: ServedQuery, event: QueryEvent) -> None:
         if isinstance(event, TokensGenerated):
             self._count("output_tokens", len(event.token_ids))
 
     def query_ended(
-        self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
+        self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
     ) -> None:
         self._ended.appendleft({**self._describe(query), "outcome": outcome})
         self._count("ended", 1)

@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO, TypeAlias
 from urllib.parse import quote, quote_plus
 
 from streamrag.serve.failures import failure_of
-from streamrag.serve.observe.observer import Interface, Observer, Outcome, Refusal, ServedQuery, current_query
+from streamrag.serve.observe.observer import Interface, Observer, QueryOutcome, Refusal, ServedQuery, current_query
 from streamrag.support.display_text import one_line, sanitize
 from streamrag.telemetry import Answer
 
@@ -59,7 +59,7 @@ class QueryLog(Observer):
         self._with_text = with_text
 
     def query_ended(
-        self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
+        self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
     ) -> None:
         fields = {**_query_fields(query), **_error_fields(outcome, error)}
         if answer is not None:
@@ -100,7 +100,7 @@ def _answer_fields(answer: Answer) -> dict[str, Any]:
     return fields
 
 
-def _error_fields(outcome: Outcome, error: BaseException | None) -> dict[str, Any]:
+def _error_fields(outcome: QueryOutcome, error: BaseException | None) -> dict[str, Any]:
     if outcome == "answered":
         return {"status": 200}
     if outcome == "left" or error is None:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from streamrag.records import KvUse, RequestRecord
-from streamrag.serve.observe.observer import Interface, Observer, Outcome, Phase, Refusal, ServedQuery
+from streamrag.serve.observe.observer import Interface, Observer, Phase, QueryOutcome, Refusal, ServedQuery
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer
 
@@ -120,7 +120,7 @@ class Metrics(Observer):
         self.kv = {field: self._kv_gauge(*what) for field, what in KV.items()}
 
     def query_ended(
-        self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
+        self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
     ) -> None:
         self.queries.labels(query.interface, outcome, *self._client(query.client)).inc()
         self.total.labels(query.interface).observe(query.age_s)

@@ -13,15 +13,15 @@ from streamrag.telemetry import (
     ContextChanged,
     ContextComplete,
     DocumentSkipped,
-    Event,
     PrefillProgressed,
+    QueryEvent,
     RetrievalStarted,
     TokensGenerated,
 )
 
 Interface: TypeAlias = Literal["chat", "responses", "websocket", "retrieve", "streams", "ask", "mcp", "sessions"]
 
-Outcome: TypeAlias = Literal[
+QueryOutcome: TypeAlias = Literal[
     "answered",
     "left",  # the client left or cancelled
     "deadline",
@@ -64,7 +64,7 @@ class QueryProgress:
     num_prefilled: int = 0  # number of leading tokens of the newest prompt whose KV is known to be computed
     num_output_tokens: int = 0
 
-    def follow(self, event: Event) -> None:
+    def follow(self, event: QueryEvent) -> None:
         """Update the progress from an event."""
         match event:
             case TokensGenerated():
@@ -148,12 +148,12 @@ class Observer(Protocol):
         """
         return
 
-    def query_event(self, query: ServedQuery, event: Event) -> None:
+    def query_event(self, query: ServedQuery, event: QueryEvent) -> None:
         """React to an event of a query, before the client gets it."""
         return
 
     def query_ended(
-        self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
+        self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
     ) -> None:
         """React to the end of a query; called once. `answer` is set if it was answered; otherwise `error` may be."""
         return
@@ -176,12 +176,12 @@ class Observers(Observer):
     def query_started(self, query: ServedQuery) -> None:
         self._notify("query_started", query)
 
-    def query_event(self, query: ServedQuery, event: Event) -> None:
+    def query_event(self, query: ServedQuery, event: QueryEvent) -> None:
         query.progress.follow(event)
         self._notify("query_event", query, event)
 
     def query_ended(
-        self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
+        self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
     ) -> None:
         query.progress.end(answer)
         self._notify("query_ended", query, outcome, answer, error)

@@ -22,7 +22,7 @@ from streamrag.errors import MissingDependencyError
 from streamrag.records import RequestRecord
 from streamrag.serve.failures import failure_of
 from streamrag.serve.observe.logs import hide
-from streamrag.serve.observe.observer import Observer, Outcome, QueryProgress, ServedQuery
+from streamrag.serve.observe.observer import Observer, QueryOutcome, QueryProgress, ServedQuery
 from streamrag.support.versions import __version__
 from streamrag.telemetry import (
     Answer,
@@ -30,7 +30,7 @@ from streamrag.telemetry import (
     ContextChanged,
     ContextComplete,
     DocumentSkipped,
-    Event,
+    QueryEvent,
     RetrievalCutShort,
     RetrievalStarted,
     SourceFailed,
@@ -128,7 +128,7 @@ class Tracing(Observer):
         _PROPAGATOR.inject(headers, current)
         trace_headers.set(headers)
 
-    def query_event(self, query: ServedQuery, event: Event) -> None:
+    def query_event(self, query: ServedQuery, event: QueryEvent) -> None:
         traced = self._traced[id(query)]
         match event:
             case RetrievalStarted():
@@ -148,7 +148,7 @@ class Tracing(Observer):
                 self._add_event(traced, "cut_short", event.at_s, {})
 
     def query_ended(
-        self, query: ServedQuery, outcome: Outcome, answer: Answer | None, error: BaseException | None
+        self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
     ) -> None:
         traced = self._traced.pop(id(query))
         attach(traced.before)
@@ -164,7 +164,7 @@ class Tracing(Observer):
             traced.span.set_status(StatusCode.ERROR, f"{kind}: {reason[:MAX_TEXT]}")
         traced.span.end(traced.at_ns(now_s))
 
-    def _end_attributes(self, progress: QueryProgress, outcome: Outcome, answer: Answer | None) -> dict[str, Any]:
+    def _end_attributes(self, progress: QueryProgress, outcome: QueryOutcome, answer: Answer | None) -> dict[str, Any]:
         record = None if answer is None else answer.record
         return {
             "streamrag.outcome": outcome,

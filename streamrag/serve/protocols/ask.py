@@ -21,7 +21,7 @@ from streamrag.serve.protocols.event_stream import respond_with_events, write_ev
 from streamrag.serve.request_fields import SAMPLING, parse_turn, sampling
 from streamrag.serve.service import Service
 
-QUERY_FIELDS = {"max_context_tokens", "deadline_s", "late_share", "overlap"}
+QUERY_FIELDS = {"max_context_tokens", "deadline_s", "reserve_fraction", "overlap"}
 
 
 class QueryRequest(StrictModel):
@@ -37,7 +37,7 @@ class QueryRequest(StrictModel):
     stop: list[str] | None = None
     max_context_tokens: int | None = None
     deadline_s: float | None = None
-    late_share: float | None = None
+    reserve_fraction: float | None = None
     overlap: bool | None = None
 
     def query_options(self, service: Service) -> QueryOptions:

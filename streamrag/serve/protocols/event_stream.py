@@ -22,7 +22,7 @@ from streamrag.serve.connections.json_body import encode_json
 from streamrag.serve.connections.sse import Produce, Write, respond
 from streamrag.serve.failures import Failure, failure_of
 from streamrag.serve.service import Service
-from streamrag.telemetry import Answer, Answered, ContextChanged, Event, SourceFailed
+from streamrag.telemetry import Answer, Answered, ContextChanged, QueryEvent, SourceFailed
 
 PRIVATE_FIELDS = ("token_ids", "record", "source_error", "submitted_s")
 """Fields of an answer that are not sent, or not as they are."""
@@ -30,7 +30,7 @@ PRIVATE_FIELDS = ("token_ids", "record", "source_error", "submitted_s")
 _INNER_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 
 
-async def write_events(write: Write, events: AsyncIterator[Event]) -> None:
+async def write_events(write: Write, events: AsyncIterator[QueryEvent]) -> None:
     """Write the events of one query in order, each changed context as a splice of the previous one."""
     context: tuple[Chunk, ...] = ()
     async for event in events:
@@ -39,17 +39,17 @@ async def write_events(write: Write, events: AsyncIterator[Event]) -> None:
             context = event.chunks
 
 
-def encode(event: Event, context: tuple[Chunk, ...] = ()) -> ServerSentEvent:
+def encode(event: QueryEvent, context: tuple[Chunk, ...] = ()) -> ServerSentEvent:
     """Return an event as SSE; `context` is the one before it."""
     return ServerSentEvent(encode_json(event_values(event, context)), event=event_name(event))
 
 
-def event_name(event: Event) -> str:
+def event_name(event: QueryEvent) -> str:
     """Return an event's name, such as "chunk_arrived"."""
     return _INNER_CAPITAL.sub("_", type(event).__name__).lower()
 
 
-def event_values(event: Event, context: tuple[Chunk, ...] = ()) -> dict[str, Any]:
+def event_values(event: QueryEvent, context: tuple[Chunk, ...] = ()) -> dict[str, Any]:
     """Return an event's fields, for JSON. An answer's token ids and engine record are left out.
 
     A changed context is a splice of `context`: after its first `at` chunks, `num_removed` are removed and `chunks`
@@ -100,7 +100,7 @@ async def respond_with_events(
     return await respond(request, produce, on_failure=encode_failure, send_timeout_s=timeout_s, receive=receive)
 
 
-async def wait_for_answer(query: AbstractAsyncContextManager[AsyncIterator[Event]]) -> Answer:
+async def wait_for_answer(query: AbstractAsyncContextManager[AsyncIterator[QueryEvent]]) -> Answer:
     """Wait for the complete answer to a query, and return it."""
     async with query as events:
         async for event in events:

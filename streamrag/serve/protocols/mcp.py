@@ -21,7 +21,7 @@ from streamrag.serve.connections.json_body import checked_body
 from streamrag.serve.connections.sse import unless_disconnected
 from streamrag.serve.failures import failure_of
 from streamrag.serve.service import Service
-from streamrag.telemetry import Answer, Answered, ChunkArrived, ContextComplete, Event, TokensGenerated
+from streamrag.telemetry import Answer, Answered, ChunkArrived, ContextComplete, QueryEvent, TokensGenerated
 
 if TYPE_CHECKING:
     from mcp.server import MCPServer
@@ -139,7 +139,7 @@ class _Progress:
         self._num_chunks = 0
         self._is_answering = False
 
-    def message(self, event: Event) -> str | None:
+    def message(self, event: QueryEvent) -> str | None:
         """Return a message about `event`, or None if it needs none."""
         message = None
         match event:

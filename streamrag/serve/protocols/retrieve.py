@@ -25,7 +25,7 @@ from streamrag.serve.failures import RequestError
 from streamrag.serve.open_queries import OpenQuery
 from streamrag.serve.protocols.event_stream import encode, respond_with_events
 from streamrag.serve.service import Service
-from streamrag.support.messages import short
+from streamrag.support.messages import short_repr
 from streamrag.support.tasks import LET_GO_S
 from streamrag.telemetry import ChunkArrived, DocumentSkipped, RetrievalCutShort, RetrievalStarted
 from streamrag.trace.events import encode_event
@@ -87,7 +87,7 @@ async def _write_retrieval(write: Write, opened: OpenQuery, source: Source, quer
     except StreamRagError:
         raise
     except Exception as error:  # a third-party source may raise anything
-        raise SourceError(f"{part_name(source)} failed: {short(error)}") from error
+        raise SourceError(f"{part_name(source)} failed: {short_repr(error)}") from error
     opened.is_answered = True
     done = {"at_s": time.monotonic() - start_s, "num_events": num_events, "num_chunks": num_chunks}
     await write(ServerSentEvent(encode_json(done), event="done"))

@@ -30,7 +30,7 @@ from streamrag.serve.failures import RequestError
 from streamrag.serve.protocols.ask import QueryRequest
 from streamrag.serve.protocols.event_stream import respond_with_events, write_events
 from streamrag.serve.service import Service
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 from streamrag.trace.events import EventLine, LineCodec, LineError
 
 LINES_A_TURN = 64  # lines that are parsed in one turn of the event loop: a few hundred microseconds
@@ -71,7 +71,7 @@ def routes(service: Service) -> list[Route]:
                 async with service.events(caller, "streams", first.query, source=body, **options) as events:
                     await write_events(write, events)
             finally:
-                await cancel_regardless([reader])
+                await cancel_and_wait([reader])
 
         return await respond_with_events(request, service, produce, receive=body.wait_until_left)
 

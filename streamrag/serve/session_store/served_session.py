@@ -15,7 +15,7 @@ from streamrag.serve.limits import Limits
 from streamrag.serve.open_queries import Caller
 from streamrag.sessions import Session, Watch
 from streamrag.sessions.log import SessionLog
-from streamrag.support.tasks import Broadcast, cancel_regardless
+from streamrag.support.tasks import Broadcast, cancel_and_wait
 
 MAX_KEPT_EVENTS = 256  # events that are kept for readers that reconnect with the id of the last event they got
 MAX_SHOWN = 200  # characters of a watched question in events, because every reader gets all questions repeatedly
@@ -155,7 +155,7 @@ class ServedSession:
         """Close the session; with `forgets`, remove its log."""
         async with self.starting:
             await self.session.aclose(forgets=forgets)
-        await cancel_regardless([*(task for _, task in self.watches.values()), *self.reporters])
+        await cancel_and_wait([*(task for _, task in self.watches.values()), *self.reporters])
         self.news.wake()
 
     def watch(self, name: str, question: str, limits: Limits, **options: Any) -> None:

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from streamrag.errors import ConfigurationError, SessionLogError, SessionLogInUseError, TooManySessionsError
-from streamrag.serve.failures import RefusedError, RequestError
+from streamrag.serve.failures import NotAdmittedError, RequestError
 from streamrag.serve.observe.observer import Refusal
 from streamrag.serve.service import Service
 from streamrag.serve.session_store.served_session import ServedSession
 from streamrag.sessions import Session, SessionLimits
-from streamrag.sessions.limits import SessionBooks
+from streamrag.sessions.limits import SessionRegistry
 from streamrag.sessions.log import SessionLog
-from streamrag.sessions.log.contents import Header
+from streamrag.sessions.log.contents import SessionHeader
 from streamrag.sessions.log.file import LogFile, read_header
 from streamrag.sessions.question import Question
-from streamrag.support.tasks import cancel_regardless, run_regardless
+from streamrag.support.tasks import cancel_and_wait, run_shielded
 
 SWEEP_S = 5.0  # seconds between two sweeps, which close idle sessions and end readers whose key was revoked
 TOUCH_SHARE = 0.05  # how far a log's time of last use may lag if the service is killed, as a share of the idle timeout
@@ -52,7 +52,7 @@ class SessionFolder:
         """Return the path of this session's log."""
         return self._path / f"{id}.sqlite"
 
-    def sessions(self) -> Iterator[tuple[str, Header, float]]:
+    def sessions(self) -> Iterator[tuple[str, SessionHeader, float]]:
         """Yield each session's id, the header of its log, and the seconds since its last use. Skip unreadable logs."""
         for path in sorted(self._path.iterdir()):
             match = _LOG_NAME.fullmatch(path.name)
@@ -78,7 +78,7 @@ class SessionStore:
         self._service = service
         self._sessions: dict[str, ServedSession] = {}
         limits = service.limits
-        self._books = SessionBooks(
+        self._books = SessionRegistry(
             SessionLimits(
                 limits.max_sessions,
                 limits.max_sessions_per_client,
@@ -108,7 +108,7 @@ class SessionStore:
         try:  # `longest_window` bounds the windows of resumed logs, which may be corrupt
             self._books.check(client, num_tokens, longest_window=most)
         except TooManySessionsError as error:
-            raise RefusedError(str(error), cast(Refusal, error.limit), RETRY_S) from None
+            raise NotAdmittedError(str(error), cast(Refusal, error.limit), RETRY_S) from None
         served = self._add(f"sess_{uuid.uuid4().hex}", client, num_tokens, options)  # counted before the first await
         try:
             async with served.starting:
@@ -175,7 +175,7 @@ class SessionStore:
 
     def _check_not_draining(self) -> None:
         if self._service.admission.is_draining:
-            raise RefusedError("the service is stopping", "draining", 5.0)
+            raise NotAdmittedError("the service is stopping", "draining", 5.0)
 
     async def close(self, served: ServedSession) -> None:
         """Close a session and remove its log. Raises RequestError if another service has opened it."""
@@ -191,14 +191,14 @@ class SessionStore:
     async def aclose(self) -> None:
         """Close all sessions and keep their logs."""
         if self._sweeper is not None:
-            await cancel_regardless([self._sweeper])
+            await cancel_and_wait([self._sweeper])
         sessions = list(self._sessions.values())
         await asyncio.gather(*(self._close(each, forgets=False) for each in sessions))
         await asyncio.gather(*(each.touch() for each in sessions))
 
     async def _close(self, served: ServedSession, *, forgets: bool) -> None:
         self._forget(served)
-        await run_regardless(served.end(forgets=forgets), "streamrag session closes")
+        await run_shielded(served.end(forgets=forgets), "streamrag session closes")
 
     def _forget(self, served: ServedSession) -> None:
         self._sessions.pop(served.id, None)

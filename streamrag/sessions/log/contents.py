@@ -1,6 +1,6 @@
 """The tables of a session's log. Functions here block.
 
-meta       one row for each field of `Header`
+meta       one row for each field of `SessionHeader`
 chunks     chunks in the window and in the buffer
 watches    options of named watches, as JSON
 """
@@ -32,21 +32,21 @@ CHUNK_COLUMNS = ("text", "uri", "title", "passage", "score")
 MAX_NUMBER = 1 << 52
 """Bound on all counts, below SQLite's limit. A log with a larger number is damaged."""
 
-Count = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
+LoggedCount = Annotated[int, Field(ge=0, lt=MAX_NUMBER)]
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class SessionHeader:
     """The options and counts from which a session resumes."""
 
     system: str
     window_tokens: Annotated[int, Field(ge=1)]
     slide_share: Annotated[float, Field(gt=0, lt=1)]
     owner: str = ""
-    num_appended: Count = 0
-    num_dropped: Count = 0
-    num_slid: Count = 0
-    num_events: Count = 0
+    num_appended: LoggedCount = 0
+    num_dropped: LoggedCount = 0
+    num_slid: LoggedCount = 0
+    num_events: LoggedCount = 0
     """Upper bound of the event numbers that readers may have received."""
     frozen: str | None = None
     """The system text that replaced `system`; None if it was never replaced."""
@@ -56,7 +56,7 @@ class Header:
 class LogContents:
     """The whole contents of a log."""
 
-    header: Header
+    header: SessionHeader
     chunks: dict[int, Chunk] = field(default_factory=dict)
     """Chunks by number, in order."""
     watches: dict[str, WatchOptions] = field(default_factory=dict)
@@ -139,11 +139,11 @@ def read_contents(connection: sqlite3.Connection) -> LogContents:
     return LogContents(header, chunks, watches)
 
 
-def read_header_rows(connection: sqlite3.Connection) -> Header:
+def read_header_rows(connection: sqlite3.Connection) -> SessionHeader:
     """Read and validate a log's header; raise ValueError or sqlite3.Error if it is damaged."""
     rows = connection.execute("SELECT name, value FROM meta LIMIT 100")
     with _located("meta"):
-        return as_dataclass(Header, {str(name): value for name, value in rows})
+        return as_dataclass(SessionHeader, {str(name): value for name, value in rows})
 
 
 def encode_watch(watch: WatchOptions) -> str:

@@ -16,8 +16,8 @@ from pathlib import Path
 from streamrag.errors import SessionLogError, SessionLogInUseError
 from streamrag.sessions.log.contents import (
     SCHEMA,
-    Header,
     LogContents,
+    SessionHeader,
     read_contents,
     read_header_rows,
     write_contents,
@@ -186,7 +186,7 @@ class LogFile:
         self._connection, self._statuses = None, {}
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> SessionHeader:
     """Read the header of a log, which another process may have open.
 
     :raises SessionLogError: it cannot be read, or is not a log.

@@ -17,12 +17,12 @@ import anyio.to_thread
 
 from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError, SessionLogError
-from streamrag.sessions.log.contents import Header, LogContents, LogState, encode_watch
+from streamrag.sessions.log.contents import LogContents, LogState, SessionHeader, encode_watch
 from streamrag.sessions.log.file import LogFile
 from streamrag.sessions.question import WatchOptions
 from streamrag.sessions.window import Numbered, num_characters
-from streamrag.support.messages import message_of, short
-from streamrag.support.tasks import LET_GO_S, Broadcast, wait_regardless
+from streamrag.support.messages import message_of, short_repr
+from streamrag.support.tasks import LET_GO_S, Broadcast, wait_shielded
 
 MAX_CHARACTERS = 1_000_000
 """Most characters of a chunk, of a watch, and of the system text."""
@@ -72,8 +72,8 @@ class SessionLog:
         try:
             self._file = LogFile(Path(path))
         except (TypeError, ValueError):
-            raise ConfigurationError(f"log={short(path)} must be the path of a file") from None
-        self._header: Header
+            raise ConfigurationError(f"log={short_repr(path)} must be the path of a file") from None
+        self._header: SessionHeader
         self._held: dict[int, Chunk] = {}
         """Chunks in the session's window and buffer, by number."""
         self._is_dirty = True
@@ -109,7 +109,7 @@ class SessionLog:
     def start(self, system: str, window_tokens: int, slide_share: float, contents: LogContents | None) -> None:
         """Start writing the log; raises as `check_system` does. Call `wait_for_attempt` before `next_event`."""
         self.check_system(system)
-        header = Header(system, window_tokens, slide_share, self._owner) if contents is None else contents.header
+        header = SessionHeader(system, window_tokens, slide_share, self._owner) if contents is None else contents.header
         self._header = replace(header, window_tokens=window_tokens, slide_share=slide_share)
         self._change(num_events=self.num_events + EVENTS_AHEAD)
         self._is_closing = False
@@ -133,7 +133,7 @@ class SessionLog:
             self._is_closing = True
             self._has_work.set()
             self._hurry.set()
-            await wait_regardless([self._task], at_most_s=LET_GO_S)
+            await wait_shielded([self._task], at_most_s=LET_GO_S)
             if not self._task.done():
                 what = "%s: the disk has not answered for %g s, and the log is left as it is until it does"
                 log.warning(what, self.path, LET_GO_S)
@@ -281,5 +281,5 @@ async def _in_thread(function: Callable[[], T]) -> T:
     except LookupError:
         _limiter.set(limiter := anyio.CapacityLimiter(MAX_THREADS))
     task = asyncio.create_task(anyio.to_thread.run_sync(function, limiter=limiter), name="streamrag log")
-    await wait_regardless([task])
+    await wait_shielded([task])
     return task.result()

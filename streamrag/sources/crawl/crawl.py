@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent
 from streamrag.errors import UnreachableError, UnsafeUrlError, WorkerError
-from streamrag.query.relevance import Passage
+from streamrag.query.relevance import TextPassage
 from streamrag.sources.crawl.frontier import MAX_COSTLY_PAGES, Frontier, Target
 from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.crawl.page_reader import PageReader
@@ -27,7 +27,7 @@ from streamrag.sources.http.politeness import is_put_off
 from streamrag.sources.http.urls import origin_of
 from streamrag.sources.pages.near_duplicates import NearDuplicates
 from streamrag.sources.pages.relevant_passages import assemble
-from streamrag.support.tasks import run_regardless
+from streamrag.support.tasks import run_shielded
 
 MAX_SITEMAP_HOSTS = 5  # hosts whose sitemaps one crawl reads
 SITEMAPS_SHARE_OF_TIME = 1 / 3  # after which links may use the places reserved for pages from sitemaps
@@ -136,7 +136,7 @@ class Crawl:
     def _to_event(self, page: dict[str, Any]) -> SourceEvent:
         if not page["passages"]:
             return Skipped(page["url"], "nothing on it matches the query" if page["num_passages"] else "it has no text")
-        passages = (Passage(tuple(headings), tuple(blocks)) for headings, blocks in page["passages"])
+        passages = (TextPassage(tuple(headings), tuple(blocks)) for headings, blocks in page["passages"])
         text = assemble(passages, self._fingerprints, self._near_duplicates.has)
         self._near_duplicates.end_page()
         if not text:
@@ -182,7 +182,7 @@ class Crawl:
         """Cancel all visits, and close all connections."""
         for visit in self._visits:
             visit.cancel()
-        await run_regardless(self._close(), "crawl close")
+        await run_shielded(self._close(), "crawl close")
 
     async def _close(self) -> None:
         await asyncio.gather(*self._visits, return_exceptions=True)

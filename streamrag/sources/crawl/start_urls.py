@@ -9,7 +9,7 @@ from streamrag.errors import ConfigurationError, SourceError, StreamRagError, Un
 from streamrag.sources.http.urls import MAX_URL_CHARS, parse_start_url
 from streamrag.sources.threads import Threads
 from streamrag.sources.user_functions import call_for_list
-from streamrag.support.messages import short
+from streamrag.support.messages import short_repr
 
 StartUrls: TypeAlias = Iterable[str] | Callable[[str], Iterable[str] | Awaitable[Iterable[str]]]
 """URLs, or a function from the query to URLs, such as a web search. It runs in a thread unless it is async."""
@@ -44,7 +44,7 @@ class StartUrlList:
         except StreamRagError:
             raise
         except Exception as error:
-            what = f"took longer than {timeout_s:g} s" if timeout.expired() else f"raised {short(error)}"
+            what = f"took longer than {timeout_s:g} s" if timeout.expired() else f"raised {short_repr(error)}"
             raise SourceError(f"the function that gives WebSource its start URLs {what}") from error
 
 

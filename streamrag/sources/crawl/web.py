@@ -25,7 +25,7 @@ from streamrag.sources.http.politeness import Hosts
 from streamrag.sources.http.robots import Robots
 from streamrag.sources.threads import Threads
 from streamrag.sources.workers.pool import WorkerPool, WorkerStartError
-from streamrag.support.tasks import run_regardless
+from streamrag.support.tasks import run_shielded
 from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 from streamrag.support.versions import __version__
 
@@ -192,7 +192,7 @@ class WebSource:
         """Stop the worker processes. Running crawls end with an error. Does nothing if not started."""
         resources, self._resources = self._resources, AsyncExitStack()
         self._workers, self.is_started = None, False
-        await run_regardless(resources.aclose(), "web source close")
+        await run_shielded(resources.aclose(), "web source close")
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Crawl for `query`, and yield the pages as they arrive. `Hint.num_chunks` counts the pages to come.

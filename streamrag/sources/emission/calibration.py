@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 
 from streamrag.errors import ConfigurationError
 from streamrag.support.bounded_reading import parse_json, read_bytes
-from streamrag.support.files import write_whole
+from streamrag.support.files import write_atomic
 from streamrag.support.validation import describe
 
 FORMAT = "streamrag-calibration"
@@ -111,7 +111,7 @@ class Calibration:
 
         :raises ConfigurationError: the file cannot be written.
         """
-        write_whole(Path(path), json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n")
+        write_atomic(Path(path), json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Calibration":

@@ -45,7 +45,7 @@ def read_queries(path: str | os.PathLike[str], most: int) -> list[str]:
     return queries
 
 
-def sentences(index: str | os.PathLike[str], most: int, seed: int) -> dict[str, Origin]:
+def draw_sentences(index: str | os.PathLike[str], most: int, seed: int) -> dict[str, Origin]:
     """Draw one sentence from each of at most `most` passages of an index. Return the origin of each sentence.
 
     Reads all passages, and holds at most `most` sentences.
@@ -73,7 +73,7 @@ def sentences(index: str | os.PathLike[str], most: int, seed: int) -> dict[str, 
     return origins
 
 
-class HeldOut(SourceWrapper):
+class LeaveOneOut(SourceWrapper):
     """A search of an index that leaves out the passage from which the query was drawn.
 
     source: the search; it must find more than `num` passages.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from streamrag.errors import ConfigurationError
 from streamrag.support.bounded_reading import open_regular
-from streamrag.support.files import replacing
+from streamrag.support.files import atomic_replace
 
 MAGIC = b"streamrag cache 1\n"
 HEAD_BYTES = len(MAGIC) + 32
@@ -41,7 +41,7 @@ class DiskStore:
         """
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with replacing(self._path(""), is_private=True):
+            with atomic_replace(self._path(""), is_private=True):
                 pass
             self.remove("")
         except OSError as error:
@@ -73,7 +73,7 @@ class DiskStore:
         if num_bytes > self._max_bytes * SWEEP_SHARE:
             return
         with suppress(OSError):  # such as a full disk
-            with replacing(self._path(key), is_private=True) as unfinished:
+            with atomic_replace(self._path(key), is_private=True) as unfinished:
                 unfinished.write_bytes(_head(key, content) + content)
             self._num_new_bytes += num_bytes
         if self._num_new_bytes > self._max_bytes * SWEEP_SHARE:

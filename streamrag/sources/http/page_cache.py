@@ -36,7 +36,7 @@ NOT_STORED = {"connection", "content-encoding", "content-length", "keep-alive", 
 MAX_THREADS = 4
 VERSION = 1
 
-Send: TypeAlias = Callable[[Mapping[str, str]], Awaitable[Response]]
+SendRequest: TypeAlias = Callable[[Mapping[str, str]], Awaitable[Response]]
 """A function that sends the request with additional header fields."""
 
 
@@ -48,7 +48,7 @@ class PageCache:
         self._kind = f"{'private' if allow_private else 'public'} {user_agent}"
         self._threads = Threads(MAX_THREADS, "page cache")
 
-    async def answer(self, url: str, accept: str, send: Send) -> Response:
+    async def answer(self, url: str, accept: str, send: SendRequest) -> Response:
         """Return the stored response for `url`, or the response that `send` returns."""
         import hishel  # an optional dependency
 

@@ -40,7 +40,7 @@ from streamrag.sources.index.worker_jobs import explain, new_pool
 from streamrag.sources.workers.pool import WorkerJobError, WorkerPool
 from streamrag.support.clock import Clock
 from streamrag.support.files import exchange_folders, sync
-from streamrag.support.temp_dirs import held, locked_folder
+from streamrag.support.temp_dirs import folder_lock, locked_folder
 from streamrag.support.versions import installed_versions
 
 TEXTS_PER_JOB = 128
@@ -213,7 +213,7 @@ def _publish(unfinished: Path, out: Path, check: Callable[[], None]) -> None:
         unfinished.rename(out)
         sync(out.parent)
         return
-    with held(out):
+    with folder_lock(out):
         check()
         exchange_folders(unfinished, out)
         sync(out.parent)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
-from streamrag.query.relevance import WORD, Passage, Stem, relevant_terms, terms
+from streamrag.query.relevance import WORD, Stem, TextPassage, relevant_terms, terms
 
 MAX_STEMS = 10_000  # distinct words of a page to stem: takes half a second, and is enough for a book
 MIN_REPEATED_CHARS = 40  # shorter paragraphs ("Example:") may be repeated
@@ -22,7 +22,7 @@ MAX_TERMS_REQUIRED = 3
 MAX_LINKS = 500
 MAX_LINKS_CHARS = 50_000  # characters of all links together, whose parsing must not block the caller's event loop
 
-Score: TypeAlias = Callable[[Sequence[Sequence[str]], Sequence[str]], Sequence[float]]
+ScoreDocuments: TypeAlias = Callable[[Sequence[Sequence[str]], Sequence[str]], Sequence[float]]
 """A function from documents, as terms, and the query's terms to one score per document."""
 
 
@@ -50,14 +50,14 @@ def _beginning(word: str) -> str:
 
 
 def select(
-    passages: Sequence[Passage],
+    passages: Sequence[TextPassage],
     query: str,
     *,
     title: str,
     max_chars: int,
-    score: Score,
+    score: ScoreDocuments,
     stem: Stem = str,
-) -> list[Passage]:
+) -> list[TextPassage]:
     """Return the passages relevant to `query`, with at most `max_chars` together, in page order.
 
     Some passage, with its headings and the page's title, must have half of the query's terms (at most three);
@@ -78,7 +78,7 @@ def select(
     return _take_fitting(passages, (i for i in ranked if scores[i] > 0 and scores[i] >= least), max_chars)
 
 
-def _take_fitting(passages: Sequence[Passage], ranked: Iterable[int], max_chars: int) -> list[Passage]:
+def _take_fitting(passages: Sequence[TextPassage], ranked: Iterable[int], max_chars: int) -> list[TextPassage]:
     indices: list[int] = []
     for i in ranked:
         if passages[i].num_chars <= max_chars:
@@ -99,7 +99,7 @@ def rank_links(links: Mapping[str, str], query: str, stem: Stem, *, min_matches:
 
 
 def assemble(
-    passages: Iterable[Passage], seen: set[bytes], is_known: Callable[[str], bool] = lambda block: False
+    passages: Iterable[TextPassage], seen: set[bytes], is_known: Callable[[str], bool] = lambda block: False
 ) -> str:
     """Join `passages` without repeated blocks, or return "" if nothing is new.
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import TypeAlias
 
 from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
-from streamrag.support.messages import short
+from streamrag.support.messages import short_repr
 
 INSTALL = "pip install 'streamrag[postgres]'"
 DEFAULT_COLUMNS = {name: name for name in ("text", "uri", "title", "passage", "embedding", "words")}
@@ -43,7 +43,7 @@ def table_parts(table: TableName) -> tuple[str, ...]:
     parts = tuple(table.split(".")) if isinstance(table, str) else table
     if not isinstance(parts, tuple) or not 1 <= len(parts) <= 2 or not all(map(_is_name, parts)):
         raise ConfigurationError(
-            f"table={short(table)} must be a name, schema.name, or a tuple of both if they have dots"
+            f"table={short_repr(table)} must be a name, schema.name, or a tuple of both if they have dots"
         )
     return parts
 
@@ -61,9 +61,9 @@ def checked_columns(columns: Mapping[str, str | None] | None) -> dict[str, str |
     checked = dict(columns or {})
     for field, column in checked.items():
         if field not in DEFAULT_COLUMNS:
-            raise ConfigurationError(f"columns has {short(field)}, and a chunk has {', '.join(DEFAULT_COLUMNS)}")
+            raise ConfigurationError(f"columns has {short_repr(field)}, and a chunk has {', '.join(DEFAULT_COLUMNS)}")
         if not _is_name(column) and (column is not None or field in NEEDED):
-            raise ConfigurationError(f"columns[{field!r}]={short(column)} must be a column's name")
+            raise ConfigurationError(f"columns[{field!r}]={short_repr(column)} must be a column's name")
     return checked
 
 

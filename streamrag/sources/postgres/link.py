@@ -11,7 +11,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError, VectorIndexError
 from streamrag.sources.postgres.arguments import StatementTimeoutError
 from streamrag.support.messages import message_of
-from streamrag.support.tasks import cancel_regardless, is_cancelled
+from streamrag.support.tasks import cancel_and_wait, is_cancelled
 
 Connection: TypeAlias = psycopg.AsyncConnection[tuple[Any, ...]]
 SECRETS = {"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"}
@@ -158,7 +158,7 @@ class Link:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            await cancel_regardless([task])
+            await cancel_and_wait([task])
             if not is_cancelled():
                 raise SourceError(f"{self._address}: the source is closed") from None
             raise
@@ -183,5 +183,5 @@ class Link:
         """Cancel running transactions and disconnect. Does nothing when not started."""
         pool, self._pool = self._pool, None
         if pool:
-            await cancel_regardless([*self._tasks])
+            await cancel_and_wait([*self._tasks])
             await pool.close()

@@ -12,8 +12,8 @@ from streamrag.query.retrieval import MAX_COUNT
 from streamrag.sources.passage_reader import PassageReader
 from streamrag.sources.postgres.arguments import storable
 from streamrag.sources.postgres.link import Connection
-from streamrag.sources.postgres.table import OPERATORS, Table, identifier
-from streamrag.support.messages import short
+from streamrag.sources.postgres.table import OPERATORS, PassageTable, identifier
+from streamrag.support.messages import short_repr
 
 MAX_TEXT_CHARS = 20_000
 MAX_TITLE_CHARS = 500
@@ -43,7 +43,7 @@ class Search:
     :raises ConfigurationError: a key of `where` is not the name of a column.
     """
 
-    def __init__(self, table: Table, where: Mapping[str, Any], k: int) -> None:
+    def __init__(self, table: PassageTable, where: Mapping[str, Any], k: int) -> None:
         self._table, self._k = table, k
         self._from = identifier(*table.parts)
         self._columns = {field: identifier(column) for field, column in table.columns.items()}
@@ -178,7 +178,7 @@ def _filter(where: Mapping[str, Any]) -> tuple[list[sql.Composed], list[Any]]:
     tests, values = [], []
     for column, value in where.items():
         if not isinstance(column, str) or not column or "\0" in column:
-            raise ConfigurationError(f"where has {short(column)} in place of a column's name")
+            raise ConfigurationError(f"where has {short_repr(column)} in place of a column's name")
         if value is None:
             tests.append(sql.SQL("{} IS NULL").format(identifier(column)))
         elif not isinstance(value, list | tuple | set | frozenset):

@@ -25,13 +25,13 @@ from streamrag.sources.postgres.arguments import (
     table_parts,
 )
 from streamrag.sources.workers.pool import Share
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 from streamrag.support.validation import Count, CountOrZero, GrowingCounts, Number, validated
 
 if TYPE_CHECKING:
     from streamrag.sources.postgres.link import Link
     from streamrag.sources.postgres.query import Row, Rows, Search
-    from streamrag.sources.postgres.table import Table
+    from streamrag.sources.postgres.table import PassageTable
 
 log = logging.getLogger("streamrag.sources")
 
@@ -46,7 +46,7 @@ _Timeout = Annotated[Number, Field(ge=0.001, le=3_600)]
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    table: "Table"
+    table: "PassageTable"
     search: "Search"
     link: "Link"
     embedder: EmbedderPool
@@ -167,7 +167,11 @@ class PgVectorSource:
         progress("the table is ready")
 
     def _check_dimensions(
-        self, table: "Table", num_rows_by_dimension: Mapping[int, int], loaded: EmbedderIdentity, progress: Progress
+        self,
+        table: "PassageTable",
+        num_rows_by_dimension: Mapping[int, int],
+        loaded: EmbedderIdentity,
+        progress: Progress,
     ) -> None:
         """Check that rows have the embedder's dimension, and report those that do not."""
         others = [str(dimension) for dimension in num_rows_by_dimension if dimension != loaded.dimension]
@@ -187,7 +191,7 @@ class PgVectorSource:
             "Embed them again"
         )
 
-    async def _inspect(self) -> "tuple[Table, Search, int, Mapping[int, int]]":
+    async def _inspect(self) -> "tuple[PassageTable, Search, int, Mapping[int, int]]":
         import psycopg
 
         from streamrag.sources.postgres.query import Search
@@ -251,7 +255,7 @@ class PgVectorSource:
                 for event in _changes(rows, best, before, len(stages) - number):
                     yield event
         finally:
-            await cancel_regardless([words, embedding])
+            await cancel_and_wait([words, embedding])
 
     async def _stages(self, opened: _Opened) -> list[_Stage]:
         """Return the stages of one query, which depend on the present size of the table."""

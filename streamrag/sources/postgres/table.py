@@ -17,7 +17,7 @@ from streamrag.errors import IndexMissingError, VectorIndexError
 from streamrag.sources.index.embedder import EmbedderIdentity
 from streamrag.sources.postgres.arguments import DEFAULT_COLUMNS, NEEDED, TableName, table_parts
 from streamrag.sources.postgres.link import Address, Connection
-from streamrag.support.messages import short
+from streamrag.support.messages import short_repr
 
 KINDS = {
     "text": ("a text", {"S"}),
@@ -58,7 +58,7 @@ class Ladder:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PassageTable:
     """A table that can be searched."""
 
     parts: tuple[str, ...]
@@ -109,7 +109,7 @@ _ABOUT = """
 
 async def inspect_table(
     connection: Connection, address: Address, table: TableName, columns: Mapping[str, str | None]
-) -> Table:
+) -> PassageTable:
     """Read the columns, indexes and comment of a table.
 
     columns: the caller's column of each field.
@@ -135,7 +135,7 @@ async def inspect_table(
     vectors = existing[selected["embedding"]]
     ladder, metric = _ladder(indexes, vectors.name, [int(number) for number in re.findall(r"\d+", version)[:2]])
     words, is_column = _words(indexes, selected, existing)
-    return Table(
+    return PassageTable(
         parts=parts,
         columns=selected,
         vector_type=(vectors.type_schema, vectors.kind),
@@ -163,7 +163,7 @@ def _select_columns(table: str, columns: Mapping[str, str | None], existing: Map
             continue
         if column not in existing:
             raise VectorIndexError(
-                f"{table} has no column {short(column)} for a chunk's {field}: it has "
+                f"{table} has no column {short_repr(column)} for a chunk's {field}: it has "
                 f"{', '.join(list(existing)[:20])}. Name it, as in columns={{{field!r}: ...}}"
             )
         must_be, kinds = KINDS.get(field, ("", set()))
@@ -171,7 +171,8 @@ def _select_columns(table: str, columns: Mapping[str, str | None], existing: Map
             if field == "words" and field not in columns:
                 continue  # an unrelated column that has this name by chance
             raise VectorIndexError(
-                f"{table}: column {short(column)} is {existing[column].kind}, and a chunk's {field} must be {must_be}"
+                f"{table}: column {short_repr(column)} is {existing[column].kind}, and a chunk's {field} must be "
+                f"{must_be}"
             )
         selected[field] = column
     return selected

@@ -26,8 +26,8 @@ from streamrag.sources.search.reranker import RerankerPlace, RerankerPool, find_
 from streamrag.sources.search.sentences import BestSentences
 from streamrag.sources.search.vector import NUM_STAGES, IvfSource, VectorSource
 from streamrag.sources.workers.pool import Share, WorkerPool
-from streamrag.support.messages import short
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.messages import short_repr
+from streamrag.support.tasks import cancel_and_wait
 from streamrag.support.validation import Count, Seconds, validated
 
 KEYWORD_TIMEOUT_S = 10.0
@@ -126,7 +126,7 @@ class HybridSource:
         if sentences is not None and reranker is None:
             raise ConfigurationError("sentences need a reranker to score them: name one")
         if vectors is not None and (isinstance(vectors, type) or not callable(getattr(vectors, "stream", None))):
-            raise ConfigurationError(f"vectors={short(vectors)} is no source")
+            raise ConfigurationError(f"vectors={short_repr(vectors)} is no source")
         self._reranker = reranker
         self._sentences = sentences
         self._batch_size = batch_size
@@ -222,7 +222,7 @@ class HybridSource:
                     async for update in updates:
                         yield update
         finally:
-            await cancel_regardless([vector_task])
+            await cancel_and_wait([vector_task])
         if failures.errors and not refinement.best:
             raise failures.errors[0]
 

@@ -14,10 +14,10 @@ from streamrag.sources.index.worker_jobs import JobHandler, new_pool, run_in_eac
 from streamrag.sources.workers.pool import Share
 from streamrag.support.bounded_reading import without_lone_surrogates
 from streamrag.support.messages import message_of
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 
 LATE_INTERACTION = "late-interaction"
-Score: TypeAlias = Callable[[str, list[str]], Sequence[float]]
+ScorePassages: TypeAlias = Callable[[str, list[str]], Sequence[float]]
 """A function of a query and passages that returns a score for each; larger is better."""
 
 
@@ -76,7 +76,7 @@ class RerankerPool:
     async def aclose(self) -> None:
         """Stop the workers, even while they load the reranker."""
         if self.loading:
-            await cancel_regardless([self.loading])
+            await cancel_and_wait([self.loading])
         await self.workers.aclose()
 
     def scorer(self, query: str, *, is_one_deadline: bool = False) -> Callable[[list[str]], Awaitable[list[float]]]:
@@ -119,7 +119,7 @@ def loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _cross_encoder(location: str, device: str) -> Score:
+def _cross_encoder(location: str, device: str) -> ScorePassages:
     import torch
     from sentence_transformers import CrossEncoder
 
@@ -134,7 +134,7 @@ def _cross_encoder(location: str, device: str) -> Score:
     return score
 
 
-def _late_interaction(location: str, device: str) -> Score:
+def _late_interaction(location: str, device: str) -> ScorePassages:
     """Score by the mean, over the query's tokens, of the similarity to the most similar token of the passage.
 
     Source: Khattab and Zaharia, "ColBERT", SIGIR 2020. ColBERT trains token embeddings for this; here they are those
@@ -174,7 +174,7 @@ def _is_text(output: dict[str, Any], special: Any) -> Any:
     return (output["attention_mask"].cpu().bool() & ~torch.isin(ids, special)).to(output["token_embeddings"].device)
 
 
-_KINDS: dict[str, Callable[[str, str], Score]] = {
+_KINDS: dict[str, Callable[[str, str], ScorePassages]] = {
     "function": lambda location, device: load_function(location),
     "cross-encoder": _cross_encoder,
     LATE_INTERACTION: _late_interaction,
@@ -207,7 +207,7 @@ class RerankerHandler(JobHandler):
         return {"scores": scores}
 
     @cached_property
-    def _score(self) -> Score:
+    def _score(self) -> ScorePassages:
         try:
             return _KINDS[self.kind](self.location, self.device)
         except Exception as error:  # the caller's files or code may raise anything

@@ -19,10 +19,10 @@ MIN_WORDS_SHARE = 0.5
 """Least share of letters, digits and spaces in a sentence; a line with fewer is a drawing."""
 
 
-def sentences(text: str) -> list[str]:
+def split_sentences(text: str) -> list[str]:
     """Split a text into its sentences, list items and other lines.
 
-    >>> sentences("It ends. So does this, e.g. here.\\n- Item: one.")
+    >>> split_sentences("It ends. So does this, e.g. here.\\n- Item: one.")
     ['It ends.', 'So does this, e.g. here.', 'Item: one.']
     """
     lines = (line.strip() for line in text.split("\n"))
@@ -53,7 +53,7 @@ class BestSentences:
         """
         for passage in passages:
             if passage not in self._scored:
-                texts = [text for text in sentences(passage.text) if _has_words(text)]
+                texts = [text for text in split_sentences(passage.text) if _has_words(text)]
                 scores = await self._score([with_title(passage.title, text) for text in texts]) if texts else []
                 chunks = (replace(passage, text=text) for text in texts)
                 self._scored[passage] = list(zip(scores, chunks, strict=True))
@@ -75,7 +75,7 @@ class BestSentences:
                     chunks = event.chunks
                     if can_score:
                         can_score = False
-                        with failures.record("finding the best sentences"):
+                        with failures.record("finding the best split_sentences"):
                             chunks = await self.select(event.chunks)
                             can_score = True
                     if chunks == sent:

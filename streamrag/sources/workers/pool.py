@@ -21,7 +21,7 @@ from streamrag.sources.workers.worker_process import CANCEL_GRACE_S, WorkerProce
 from streamrag.sources.workers.worker_process import WorkerJobError as WorkerJobError
 from streamrag.sources.workers.worker_process import WorkerStartError as WorkerStartError
 from streamrag.sources.workers.worker_process import WorkerTimeoutError as WorkerTimeoutError
-from streamrag.support.tasks import wait_regardless
+from streamrag.support.tasks import wait_shielded
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class WorkerPool:
             self._free.close()
             self._closing = asyncio.create_task(self._end_all(), name=f"{self.name} close")
         if self._closing:
-            await wait_regardless([self._closing])
+            await wait_shielded([self._closing])
 
     async def _end_all(self) -> None:
         slots, self._slots = self._slots, set()

@@ -13,7 +13,7 @@ from typing import Any
 from streamrag.errors import WorkerError
 from streamrag.sources.workers import worker_main
 from streamrag.sources.workers.worker_main import LENGTHS, WORN
-from streamrag.support.tasks import wait_regardless
+from streamrag.support.tasks import wait_shielded
 
 CANCEL_GRACE_S = 0.5
 """Seconds that a process or job may take to end before it is killed. Most jobs are shorter than starting a worker."""
@@ -152,7 +152,7 @@ class WorkerProcess:
         finally:
             if not self._gone.done():  # the process, or a child that holds its pipes, is alive
                 self._kill_group()
-            await wait_regardless([self._gone])
+            await wait_shielded([self._gone])
 
     async def _wait_until_gone(self) -> None:
         with suppress(OSError):

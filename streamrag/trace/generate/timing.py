@@ -12,7 +12,7 @@ NUM_TRIES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class ChunkTiming:
     """The distributions of the times of a workload's chunk events."""
 
     duration_s: Marginal
@@ -23,7 +23,7 @@ class Timing:
     min_long_window_s: float
 
 
-def retrieval_windows(timing: Timing, num_events: Sequence[int], rng: Random) -> list[tuple[float, ...]]:
+def retrieval_windows(timing: ChunkTiming, num_events: Sequence[int], rng: Random) -> list[tuple[float, ...]]:
     """Draw the seconds before each chunk event of each query: its long window, then its gaps.
 
     Gaps are assigned to queries at random. A query's duration has the rank of the sum of its gaps and a drawn long

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 from streamrag.support.validation import Count, Positive, validated
 from streamrag.trace.generate.distributions import Marginal, apportion, couple, stratified_counts
-from streamrag.trace.generate.timing import Timing, retrieval_windows
+from streamrag.trace.generate.timing import ChunkTiming, retrieval_windows
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedUpdate
 
 WorkloadName: TypeAlias = Literal["crawler", "anns"]
@@ -30,7 +30,7 @@ class Workload:
     """Tokens of a query's final context, without template and question."""
     num_events: tuple[int, ...]
     """Number of queries out of 1,000 with 1, 2, ... chunk events."""
-    timing: Timing
+    timing: ChunkTiming
     sigma_chunk: float
     """Standard deviation of the logarithm of a chunk's tokens, among the chunks of a query."""
     sigma_query: float
@@ -60,7 +60,7 @@ CRAWLER = Workload(
         )
     ),
     num_events=(4, 8, 16, 32, 68, 124, 177, 200, 161, 107, 55, 25, 12, 6, 3, 1, 1),
-    timing=Timing(
+    timing=ChunkTiming(
         duration_s=Marginal(((0.0002, 1.6), (0.25, 6.6), (0.5, 8.67), (0.75, 11.4), (0.95, 16.4), (0.9999, 30))),
         gap_s=Marginal(
             ((0.0002, 0.015), (0.25, 0.38), (0.5, 0.701), (0.75, 1.395), (0.95, 3.078), (0.99, 5.293), (0.9999, 15))
@@ -80,7 +80,7 @@ ANNS = Workload(
         ((0.002, 2500), (0.25, 7700), (0.5, 10126), (0.75, 14615), (0.95, 30618), (0.99, 53000), (0.9985, 88000))
     ),
     num_events=(194, 178, 145, 115, 89, 68, 53, 40, 31, 24, 17, 12, 9, 7, 5, 4, 2, 2, 1, 1, 0, 1, 0, 1, 0, 1),
-    timing=Timing(
+    timing=ChunkTiming(
         duration_s=Marginal(((0.002, 1.2), (0.25, 2.9), (0.5, 3.9), (0.75, 5.5), (0.95, 8.51), (0.9985, 18.5))),
         gap_s=Marginal(
             ((0.0005, 0.0003), (0.25, 0.012), (0.5, 0.0367), (0.75, 0.105), (0.95, 0.699), (0.99, 2.079), (0.9995, 9))

@@ -17,8 +17,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from streamrag.backends.look_alikes import break_look_alikes
 from streamrag.backends.openai import OpenAIBackend
+from streamrag.backends.special_token_guard import break_look_alikes
 from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenizer
 from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams, Turn
 from streamrag.errors import ConfigurationError, ServerError

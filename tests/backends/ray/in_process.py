@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from streamrag.backends.ray.replica import EngineReplica
-from streamrag.backends.ray.replica_chooser import Candidate, ReplicaChooser
+from streamrag.backends.ray.replica_chooser import ReplicaCandidate, ReplicaChooser
 from streamrag.backends.ray.replica_streams import ReplicaLostError, ReplicaStreams
 from streamrag.backends.ray.wire import Delta, Open, Refused, WireEvent
 from streamrag.core import AnswerChunk, Backend, BackendEvent, Prompt, SamplingParams
@@ -54,7 +54,7 @@ class InProcess:
         self._killed[name].set()
 
     async def open(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
-        there = [Candidate(name, self._max_open, replica.stats()) for name, replica in self.replicas.items()]
+        there = [ReplicaCandidate(name, self._max_open, replica.stats()) for name, replica in self.replicas.items()]
         ranked = call.ticket.rank(there)
         if not ranked:
             yield (Refused(),)

@@ -20,7 +20,7 @@ from streamrag.backends.ray import request_router
 from streamrag.backends.ray.autoscaling_policy import QUEUED_TOKENS, QueuedTokensPolicy
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.ray.replica import EngineReplica
-from streamrag.backends.ray.replica_chooser import Candidate, ReplicaChooser
+from streamrag.backends.ray.replica_chooser import ReplicaCandidate, ReplicaChooser
 from streamrag.backends.ray.request_router import StreamRouter
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused
 from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
@@ -51,7 +51,7 @@ def test_a_router_is_told_what_replicas_told_when_it_was_heard_and_what_is_open_
     router = Seeing()
     chooser = ReplicaChooser(router, clock=lambda: now_s)
     conversation.set("of alice")
-    there = [Candidate("a", 3, {}), Candidate("b", 3, {**STATS, "told_s": 77.0})]
+    there = [ReplicaCandidate("a", 3, {}), ReplicaCandidate("b", 3, {**STATS, "told_s": 77.0})]
     assert chooser.ticket("1", FIRST).rank(there) == ["a", "b"]
     assert router.opening == Opening(FIRST.token_ids, "search", "of alice")
     told = ReplicaState(
@@ -62,7 +62,7 @@ def test_a_router_is_told_what_replicas_told_when_it_was_heard_and_what_is_open_
     chooser.ticket("2", FIRST).rank(there)
     assert router.states[0] == ReplicaState("a", num_queued=1, num_open=1, max_open=3, num_new_tokens=3)
     assert router.states[1].measured_s == 5.0  # it has told nothing new
-    there[1] = Candidate("b", 3, {**STATS, "told_s": 78.0})
+    there[1] = ReplicaCandidate("b", 3, {**STATS, "told_s": 78.0})
     chooser.ticket("3", FIRST).rank(there)
     assert router.states[1].measured_s == 6.0
 
@@ -70,7 +70,7 @@ def test_a_router_is_told_what_replicas_told_when_it_was_heard_and_what_is_open_
 def test_full_replicas_are_left_out_and_a_stream_counts_where_it_went() -> None:
     router = Seeing()
     chooser = ReplicaChooser(router, clock=lambda: 0.0)
-    there = [Candidate("a", 1, {}), Candidate("b", 1, {})]
+    there = [ReplicaCandidate("a", 1, {}), ReplicaCandidate("b", 1, {})]
     ticket = chooser.ticket("1", FIRST)
     assert ticket.rank(there) == ["a", "b"]
     ticket.went_to("b")
@@ -85,7 +85,7 @@ def test_full_replicas_are_left_out_and_a_stream_counts_where_it_went() -> None:
 def test_a_stream_that_is_ranked_once_more_after_it_has_ended_counts_nowhere() -> None:
     """Ray's router has a thread of its own, and asks again until it hears that nobody waits."""
     chooser = ReplicaChooser(Fewest(), clock=lambda: 0.0)
-    there = [Candidate("a", 1, {})]
+    there = [ReplicaCandidate("a", 1, {})]
     ticket = chooser.ticket("1", FIRST)
     assert ticket.rank(there) == ["a"]
     chooser.ended("1")
@@ -98,7 +98,7 @@ def test_a_stream_that_is_ranked_once_more_after_it_has_ended_counts_nowhere() -
 def test_a_replica_of_another_version_may_tell_less_or_more() -> None:
     router = Seeing()
     told = {"cache_hit_rate": 0.5, "num_wings": 2, "told_s": 1.0}
-    ReplicaChooser(router, clock=lambda: 0.0).ticket("1", FIRST).rank([Candidate("a", 3, told)])
+    ReplicaChooser(router, clock=lambda: 0.0).ticket("1", FIRST).rank([ReplicaCandidate("a", 3, told)])
     assert router.states == [ReplicaState("a", max_open=3, cache_hit_rate=0.5, measured_s=0.0)]
 
 
@@ -147,7 +147,7 @@ async def test_no_query_fails_with_a_router_that_fails_to_hear_of_it(caplog: pyt
         routed = completed = prefilled = lost = fail
 
     chooser = ReplicaChooser(Deaf(), clock=lambda: 0.0)
-    there = [Candidate("a", 9, {}), Candidate("b", 9, {})]
+    there = [ReplicaCandidate("a", 9, {}), ReplicaCandidate("b", 9, {})]
     assert chooser.ticket("1", FIRST).rank(there) == ["a", "b"]
     assert chooser.ticket("2", FIRST).rank(there) == ["b", "a"]  # the tracker knows of the first
     chooser.ticket("3", FIRST).went_to("a")
@@ -162,20 +162,20 @@ def test_a_stream_that_another_router_has_sent_counts_where_it_is() -> None:
     chooser = ReplicaChooser(Fewest(), clock=lambda: 0.0)
     chooser.ticket("1", FIRST).went_to("a")
     assert chooser.in_use() == {"a"}
-    assert chooser.ticket("2", FIRST).rank([Candidate("a", 1, {}), Candidate("b", 1, {})]) == ["b"]
+    assert chooser.ticket("2", FIRST).rank([ReplicaCandidate("a", 1, {}), ReplicaCandidate("b", 1, {})]) == ["b"]
 
 
 def test_what_lay_in_a_replica_that_is_gone_or_dead_is_forgotten() -> None:
     router = Seeing()
     chooser = ReplicaChooser(router, clock=lambda: 0.0)
-    there = [Candidate("a", 9, {}), Candidate("b", 9, {})]
+    there = [ReplicaCandidate("a", 9, {}), ReplicaCandidate("b", 9, {})]
     chooser.ticket("1", FIRST).rank(there)
     chooser.died("a")
     assert chooser.ticket("2", FIRST).rank(there) == ["b"]
     assert chooser.ticket("3", FIRST).rank(there[1:]) == ["b"]
     chooser.computed("1", (1,), "a")
     assert router.computed == []
-    assert chooser.ticket("4", FIRST).rank([Candidate("c", 9, {})]) == ["c"]
+    assert chooser.ticket("4", FIRST).rank([ReplicaCandidate("c", 9, {})]) == ["c"]
     assert set(router.gone) == {"a", "b"}
 
 

@@ -6,7 +6,7 @@ import anyio
 import pytest
 from in_process import Fewest, InProcess, after, answer, growing, replica_streams
 
-from streamrag.backends.ray.replica_chooser import Candidate
+from streamrag.backends.ray.replica_chooser import ReplicaCandidate
 from streamrag.backends.ray.wire import Opened
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt
 from streamrag.errors import BackendError, EngineDeadError, PromptTooLongError, SourceError
@@ -132,7 +132,7 @@ async def test_what_no_replica_sends_ends_the_query(sent: list[object], said: st
     is_closed = []
 
     async def garbled(call):  # type: ignore[no-untyped-def]
-        call.ticket.rank([Candidate("a", 8, {})])
+        call.ticket.rank([ReplicaCandidate("a", 8, {})])
         try:
             for batch in sent:
                 yield batch

@@ -6,7 +6,7 @@ from measured import SHAPE, TRUE, measured_engine
 
 from streamrag.bench.profile.step_times import measure, measure_profile
 from streamrag.bench.virtual_time import run_virtual
-from streamrag.engine.costs.step_profiles import Part, TableProfile
+from streamrag.engine.costs.step_profiles import StepPart, TableProfile
 
 
 def run(is_stock: bool, **arguments: Any) -> TableProfile:
@@ -20,7 +20,14 @@ def run(is_stock: bool, **arguments: Any) -> TableProfile:
 @pytest.mark.parametrize("is_stock", [True, False])
 def test_measuring_finds_what_the_steps_of_an_engine_take(is_stock: bool) -> None:
     found = run(is_stock, max_num_seqs=16)
-    parts: list[list[Part]] = [[(1, 0)], [(64, 900)], [(300, 0)], [(100, 500)] * 4, [(1, 1_500)] * 10, [(512, 1_400)]]
+    parts: list[list[StepPart]] = [
+        [(1, 0)],
+        [(64, 900)],
+        [(300, 0)],
+        [(100, 500)] * 4,
+        [(1, 1_500)] * 10,
+        [(512, 1_400)],
+    ]
     for step in parts:
         assert found.step_s(step) == pytest.approx(TRUE.step_s(step), rel=0.02)
     assert found.request_s == pytest.approx(TRUE.request_s, rel=0.05)

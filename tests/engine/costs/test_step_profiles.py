@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from streamrag.engine.costs.profile_files import load_profile
-from streamrag.engine.costs.step_profiles import AnalyticProfile, Part, TableProfile, recompute_s
+from streamrag.engine.costs.step_profiles import AnalyticProfile, StepPart, TableProfile, recompute_s
 from streamrag.errors import ConfigurationError
 
 TABLE = TableProfile("t", "cpu", ((1, 0.010), (100, 0.030), (200, 0.070)), 1e-6, 0.001, kv_tokens=1_000)
@@ -37,7 +37,7 @@ def test_thirty_thousand_tokens_take_more_than_the_peak_allows() -> None:
 
 
 def test_slower_devices_take_longer() -> None:
-    part: list[Part] = [(2_048, 5_000)]
+    part: list[StepPart] = [(2_048, 5_000)]
     h200, h100, a40 = (shipped(f"{device}-llama8b-tp2").step_s(part) for device in ("h200", "h100", "a40"))
     assert h200 == h100 < a40
     assert shipped("h100-llama8b-tp2").step_s([(1, 100)]) > shipped("h200-llama8b-tp2").step_s([(1, 100)])
@@ -67,7 +67,7 @@ def test_points_that_are_no_line_are_refused() -> None:
 
 @pytest.mark.parametrize("end", [1, 40, 100, 101, 350])
 def test_recomputing_takes_what_the_steps_take_more_than_the_token_after_them(end: int) -> None:
-    chunks: list[Part] = [(min(100, end + 1 - done), done) for done in range(0, end + 1, 100)]
+    chunks: list[StepPart] = [(min(100, end + 1 - done), done) for done in range(0, end + 1, 100)]
     expected_s = sum(TABLE.step_s([chunk]) for chunk in chunks) - TABLE.step_s([(1, end)])
     assert recompute_s(TABLE, 0, end, 100) == pytest.approx(expected_s)
     assert recompute_s(TABLE, 0, 0, 100) == recompute_s(TABLE, end, end, 100) == 0.0
@@ -80,7 +80,7 @@ def test_the_last_tokens_of_a_prompt_take_longer_than_the_first() -> None:
 
 
 def test_beside_a_batch_recomputing_takes_what_its_steps_take_longer() -> None:
-    batch: list[Part] = [(1, 500)] * 20
+    batch: list[StepPart] = [(1, 500)] * 20
     expected_s = sum(TABLE.step_s([(80, done), *batch]) - TABLE.step_s(batch) for done in (0, 80))
     assert recompute_s(TABLE, 0, 160, 100, batch) == pytest.approx(expected_s)
     with pytest.raises(ConfigurationError, match="budget=20"):

@@ -20,7 +20,7 @@ class WatchLoad:
 
     question: str
     answers: tuple[str, ...]
-    every_s: float
+    min_interval_s: float
     priority: int
     max_tokens: int
     from_s: float
@@ -121,7 +121,7 @@ def _watch(rng: random.Random, number: int, spread_s: float) -> WatchLoad:
     return WatchLoad(
         question=rng.choice(["Is it so?", "Any over 90?", "What now?", "Why?" * 20]),
         answers=answers,
-        every_s=rng.choice([0.0, 0.0, spread_s / 5]),
+        min_interval_s=rng.choice([0.0, 0.0, spread_s / 5]),
         priority=rng.choice([0, 0, 1, 2]),
         max_tokens=rng.choice([1, 4, 12]),
         from_s=from_s,

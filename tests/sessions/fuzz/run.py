@@ -298,7 +298,11 @@ class _Desk:
         with self._closing():
             params = _params(load.max_tokens)
             watch = self.session.watch(
-                load.question, answers=load.answers, every_s=load.every_s, priority=load.priority, params=params
+                load.question,
+                answers=load.answers,
+                min_interval_s=load.min_interval_s,
+                priority=load.priority,
+                params=params,
             )
             self.watches.append(watch)
             newest, text = -1, None

@@ -27,7 +27,7 @@ from streamrag.engine.eviction import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError
 from streamrag.records import KvHeld, KvUse
-from streamrag.support.tasks import run_regardless
+from streamrag.support.tasks import run_shielded
 from streamrag.support.validation import Count, PositiveFraction, validated
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class VllmBackend:
         args = {name: value for name, value in named.items() if value is not None} | dict(engine_args or {})
         others = {"eviction": eviction, "host_kv_bytes": host_kv_bytes, "profile": profile}
         if collect_stats and strategy == "streaming":
-            others["tells_kv_use"] = True
+            others["reports_kv_use"] = True
         self._engine_args = args | scheduler_args(strategy, policy, can_partial_evict, args, **others)
         self._vllm: Any = None
         self._engine: Any = None
@@ -183,7 +183,7 @@ class VllmBackend:
         streams, self._streams = self._streams, None
         processes, self._processes = self._processes, None
         if processes is not None:
-            await run_regardless(self._close(engine, streams, processes), "vLLM backend closes")
+            await run_shielded(self._close(engine, streams, processes), "vLLM backend closes")
 
     async def _close(self, engine: Any, streams: TokenStreams | None, processes: EngineProcesses) -> None:
         async with aclosing(processes):

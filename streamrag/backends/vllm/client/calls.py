@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from streamrag.errors import BackendError, EngineDeadError, ModelError, StreamRagError
-from streamrag.support.tasks import wait_regardless
+from streamrag.support.tasks import wait_shielded
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -81,7 +81,7 @@ async def abort_surely(engine: "AsyncLLM", request_id: str, *, is_internal: bool
     if engine.errored:
         return
     aborting = asyncio.create_task(engine.abort(request_id, internal=is_internal), name="abort a request")
-    await wait_regardless([aborting])
+    await wait_shielded([aborting])
     if not engine.errored:  # a dead engine has no requests
         aborting.result()
 

@@ -30,7 +30,7 @@ from streamrag.backends.vllm.client.log import EngineLog
 from streamrag.backends.vllm.facts import cpu_capabilities, emulated_dtypes, num_allowed_cores
 from streamrag.backends.vllm.version import INSTALL, check_version
 from streamrag.errors import BackendError, ConfigurationError, ModelError
-from streamrag.support.tasks import run_regardless
+from streamrag.support.tasks import run_shielded
 from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class EngineProcesses:
         try:
             self._engine = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            await run_regardless(self._give_up(starting), "vLLM engine gives up its start")
+            await run_shielded(self._give_up(starting), "vLLM engine gives up its start")
             raise
         return self._engine
 
@@ -177,7 +177,7 @@ class EngineProcesses:
 
     async def aclose(self) -> None:
         """Stop the engine, whose requests have been aborted, and delete its files, except a log with a given path."""
-        await run_regardless(self._aclose(), "vLLM engine stops")
+        await run_shielded(self._aclose(), "vLLM engine stops")
 
     async def _aclose(self) -> None:
         try:

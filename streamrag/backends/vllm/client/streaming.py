@@ -13,7 +13,7 @@ from contextlib import aclosing
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams
 from streamrag.errors import BackendError
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 
 NO_COMPLETE_PROMPT = "the prompts ended without a complete one"
 
@@ -46,7 +46,7 @@ async def stream_then_generate(
                 async for event in events:
                     yield event if isinstance(event, Prefilled) else _answer_chunk(event, stream)
         finally:
-            await cancel_regardless([pushing])
+            await cancel_and_wait([pushing])
 
 
 async def _push(prompts: AsyncIterator[Prompt], stream: TokenStream) -> None:

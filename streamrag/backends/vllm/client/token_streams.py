@@ -28,7 +28,7 @@ from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
 from streamrag.core import Hint, Prefilled, RequestClass, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, PromptTooLongError
 from streamrag.records import RequestRecord
-from streamrag.support.tasks import wait_regardless
+from streamrag.support.tasks import wait_shielded
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import StreamingInput
@@ -276,7 +276,7 @@ class TokenStream:
         """Abort the stream and free all that it holds in the engine. Does nothing if it has ended already."""
         self._begin_abort()
         if self._aborting is not None:
-            await wait_regardless([self._aborting])
+            await wait_shielded([self._aborting])
             self._aborting.result()
 
     def _begin_abort(self) -> None:

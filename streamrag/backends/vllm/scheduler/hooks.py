@@ -144,7 +144,7 @@ class StreamingHooks(_Base):
 
     def make_stats(self, *args: Any, **kwargs: Any) -> "SchedulerStats | None":
         stats = super().make_stats(*args, **kwargs)
-        if stats is not None and self.plugin.options.tells_kv_use:
+        if stats is not None and self.plugin.options.reports_kv_use:
             use = self.plugin.kv_memory.use(self.plugin.queues.idle.values())
             stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: asdict(use)}
         return stats

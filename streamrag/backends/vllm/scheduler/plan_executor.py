@@ -65,7 +65,7 @@ class PlanExecutor:
             self.outbox.acknowledge_waiting(requests[view.request_id])
         for grant, request in zip(step_plan.grants, granted, strict=True):
             self._limit(grant, request)
-        running, waiting = self.queues.set_aside(step.decoding, granted, step.order, step.held_up)
+        running, waiting = self.queues.hide_others(step.decoding, granted, step.order, step.held_up)
         try:
             yield
         finally:
@@ -84,7 +84,7 @@ class PlanExecutor:
             self.claims.claim(request, grant.num_blocks_claimed)
         if self.kv_memory.take_later(grant.request):
             request.log.on_later_hit(request.num_computed_tokens, self.steps.start_s)
-            self.queues.begin_anew(request)
+            self.queues.resubmit(request)
 
     def _limit(self, grant: Grant, request: StreamRequest) -> None:
         end = self.kv_memory.num_present_tokens(grant.request) + grant.num_tokens

@@ -38,7 +38,7 @@ class Queues:
         # The model runner would resume a PREEMPTED request with the prompt that it remembers.
         stream.status = RequestStatus.WAITING
 
-    def begin_anew(self, request: StreamRequest) -> None:
+    def resubmit(self, request: StreamRequest) -> None:
         """Make a running request wait, because its blocks have changed: vLLM then sends the whole request again."""
         if request.status == RequestStatus.RUNNING:
             self._leave_running(request)
@@ -78,7 +78,7 @@ class Queues:
         self.scheduler.deferred_waiting.discard(request)
         return request.num_stale_output_tokens > 0 and not request.drop_stale_output
 
-    def set_aside(
+    def hide_others(
         self,
         running: list[StreamRequest],
         granted: Sequence[StreamRequest],

@@ -6,10 +6,10 @@ from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.scheduler.request_log import RequestLog
 from streamrag.core import RequestClass
 from streamrag.engine import RequestView
-from streamrag.engine.swapping import Comparison
-from streamrag.records import Outcome, RequestRecord
+from streamrag.engine.swapping import CostComparison
+from streamrag.records import RequestOutcome, RequestRecord
 
-OUTCOMES: dict[RequestStatus, Outcome] = {
+OUTCOMES: dict[RequestStatus, RequestOutcome] = {
     RequestStatus.FINISHED_ABORTED: "aborted",
     RequestStatus.FINISHED_ERROR: "failed",
 }
@@ -47,7 +47,7 @@ class StreamRequest(Request):
     was_evicted: bool = False  # whether the request has ever lost KV to others
     num_kept_tokens: int = 0  # leading prompt tokens whose KV went to host memory in the last eviction
     num_blocks_claimed: int | None = None  # blocks claimed of the KV budget; None without a claim
-    comparison: Comparison | None = None
+    comparison: CostComparison | None = None
     """The choice between dropping and saving its KV, set while an eviction is being planned."""
     view: RequestView | None = None  # the cached view of the request; None after a change
     log: RequestLog

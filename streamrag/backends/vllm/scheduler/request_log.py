@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from streamrag.engine.swapping import Comparison
-from streamrag.records import ChunkRecord, Outcome, PreemptionRecord, RequestRecord, RestoreRecord
+from streamrag.engine.swapping import CostComparison
+from streamrag.records import ChunkRecord, PreemptionRecord, RequestOutcome, RequestRecord, RestoreRecord
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class RequestLog:
         if is_complete and self.last_kv_s is None:
             self.last_kv_s = now_s
 
-    def on_loss(self, num_tokens: int, comparison: Comparison, now_s: float) -> None:
+    def on_loss(self, num_tokens: int, comparison: CostComparison, now_s: float) -> None:
         """Log that the request lost the KV of all `num_tokens` computed tokens, including those of the answer."""
         fate, recompute_s, swap_s = comparison.choice, comparison.recompute_s, comparison.swap_s
         self.preemptions.append(PreemptionRecord(now_s, fate, num_tokens, recompute_s, swap_s))
@@ -108,7 +108,9 @@ class RequestLog:
         known = self.restores[index]
         self.restores[index] = replace(known, observed_s=(known.observed_s or 0.0) + seconds)
 
-    def end(self, outcome: Outcome, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> RequestRecord:
+    def end(
+        self, outcome: RequestOutcome, now_s: float, num_prompt_tokens: int, num_output_tokens: int
+    ) -> RequestRecord:
         values: dict[str, Any] = {name: getattr(self, name) for name in _RECORDED}
         values["holds"] = dict(self.holds)
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}

@@ -92,7 +92,7 @@ class StepPlanner:
             self.kv_memory,
             self.rules,
             self.evictions.fate,
-            tells_holds=self.options.records is not None,
+            reports_holds=self.options.records is not None,
         )
         for request_id, rule in step_plan.holds:
             scheduler.requests[request_id].log.holds[rule] += 1

@@ -17,8 +17,8 @@ from streamrag.telemetry import (
     Answered,
     ContextChanged,
     ContextComplete,
-    Event,
     PrefillProgressed,
+    QueryEvent,
     Timings,
     TokensGenerated,
 )
@@ -57,7 +57,7 @@ class ConversationStream:
         self._has_new.set()
         return prompt
 
-    async def events(self) -> AsyncGenerator[Event, None]:
+    async def events(self) -> AsyncGenerator[QueryEvent, None]:
         """Yield the events of the answer; the last one is `Answered`. Raises BackendError if the engine fails."""
         first_token_s: float | None = None
         chunks: list[AnswerChunk] = []

@@ -10,7 +10,7 @@ from streamrag.serve.citations import LONGEST_MARK, encode_annotation, file_id, 
 from streamrag.serve.failures import Failure
 from streamrag.serve.protocols.chat import encode_passages
 from streamrag.serve.protocols.responses.requests import CheckedRequest
-from streamrag.telemetry import Answer, Answered, ContextComplete, Event, RetrievalStarted, TokensGenerated
+from streamrag.telemetry import Answer, Answered, ContextComplete, QueryEvent, RetrievalStarted, TokensGenerated
 
 ServerEvent = dict[str, Any]
 
@@ -45,7 +45,7 @@ class ResponseEncoder:
             self._event("response.in_progress", response=response),
         ]
 
-    def encode(self, event: Event) -> list[ServerEvent]:
+    def encode(self, event: QueryEvent) -> list[ServerEvent]:
         """Return the events that `event` adds."""
         match event:
             case RetrievalStarted(query=query):

@@ -171,6 +171,6 @@ def check_request(
         turns=turns,
         brings_context=brings_context,
         retrieves=not brings_context and service.source is not None and body.tool_choice != "none",
-        params=service.answering(body.params(service.params)),
+        params=service.cap_params(body.params(service.params)),
         is_stored=body.store is not False,
     )

@@ -14,15 +14,15 @@ from streamrag.serve.protocols.responses.encoder import ResponseEncoder, ServerE
 from streamrag.serve.protocols.responses.requests import CheckedRequest
 from streamrag.serve.protocols.responses.states import State
 from streamrag.serve.service import Service, first_question
-from streamrag.telemetry import Answered, Event
+from streamrag.telemetry import Answered, QueryEvent
 
-Send: TypeAlias = Callable[[ServerEvent], Awaitable[None]]
+SendEvent: TypeAlias = Callable[[ServerEvent], Awaitable[None]]
 
 
 @asynccontextmanager
 async def query_events(
     service: Service, caller: Caller, interface: Interface, request: CheckedRequest
-) -> AsyncIterator[AsyncIterator[Event]]:
+) -> AsyncIterator[AsyncIterator[QueryEvent]]:
     """Admit a request and give its events, from the service's retrieval or from the conversation alone."""
     if request.retrieves:
         question, options = conversation_options(service, request.conversation, "input", request.params)
@@ -52,7 +52,7 @@ class ResponseRun:
         model: str,
         *,
         keep: Callable[[State], None] | None = None,
-        send: Send | None = None,
+        send: SendEvent | None = None,
     ) -> None:
         self.request = request
         self.encoder = ResponseEncoder(request, model)
@@ -72,7 +72,7 @@ class ResponseRun:
         """Send the events of an admitted request."""
         await self._send_all(self.encoder.begin())
 
-    async def follow(self, events: AsyncIterator[Event]) -> None:
+    async def follow(self, events: AsyncIterator[QueryEvent]) -> None:
         """Encode and send these events, except those of the complete answer, which `finish` sends."""
         async for event in events:
             if not self.encoder.has_begun:

@@ -28,8 +28,8 @@ from streamrag.serve.protocols.responses.requests import ResponseRequest, check_
 from streamrag.serve.protocols.responses.response_run import ResponseRun
 from streamrag.serve.protocols.responses.states import StateStore
 from streamrag.serve.service import Service, first_question
-from streamrag.support.tasks import cancel_regardless
-from streamrag.telemetry import Event
+from streamrag.support.tasks import cancel_and_wait
+from streamrag.telemetry import QueryEvent
 
 MAX_WAITING = 64  # maximum queued requests of one stream
 
@@ -174,7 +174,7 @@ class SocketStream:
         self,
         response: ResponseRun,
         stream: ConversationStream,
-        events: MemoryObjectReceiveStream[Event],
+        events: MemoryObjectReceiveStream[QueryEvent],
         reader: Reader,
     ) -> None:
         deadline_s = self._service.limits.deadline_s
@@ -234,9 +234,9 @@ class SocketStream:
 
 
 @asynccontextmanager
-async def _reader(stream: ConversationStream) -> AsyncIterator[tuple[MemoryObjectReceiveStream[Event], Reader]]:
+async def _reader(stream: ConversationStream) -> AsyncIterator[tuple[MemoryObjectReceiveStream[QueryEvent], Reader]]:
     """Read the events of a stream in a task, ahead of demand; give the events and the task."""
-    send, receive = anyio.create_memory_object_stream[Event](MAX_UNSENT)
+    send, receive = anyio.create_memory_object_stream[QueryEvent](MAX_UNSENT)
 
     async def read() -> None:
         async with send, aclosing(stream.events()) as events:
@@ -248,4 +248,4 @@ async def _reader(stream: ConversationStream) -> AsyncIterator[tuple[MemoryObjec
         yield receive, task
     finally:
         receive.close()
-        await cancel_regardless([task])
+        await cancel_and_wait([task])

@@ -16,9 +16,9 @@ from streamrag.serve.request_fields import sampling
 from streamrag.serve.service import Service
 from streamrag.serve.session_store.served_session import MAX_SHOWN, ServedSession
 from streamrag.serve.session_store.store import session_not_found
-from streamrag.sessions.question import DECISIVE_GAP
+from streamrag.sessions.question import DECISIVE_MARGIN
 from streamrag.sessions.session import MAX_WAITING
-from streamrag.telemetry import Event
+from streamrag.telemetry import QueryEvent
 
 AnswerTexts: TypeAlias = list[Annotated[str, Field(max_length=1000)]]
 
@@ -58,12 +58,12 @@ class QuestionFields(StrictModel):
     question: str = Field(max_length=MAX_QUERY_CHARACTERS)
     answers: AnswerTexts = Field(default_factory=list, max_length=64)
     """The permitted answers; if empty, the answer is free."""
-    with_gap: bool = False
-    decisive_gap: float = Field(default=DECISIVE_GAP, ge=0, allow_inf_nan=False)
+    with_margin: bool = False
+    decisive_margin: float = Field(default=DECISIVE_MARGIN, ge=0, allow_inf_nan=False)
     max_tokens: int | None = None
 
 
-class Question(QuestionFields):
+class QuestionBody(QuestionFields):
     """A question that is answered once."""
 
     at_least: int | None = Field(default=None, ge=0)
@@ -75,7 +75,7 @@ class Question(QuestionFields):
 class WatchedQuestion(QuestionFields):
     """A question that is answered whenever the data change."""
 
-    every_s: float = Field(default=0.0, ge=0, le=86_400)
+    min_interval_s: float = Field(default=0.0, ge=0, le=86_400)
     priority: int = 0
 
 
@@ -110,13 +110,13 @@ async def append_data(service: Service, served: ServedSession, request: Data) ->
 
 
 async def answer_events(
-    service: Service, caller: Caller, served: ServedSession, question: Question
-) -> AsyncGenerator[Event, None]:
+    service: Service, caller: Caller, served: ServedSession, question: QuestionBody
+) -> AsyncGenerator[QueryEvent, None]:
     """Yield the events of a question until it is answered."""
-    params = service.answering(
+    params = service.cap_params(
         sampling(service.params, max_tokens=question.max_tokens, temperature=question.temperature, seed=question.seed)
     )
-    options = question.model_dump(include={"answers", "at_least", "with_gap", "decisive_gap"})
+    options = question.model_dump(include={"answers", "at_least", "with_margin", "decisive_margin"})
     stream = served.session.ask_events(
         question.question, params=params, deadline_s=service.limits.deadline_s, **options
     )

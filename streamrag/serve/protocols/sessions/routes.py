@@ -5,10 +5,10 @@ GET    /v1/sessions/{id}                   the session's state
 POST   /v1/sessions/{id}/data              {"data": [text or {"text", "uri"?}, ...], "flush"?} -> {"version", ...}
 PUT    /v1/sessions/{id}/system            {"system"} -> {"version"}, the first with this text
 GET    /v1/sessions/{id}/data?behind=      {"data": [{"version", "text"}, ...]}, the newest in the window
-POST   /v1/sessions/{id}/ask               {"question", "answers"?, "with_gap"?, "decisive_gap"?, "at_least"?,
+POST   /v1/sessions/{id}/ask               {"question", "answers"?, "with_margin"?, "decisive_margin"?, "at_least"?,
                                            "stream"?, ...} -> an answer, or SSE
-PUT    /v1/sessions/{id}/watches/{name}    {"question", "answers"?, "every_s"?, "priority"?, "with_gap"?,
-                                           "decisive_gap"?, "max_tokens"?} -> {"name"}
+PUT    /v1/sessions/{id}/watches/{name}    {"question", "answers"?, "min_interval_s"?, "priority"?, "with_margin"?,
+                                           "decisive_margin"?, "max_tokens"?} -> {"name"}
 DELETE /v1/sessions/{id}/watches/{name}
 GET    /v1/sessions/{id}/events            SSE: session, then flash_ready, flash_failed, data_updated, data_dropped,
                                            log_failed, gap; resumes after Last-Event-ID
@@ -33,7 +33,7 @@ from streamrag.serve.protocols.event_stream import encode, event_values, respond
 from streamrag.serve.protocols.sessions.requests import (
     Data,
     OpenSession,
-    Question,
+    QuestionBody,
     SystemText,
     WatchedQuestion,
     answer_events,
@@ -113,7 +113,7 @@ class _Handlers:
         return JSONResponse({"data": [{"version": version, "text": text} for version, text in data]})
 
     async def ask(self, request: Request) -> Response:
-        body = await read_body(request, Question)
+        body = await read_body(request, QuestionBody)
         answer = aclosing(answer_events(self._service, request.scope[CALLER], await self._find(request), body))
 
         async def produce(write: Write) -> None:
@@ -129,7 +129,7 @@ class _Handlers:
     async def watch(self, request: Request) -> Response:
         body = await read_body(request, WatchedQuestion)
         max_tokens = WATCH_TOKENS if body.max_tokens is None else body.max_tokens
-        params = self._service.answering(sampling(self._service.params, max_tokens=max_tokens, temperature=0.0))
+        params = self._service.cap_params(sampling(self._service.params, max_tokens=max_tokens, temperature=0.0))
         name, options = request.path_params["name"], body.model_dump(exclude={"max_tokens"})
         served = await self._find(request)
         served.watch(name, limits=self._service.limits, params=params, **options)

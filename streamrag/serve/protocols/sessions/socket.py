@@ -24,7 +24,7 @@ from streamrag.serve.connections.json_socket import MAX_ID, Frames
 from streamrag.serve.failures import RequestError
 from streamrag.serve.open_queries import Caller
 from streamrag.serve.protocols.event_stream import event_name, event_values
-from streamrag.serve.protocols.sessions.requests import Data, Question, answer_events, append_data, encode_state
+from streamrag.serve.protocols.sessions.requests import Data, QuestionBody, answer_events, append_data, encode_state
 from streamrag.serve.service import Service
 from streamrag.serve.session_store.served_session import ServedSession, SessionEvent
 from streamrag.telemetry import Answered
@@ -41,7 +41,7 @@ class AppendFrame(Data):
     id: Id | None = None
 
 
-class AskFrame(Question):
+class AskFrame(QuestionBody):
     """A question, with an id that is unique among the socket's open questions."""
 
     type: Literal["ask"]
@@ -81,11 +81,11 @@ class SessionSocket(Frames):
                 request = frame[0].root
                 self._served.use()
                 try:
-                    await self._handle(request, tasks)
+                    await self._serve_frame(request, tasks)
                 except StreamRagError as error:
                     await self.send_error(error, request.id)
 
-    async def _handle(self, request: AppendFrame | AskFrame | CancelFrame, tasks: TaskGroup) -> None:
+    async def _serve_frame(self, request: AppendFrame | AskFrame | CancelFrame, tasks: TaskGroup) -> None:
         match request:
             case AppendFrame():
                 done: dict[str, Any] = {"type": "appended", **await append_data(self._service, self._served, request)}

@@ -76,7 +76,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
         "                        self._begin_abort()",
         "                        pass",
     ),
-    "an abort can be cancelled": ("await wait_regardless([self._aborting])", "await self._aborting"),
+    "an abort can be cancelled": ("await wait_shielded([self._aborting])", "await self._aborting"),
     "an abort leaves the task that hands over chunks": ("        self._outputs.close()\n", ""),
     "those that are aborted together are aborted one after the other": ("stream._begin_abort()", "pass"),
     "leaving the context aborts nothing": (

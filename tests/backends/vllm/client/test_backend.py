@@ -25,7 +25,7 @@ from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream
 from streamrag.core import AnswerChunk, BackendEvent, Hint, Prefilled, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, PromptTooLongError, StreamRagError
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 from streamrag.testing import make_tiny_llama
 
 tokens_input = pytest.importorskip("vllm.inputs.engine").tokens_input
@@ -658,7 +658,7 @@ async def test_a_plain_request_with_a_grammar_has_its_turn_beside_streams_that_l
             assert backend.model.tokenizer.decode(token_ids).startswith(("yes", "no"))  # and its end
             assert answered.qsize() - num_before <= 3 * len(clients)
     finally:
-        await cancel_regardless(clients)
+        await cancel_and_wait(clients)
     await assert_nothing_is_left(backend)
 
 

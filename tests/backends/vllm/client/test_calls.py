@@ -15,7 +15,7 @@ from fake_engine import MAX_MODEL_LEN, TEXT_TOKENS, Client, FakeCore, cancelled_
 
 from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.arguments import Strategy
-from streamrag.backends.vllm.client.measured import EngineClient
+from streamrag.backends.vllm.client.measured_engine import EngineClient
 from streamrag.backends.vllm.client.token_streams import TokenStreams
 from streamrag.core import AnswerChunk, ModelInfo, Prompt, SamplingParams
 from streamrag.errors import EngineDeadError

@@ -10,7 +10,7 @@ from streamrag.backends.vllm.scheduler.host_memory.costs import HostCosts, Match
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.engine.costs.copy_costs import linear_copies
 from streamrag.engine.costs.price import Price
-from streamrag.engine.costs.step_profiles import Part, TableProfile
+from streamrag.engine.costs.step_profiles import StepPart, TableProfile
 from streamrag.engine.swapping import DROPPED, CostChoice
 from streamrag.records import RestoreRecord
 
@@ -55,7 +55,7 @@ def recomputing(found: HostCosts, request: StreamRequest, start: int, num_blocks
     found.on_resume(request, Match(start, num_blocks, comparison, 0), 2.0)
 
 
-def run(found: HostCosts, parts: Sequence[tuple[str, Part]], duration_s: float) -> None:
+def run(found: HostCosts, parts: Sequence[tuple[str, StepPart]], duration_s: float) -> None:
     found.on_step_end(parts, duration_s, 0.0, is_held_up=False)
 
 

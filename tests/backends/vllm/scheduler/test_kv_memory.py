@@ -54,7 +54,7 @@ def test_what_memory_is_used_for_is_told_by_state_if_that_is_asked_for(bench: Ma
     scheduler.log_stats = scheduler.kv_cache_manager.log_stats = True
     scheduler.kv_cache_manager.prefix_cache_stats = PrefixCacheStats()
     assert scheduler.make_stats().kv_connector_stats is None, "where vLLM serves, its loggers know no such stats"
-    scheduler.plugin.options = replace(scheduler.plugin.options, tells_kv_use=True)
+    scheduler.plugin.options = replace(scheduler.plugin.options, reports_kv_use=True)
     log = EngineStats()
     assert log.kv_use() is None
     log.record(scheduler.make_stats(), None)

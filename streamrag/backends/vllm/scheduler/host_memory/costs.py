@@ -14,8 +14,8 @@ from typing import NamedTuple
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.backends.vllm.scheduler.request_log import RequestLog
 from streamrag.engine.costs.price import Price
-from streamrag.engine.costs.step_profiles import Part
-from streamrag.engine.swapping import Comparison
+from streamrag.engine.costs.step_profiles import StepPart
+from streamrag.engine.swapping import CostComparison
 from streamrag.records import RestoreRecord
 
 
@@ -24,7 +24,7 @@ class Match(NamedTuple):
 
     start: int  # the first block after the prefix hit
     num_blocks: int  # number of blocks from `start` on
-    comparison: Comparison | None  # the choice between loading and computing them; None without blocks
+    comparison: CostComparison | None  # the choice between loading and computing them; None without blocks
     num_tokens: int  # number of tokens to load
 
 
@@ -115,7 +115,7 @@ class HostCosts:
             self.price.observe_sent(num_out, num_in, now_s)
 
     def on_step_end(
-        self, parts: Sequence[tuple[str, Part]], duration_s: float, copies_s: float, *, is_held_up: bool
+        self, parts: Sequence[tuple[str, StepPart]], duration_s: float, copies_s: float, *, is_held_up: bool
     ) -> None:
         """Record that a step took `duration_s`, and its copies `copies_s`; `is_held_up` if it had to wait for some."""
         computed = [part for _, part in parts]
@@ -153,7 +153,7 @@ class HostCosts:
     def on_finish(self, request_id: str) -> None:
         self._recomputing.pop(request_id, None)
 
-    def _share(self, parts: Sequence[Part], index: int, num_tokens: int) -> float:
+    def _share(self, parts: Sequence[StepPart], index: int, num_tokens: int) -> float:
         """Return the share of a step's time for `num_tokens` of part `index`; by token count without prices."""
         if self.price is not None:
             return self.price.share(parts, index, num_tokens)

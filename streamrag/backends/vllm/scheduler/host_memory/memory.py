@@ -24,7 +24,7 @@ from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.engine.costs.price import Price
 from streamrag.engine.host_pool import HostPool
-from streamrag.engine.swapping import Comparison, CostChoice, SwapAlways, SwapChoice
+from streamrag.engine.swapping import CostChoice, CostComparison, SwapAlways, SwapChoice
 
 MOST_OVERCOMMITTED = 1.5
 """Most KV that all requests may need, in multiples of host memory: the device holds some of it as well."""
@@ -63,7 +63,7 @@ class HostMemory:
     def start_step(self, now_s: float) -> None:
         self._now_s = now_s
 
-    def compare(self, request: StreamRequest) -> Comparison:
+    def compare(self, request: StreamRequest) -> CostComparison:
         """Compare dropping the KV of a victim with saving it."""
         num_blocks = self._num_known(request)
         num_saved = self.pool.num_valid(request.block_hashes[:num_blocks])

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from streamrag.engine.costs.step_profiles import Part
+from streamrag.engine.costs.step_profiles import StepPart
 
 
-def parts_of(step: SchedulerOutput) -> Iterator[tuple[str, Part]]:
+def parts_of(step: SchedulerOutput) -> Iterator[tuple[str, StepPart]]:
     """Yield (request id, part) for each request of a step, in vLLM's order: new requests first."""
     counts = step.num_scheduled_tokens
     for new in step.scheduled_new_reqs:

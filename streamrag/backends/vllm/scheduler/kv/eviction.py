@@ -14,7 +14,7 @@ from streamrag.backends.vllm.scheduler.kv.replacement import release_kv
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.engine import Fate, RequestView
-from streamrag.engine.swapping import DROPPED, Comparison
+from streamrag.engine.swapping import DROPPED, CostComparison
 
 
 @dataclass(kw_only=True, eq=False)
@@ -80,7 +80,7 @@ class Evictions:
             self._restart(request)
         return {request.request_id for request in affected}
 
-    def _compare(self, request: StreamRequest) -> Comparison:
+    def _compare(self, request: StreamRequest) -> CostComparison:
         return DROPPED if self.host_memory is None else self.host_memory.compare(request)
 
     def _is_affected(self, request: StreamRequest, wrong: Suspects) -> bool:

@@ -16,9 +16,9 @@ from streamrag.modes import UpdateMode
 from streamrag.sources.emission.best_length import EngineEstimate, HeldContext, best_length, scenarios
 from streamrag.sources.emission.calibrate import Place, place, stages_left
 from streamrag.sources.emission.calibration import Calibration, Odds, Stage, Times
-from streamrag.sources.emission.near_end import HeldUpdates, HoldingSource
+from streamrag.sources.emission.delayed_updates import HeldUpdates, HoldingSource
 from streamrag.support.clock import Clock, monotonic
-from streamrag.support.messages import is_number, short
+from streamrag.support.messages import is_number, short_repr
 from streamrag.support.validation import Count, NumberOrZero, validated
 
 CHARACTERS_PER_TOKEN = 4
@@ -37,7 +37,7 @@ def estimate_tokens(chunk: Chunk) -> int:
     return len(chunk.text) // CHARACTERS_PER_TOKEN + NUM_HEADING_TOKENS
 
 
-class WorthSending(HoldingSource):
+class SelectiveUpdates(HoldingSource):
     """Sends an update of `source` when that is worth it, and at the latest when retrieval ends.
 
     A search that refines its result changes it most in its first stages. What is sent too early is computed in vain,
@@ -49,10 +49,10 @@ class WorthSending(HoldingSource):
     d the time of the next stage, and b the end of the engine step that runs then. If retrieval leaves that time,
     waiting costs nothing. An update may be sent in part: first the passages that are likely to stay, the others later.
 
-    The final context is the same as without `WorthSending` in the default mode, `UpdateMode()`: held passages are sent
-    when the source ends, fails or is cut short. In another mode, fewer updates may lead to another context. An update
-    is sent at once if its hint does not name a stage of `calibration`. An `Append` is sent at once unless an update is
-    held back.
+    The final context is the same as without `SelectiveUpdates` in the default mode, `UpdateMode()`: held passages are
+    sent when the source ends, fails or is cut short. In another mode, fewer updates may lead to another context. An
+    update is sent at once if its hint does not name a stage of `calibration`. An `Append` is sent at once unless an
+    update is held back.
 
     calibration: the result of `calibrate` for `source`, or the path of its file.
     profile: the prefill times: the name or path of a profile, as measured by `streamrag profile`.
@@ -114,7 +114,7 @@ class WorthSending(HoldingSource):
             return self._others
         others = self._others()
         if not is_number(others) or not 0 <= others < inf:
-            raise ConfigurationError(f"WorthSending: others={short(others)} must be a number, at least 0")
+            raise ConfigurationError(f"SelectiveUpdates: others={short_repr(others)} must be a number, at least 0")
         return float(others)
 
     def _num_tokens(self, chunks: Iterable[Chunk]) -> tuple[int, ...]:
@@ -132,7 +132,7 @@ class _Stage:
 class _WorthwhileUpdates(HeldUpdates):
     """The state of one retrieval: its context, its stage, and the passages that were sent."""
 
-    def __init__(self, owner: WorthSending) -> None:
+    def __init__(self, owner: SelectiveUpdates) -> None:
         self._owner = owner
         self._engine = EngineEstimate(owner._profile, owner._budget)
         self._began_s = owner._clock()

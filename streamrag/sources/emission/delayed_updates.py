@@ -11,7 +11,7 @@ from streamrag.core import Skipped, Source, SourceEvent, Update
 from streamrag.query.retrieval import Retrieval
 from streamrag.sources.wrapper import SourceWrapper
 from streamrag.support.clock import Clock, monotonic
-from streamrag.support.tasks import cancel_regardless
+from streamrag.support.tasks import cancel_and_wait
 from streamrag.support.validation import SecondsOrZero, validated
 
 _END = object()
@@ -79,24 +79,24 @@ async def _with_timeouts(
             yield event  # type: ignore[misc]
     finally:
         if pending is not None:
-            await cancel_regardless([pending])
+            await cancel_and_wait([pending])
 
 
 async def _next(events: AsyncGenerator[SourceEvent, None]) -> object:
     return await anext(events, _END)
 
 
-class NearEnd(HoldingSource):
+class DelayedUpdates(HoldingSource):
     """Holds back the updates of `source` until it expects to end in `lead_s` seconds, and then sends the newest.
 
     Prefilling needs no more time than that before the end. Prefilling earlier gains nothing: a later update may
     invalidate it, and if the model shares its processors with the search, it slows the search down. Unlike
-    `WorthSending`, this needs neither a calibration nor a profile.
+    `SelectiveUpdates`, this needs neither a calibration nor a profile.
 
     The source's hints say when it expects to end (`Hint.end_s`). An update without this hint is sent at once, such as
     those of the first query to a source that has not measured its duration yet. The held update is also sent when
-    another kind of event comes, and when the source ends or fails. The final context is the same as without `NearEnd`
-    in the default mode, `UpdateMode()`.
+    another kind of event comes, and when the source ends or fails. The final context is the same as without
+    `DelayedUpdates` in the default mode, `UpdateMode()`.
 
     lead_s: about as long as prefilling the whole context takes: `ttft_after_retrieval_s` with `overlap=False`.
 
