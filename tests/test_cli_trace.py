@@ -138,7 +138,7 @@ def test_a_name_that_promises_another_compression_is_refused(
     assert list(tmp_path.iterdir()) == []
     path.write_bytes(b"x")
     assert main(["trace", "show", str(path)]) == 1
-    assert "unpack it, or pack it with gzip" in capsys.readouterr().err
+    assert "decompress it, or use gzip" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("width", ["80", "60"])

@@ -25,7 +25,7 @@ class _Habits(NamedTuple):
 class ChunkForecast:
     """A forecast of each stream's next chunk: after its source's mean gap, or at the time that its retriever expects.
 
-    A chunk that is late is expected to take as long again as it is overdue already, because gaps have long tails.
+    A late chunk is expected to take as long again as has passed since the last one, because gaps have long tails.
     """
 
     def __init__(self) -> None:

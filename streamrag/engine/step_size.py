@@ -98,7 +98,7 @@ class StepSizes:
         self._rate_at_s = now_s
 
     def at(self, now_s: float) -> StepSize | None:
-        """Return the estimate; None while too few or too similar steps were observed."""
+        """Return the costs of steps and the rate of complete prompts at `now_s`; None while steps do not tell them."""
         spread = self._xx - self._x * self._x
         if self._num_steps < FEWEST_STEPS or spread <= (LEAST_SPREAD * self._x) ** 2:
             return None

@@ -126,7 +126,7 @@ class Admission:
         num_prompt_tokens: tokens of the prompt; if None, the mean of recent prompts is assumed.
         is_ahead: whether the query is computed ahead of demand, which gives it only a share of each limit.
 
-        :raises RefusedError: the query exceeds a limit.
+        :raises NotAdmittedError: the query exceeds a limit.
         """
         limits = self._limits_ahead if is_ahead else self.limits
         if self.is_draining:

@@ -103,7 +103,7 @@ class OpenQueries:
         deadline_s: seconds until the block is cancelled; None for queries of a pipeline, which has its own deadline.
         first_question: first question of the conversation, by which the router finds the engine with earlier turns.
 
-        :raises RefusedError: the query is not admitted.
+        :raises NotAdmittedError: the query is not admitted.
         :raises PipelineClosedError: the service stops during the query.
         :raises DeadlineExceededError: the deadline has passed.
         """

@@ -204,7 +204,7 @@ class Service:
 
         Takes the options of `Pipeline.stream`; the limits cap `max_tokens` and `deadline_s`.
 
-        :raises RefusedError: the query is not admitted.
+        :raises NotAdmittedError: the query is not admitted.
         :raises StreamRagError: as `Pipeline.stream` does.
         """
         params = self.cap_params(options.get("params", self.params))

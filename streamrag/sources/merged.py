@@ -160,7 +160,10 @@ class _MergedContext:
         return Update(self._fused, self._hint()) if self._fused != before else None
 
     def _hint(self) -> Hint | None:
-        """Combine the hints of the running sources."""
+        """Return the sum of the chunks that the running sources expect, and the latest of their ends, from now on.
+
+        Each is None if a running source does not know it; the hint is None if both are.
+        """
         hints = [(at_s, hint or Hint()) for at_s, hint in self.running.values()]
         chunks = [hint.num_chunks for _, hint in hints if hint.num_chunks is not None]
         ends = [max(hint.end_s - (self._now() - at_s), 0.0) for at_s, hint in hints if hint.end_s is not None]

@@ -185,6 +185,8 @@ def _has_content(path: Path) -> bool:
 def folder_lock(folder: Path) -> Iterator[None]:
     """Lock `folder` during the block, even if it is renamed: no other program locks it or removes it as abandoned.
 
+    Blocks the thread while it waits. Where the system has no such locks, the block runs without one.
+
     :raises OSError: another program has held it for a minute.
     """
     for _ in range(int(HELD_FOR_S / HELD_TICK_S)):
@@ -199,7 +201,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
         finally:
             if owner is not None:
                 os.close(owner)
-    raise OSError(errno.EBUSY, "it is folder_lock by another program", str(folder))
+    raise OSError(errno.EBUSY, "it is held by another program", str(folder))
 
 
 def _open_folder(path: Path) -> int | None:

@@ -38,7 +38,7 @@ def test_a_real_engine_refuses_virtual_time() -> None:
         async with running_engine("nowhere", {}, policy=None):
             pass
 
-    with pytest.raises(ConfigurationError, match="wall clock only"):
+    with pytest.raises(ConfigurationError, match="needs the wall clock"):
         run_virtual(main())
 
 

@@ -411,7 +411,7 @@ def test_of_a_large_file_only_the_size_is_looked_at_unless_all_is_read(
     monkeypatch.setattr(index_folder, "MAX_HASHED_BYTES", 0)
     assert main(["index", "verify", str(index)]) == 0
     printed = capsys.readouterr()
-    assert "are as they were written" in printed.out
+    assert "match their checksums" in printed.out
     assert "reading vectors.f32" in printed.err
     flip_a_byte(index / "vectors.f32")
     check_index(index)
@@ -443,7 +443,7 @@ def test_of_a_large_file_only_the_size_is_looked_at_unless_all_is_read(
         (lambda index: lead_elsewhere(index / "passages.jsonl"), r"passages.jsonl cannot be read \(it is a link\)"),
         (
             lambda index: become_a_pipe(index / "passages.jsonl"),
-            r"passages.jsonl cannot be read \(it is no ",
+            r"passages.jsonl cannot be read \(it is not ",
         ),
         (lambda index: (index / "manifest.json").write_text("[" * 100_000), "is damaged"),
         (lambda index: (index / "manifest.json").write_text(" " * (17 << 20)), "more than 16 MiB"),

@@ -107,7 +107,7 @@ async def test_what_cannot_be_scored_is_given_whole_from_then_on() -> None:
         CATS.text,
         DOGS.text,
     ]
-    assert failures.missing == ["finding the best split_sentences failed"]
+    assert failures.missing == ["finding the best sentences failed"]
 
 
 async def test_a_passage_without_words_has_no_sentences() -> None:

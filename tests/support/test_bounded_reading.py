@@ -93,7 +93,7 @@ def test_a_file_has_a_number_of_bytes_lines_and_chunks_that_it_may_not_exceed(
     with pytest.raises(ValueError, match="more than 100 bytes"):
         b"".join(DecompressedFile(path, 100))
     monkeypatch.setattr(lines, "MAX_NAMED", 1)
-    with pytest.raises(TraceError, match=r"line 4: its updates name more than 1 chunks"):
+    with pytest.raises(TraceError, match=r"line 4: its updates have more than 1 chunks"):
         read_trace(path)
     monkeypatch.setattr(files, "MAX_LINES", 3)
     with pytest.raises(TraceError, match=r"after line 4: it has more than 3 lines; make several files of it"):
@@ -222,11 +222,11 @@ def test_a_row_of_csv_is_bounded_across_its_lines(tmp_path: Path) -> None:
 def test_the_chunks_of_public_traces_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "MAX_NAMED", 3)
     request = b'{"timestamp":0,"input_length":1024,"output_length":1,"hash_ids":[1,2]}\n'
-    with pytest.raises(TraceError, match=r"line 2: its updates name more than 3 chunks"):
+    with pytest.raises(TraceError, match=r"line 2: its updates have more than 3 chunks"):
         read_mooncake(packed(tmp_path / "m.jsonl.gz", (request, 2)))
     (tmp_path / "map.json").write_text(json.dumps({n: {"query": "q", "trace_file": "t.csv"} for n in "12"}))
     (tmp_path / "t.csv").write_text("StartTime_us,EndTime_us,PipelinePool\n0,1,()\n0,1,()\n")
-    with pytest.raises(TraceError, match=r"t.csv, line 3: its updates name more than 3 chunks"):
+    with pytest.raises(TraceError, match=r"t.csv, line 3: its updates have more than 3 chunks"):
         read_stream2llm_anns(tmp_path / "map.json", count_tokens=len)
 
 

@@ -184,13 +184,13 @@ def test_a_folder_that_another_program_holds_is_waited_for_and_given_up(
 ) -> None:
     monkeypatch.setattr(scratch, "HELD_FOR_S", 0.2)
     (tmp_path / "index").mkdir()
-    with scratch.held(tmp_path / "index"):
+    with scratch.folder_lock(tmp_path / "index"):
         with pytest.raises(OSError, match="held by another program"):
-            with scratch.held(tmp_path / "index"):
+            with scratch.folder_lock(tmp_path / "index"):
                 pass
-    with scratch.held(tmp_path / "index"):
+    with scratch.folder_lock(tmp_path / "index"):
         (tmp_path / "index").rename(tmp_path / "elsewhere")
-    with scratch.held(tmp_path / "elsewhere"):
+    with scratch.folder_lock(tmp_path / "elsewhere"):
         pass
 
 

@@ -59,7 +59,7 @@ class _McpSource:
             raise MissingDependencyError("mcp", "pip install 'streamrag[mcp]'")
         progress(f"{self.name}: connecting to its MCP server")
         connection = await anyio.to_thread.run_sync(import_module, "streamrag.adapters.mcp.connection")  # slow
-        self._opened = connection.Connection(self._server, **self._options)
+        self._opened = connection.McpConnection(self._server, **self._options)
         try:
             async with self._opened.client() as client:
                 await self._opened.in_time(self._check(client))

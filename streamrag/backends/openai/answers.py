@@ -36,7 +36,10 @@ def token_ids(value: Any, *, server: str) -> list[int]:
 
 
 def answer_chunk(choice: dict[str, Any], *, server: str) -> AnswerChunk:
-    """Return the part of an answer in one choice of an event."""
+    """Return the part of an answer in one choice of an event.
+
+    :raises ServerError: the choice is malformed, or its finish_reason says that the server aborted the answer.
+    """
     text, reason = choice.get("text"), choice.get("finish_reason")
     for name, value in (("text", text), ("finish_reason", reason)):
         if value is not None and not isinstance(value, str):

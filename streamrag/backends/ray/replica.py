@@ -94,7 +94,7 @@ class _Stream:
 class EngineReplica:
     """An engine that answers the streams that callers open.
 
-    make_backend: creates the engine.
+    make_backend: creates the engine's backend; the constructor calls it.
     max_open: most concurrent streams; further ones are refused.
     """
 
@@ -110,7 +110,7 @@ class EngineReplica:
         self._why_dead: str | None = None
 
     async def start(self) -> None:
-        """Start the engine.
+        """Start the engine, if its backend has to be started.
 
         :raises StreamRagError: the engine cannot be started.
         """

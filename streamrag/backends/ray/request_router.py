@@ -1,6 +1,6 @@
 """The router that Ray Serve calls. A new stream goes to a replica of its ticket's choice, other calls to a named one.
 
-Ray pickles this module by value, so it has no global state.
+Ray sends this module to its proxies by value, so it has no global state.
 """
 
 import logging

@@ -210,7 +210,7 @@ async def _steps_of(
 
 
 async def _beside_s(client: EngineClient, token_ids: list[int]) -> float:
-    """Measure a lone request's seconds to its first token, minus the model's seconds."""
+    """Send one request to the idle engine; return the seconds to its first token, minus the model's seconds."""
     clock, num_before = asyncio.get_running_loop().time, len(client.steps)
     start_s = clock()
     await answer(client, "alone", token_ids, 1)

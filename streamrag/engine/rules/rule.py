@@ -6,7 +6,10 @@ from streamrag.engine.walk import Candidate, Wait, Walk
 
 
 class Rule:
-    """A reason why a request gets fewer tokens than it could, or waits. Its state lasts for one plan."""
+    """A reason why a request gets fewer tokens than it could, or waits. Its state lasts for one plan.
+
+    A plan reports as a hold only that a request waits.
+    """
 
     asks_complete = True
     """Whether the rule applies to complete prompts."""

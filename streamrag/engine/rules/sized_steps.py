@@ -81,7 +81,7 @@ class LateBinding(Rule):
 
     A prompt that becomes complete meanwhile can then join the step instead of waiting for its end.
 
-    is_early: returns whether a step computes prompts now, so that there is time.
+    is_early: returns whether a step computes prompts now: then the next one need not be planned yet.
     sized: decides which steps of complete prompts are long; None if none is.
     """
 

@@ -17,7 +17,9 @@ Source: arXiv 2605.13784, section 3.7."""
 
 
 class LeanPartials(TokenRule):
-    """Limits the tokens of partial prompts in a step, to none beside a complete prompt, except for `BACKLOG_SHARE`.
+    """Limits the tokens of partial prompts in a step.
+
+    Beside a complete prompt they get none, except up to `BACKLOG_SHARE` of the backlog.
 
     num_tokens: returns the most tokens of partial prompts in a step; None for no limit.
     num_blocks_short: with at most so many free blocks, requests that wait for memory do not count as backlog.

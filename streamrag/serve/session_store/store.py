@@ -100,7 +100,10 @@ class SessionStore:
             self._start_sweeper()
 
     async def open(self, client: str, **options: Any) -> ServedSession:
-        """Open a session for a client. Raises RefusedError for too many sessions, or tokens in their windows."""
+        """Open a session for a client, by default with a window of three quarters of the model's length.
+
+        :raises NotAdmittedError: the service stops, or there are too many sessions, or tokens in their windows.
+        """
         self._check_not_draining()
         self._start_sweeper()
         most = self._service.model.max_model_len  # the session itself rejects a longer window

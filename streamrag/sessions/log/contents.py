@@ -118,7 +118,10 @@ def write_contents(connection: sqlite3.Connection, contents: LogContents, before
 
 
 def read_contents(connection: sqlite3.Connection) -> LogContents:
-    """Read and validate a log; raise ValueError or sqlite3.Error if it is damaged."""
+    """Check the database's integrity, then read and validate the header, the chunks and the watches of a log.
+
+    :raises ValueError, sqlite3.Error: the log is damaged.
+    """
     (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if verdict != "ok":
         raise ValueError(verdict)

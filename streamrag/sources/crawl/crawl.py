@@ -80,9 +80,9 @@ class Crawl:
             return None
 
     def absorb(self, visit: _Visit) -> Iterator[SourceEvent]:
-        """Yield the events of a finished visit, and launch its links.
+        """Yield the events of a finished visit, to a page or to a host's sitemaps, and launch visits to its links.
 
-        :raises UnsafeUrlError: a start URL is not allowed.
+        :raises UnsafeUrlError: a start URL is not allowed, and unsafe ones are not to be skipped.
         :raises WorkerError: a worker died.
         """
         target = self._visits.pop(visit)

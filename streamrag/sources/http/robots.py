@@ -177,7 +177,7 @@ def parse(body: bytes, user_agent: str) -> Rules:
 
 
 def _relevant_lines(tokens: set[str], text: str) -> Iterator[str]:
-    """Yield the sitemap lines, and at most `MAX_RULES` rule lines that apply to the product `tokens`.
+    """Yield at most `MAX_SITEMAPS` sitemap lines, the user agents, and at most `MAX_RULES` rules for `tokens` or `*`.
 
     Other user agents are replaced by one name, and their rules are omitted, because Protego takes time quadratic in the
     number of user agents, and memory for each rule. Names must match as a whole (RFC 9309).

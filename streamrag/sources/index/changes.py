@@ -51,11 +51,12 @@ def add_documents(
 
     A document's name is its path within `folder`: pass the folder that the index was built from. Without `folder`, the
     name of a file is its file name, and the name of a file below a folder is its path within that folder. Only new
-    passages are embedded. Open sources continue with the old index.
+    passages are embedded. Open sources continue with the old index. Blocks: in a coroutine, use `asyncio.to_thread`.
 
     Pass `embedder` where `VectorSource` needs it. An index of format 1 has no stored vectors and is embedded whole.
 
-    :raises ConfigurationError: a path does not exist or is outside `folder`, or nothing can be indexed.
+    :raises ConfigurationError: a path does not exist or is outside `folder`, nothing can be indexed, or an event loop
+        runs in this thread.
     :raises IndexMissingError: there is no index. Like IndexCorruptError and IndexMismatchError, before any change.
     :raises MissingDependencyError: DiskANN, faiss or the embedder's package is not installed.
     :raises WorkerError: the embedding process died.

@@ -58,7 +58,9 @@ def select(
     score: ScoreDocuments,
     stem: Stem = str,
 ) -> list[TextPassage]:
-    """Return the passages relevant to `query`, with at most `max_chars` together, in page order.
+    """Return the best passages for `query`, with at most `max_chars` together, in page order.
+
+    A passage needs at least `MIN_SCORE` of the page's best score.
 
     Some passage, with its headings and the page's title, must have half of the query's terms (at most three);
     otherwise no passage is relevant. For a query without words, such as an emoji, return the page's beginning.

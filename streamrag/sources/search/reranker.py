@@ -135,7 +135,8 @@ def _cross_encoder(location: str, device: str) -> ScorePassages:
 
 
 def _late_interaction(location: str, device: str) -> ScorePassages:
-    """Score by the mean, over the query's tokens, of the similarity to the most similar token of the passage.
+    """Return a function whose score is the mean, over the query's tokens, of the similarity to the passage's most
+    similar token.
 
     Source: Khattab and Zaharia, "ColBERT", SIGIR 2020. ColBERT trains token embeddings for this; here they are those
     of a model for whole texts.

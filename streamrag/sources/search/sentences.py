@@ -75,7 +75,7 @@ class BestSentences:
                     chunks = event.chunks
                     if can_score:
                         can_score = False
-                        with failures.record("finding the best split_sentences"):
+                        with failures.record("finding the best sentences"):
                             chunks = await self.select(event.chunks)
                             can_score = True
                     if chunks == sent:

@@ -21,7 +21,10 @@ class Estimates:
         self.policy = policy
 
     def on_step(self, num_tokens: int, num_pairs: float, duration_s: float) -> None:
-        """Learn from the duration of a step. For `num_pairs`, see `StepSizes.observe_step`."""
+        """Learn the speed and the costs of steps from one step, and report the new speed to the policy.
+
+        For `num_pairs`, see `StepSizes.observe_step`.
+        """
         self.pace.observe(num_tokens, duration_s)
         if num_tokens:
             self.step_sizes.observe_step(num_tokens, num_pairs, duration_s)

@@ -69,9 +69,9 @@ class Queues:
             self.idle.pop(request_id, None)
 
     def is_held_up(self, request: StreamRequest) -> bool:
-        """Whether vLLM would skip the request: its grammar compiles, or output from before a preemption is in flight.
+        """Whether vLLM would skip the request: its grammar is being compiled, or it has stale output in flight.
 
-        vLLM checks a grammar only when the request's turn comes, which may be never behind granted requests.
+        vLLM checks a grammar only when the request's turn comes: perhaps never, if others are always granted first.
         """
         if not self.scheduler._handle_blocked_waiting_request(request):
             return True

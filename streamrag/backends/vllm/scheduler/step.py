@@ -42,7 +42,7 @@ class PlannedStep(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class StepPlanner:
-    """Plans steps, without side effects on requests or queues."""
+    """Plans steps. Moves no request between queues and evicts none; only caches and logs of requests change."""
 
     scheduler: Scheduler
     options: SchedulerOptions

@@ -604,7 +604,7 @@ async def test_seeds_which_would_end_the_engine_on_a_cpu_are_refused(backend: Vl
         ({"no_such_parameter": 1}, "no_such_parameter"),
         ({"temperature": 1.0}, "temperature cannot be given there"),
         ({"n": 2}, "n cannot be given there"),
-        ({"extra_args": {"streamrag": {}}}, "taken by streamrag"),
+        ({"extra_args": {"streamrag": {}}}, "is reserved for streamrag"),
     ],
 )
 async def test_a_parameter_that_vllm_refuses_is_named(

@@ -140,7 +140,10 @@ class HostMemory:
         return Match(start, num_blocks, comparison, num_blocks * self._block_size if is_loaded else 0)
 
     def commit(self, request: StreamRequest, match: Match | None, num_tokens: int) -> None:
-        """Schedule the loads for a request that was admitted to this step, for `num_tokens` tokens of the match."""
+        """Record that a request was admitted to this step and loads `num_tokens` tokens of the match.
+
+        Pins the match's blocks in host memory and schedules their loads. Without a match, only the number is recorded.
+        """
         request.num_loaded_tokens = num_tokens
         if match is None:
             return

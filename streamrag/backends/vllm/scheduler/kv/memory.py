@@ -38,7 +38,7 @@ class KvMemory:
         self._requests: dict[str, StreamRequest] = scheduler.requests
         self.later_hits = later_hits
         self.next_block: NextBlock | None = self._next_block if later_hits and later_hits.are_of_all else None
-        """See `engine.groups.NextBlock`; None if prefills are not grouped."""
+        """See `engine.rules.NextBlock`; None if prefills are not grouped."""
         self._hits: dict[str, _Hit] = {}
         self._found: dict[str, Sequence[KVCacheBlock]] = {}
         self.num_free_blocks = 0
