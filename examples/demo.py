@@ -33,6 +33,7 @@ from demo_comparison import (
 )
 from demo_site import MEDIAN_LATENCY_S
 from demo_timeline import QueryRow, draw_timeline
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -240,13 +241,12 @@ def printable(line: str) -> str:
 
 def print_table(groups: dict[str, Group]) -> None:
     """Print how many times as fast streaming is, with intervals, and whether the answers are the same."""
-    table = Table(
-        title="Streaming against not streaming, in pairs with the same recorded retrieval", title_justify="left"
-    )
-    for heading in ("", "seconds to"):
+    title = "Streaming against not streaming: median seconds of pairs with the same retrieval"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("", "to the"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("streaming\nmedian", "not\nstreaming", "times as\nfast", f"{CONFIDENCE:.0%}\ninterval", ""):
-        table.add_column(heading, justify="right")
+    for heading in ("streaming", "not", "ratio", f"{CONFIDENCE:.0%} interval", ""):
+        table.add_column(heading, justify="right", no_wrap=True)
     for name, group in groups.items():
         for measure, (low, middle, high) in intervals(group.pairs).items():
             both = [[getattr(answer.timings, measure) for answer in pair.answers] for pair in group.pairs]
@@ -256,8 +256,8 @@ def print_table(groups: dict[str, Group]) -> None:
     console.print(table)
     for name, group in groups.items():
         pairs = group.pairs
-        live = ", ".join(f"{group.live.ratio(measure):.2f} ({what})" for measure, what in MEASURES.items())
-        console.print(f"{name}: {len(pairs)} pairs. The live pair, times as fast: {live}")
+        live = ", ".join(f"{group.live.ratio(measure):.2f}" for measure in MEASURES)
+        console.print(f"{name}: {len(pairs)} pairs; ratios of the live pair, with retrieval itself: {live}")
         same = [pair for pair in pairs if len({answer.citations for answer in pair.answers}) == 1]
         num_equal = sum(len({answer.token_ids for answer in pair.answers}) == 1 for pair in same)
         num_updates = [sum(isinstance(event, ContextChanged) for event in pair.streaming) - 1 for pair in pairs]

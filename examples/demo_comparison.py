@@ -21,10 +21,11 @@ CONFIDENCE = 0.95
 BUSY_LOAD = 0.3
 """Processes per core that others may run before a comparison is called unreliable."""
 MEASURES = {
-    "ttft_s": "first token, from the question",
-    "ttft_after_retrieval_s": "first token, after retrieval",
-    "total_s": "last token, from the question",
+    "ttft_s": "first token",
+    "ttft_after_retrieval_s": "- after retrieval",
+    "total_s": "last token",
 }
+"""Labels of the compared durations. They count from the question, except for the one after retrieval."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Interval(NamedTuple):
     def verdict(self) -> str:
         if self.low > 1:
             return "faster"
-        return "slower" if self.high < 1 else "no difference seen"
+        return "slower" if self.high < 1 else "unclear"
 
 
 def interval(ratios: Sequence[float]) -> Interval:
