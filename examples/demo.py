@@ -289,7 +289,7 @@ def save(out: Path, groups: dict[str, Group]) -> None:
         (
             name,
             [
-                QueryRow(f"{number + 1} {arm}", events)
+                QueryRow(f"{number or 'live'} {arm}", events)
                 for number, pair in enumerate([group.live, *group.pairs[:MIN_PAIRS]])
                 for arm, events in (("not streaming", pair.waiting), ("streaming", pair.streaming))
             ],
