@@ -194,7 +194,7 @@ def test_what_cannot_be_merged_is_named(weights: Any) -> None:
         MergedSource(*sources, weights=weights)
     with pytest.raises(ConfigurationError, match="at least one source"):
         MergedSource()
-    with pytest.raises(ConfigurationError, match="5 is not a source"):
+    with pytest.raises(ConfigurationError, match="5 is no source"):
         MergedSource(ScriptedSource([]), 5)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="k=-1 must be greater than or equal to 0"):
         MergedSource(ScriptedSource([]), k=-1)

@@ -96,7 +96,7 @@ def test_a_file_has_a_number_of_bytes_lines_and_chunks_that_it_may_not_exceed(
     with pytest.raises(TraceError, match=r"line 4: its updates have more than 1 chunks"):
         read_trace(path)
     monkeypatch.setattr(files, "MAX_LINES", 3)
-    with pytest.raises(TraceError, match=r"after line 4: it has more than 3 lines; make several files of it"):
+    with pytest.raises(TraceError, match=r"after line 4: it has more than 3 lines; split it into several files"):
         read_trace(path)
 
 

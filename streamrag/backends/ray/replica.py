@@ -163,7 +163,7 @@ class EngineReplica:
         stream = self._streams.get(stream_id)
         if stream is None:
             return False
-            stream.feed.take(delta)
+        stream.feed.take(delta)
         stream.num_prefilled = min(stream.num_prefilled, delta.num_shared)
         self._update_queue()
         return True

@@ -53,7 +53,7 @@ class Open:
     params: SamplingParams
     caller_id: str
     ticket: Any = None
-    """The `Ticket` that chooses the replica. Not pickled: only the router in the caller's process needs it."""
+    """The `Ticket` that chooses the replica. Not sent: only the router in the caller's process needs it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Open, (self.stream_id, self.first, self.params, self.caller_id)
@@ -73,7 +73,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The stream ended with one of our errors. Exceptions themselves cannot be pickled reliably."""
+    """The stream ended with one of our errors. Exceptions themselves cannot be sent reliably."""
 
     kind: str
     message: str

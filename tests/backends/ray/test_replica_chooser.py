@@ -155,7 +155,7 @@ async def test_no_query_fails_with_a_router_that_fails_to_hear_of_it(caplog: pyt
     chooser.computed("1", (1,), "a", is_complete=False)
     chooser.died("a")
     assert chooser.in_use() == {"a", "b"}
-    assert caplog.text.count("the router failed to hear") == 6
+    assert caplog.text.count("the router failed to process") == 6
 
 
 def test_a_stream_that_another_router_has_sent_counts_where_it_is() -> None:
