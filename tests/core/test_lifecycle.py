@@ -18,7 +18,16 @@ from streamrag.testing import ScriptedBackend, ScriptedSource
 
 A = Chunk("It rained.", "file:///a")
 
-PASS_IT_ON = {"RerankerPool", "SourceWrapper", "RayBackend", "RaySource", "Attached", "Connects", "Startable"}
+PASS_IT_ON = {
+    "RerankerPool",
+    "_KeywordSearch",
+    "SourceWrapper",
+    "RayBackend",
+    "RaySource",
+    "Attached",
+    "Connects",
+    "Startable",
+}
 """Parts that start the one part that they wrap, or nothing, and protocols."""
 
 
