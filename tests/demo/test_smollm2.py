@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrag.cli import demo_model as command
 from streamrag.cli import main
 from streamrag.demo import smollm2 as demo_model
 from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
@@ -33,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return make_demo_model(folder, on_progress=tell)
 
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as stderr:
-        patch.setattr(demo_model, "make_demo_model", overheard)
+        patch.setattr(command, "make_demo_model", overheard)
         assert main(["demo-model", "--out", str(folder)]) == 0
     assert f"{folder}: SmolLM2-135M-Instruct, 273 MB" in stderr.getvalue()
     assert list(dict.fromkeys(what for _, _, what in seen)) == ["checking", "unpacking"]
