@@ -204,7 +204,7 @@ def print_answer(answer: Answer) -> None:
             tell_indented(f"[{citation.number}] {citation.title} {citation.uri}")
 
 
-def show(event: QueryEvent) -> QueryEvent:
+def show(event: QueryEvent) -> None:
     """Tell a person what happened, and when."""
     match event:
         case ChunkArrived(chunk=chunk):
@@ -223,7 +223,6 @@ def show(event: QueryEvent) -> QueryEvent:
             tell(event.at_s, f"retrieval complete: {event.num_chunks} chunks, {event.num_tokens} tokens")
         case Answered(answer=answer):
             tell(event.at_s, f"answer: {answer.text}")
-    return event
 
 
 def tell(at_s: float, line: str) -> None:

