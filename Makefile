@@ -115,9 +115,8 @@ bench-small-host: .venv/installed ## does copying by cost hold its 2 % where hos
 bench-step: .venv/installed ## microseconds that planning a step takes over vLLM's own, with 50 and 500 requests; two minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/step_cost.py --json experiments/results/step_cost.json
 
-bench-emission: .venv/installed ## send every update, the last, or what is worth it; by rank or in stable order; half an hour, simulated, resumable
-	test -d build/emission-index || .venv/bin/streamrag index build docs --out build/emission-index
-	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/emission.py --index build/emission-index --keep bench-results/emission --json experiments/results/emission.json --plot docs/calibration.png
+bench-updates: .venv/installed ## send every update of a search, late ones or the last; by rank or in stable order; simulated, minutes
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/updates.py --json experiments/results/updates.json
 
 bench-near-end: .venv/installed ## a search on the model's own processors: what DelayedUpdates gives for what it takes; real engine, two minutes
 	$(RUN) experiments/near_end.py --json experiments/results/near_end.json

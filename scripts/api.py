@@ -38,9 +38,8 @@ PAGES = {
     ),
     "sources": (
         "Sources",
-        "Retrieve from the web or from your own function, combine sources, and send fewer updates.",
-        "WebSource RetrieverSource from_passages from_rankings search_engine MergedSource ReplaySource "
-        "SelectiveUpdates DelayedUpdates calibrate Calibration",
+        "Retrieve from the web or from your own function, combine sources, and send updates late.",
+        "WebSource RetrieverSource from_passages from_rankings search_engine MergedSource ReplaySource DelayedUpdates",
     ),
     "search": (
         "Searching your documents",
@@ -110,7 +109,6 @@ INTERNAL = {
     "Watch.spec",
     "Watch.stop",
     "Watch.work",
-    "SelectiveUpdates.num_others",
 }
 """Members of public classes that only other parts of the package use."""
 

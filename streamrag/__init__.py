@@ -76,10 +76,6 @@ if TYPE_CHECKING:
     from streamrag.query.options import QueryOptions as QueryOptions
     from streamrag.sources.crawl.search_engine import search_engine as search_engine
     from streamrag.sources.crawl.web import WebSource as WebSource
-    from streamrag.sources.emission.calibrate import calibrate as calibrate
-    from streamrag.sources.emission.calibration import Calibration as Calibration
-    from streamrag.sources.emission.delayed_updates import DelayedUpdates as DelayedUpdates
-    from streamrag.sources.emission.selective_updates import SelectiveUpdates as SelectiveUpdates
     from streamrag.sources.generators import from_passages as from_passages
     from streamrag.sources.generators import from_rankings as from_rankings
     from streamrag.sources.index.build import build_index as build_index
@@ -95,6 +91,7 @@ if TYPE_CHECKING:
     from streamrag.sources.search.vector import IvfSource as IvfSource
     from streamrag.sources.search.vector import VectorSource as VectorSource
     from streamrag.sources.search.vector import index_source as index_source
+    from streamrag.sources.timing.delayed_updates import DelayedUpdates as DelayedUpdates
     from streamrag.telemetry import Answer as Answer
     from streamrag.trace.recorder import TraceRecorder as TraceRecorder
     from streamrag.trace.replay import ReplaySource as ReplaySource
@@ -121,10 +118,7 @@ _NAMES = {
     "streamrag.query.options": "QueryOptions",
     "streamrag.sources.crawl.search_engine": "search_engine",
     "streamrag.sources.crawl.web": "WebSource",
-    "streamrag.sources.emission.calibrate": "calibrate",
-    "streamrag.sources.emission.calibration": "Calibration",
-    "streamrag.sources.emission.delayed_updates": "DelayedUpdates",
-    "streamrag.sources.emission.selective_updates": "SelectiveUpdates",
+    "streamrag.sources.timing.delayed_updates": "DelayedUpdates",
     "streamrag.sources.generators": "from_passages from_rankings",
     "streamrag.sources.index.build": "build_index",
     "streamrag.sources.index.changes": "add_documents remove_documents",

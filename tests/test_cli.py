@@ -99,7 +99,6 @@ COMMANDS = [
     "index add",
     "index remove",
     "index verify",
-    "index calibrate",
     "record",
     "trace show",
     "trace generate",

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 
 import streamrag
-from streamrag import Append, Calibration, Chunk
+from streamrag import Append, Chunk
 from streamrag.engine.costs.profile_files import save_profile
 from streamrag.engine.costs.step_profiles import TableProfile
-from streamrag.sources.emission.calibration import Stage
 from streamrag.testing import ScriptedBackend, ScriptedSource
 from streamrag.trace import Trace, TracedAppend, TracedChunk, TracedQuery, write_trace
 
@@ -69,7 +68,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_package" / "my_module.py").write_text("def my_key(request, now_s): return request.arrival_s")
     page = TracedAppend(0.5, TracedChunk("a", 4, "The printer jams.", "printer.md"))
     write_trace(Trace((TracedQuery("1", 0.0, "Why does it jam?", (page,), 1.0),)), tmp_path / "crawl.jsonl.gz")
-    Calibration("VectorSource", 1, (Stage(0.0, (), ()),), ()).write(tmp_path / "calibration.json")
     save_profile(TableProfile("machine", "", ((1, 1.0), (2, 2.0)), 0.0, 0.0, 100), tmp_path / "machine.json")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -134,7 +132,7 @@ def test_examples_of_docstrings_are_true(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["web-crawling", "vector-search", "ivf-search", "hybrid-search", "postgres", "emission", "mcp"]
+    "page", ["web-crawling", "vector-search", "ivf-search", "hybrid-search", "postgres", "updates", "mcp"]
 )
 def test_the_page_of_a_source_says_when_to_use_it_its_options_its_limits_and_figures(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()

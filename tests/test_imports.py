@@ -19,7 +19,7 @@ RING = [
     {"adapters", "bench", "demo", "testing"},
     {"backends/ray"},
     {"backends/simulated", "routing"},
-    {"sources/crawl", "sources/emission", "sources/postgres", "sources/search"},
+    {"sources/crawl", "sources/postgres", "sources/search", "sources/timing"},
     {"sources/index", "sources/pages"},
     {"sources/http", "sources/workers"},
     {"sessions", "trace"},
@@ -58,7 +58,6 @@ SHARED_BY_PROCESS: dict[str, set[str]] = {
 # In `sources`, what the modules of each folder may import beside modules that stand in no folder.
 BENEATH_FOLDER: dict[str, set[str]] = {
     "crawl": {"pages", "http", "workers"},
-    "emission": {"index"},
     "http": set(),
     "index": {"workers"},
     "pages": {"http", "workers"},

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from math import inf
+from math import inf, isfinite
 from typing import TYPE_CHECKING, TypeVar
 
 from streamrag.core import (
@@ -151,7 +151,7 @@ class QueryPrompts:
 
     def _due_s(self, hint: Hint | None) -> float:
         """Return when to send a context to the backend if no other follows; infinity if not before the complete one."""
-        end_s = None if hint is None else hint.end_s
+        end_s = hint.end_s if hint is not None and hint.end_s is not None and isfinite(hint.end_s) else None
         self.has_forecast = self.has_forecast or end_s is not None
         match self._overlap:
             case OverlapChoice("none"):

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from streamrag.cli.index import calibration
 from streamrag.cli.output import Output
 from streamrag.cli.progress import step_bars
 from streamrag.cli.source_options import DSN_HELP
@@ -75,7 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for verb in (add, remove):
         verb.add_argument("--embedder", metavar="NAME", help="the index's embedding model, if not the default")
     add_verb("verify", run_verify, "INDEX", "compare an index with its checksums", VERIFY)
-    calibration.add_parser(verbs)
 
 
 def _add_build(build: argparse.ArgumentParser) -> None:

@@ -1,1 +1,0 @@
-"""Which updates of a source are worth sending."""

@@ -1,0 +1,1 @@
+"""Sources that send the events of another source later."""
