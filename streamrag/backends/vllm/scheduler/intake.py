@@ -92,7 +92,7 @@ class Intake:
         self.enqueue(stream)
         if stream.is_complete:
             self.estimates.on_complete()
-        self.queues.settle(stream)
+        self.queues.make_idle_if_done(stream)
 
     def _add_chunk(self, stream: StreamRequest, request: Request, message: PromptMessage) -> None:
         problem = _misfit(stream, request, message) or _problem(request, message, self.scheduler.max_model_len)
@@ -125,7 +125,7 @@ class Intake:
         self.queues.requeue(stream)
         if stream.is_complete:
             self.estimates.on_complete()
-        self.queues.settle(stream)
+        self.queues.make_idle_if_done(stream)
 
     def _refuse(self, request: Request, problem: str, message: PromptMessage | None = None) -> None:
         """Fail a request that has not been accepted, or the stream that the chunk belongs to."""

@@ -14,7 +14,7 @@ from streamrag.backends.vllm.scheduler.request import StreamRequest
 
 
 class Outbox:
-    """Outputs that are sent with those of the next step."""
+    """A queue of outputs that are sent with those of the next step."""
 
     def __init__(self) -> None:
         self._outputs: list[tuple[int, EngineCoreOutput]] = []

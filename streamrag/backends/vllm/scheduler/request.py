@@ -78,6 +78,7 @@ class StreamRequest(Request):
         return request
 
     def end(self, now_s: float) -> RequestRecord:
+        """Make the final record, by the request's status, and keep it in `record`."""
         outcome = OUTCOMES.get(self.status, "finished")
         self.record = self.log.end(outcome, now_s, self.num_prompt_tokens, self.num_output_tokens)
         return self.record

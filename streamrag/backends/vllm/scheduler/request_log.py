@@ -89,7 +89,7 @@ class RequestLog:
         self.preemptions.append(PreemptionRecord(now_s, fate, num_tokens, recompute_s, swap_s))
         self.num_present = 0
 
-    def on_saves(self, index: int, num_tokens: int, expected_s: float) -> None:
+    def on_saves_sent(self, index: int, num_tokens: int, expected_s: float) -> None:
         """Add tokens that are being copied to host memory to the preemption at `index`."""
         known = self.preemptions[index]
         self.preemptions[index] = replace(
@@ -98,7 +98,7 @@ class RequestLog:
             expected_save_s=known.expected_save_s + expected_s,
         )
 
-    def on_saved(self, index: int, seconds: float) -> None:
+    def on_saves_ended(self, index: int, seconds: float) -> None:
         """Add the duration of copies to the preemption at `index`."""
         known = self.preemptions[index]
         self.preemptions[index] = replace(known, save_s=known.save_s + seconds)
@@ -111,6 +111,7 @@ class RequestLog:
     def end(
         self, outcome: RequestOutcome, now_s: float, num_prompt_tokens: int, num_output_tokens: int
     ) -> RequestRecord:
+        """Return the record of the request, which has ended as `outcome` says."""
         values: dict[str, Any] = {name: getattr(self, name) for name in _RECORDED}
         values["holds"] = dict(self.holds)
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}

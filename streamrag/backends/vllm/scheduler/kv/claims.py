@@ -7,7 +7,7 @@ counted: questions of one session share all but their own tokens.
 """
 
 from streamrag.backends.vllm.scheduler.request import StreamRequest
-from streamrag.engine.rules import Budget
+from streamrag.engine.rules import KvBudgetLeft
 
 
 class KvClaims:
@@ -19,9 +19,10 @@ class KvClaims:
         self._num_claims = 0
 
     @property
-    def budget(self) -> Budget:
+    def budget_left(self) -> KvBudgetLeft:
+        """What further requests may claim. There must be a budget."""
         assert self._num_blocks is not None
-        return Budget(self._num_blocks - self._num_claimed, has_claims=self._num_claims > 0)
+        return KvBudgetLeft(self._num_blocks - self._num_claimed, has_claims=self._num_claims > 0)
 
     def claim(self, request: StreamRequest, num_blocks: int) -> None:
         """Add the claim of a request that begins and has no claim."""
