@@ -86,7 +86,7 @@ def plan(
 
 
 def _grant_tokens(walk: Walk, rules: Sequence[Rule]) -> tuple[Walk, dict[str, str]]:
-    """Grant tokens to each request in turn, as rules and memory allow. Return the walk, and what held which request.
+    """Grant tokens to each request in turn, as rules and memory allow. Return the walk, and a rule per held request.
 
     A complete prompt that does not fit lets running requests behind it continue, but lets none behind it start. A
     partial prompt that may not evict blocks no other request.
@@ -116,7 +116,7 @@ def _grant_tokens(walk: Walk, rules: Sequence[Rule]) -> tuple[Walk, dict[str, st
 
 
 def _first_wait(candidate: Candidate, rules: Sequence[Rule]) -> tuple[Wait | None, str]:
-    """Return how the first rule that objects, or else memory, makes `candidate` wait, if at all; and that rule's name."""
+    """Return how the first rule to object, or else memory, makes `candidate` wait, if at all, and the name of that."""
     for rule in rules:
         if wait := rule.ask(candidate):
             return wait, type(rule).__name__

@@ -1,11 +1,7 @@
 """The scheduler's side of host memory: which KV blocks are copied out, and which are copied back.
 
-    evicted ─▶ blocks in vLLM's free list ─reused by another request─▶ saved in that step, before it is overwritten
-                       │ still there                                      │
-    resumed ◀──────────┴── prefix cache                    host memory ───┴─▶ resumed, after the prefix hit
-
 vLLM reuses the block that was freed first, and frees a victim's blocks from the last to the first. So only the tail of
-a victim's KV is saved, and no more than necessary. A block's key is vLLM's hash of its content and all before it.
+a victim's KV is saved, and no more than necessary.
 """
 
 from collections import Counter
