@@ -40,10 +40,12 @@ class Policy(Protocol):
         """Return `requests`, the most urgent first."""
 
     def on_admitted(self, requests: Sequence[RequestView]) -> None:
-        """Learn which requests started in this step, in order."""
+        """Learn which requests started in this step, in order. Does nothing by default."""
+        return
 
     def on_speed(self, tokens_per_s: float) -> None:
-        """Learn the speed at which the engine computes prompts. Called after every step."""
+        """Learn the speed at which the engine computes prompts, after every step. Does nothing by default."""
+        return
 
 
 class KeyPolicy(Policy):

@@ -29,13 +29,11 @@ from streamrag.support.validation import Count, Number, SecondsOrZero, validated
 class Session:
     """Context that streams in and is kept computed, and any number of concurrent questions about it.
 
-    Create it with `Pipeline.session`, and use it as an async context manager. Computing ahead only makes answers
-    faster: each is the model's answer to the exact text of its version.
+    Create it with `Pipeline.session`, which describes the options, and use it as an async context manager. Computing
+    ahead only makes answers faster: each is the model's answer to the exact text of its version.
 
     registry: the registry that counts the session while it is open; None does not count it.
     admit: admits each answer to a watched question, or rejects it for now; by default, all are admitted.
-
-    `Pipeline.session` describes the other options.
     """
 
     @validated

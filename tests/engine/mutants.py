@@ -158,7 +158,11 @@ MUTANTS = (
         100,
     ),
     Mutant(
-        "what an update invalidates stays known", LOG, "min(self.num_known, chunk.num_shared)", "self.num_known", 50
+        "what an update invalidates stays known",
+        LOG,
+        "min(self.num_ever_computed, chunk.num_shared)",
+        "self.num_ever_computed",
+        50,
     ),
     Mutant("a loss of KV is not noticed", LOG, "        self.num_present = 0\n", "", 100),
     Mutant(

@@ -65,7 +65,7 @@ class StreamingHooks(_Base):
         self.plugin.intake.receive(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        self.plugin.steps.start()
+        self.plugin.steps.mark_start()
         if self._pause_state != PauseState.UNPAUSED:
             return super().schedule(throttle_prefills)
         with self.plugin.executor.planned_step():

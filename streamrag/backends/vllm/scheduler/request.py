@@ -97,7 +97,7 @@ class StreamRequest(Request):
         return self.num_tokens + self.num_output_placeholders - self.num_computed_tokens
 
     @property
-    def num_held_tokens(self) -> int:
+    def num_all_tokens(self) -> int:
         """Tokens of prompt and answer, including a hidden one."""
         return len(self._all_token_ids)
 

@@ -47,7 +47,7 @@ class StepsInFlight:
         """Return the number of tokens that the steps in flight compute for a request id."""
         return sum(step.num_tokens_of.get(request_id, 0) for step in self._steps)
 
-    def start(self) -> None:
+    def mark_start(self) -> None:
         self.start_s = self.clock.monotonic()
 
     @contextmanager

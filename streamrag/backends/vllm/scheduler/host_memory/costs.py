@@ -37,7 +37,7 @@ class _Entry:
 
 
 @dataclass(slots=True)
-class _Recomputing:
+class _Recomputation:
     entry: _Entry
     done: int  # tokens before this one are computed
     end: int
@@ -69,7 +69,7 @@ class HostCosts:
     def __init__(self, price: Price | None, block_size: int) -> None:
         self.price = price  # None if costs are not compared: expected costs are 0 then
         self._block_size = block_size
-        self._recomputing: dict[str, _Recomputing] = {}
+        self._recomputing: dict[str, _Recomputation] = {}
         self._out, self._in = _CopyQueue(), _CopyQueue()
 
     def on_chunk(self, num_computed: int, num_valid: int) -> None:
@@ -83,7 +83,7 @@ class HostCosts:
             return
         start, num_blocks, comparison, _ = match
         if comparison is None:
-            num_blocks = request.log.num_known // self._block_size - start  # partial blocks are never cached
+            num_blocks = request.log.num_ever_computed // self._block_size - start  # partial blocks are never cached
             if num_blocks <= 0:
                 return
             recompute_s = self.price.recompute_s(start, num_blocks) if self.price is not None else 0.0
@@ -97,7 +97,7 @@ class HostCosts:
             self._in.sent.append((entry, num_blocks))
         else:
             first = start * self._block_size
-            self._recomputing[request.request_id] = _Recomputing(entry, first, first + record.num_tokens)
+            self._recomputing[request.request_id] = _Recomputation(entry, first, first + record.num_tokens)
 
     def on_saves_sent(self, request: StreamRequest, num_blocks: int, num_together: int) -> None:
         """Record that blocks of an evicted request are sent to host memory, as part of `num_together` blocks."""
