@@ -382,7 +382,7 @@ MUTANTS = (
         0,
         "tests/backends/vllm/scheduler/test_intake.py::test_a_chunk_that_leaves_an_empty_prompt_fails_its_stream",
     ),
-    Mutant("a chunk keeps more than there is", INTAKE, "if message.num_kept > num_held:", "if False:", 400),
+    Mutant("a chunk keeps more than there is", INTAKE, "if message.num_kept > num_old_tokens:", "if False:", 400),
     Mutant("fields are not checked", WIRE, "FIELDS[name].validate_python(value)", "pass", 200),
     Mutant("what is no mapping is read as one", WIRE, "if not isinstance(fields, dict):", "if False:", 200),
     Mutant(
@@ -716,7 +716,7 @@ MUTANTS = (
         "steps are long until one was measured",
         "streamrag.engine.pace",
         "int(self._step_s / self._token_s) if self._token_s else 0",
-        "int(self._step_s / self._token_s) if self._token_s else self._num_most_tokens",
+        "int(self._step_s / self._token_s) if self._token_s else self._max_tokens",
         0,
         "tests/engine/test_pace.py",
     ),
