@@ -142,7 +142,7 @@ class TokenStream:
     async def update(
         self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None, num_shared: int = 0
     ) -> None:
-        """Replace the prompt by `token_ids`, keeping the KV of the longest common prefix.
+        """Replace the prompt with `token_ids`, keeping the KV of the longest common prefix.
 
         With `is_complete`, have the answer sampled, as `finish` does. The first `num_shared` tokens are known to equal
         those of the current prompt, so only later tokens are compared.
