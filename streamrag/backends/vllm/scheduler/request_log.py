@@ -111,7 +111,6 @@ class RequestLog:
     def end(
         self, outcome: RequestOutcome, now_s: float, num_prompt_tokens: int, num_output_tokens: int
     ) -> RequestRecord:
-        """Return the record of the request, which has ended as `outcome` says."""
         values: dict[str, Any] = {name: getattr(self, name) for name in _RECORDED}
         values["holds"] = dict(self.holds)
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
