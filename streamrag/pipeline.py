@@ -95,7 +95,7 @@ class Pipeline:
         self._answers_despite_source_error = on_source_error == "answer"
         self._recorder = recorder
         self._session_limits = session_limits
-        self._session_books: SessionRegistry | None = None
+        self._session_registry: SessionRegistry | None = None
         self._on_progress = on_progress or (lambda line: None)
         self._clock = clock
         self._admission = anyio.CapacityLimiter(self.max_concurrent_queries)
@@ -152,8 +152,8 @@ class Pipeline:
         template: PromptTemplate | None = None,
         window_tokens: int | None = None,
         slide_share: float = 0.5,
-        max_waiting: int = 4096,
-        max_waiting_characters: int = 4_000_000,
+        max_waiting: int | None = None,
+        max_waiting_characters: int | None = None,
         batch_interval_s: float = 0.0,
         log: str | os.PathLike[str] | None = None,
         name: str = "session",
@@ -167,35 +167,39 @@ class Pipeline:
         system: replaces the template's system text.
         template: the words around data and question; each chunk is one `passage`.
         window_tokens: most tokens of data in the prompt; three quarters of the model's length by default.
-        slide_share: share of the window that is removed at once when it is full.
+        slide_share: share of the window that is removed at once when it is full. The rest is then computed again in the
+            background, while questions are answered from the previous version.
         max_waiting, max_waiting_characters: most data that wait for the engine; beyond that the oldest are dropped.
-        batch_interval_s: least seconds between two batches of data; fewer batches delay questions less, but their data
-            are older.
+            None takes the defaults of `Session`.
+        batch_interval_s: least seconds between two batches of data. Each batch takes the engine a step at least, so
+            fewer batches delay questions less, but their data are older.
         log: a file for the session's text; if it exists, the session resumes from it, with its system text and
             versions.
         name: for errors and schedulers.
         tenant: the owner, for the pipeline's `session_limits`.
         """
-        from streamrag.sessions.limits import SessionLimits, SessionRegistry
+        from streamrag.sessions.limits import MAX_WAITING, MAX_WAITING_CHARACTERS, SessionLimits, SessionRegistry
         from streamrag.sessions.session import Session
 
         if self._is_closed:
             raise PipelineClosedError("this pipeline has been closed: make a new one")
-        if self._session_books is None:
-            self._session_books = SessionRegistry(self._session_limits or SessionLimits())
+        if self._session_registry is None:
+            self._session_registry = SessionRegistry(self._session_limits or SessionLimits())
         return Session(
             self.backend,
             system=system,
             template=template,
             window_tokens=window_tokens,
             slide_share=slide_share,
-            max_waiting=max_waiting,
-            max_waiting_characters=max_waiting_characters,
+            max_waiting=MAX_WAITING if max_waiting is None else max_waiting,
+            max_waiting_characters=(
+                MAX_WAITING_CHARACTERS if max_waiting_characters is None else max_waiting_characters
+            ),
             batch_interval_s=batch_interval_s,
             log=log,
             name=name,
             tenant=tenant,
-            books=self._session_books,
+            registry=self._session_registry,
             clock=self._clock,
         )
 
@@ -250,7 +254,7 @@ class Pipeline:
             task.cancel()
         await wait_shielded(tasks)
         try:
-            sessions = self._session_books.close() if self._session_books else []
+            sessions = self._session_registry.close() if self._session_registry else []
             closing = [asyncio.create_task(session.aclose()) for session in sessions]
             await wait_shielded(closing)
             for task in closing:

@@ -1,4 +1,4 @@
-"""The events of a query, its answer with timings, and the engine's record.
+"""The classes of a query's events, its answer with timings, and the engine's record. Nothing here emits or writes them.
 
 Every `at_s` is in seconds since the query was submitted, on the pipeline's clock. Times in records are those of
 `time.monotonic`.

@@ -74,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
             if arguments.json:
                 output.print_json_text(snapshot)
             else:
-                output.print(view(snapshot, width=output.width))
+                output.print(render(snapshot, width=output.width))
             return 0
         with suppress(KeyboardInterrupt):
             watch(client, output, arguments.interval)
@@ -92,7 +92,7 @@ def watch(
                 snapshot, problem = look(client), None
             except NoAnswerError as error:
                 problem = str(error)
-            parts = [] if snapshot is None else [view(snapshot, width=output.width, height=output.height - 2)]
+            parts = [] if snapshot is None else [render(snapshot, width=output.width, height=output.height - 2)]
             if problem:
                 stale = "  the figures below are old" if snapshot else ""
                 parts.insert(0, markup("[red]{}[/]  trying again" + stale, problem))
@@ -124,7 +124,7 @@ def look(client: httpx.Client) -> Mapping[str, Any]:
     return values
 
 
-def view(values: Mapping[str, Any], *, width: int, height: int = 10_000) -> RenderableType:
+def render(values: Mapping[str, Any], *, width: int, height: int = 10_000) -> RenderableType:
     """Return a snapshot formatted for `width` columns and about `height` lines."""
     head = _head(values)
     room = max(height - len(head) - 4, 3)

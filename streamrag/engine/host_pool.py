@@ -35,7 +35,7 @@ class HostPool:
         # Valid blocks that may be evicted, the least recently used first.
         self._spare: OrderedDict[Hashable, None] = OrderedDict()
         self._sole: OrderedDict[Hashable, None] = OrderedDict()
-        self._keys_of: dict[str, set[Hashable]] = {}
+        self._keys_by_owner: dict[str, set[Hashable]] = {}
         self._free = list(reversed(range(num_slots)))
         self._saving: dict[int, Hashable] = {}  # by slot; the block may be removed before its copy ends
         self._pinned: dict[Hashable, None] = {}  # a dict for its order, so that evictions are deterministic
@@ -45,12 +45,12 @@ class HostPool:
         """Slots that are not free, including those that only wait for the end of their copy."""
         return self.num_slots - len(self._free)
 
-    def owned(self, owner: str) -> Collection[Hashable]:
+    def keys_of(self, owner: str) -> Collection[Hashable]:
         """Return the keys of the blocks that `owner` may want back."""
-        return self._keys_of.get(owner, ())
+        return self._keys_by_owner.get(owner, ())
 
     def claim(self, owner: str, key: Hashable, *, is_spare: bool = False) -> bool:
-        """Add `owner` to the block if it is valid or being saved; return whether it is.
+        """Add `owner` to the block, now the most recently used, if it is valid or being saved; return whether it is.
 
         is_spare: whether the device keeps the block.
         """
@@ -65,7 +65,7 @@ class HostPool:
         return True
 
     def reserve(self, owner: str, key: Hashable, *, is_spare: bool = False) -> int | None:
-        """Return a slot to copy a new block into; None if the pool has no room for it."""
+        """Return a slot to copy a new block into, evicting another unless it `is_spare`; None if none is free."""
         if not self._free and not is_spare:
             self._evict_one()
         if not self._free:
@@ -123,7 +123,7 @@ class HostPool:
 
     def release(self, owner: str, *, but: Collection[Hashable] = ()) -> None:
         """Remove `owner` from its blocks, except from those in `but`."""
-        keys = self._keys_of.get(owner)
+        keys = self._keys_by_owner.get(owner)
         if keys is None:
             return
         for key in [key for key in keys if key not in but]:
@@ -133,7 +133,7 @@ class HostPool:
             if not block.owners and key not in self._pinned:
                 self._remove(key)
         if not keys:
-            del self._keys_of[owner]
+            del self._keys_by_owner[owner]
 
     def drop(self, keys: Iterable[Hashable]) -> None:
         """Remove the blocks of `keys`, which turned out to be unusable."""
@@ -142,12 +142,12 @@ class HostPool:
                 self._remove(key)
 
     def clear(self) -> None:
-        """Remove all blocks. A slot that is being copied into becomes free when the copy has ended."""
+        """Remove all blocks; a slot that is being copied into becomes free when the copy has ended."""
         self.drop(list(self._blocks))
 
     def _own(self, owner: str, key: Hashable, block: _Block) -> None:
         block.owners.add(owner)
-        self._keys_of.setdefault(owner, set()).add(key)
+        self._keys_by_owner.setdefault(owner, set()).add(key)
 
     def _evict_one(self) -> None:
         key = next(chain(reversed(self._spare), self._sole), None)
@@ -164,10 +164,10 @@ class HostPool:
         block = self._blocks.pop(key)
         self._remove_from_lru(key, block)
         for owner in block.owners:
-            keys = self._keys_of[owner]
+            keys = self._keys_by_owner[owner]
             keys.discard(key)
             if not keys:
-                del self._keys_of[owner]
+                del self._keys_by_owner[owner]
         if self._saving.get(block.slot) != key:
             self._free_slot(block.slot)
 

@@ -37,14 +37,14 @@ class Victims:
         if request.num_blocks:
             self._offered.append((request, position))
 
-    def take(self, num_blocks: int, after: int) -> tuple[list[RequestView], int]:
-        """Return the first victims that together free `num_blocks`, and how many blocks they free.
+    def choose(self, num_blocks: int, after: int) -> tuple[list[RequestView], int]:
+        """Return the first victims that together free `num_blocks`, and how many blocks they do free.
 
         Victims are the requests behind position `after` in the order, then those that were offered.
         """
         victims: list[RequestView] = []
         num_freed = 0
-        for victim, position, num_own_blocks in self._from_the_end():
+        for victim, position, num_own_blocks in self._measured_candidates():
             if num_freed >= num_blocks or position <= after:
                 break
             victims.append(victim)
@@ -57,8 +57,8 @@ class Victims:
                 num_freed += self._memory.num_blocks_freed(victim)
         return victims, num_freed
 
-    def _from_the_end(self) -> Iterator[tuple[RequestView, int, int]]:
-        """Yield candidates, measuring each one only when it is needed: most steps need none."""
+    def _measured_candidates(self) -> Iterator[tuple[RequestView, int, int]]:
+        """Yield (victim, position, blocks it frees), idle requests first, measuring each only when it is needed."""
         yield from self._measured
         if self._unmeasured is None:
             holders = [(r, i) for i, r in enumerate(self._order) if r.num_blocks]

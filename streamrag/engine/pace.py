@@ -16,12 +16,12 @@ class Pace:
     Requests and chunks that arrive during a step wait for its end. A fast engine needs no limit, a slow one does. Until
     a step has been observed, the engine counts as slow.
 
-    num_most_tokens: the most tokens of partial prompts in a step; None for no limit.
+    max_tokens: the most tokens of partial prompts in a step; None for no limit.
     step_s: the seconds that a step of partial prompts should take at most.
     """
 
-    def __init__(self, num_most_tokens: int | None, step_s: float) -> None:
-        self._num_most_tokens = num_most_tokens
+    def __init__(self, max_tokens: int | None, step_s: float) -> None:
+        self._max_tokens = max_tokens
         self._step_s = step_s
         self._token_s: float | None = None
 
@@ -40,20 +40,20 @@ class Pace:
     @property
     def num_partial_tokens(self) -> int | None:
         """Most tokens of partial prompts in one step; None for no limit."""
-        if self._num_most_tokens is None:
+        if self._max_tokens is None:
             return None
         num_tokens = int(self._step_s / self._token_s) if self._token_s else 0
-        return min(max(num_tokens, 2 * FEWEST_TOKENS), self._num_most_tokens)
+        return min(max(num_tokens, 2 * FEWEST_TOKENS), self._max_tokens)
 
-    def num_before_replaced(self, replaced_every_s: float, overhead: float | None) -> int | None:
+    def num_step_tokens(self, replaced_every_s: float, overhead: float | None) -> int | None:
         """Return the most tokens per step of a prompt that is replaced once in `replaced_every_s` seconds.
 
         `overhead` is that of a step, in tokens. With s tokens per step and t seconds per token, a replacement wastes
         half a step on average, s t^2 / (2 `replaced_every_s`) per token; overhead h costs h t / s. The sum is least at
         s = sqrt(2 h `replaced_every_s` / t). A prompt that only grows is replaced after infinite time.
         """
-        if self._num_most_tokens is None or not self._token_s or replaced_every_s == math.inf:
-            return self._num_most_tokens
+        if self._max_tokens is None or not self._token_s or replaced_every_s == math.inf:
+            return self._max_tokens
         overhead = max(overhead or 0.0, FEWEST_TOKENS)  # a fit may return 0
         num_tokens = int(math.sqrt(2 * overhead * replaced_every_s / self._token_s))
-        return min(max(num_tokens, FEWEST_REPLACED_TOKENS), self._num_most_tokens)
+        return min(max(num_tokens, FEWEST_REPLACED_TOKENS), self._max_tokens)

@@ -77,16 +77,16 @@ def plan(
         rules = [rule for rule in rules if not rule.only_saves_time]
         walk, held_by = _grant_tokens(Walk(order, idle, budget, memory), rules)
     holds = tuple(_holds(walk, held_by)) if reports_holds else ()
-    if walk.grants and any(rule.is_better_late(walk) for rule in rules):
+    if walk.grants and any(rule.puts_off_step(walk) for rule in rules):
         return Plan((), (), is_put_off=True, holds=holds)
     # Phase 2
-    victims = walk.victims.take(walk.num_missing, walk.last)[0] if walk.num_missing > 0 else []
+    victims = walk.victims.choose(walk.num_missing, walk.last_position)[0] if walk.num_missing > 0 else []
     evictions = tuple(Eviction(victim, fate(victim)) for victim in victims)
     return Plan(tuple(walk.grants), evictions, waiting=tuple(walk.waiting), holds=holds)
 
 
 def _grant_tokens(walk: Walk, rules: Sequence[Rule]) -> tuple[Walk, dict[str, str]]:
-    """Grant tokens to each request in turn, as the rules and memory allow; return which rule held back each request.
+    """Grant tokens to each request in turn, as rules and memory allow. Return the walk, and a rule per held request.
 
     A complete prompt that does not fit lets running requests behind it continue, but lets none behind it start. A
     partial prompt that may not evict blocks no other request.
@@ -116,10 +116,11 @@ def _grant_tokens(walk: Walk, rules: Sequence[Rule]) -> tuple[Walk, dict[str, st
 
 
 def _first_wait(candidate: Candidate, rules: Sequence[Rule]) -> tuple[Wait | None, str]:
+    """Return how the first rule to object, or else memory, makes `candidate` wait, if at all, and the name of that."""
     for rule in rules:
         if wait := rule.ask(candidate):
             return wait, type(rule).__name__
-    return candidate.walk.wait_for_memory(candidate), candidate.held_by_memory
+    return candidate.walk.memory_wait(candidate), candidate.held_by_memory
 
 
 def _holds(walk: Walk, held_by: Mapping[str, str]) -> Iterator[Hold]:

@@ -40,13 +40,15 @@ class Policy(Protocol):
         """Return `requests`, the most urgent first."""
 
     def on_admitted(self, requests: Sequence[RequestView]) -> None:
-        """Learn which requests started in this step, in order."""
+        """Learn which requests started in this step, in order. Does nothing by default."""
+        return
 
     def on_speed(self, tokens_per_s: float) -> None:
-        """Learn the speed at which the engine computes prompts. Called after every step."""
+        """Learn the speed at which the engine computes prompts, after every step. Does nothing by default."""
+        return
 
 
-class KeyPolicy:
+class KeyPolicy(Policy):
     """A policy that sorts by a key. `is_static` promises that a request's key changes only with its view."""
 
     needs_prefix_hits = False
@@ -67,12 +69,6 @@ class KeyPolicy:
 
     def _place(self, r: RequestView, now_s: float) -> QueuePosition:
         return (not r.has_output, self.key(r, now_s), r.arrival_s, r.request_id, r)
-
-    def on_admitted(self, requests: Sequence[RequestView]) -> None:
-        pass
-
-    def on_speed(self, tokens_per_s: float) -> None:
-        pass
 
 
 def arrival() -> Policy:
@@ -154,7 +150,7 @@ class ShortestRemainingPolicy(KeyPolicy):
         return (not r.has_output, *self._key(r, now_s), r.arrival_s, r.request_id, r)  # flat tuples compare faster
 
 
-class LongestPrefixPolicy:
+class LongestPrefixPolicy(Policy):
     """A policy of longest prefix match in rounds (k-LPM).
 
     In each round of `k` admissions the first goes to the oldest request, the others to the longest prefixes that the
@@ -185,6 +181,7 @@ class LongestPrefixPolicy:
         return first + (by_prefix if math.isinf(self.k) else self._rounds(by_age, by_prefix))
 
     def _rounds(self, by_age: list[RequestView], by_prefix: list[RequestView]) -> list[RequestView]:
+        """Merge two orders of the same requests: the first of each round from `by_age`, the others from `by_prefix`."""
         oldest, longest = iter(by_age), iter(by_prefix)
         order: dict[str, RequestView] = {}
         while len(order) < len(by_age):
@@ -192,9 +189,6 @@ class LongestPrefixPolicy:
             request = next(r for r in (oldest if is_first else longest) if r.request_id not in order)
             order[request.request_id] = request
         return list(order.values())
-
-    def on_speed(self, tokens_per_s: float) -> None:
-        pass
 
     def on_admitted(self, requests: Sequence[RequestView]) -> None:
         if not math.isinf(self.k):

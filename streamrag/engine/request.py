@@ -42,7 +42,7 @@ class RequestView(NamedTuple):
     num_kept_tokens: int = 0
     """Leading tokens whose KV was evicted to host memory and can be loaded; 0 if it holds KV."""
     num_step_tokens: int | None = None
-    """Most tokens of it in one step while its prompt is partial; see `Pace.num_before_replaced`. None for no limit."""
+    """Most tokens of it in one step while its prompt is partial; see `Pace.num_step_tokens`. None for no limit."""
     is_speculative: bool = False
     """Whether the prompt is partial and its next chunk is likely to replace a good part of it."""
     request_class: RequestClass = "pool"

@@ -23,53 +23,53 @@ RATE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class StepSize:
-    """The costs that decide how long a step should be. Lengths are in tokens without context; see `length`."""
+class StepCosts:
+    """The costs that decide how long a step should be. A length is a cost in tokens without context; see `length`."""
 
     overhead: float
-    """Overhead of a step, in tokens that could be computed in that time."""
-    arrivals: float
-    """Prompts that become complete in the time of one token."""
-    pair: float = 0.0
+    """Overhead of a step: the tokens without context that could be computed in that time."""
+    arrivals_per_token: float
+    """Prompts that become complete in the time of one token without context."""
+    pair_cost: float = 0.0
     """Cost of one token's attention to another, in tokens."""
 
     def length(self, num_tokens: float, num_before: float) -> float:
         """Return the cost of `num_tokens` behind `num_before` others, including their attention."""
-        return num_tokens * (1 + self.pair * (num_before + num_tokens / 2))
+        return num_tokens * (1 + self.pair_cost * (num_before + num_tokens / 2))
 
     def num_fitting(self, length: float, num_before: int) -> float:
         """Return how many tokens behind `num_before` others cost `length`: the inverse of `length`."""
-        if not self.pair or length == math.inf:
+        if not self.pair_cost or length == math.inf:
             return length
         # The positive root of pair n^2 / 2 + b n = length, in a form without cancellation.
-        b = 1 + self.pair * num_before
-        return 2 * length / (b + math.sqrt(b * b + 2 * self.pair * length))
+        b = 1 + self.pair_cost * num_before
+        return 2 * length / (b + math.sqrt(b * b + 2 * self.pair_cost * length))
 
-    def longest(self, num_waiting: float) -> float:
+    def best_length(self, num_waiting: float) -> float:
         """Return the best length of a step while `num_waiting` complete prompts have tokens to compute.
 
         With steps of s tokens and overhead h, each waiting prompt loses h / s per token. Prompts that arrive, a per
         token, lose s / 2 each. The sum is least at s = sqrt(2 h num_waiting / a).
         """
-        if self.arrivals <= 0:
+        if self.arrivals_per_token <= 0:
             return math.inf
-        return max(math.sqrt(2 * self.overhead * num_waiting / self.arrivals), self.overhead, LEAST_TOKENS)
+        return max(math.sqrt(2 * self.overhead * num_waiting / self.arrivals_per_token), self.overhead, LEAST_TOKENS)
 
-    def is_worth(self, length: float, num_ready: int, num_waiting: float) -> bool:
+    def is_worth_adding(self, length: float, num_ready: int, num_waiting: float) -> bool:
         """Whether to add `length` to a step: it delays `num_ready` prompts, and saves `num_waiting` one overhead."""
         return num_ready * length <= self.overhead * num_waiting
 
-    def is_better_late(self, length: float, num_waiting: float) -> bool:
+    def is_worth_putting_off(self, length: float, num_waiting: float) -> bool:
         """Whether to plan a step when the step in flight has ended, rather than now.
 
         Prompts that become complete meanwhile, `arrivals` times `length` of them, can then join the step instead of
         waiting for its end. Waiting prompts lose the time in which the device is idle, at most one overhead each.
         """
-        return self.arrivals * length * length >= self.overhead * num_waiting
+        return self.arrivals_per_token * length * length >= self.overhead * num_waiting
 
 
-class StepSizes:
-    """An estimate of `StepSize` from observed steps and prompts. Times are on the engine's clock."""
+class StepCostEstimator:
+    """Estimates `StepCosts` from observed steps and prompts. Times are on the engine's clock."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -97,8 +97,8 @@ class StepSizes:
         self._rate = self._rate_now(now_s) + 1 / RATE_S
         self._rate_at_s = now_s
 
-    def at(self, now_s: float) -> StepSize | None:
-        """Return the costs of steps and the rate of complete prompts at `now_s`; None while steps do not tell them."""
+    def at(self, now_s: float) -> StepCosts | None:
+        """Return the costs at `now_s`; None while the steps are too few or too alike to tell overhead from tokens."""
         spread = self._xx - self._x * self._x
         if self._num_steps < FEWEST_STEPS or spread <= (LEAST_SPREAD * self._x) ** 2:
             return None
@@ -106,7 +106,7 @@ class StepSizes:
         if token_s <= 0:
             return None
         overhead_s = max(self._y - token_s * self._x - pair_s * self._z, 0.0)
-        return StepSize(overhead_s / token_s, self._rate_now(now_s) * token_s, pair_s / token_s)
+        return StepCosts(overhead_s / token_s, self._rate_now(now_s) * token_s, pair_s / token_s)
 
     def _fit(self) -> tuple[float, float]:
         """Return the seconds of a token and of a pair by least squares; 0 for a pair if they cannot be told apart."""

@@ -119,8 +119,8 @@ class Walk:
         self.num_unfit = 0
         """Requests that would start in this step but were measured not to fit."""
         self.grants: list[Grant] = []
-        self.last = -1
-        """Position of the last grant."""
+        self.last_position = -1
+        """Position of the last grant; -1 before the first."""
         self.closed_by = ""
         """Name of the rule that ended the step for all requests; empty while it is open."""
         self.closed_to_partial_by = ""
@@ -128,12 +128,16 @@ class Walk:
         self.closed_to_new_by = ""
         """Name of the rule that ended the step for requests without KV, so that a more urgent one can start at all."""
         self.waiting: list[RequestView] = []
-        self._behind_reserve: list[Candidate] = []
+        self._held_by_reserve: list[Candidate] = []
         if self.num_tokens <= 0 or self.num_seqs <= 0:
             self.closed_by = BUDGET
 
-    def wait_for_memory(self, candidate: Candidate) -> Wait | None:
-        """Return how `candidate` has to wait for memory; None if it fits, or if victims can free what it lacks."""
+    def memory_wait(self, candidate: Candidate) -> Wait | None:
+        """Return how `candidate` has to wait for memory; None if it fits, or if victims can free what it lacks.
+
+        A complete prompt that does not fit ends the step for requests without KV. If nothing else runs, it may take
+        everything instead.
+        """
         num_missing = candidate.num_missing
         if candidate.num_reserved is not None and num_missing > -candidate.num_reserved:
             return Wait.MEMORY
@@ -141,11 +145,11 @@ class Walk:
             return None
         if not candidate.may_evict:
             return Wait.MEMORY  # requests behind it may run: its own turn comes when its prompt is complete
-        if self.victims.take(num_missing, candidate.position)[1] >= num_missing:
+        if self.victims.choose(num_missing, candidate.position)[1] >= num_missing:
             return None
         if not self.grants and self.num_ahead == 0:
             # The most urgent request may take everything. Shared blocks, which the estimate leaves out, are freed too.
-            for held in self._behind_reserve:
+            for held in self._held_by_reserve:
                 self.victims.offer(held.request, held.position)
             return None
         self.closed_to_new_by = MEMORY
@@ -157,7 +161,7 @@ class Walk:
             self.num_unfit += candidate.is_measured_start
             self.waiting.append(candidate.request)
         elif wait is Wait.RESERVE:
-            self._behind_reserve.append(candidate)
+            self._held_by_reserve.append(candidate)
         if wait is Wait.MEMORY or wait is Wait.YIELD:
             self.victims.offer(candidate.request, candidate.position)
 
@@ -172,11 +176,11 @@ class Walk:
         self.num_missing = candidate.num_missing
         self.grants.append(Grant(candidate.request, candidate.num_allowed, candidate.num_blocks_claimed))
         self.num_tokens_left -= candidate.num_allowed
-        self.last = candidate.position
+        self.last_position = candidate.position
         if self.num_tokens_left <= 0 or len(self.grants) >= self.num_seqs:
             self.closed_by = BUDGET
 
     def end(self) -> None:
         """Add requests behind a reserve to `waiting` if nothing runs whose end would free memory for them."""
         if not self.grants and self.num_ahead == 0:
-            self.waiting += [held.request for held in self._behind_reserve]
+            self.waiting += [held.request for held in self._held_by_reserve]

@@ -34,7 +34,7 @@ and the log-probabilities of all allowed ones; None if the engine has none."""
 
 @dataclass(frozen=True, slots=True)
 class ChosenAnswer:
-    """A chosen answer."""
+    """The most likely of the given answers, and how sure that is."""
 
     text: str
     token_ids: TokenIds

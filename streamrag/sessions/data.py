@@ -55,7 +55,7 @@ class SessionState:
 
 
 class SessionData:
-    """The data of one session, from `append` to the prompt. For the options see `Session`."""
+    """The data of one session, from `append` to the prompt. For the options see `Pipeline.session`."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class SessionData:
         return ingestion
 
     def start(self, ingestion: Ingestion, on_version: Callable[[], None]) -> None:
-        """Start ingestion. It calls `on_version` for each version, and at its end."""
+        """Start the ingestion that `open` returned; it calls `on_version` for each version, and at its end."""
         self._ingestion = ingestion
         ingestion.start(on_version, self._drops.end, self._batch_interval_s)
 

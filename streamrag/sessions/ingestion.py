@@ -138,7 +138,7 @@ class Ingestion:
         self.ready = self._snapshot(self._buffer.num_appended)
 
     def start(self, on_version: Callable[[], None], on_end: Callable[[], None], batch_interval_s: float) -> None:
-        """Start the task. It calls `on_version` for each version and at the end, and then `on_end`."""
+        """Start the background task, which calls `on_version` for each version and at the end, and then `on_end`."""
         self._task = asyncio.create_task(self._run(on_version, batch_interval_s), name=f"streamrag {self._name}")
         for call in (on_version, on_end, self._news.wake):
             self._task.add_done_callback(lambda _, call=call: call())  # type: ignore[misc]

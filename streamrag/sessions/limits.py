@@ -1,4 +1,4 @@
-"""Limits on open sessions, per tenant and in total."""
+"""Limits on the data that wait in a session, and on open sessions, per tenant and in total."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -7,6 +7,10 @@ from typing import Any
 
 from streamrag.errors import PipelineClosedError, TooManySessionsError
 from streamrag.support.validation import CountOrZero, validated
+
+MAX_WAITING = 4096
+MAX_WAITING_CHARACTERS = 4_000_000
+"""Default limits of the chunks that wait in a session's buffer for the engine, and of their characters."""
 
 
 @validated

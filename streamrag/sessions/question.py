@@ -23,7 +23,7 @@ Answers: TypeAlias = Annotated[tuple[NonEmptyText, ...], Field(strict=False)]
 @validated
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A validated question.
+    """A validated question with its options, and a key by which equal ones share an answer.
 
     :raises ConfigurationError: it is empty, or an option cannot work.
     """

@@ -16,7 +16,7 @@ from streamrag.modes import PromptTemplate
 from streamrag.query.answer_stream import AnswerStream, EventStream
 from streamrag.sessions.data import SessionData, SessionState
 from streamrag.sessions.drops import DataDropped
-from streamrag.sessions.limits import SessionLimits, SessionRegistry
+from streamrag.sessions.limits import MAX_WAITING, MAX_WAITING_CHARACTERS, SessionLimits, SessionRegistry
 from streamrag.sessions.log import SessionLog
 from streamrag.sessions.question import DECISIVE_MARGIN, WatchOptions
 from streamrag.sessions.questions import AskOptions, Questions
@@ -25,25 +25,14 @@ from streamrag.sessions.watches import Admit, Watch, Watches
 from streamrag.support.tasks import run_shielded
 from streamrag.support.validation import Count, Number, SecondsOrZero, validated
 
-MAX_WAITING = 4096
-MAX_WAITING_CHARACTERS = 4_000_000
-"""Default limits of the data that wait for the engine."""
-
 
 class Session:
     """Context that streams in and is kept computed, and any number of concurrent questions about it.
 
-    Create it with `Pipeline.session`, and use it as an async context manager. Computing ahead only makes answers
-    faster: each is the model's answer to the exact text of its version.
+    Create it with `Pipeline.session`, which describes the options, and use it as an async context manager. Computing
+    ahead only makes answers faster: each is the model's answer to the exact text of its version.
 
-    window_tokens: most tokens of data in the prompt; the oldest are removed for new ones.
-    slide_share: share of the window that is removed at once. The rest is then computed again in the background, while
-        questions are answered from the previous version.
-    max_waiting, max_waiting_characters: most data that wait for the engine; beyond that the oldest are dropped.
-    batch_interval_s: least seconds between two batches of data. Each batch takes the engine a step at least, so fewer
-        batches delay questions less, but their data are older.
-    log: a file for the session's text; if it exists, the session resumes from it.
-    tenant, books: the owner, and the registry that counts the session while it is open; by default, it is not counted.
+    registry: the registry that counts the session while it is open; None does not count it.
     admit: admits each answer to a watched question, or rejects it for now; by default, all are admitted.
     """
 
@@ -62,13 +51,13 @@ class Session:
         log: SessionLog | str | os.PathLike[str] | None = None,
         name: str = "session",
         tenant: Annotated[str, Field()] = "",
-        books: SessionRegistry | None = None,
+        registry: SessionRegistry | None = None,
         admit: Admit = lambda question: lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._log = SessionLog(log) if log is not None and not isinstance(log, SessionLog) else log
         self._tenant = tenant
-        self._books = SessionRegistry(SessionLimits()) if books is None else books
+        self._registry = SessionRegistry(SessionLimits()) if registry is None else registry
         self._conversation_id = f"session {uuid.uuid4().hex}"
         self._tasks = SessionTasks(name)
         self._data = SessionData(
@@ -108,11 +97,11 @@ class Session:
             raise ConfigurationError("the session has been started before: open another one")
         self._is_started = True
         try:
-            ingestion = await self._data.open(partial(self._books.enter, self, self._tenant))
+            ingestion = await self._data.open(partial(self._registry.enter, self, self._tenant))
             self._data.check_not_closed()
         except BaseException:
             self._is_started = False
-            self._books.remove(self)
+            self._registry.remove(self)
             if self._log is not None:
                 await self._log.aclose()
             raise
@@ -134,7 +123,7 @@ class Session:
             if self._log is not None and (was_started or forgets):
                 await self._log.aclose(removes=forgets)
         finally:
-            self._books.remove(self)
+            self._registry.remove(self)
 
     def _on_version(self) -> None:
         self._questions.cache.clear()

@@ -219,7 +219,7 @@ class Watches:
         return None
 
     async def aclose(self) -> None:
-        """End all watches. Named ones stay in the log."""
+        """Cancel the work of all watches and end them; named ones stay in the log, for a resumed session."""
         self._is_closed = True
         await cancel_and_wait([task for task in (self._task, *(each.work for each in self.active)) if task])
         for watch in list(self.active):

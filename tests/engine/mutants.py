@@ -158,7 +158,11 @@ MUTANTS = (
         100,
     ),
     Mutant(
-        "what an update invalidates stays known", LOG, "min(self.num_known, chunk.num_shared)", "self.num_known", 50
+        "what an update invalidates stays known",
+        LOG,
+        "min(self.num_ever_computed, chunk.num_shared)",
+        "self.num_ever_computed",
+        50,
     ),
     Mutant("a loss of KV is not noticed", LOG, "        self.num_present = 0\n", "", 100),
     Mutant(
@@ -193,7 +197,7 @@ MUTANTS = (
         "steps = [Suspects({}, set(block_ids), set())]",
         400,
     ),
-    Mutant("what may not have been loaded is saved", HOST_MEMORY, "if block_id not in unheard_of:", "if True:", 1_000),
+    Mutant("what may not have been loaded is saved", HOST_MEMORY, "if block_id not in uncertain:", "if True:", 1_000),
     Mutant("what is known to be wrong is saved", HOST_MEMORY, "self._released.pop(block_id, None)", "pass", 3_000),
     Mutant("the ended keep host memory", HOST_MEMORY, "        self.pool.release(request.request_id)\n", "", 100),
     Mutant("an answer after a failed load counts", EVICTION, "(request, drop_stale_output=True)", "(request)", 1_000),
@@ -202,7 +206,7 @@ MUTANTS = (
     Mutant(
         "host memory survives a reset",
         HOOKS,
-        "                self.plugin.host_memory.forget()\n",
+        "                self.plugin.host_memory.clear()\n",
         "                pass\n",
         1_000,
     ),
@@ -214,9 +218,9 @@ MUTANTS = (
         "            # Last, whether or not vLLM resets its connector: running requests have only now released their "
         "blocks.\n"
         "            if self.plugin.host_memory is not None:\n"
-        "                self.plugin.host_memory.forget()\n",
+        "                self.plugin.host_memory.clear()\n",
         "            if self.plugin.host_memory is not None:\n"
-        "                self.plugin.host_memory.forget()\n"
+        "                self.plugin.host_memory.clear()\n"
         "        finally:\n"
         "            return super().reset_prefix_cache(reset_running_requests, reset_connector)\n",
         3_000,
@@ -233,7 +237,7 @@ MUTANTS = (
     Mutant(
         "a possibly bad load is written through",
         HOST_MEMORY,
-        "if blocks[index].block_id in unheard_of:",
+        "if blocks[index].block_id in uncertain:",
         "if False:",
         0,  # a partial prompt that loads, a load that fails, and little memory and time for a copy in between: too rare
         "tests/backends/vllm/scheduler/test_write_through.py"
@@ -276,7 +280,7 @@ MUTANTS = (
     Mutant(
         "a step of partial prompts is planned as early as any",
         RULES + "sized_steps",
-        "        if walk.num_ahead or not self._is_early():\n",
+        "        if walk.num_ahead or not self._has_prefills_in_flight():\n",
         "        if True:\n",
         0,  # nothing is wrong with it but the time that it takes
         "tests/backends/vllm/scheduler/test_scheduler.py"
@@ -285,7 +289,7 @@ MUTANTS = (
     Mutant(
         "who is ready with a step waits for all that fits into it",
         RULES + "sized_steps",
-        "if not size.is_worth(length, self._num_ready, self._num_waiting):",
+        "if not costs.is_worth_adding(length, self._num_ready_prompts, self._num_still_waiting):",
         "if False:",
         0,  # as above
         "tests/engine/test_planning.py::test_who_is_ready_with_a_step_does_not_wait_for_much_more_than_its_overhead",
@@ -293,15 +297,15 @@ MUTANTS = (
     Mutant(
         "steps are as long as the budget, however many come",
         RULES + "sized_steps",
-        "self._length_left = math.inf if self._size_now is None else self._size_now.longest(self.num_waiting)",
-        "self._length_left = math.inf",
+        "self._limiting_costs.best_length(self.num_waiting) if self._limiting_costs else math.inf",
+        "math.inf",
         0,  # as above
         "tests/engine/test_planning.py::test_a_long_prompt_is_cut_where_others_come_often",
     ),
     Mutant(
         "a step is as long whatever its tokens attend to",
         RULES + "sized_steps",
-        "size.num_fitting(self._length_left, num_present)",
+        "costs.num_fitting(self._length_left, num_present)",
         "self._length_left",
         0,  # as above
         "tests/engine/test_planning.py::test_behind_a_long_prompt_a_step_has_fewer_tokens",
@@ -309,7 +313,7 @@ MUTANTS = (
     Mutant(
         "a long step of complete prompts is planned early",
         RULES + "sized_steps",
-        "return size.is_better_late(length, self.num_waiting)",
+        "return costs.is_worth_putting_off(length, self.num_waiting)",
         "return False",
         0,  # as above
         "tests/engine/test_planning.py::test_a_long_step_of_complete_prompts_is_put_off_where_others_come_often",
@@ -378,7 +382,7 @@ MUTANTS = (
         0,
         "tests/backends/vllm/scheduler/test_intake.py::test_a_chunk_that_leaves_an_empty_prompt_fails_its_stream",
     ),
-    Mutant("a chunk keeps more than there is", INTAKE, "if message.num_kept > num_held:", "if False:", 400),
+    Mutant("a chunk keeps more than there is", INTAKE, "if message.num_kept > num_old_tokens:", "if False:", 400),
     Mutant("fields are not checked", WIRE, "FIELDS[name].validate_python(value)", "pass", 200),
     Mutant("what is no mapping is read as one", WIRE, "if not isinstance(fields, dict):", "if False:", 200),
     Mutant(
@@ -712,7 +716,7 @@ MUTANTS = (
         "steps are long until one was measured",
         "streamrag.engine.pace",
         "int(self._step_s / self._token_s) if self._token_s else 0",
-        "int(self._step_s / self._token_s) if self._token_s else self._num_most_tokens",
+        "int(self._step_s / self._token_s) if self._token_s else self._max_tokens",
         0,
         "tests/engine/test_pace.py",
     ),

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from streamrag.engine import Fate, Memory, Plan, RequestView, StepBudget
 from streamrag.engine import plan as plan_with_rules
 from streamrag.engine.rules import (
-    Budget,
     DataHighWater,
     DataShare,
     GroupedPrefills,
     KvBudget,
+    KvBudgetLeft,
     LateBinding,
     LeanPartials,
     LowWater,
@@ -21,7 +21,7 @@ from streamrag.engine.rules import (
     SizedSteps,
     Turns,
 )
-from streamrag.engine.step_size import StepSize
+from streamrag.engine.step_size import StepCosts
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ class Limits:
     can_growing_evict: bool = False
     num_ahead: int = 0
     num_partial_tokens: int | None = None
-    step_size: StepSize | None = None
+    step_costs: StepCosts | None = None
     is_early: bool = False
     num_blocks_kept_free: int = 0
     num_blocks_kept_from_data: int | None = None
     max_data_tokens: int | None = None
-    budget: Budget | None = None
+    budget: KvBudgetLeft | None = None
     turn: int = 0
 
     def rules(self, next_block: NextBlock | None = None) -> list[Rule]:
         """Return them in the engine's order."""
-        sized = SizedSteps(lambda: self.step_size) if self.step_size else None
+        sized = SizedSteps(lambda: self.step_costs) if self.step_costs else None
         budget = self.budget
         rules = [
             LeanPartials(lambda: self.num_partial_tokens, self.num_blocks_kept_free),

@@ -48,7 +48,7 @@ def test_a_block_is_stored_once_and_stays_until_its_last_owner_is_gone() -> None
 def test_an_owner_may_keep_some() -> None:
     pool = pool_with("x", "y", "z")
     pool.release("a", but={"x", "z"})
-    assert sorted(map(str, pool.owned("a"))) == ["x", "z"]
+    assert sorted(map(str, pool.keys_of("a"))) == ["x", "z"]
     assert pool.num_used == 2
 
 
@@ -57,7 +57,7 @@ def test_a_full_pool_gives_up_what_was_used_longest_ago() -> None:
     assert pool.claim("a", "x")
     pool.reserve("b", "new")
     assert [pool.num_valid([key]) for key in "xyz"] == [1, 0, 1]
-    assert sorted(map(str, pool.owned("a"))) == ["x", "z"]
+    assert sorted(map(str, pool.keys_of("a"))) == ["x", "z"]
 
 
 def test_what_the_device_has_as_well_goes_first_and_the_newest_of_it() -> None:

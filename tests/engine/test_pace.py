@@ -20,20 +20,20 @@ def learnt(*, token_s: float, overhead_s: float = 0.0, num_steps: int = 60) -> i
 def test_before_a_step_was_measured_the_limit_is_that_of_a_slow_device() -> None:
     pace = Pace(2_048, 0.05)
     assert pace.num_partial_tokens == 128
-    assert pace.num_before_replaced(0.02, None) == 2_048
+    assert pace.num_step_tokens(0.02, None) == 2_048
 
 
 def test_an_overhead_that_is_estimated_as_none_makes_no_tiny_steps() -> None:
     pace = Pace(2_048, 0.05)
     pace.observe(2_048, 0.04)
-    assert pace.num_before_replaced(0.1, 0.0) == pace.num_before_replaced(0.1, None) == 809
+    assert pace.num_step_tokens(0.1, 0.0) == pace.num_step_tokens(0.1, None) == 809
 
 
 def test_there_may_be_no_limit() -> None:
     pace = Pace(None, 0.05)
     pace.observe(128, 1.0)
     assert pace.num_partial_tokens is None
-    assert pace.num_before_replaced(0.02, 64) is None
+    assert pace.num_step_tokens(0.02, 64) is None
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_step_is_as_short_as_the_next_change_is_near(
 ) -> None:
     pace = Pace(2_048, 0.05)
     pace.observe(1_000, 1_000 * token_s)
-    assert pace.num_before_replaced(replaced_every_s, overhead) == num_tokens
+    assert pace.num_step_tokens(replaced_every_s, overhead) == num_tokens
     cost = {n: overhead / n + n * token_s / (2 * replaced_every_s) for n in range(1, 4_000)}
     if 16 < num_tokens < 2_048:
         assert abs(num_tokens - min(cost, key=cost.__getitem__)) <= 1

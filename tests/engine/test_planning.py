@@ -10,11 +10,11 @@ from planned import Limits, plan
 from strategies import BLOCK_SIZE, SPECS, policy_of, view_lists, views
 
 from streamrag.engine import Plan, RequestView, StepBudget, make_policy
-from streamrag.engine.rules import Budget
+from streamrag.engine.rules import KvBudgetLeft
 from streamrag.engine.rules.sized_steps import count_waiting
 from streamrag.engine.rules.tokens import BACKLOG_SHARE, num_filling_tokens
 from streamrag.engine.rules.turns import MOST_TRIES, NUM_IN_TURN
-from streamrag.engine.step_size import LEAST_TOKENS, StepSize
+from streamrag.engine.step_size import LEAST_TOKENS, StepCosts
 from streamrag.engine.walk import Walk
 
 
@@ -43,11 +43,11 @@ LIMITS = st.builds(
     st.integers(1, 6),
     st.booleans(),
     num_partial_tokens=st.none() | st.integers(1, 200),
-    step_size=st.none() | st.builds(StepSize, st.floats(0, 200), st.floats(0, 1)),
+    step_costs=st.none() | st.builds(StepCosts, st.floats(0, 200), st.floats(0, 1)),
     is_early=st.booleans(),
     num_blocks_kept_from_data=st.none() | st.integers(0, 20),
     max_data_tokens=st.none() | st.integers(1, 200),
-    budget=st.none() | st.builds(Budget, st.integers(-5, 30), st.booleans()),
+    budget=st.none() | st.builds(KvBudgetLeft, st.integers(-5, 30), st.booleans()),
 )
 
 
@@ -230,25 +230,25 @@ def test_a_step_of_partial_prompts_only_is_put_off_while_another_computes(is_ear
 def test_who_is_ready_with_a_step_does_not_wait_for_much_more_than_its_overhead() -> None:
     short, next_one, long = (RequestView(str(i), i, i, num) for i, num in enumerate((100, 150, 5_000)))
     partial = RequestView("partial", 3, 3, 400_000, is_complete=False)
-    limits = Limits(8_192, 8, num_partial_tokens=64, step_size=StepSize(overhead=60, arrivals=0.0))
+    limits = Limits(8_192, 8, num_partial_tokens=64, step_costs=StepCosts(overhead=60, arrivals_per_token=0.0))
     shared = plan([short, next_one, long, partial], list, limits, Blocks(1_000))
     of_two = plan([short, next_one, partial], list, limits, Blocks(1_000))
     alone = plan([long, partial], list, limits, Blocks(1_000_000))
     assert [g.num_tokens for g in shared.grants] == [100]  # 150 tokens would cost it more than two overheads of 60
     assert [g.num_tokens for g in of_two.grants] == [100]
     assert [g.num_tokens for g in alone.grants] == [5_000, 3_192]
-    dear = replace(limits, step_size=StepSize(overhead=80, arrivals=0.0))
+    dear = replace(limits, step_costs=StepCosts(overhead=80, arrivals_per_token=0.0))
     assert [g.num_tokens for g in plan([short, next_one, long], list, dear, Blocks(1_000)).grants] == [100, 150]
 
 
 def test_a_long_prompt_is_cut_where_others_come_often() -> None:
     prompts = [RequestView("long", 0, 0, 5_000), RequestView("longer", 0, 0, 6_000)]
-    size = StepSize(overhead=300, arrivals=1e-4)
-    limits = Limits(8_192, 8, num_partial_tokens=64, step_size=size)
+    costs = StepCosts(overhead=300, arrivals_per_token=1e-4)
+    limits = Limits(8_192, 8, num_partial_tokens=64, step_costs=costs)
     for waiting in (prompts[:1], prompts):
         made = plan(waiting, list, limits, Blocks(1_000))
-        num_coming = size.arrivals * sum(r.num_tokens for r in waiting)
-        assert [g.num_tokens for g in made.grants] == [int(size.longest(len(waiting) + num_coming))]
+        num_coming = costs.arrivals_per_token * sum(r.num_tokens for r in waiting)
+        assert [g.num_tokens for g in made.grants] == [int(costs.best_length(len(waiting) + num_coming))]
     partial = RequestView("partial", 0, 0, 5_000, is_complete=False)
     shown = RequestView("preempted", 0, 0, 5_000, has_output=True)
     for other in (partial, shown):  # nobody waits for the first token of these
@@ -258,33 +258,33 @@ def test_a_long_prompt_is_cut_where_others_come_often() -> None:
 
 
 def test_behind_a_long_prompt_a_step_has_fewer_tokens() -> None:
-    size = StepSize(overhead=300, arrivals=1e-4, pair=1e-4)
-    limits = Limits(8_192, 8, step_size=size)
+    costs = StepCosts(overhead=300, arrivals_per_token=1e-4, pair_cost=1e-4)
+    limits = Limits(8_192, 8, step_costs=costs)
     fresh, far = RequestView("fresh", 0, 0, 9_000), RequestView("far", 0, 0, 39_000, 30_000, 2_000)
     num_fresh, num_far = (plan([r], list, limits, Blocks(9_999)).grants[0].num_tokens for r in (fresh, far))
     assert num_far < num_fresh / 2
     for num_tokens, request in ((num_fresh, fresh), (num_far, far)):
         before = request.num_computed_tokens
-        num_waiting = 1 + size.arrivals * size.length(9_000, before)
-        assert size.length(num_tokens, before) <= size.longest(num_waiting) < size.length(num_tokens + 1, before)
+        num_waiting = 1 + costs.arrivals_per_token * costs.length(9_000, before)
+        assert costs.length(num_tokens, before) <= costs.best_length(num_waiting) < costs.length(num_tokens + 1, before)
     # What comes back from host memory is not counted as work, but what is there is attended to.
     kept = RequestView("kept", 0, 0, 39_000, num_kept_tokens=30_000)
     assert kept.num_likely_tokens == 9_000
 
 
 def test_a_long_step_of_complete_prompts_is_put_off_where_others_come_often() -> None:
-    often, seldom = StepSize(overhead=300, arrivals=1e-4), StepSize(overhead=300, arrivals=1e-6)
+    often, seldom = StepCosts(overhead=300, arrivals_per_token=1e-4), StepCosts(overhead=300, arrivals_per_token=1e-6)
     long, short = RequestView("long", 0, 0, 9_000), RequestView("short", 0, 0, 100)
 
-    def is_put_off(*order: RequestView, size: StepSize | None = often, **limits: Any) -> bool:
-        made = plan(order, list, Limits(8_192, 8, is_early=True, step_size=size, **limits), Blocks(9_999))
+    def is_put_off(*order: RequestView, costs: StepCosts | None = often, **limits: Any) -> bool:
+        made = plan(order, list, Limits(8_192, 8, is_early=True, step_costs=costs, **limits), Blocks(9_999))
         assert made.is_put_off == (not made.grants)
         return made.is_put_off
 
     assert is_put_off(long)
     assert not is_put_off(short)
-    assert not is_put_off(long, size=None)
-    assert not is_put_off(long, size=seldom)
+    assert not is_put_off(long, costs=None)
+    assert not is_put_off(long, costs=seldom)
     assert not is_put_off(long, num_ahead=1), "who reads an answer waits for its next token"
     assert not is_put_off(*(long._replace(request_id=str(i)) for i in range(40))), "many wait, and a step is full"
 
@@ -395,18 +395,18 @@ def test_data_of_one_session_have_an_equal_share_of_a_step_within_their_bounds()
 
 def test_complete_prompts_begin_while_what_they_may_come_to_need_is_within_the_budget() -> None:
     asked = [made_view(f"q{i}", num_answer_tokens=40) for i in range(4)]  # 160 and 40 tokens: 13 blocks each
-    limits = Limits(1_000, 8, budget=Budget(30, has_claims=False))
+    limits = Limits(1_000, 8, budget=KvBudgetLeft(30, has_claims=False))
     made = plan(asked, list, limits, Blocks(1_000))
     assert [(g.request.request_id, g.num_blocks_claimed) for g in made.grants] == [("q0", 13), ("q1", 13)]
     begun = asked[2]._replace(has_claim=True)
-    assert granted([*asked[:2], begun], replace(limits, budget=Budget(12, has_claims=True))) == {"q2": 160}
+    assert granted([*asked[:2], begun], replace(limits, budget=KvBudgetLeft(12, has_claims=True))) == {"q2": 160}
 
 
 def test_one_that_needs_more_than_the_budget_is_served_alone_and_nobody_passes_it_meanwhile() -> None:
     large, small = made_view("large", num_answer_tokens=400), made_view("small", num_tokens=16)
-    limits = Limits(1_000, 8, budget=Budget(30, has_claims=False))
+    limits = Limits(1_000, 8, budget=KvBudgetLeft(30, has_claims=False))
     assert granted([large, small], limits) == {"large": 160}
-    others_run = replace(limits, budget=Budget(20, has_claims=True))
+    others_run = replace(limits, budget=KvBudgetLeft(20, has_claims=True))
     assert granted([large, small], others_run) == {}
     assert granted([large, small, made_view("partial", is_complete=False)], others_run) == {"partial": 160}
 
@@ -439,10 +439,10 @@ def test_what_several_need_next_is_computed_by_the_first_of_them() -> None:
 def test_what_waits_is_counted_as_views_and_sizes_count_it(
     order: list[RequestView], arrivals: float, pair: float
 ) -> None:
-    size = StepSize(500.0, arrivals, pair)
+    costs = StepCosts(500.0, arrivals, pair)
     waiting = [r for r in order if r.is_complete and not r.has_output and r.num_likely_tokens]
-    lengths = [size.length(r.num_likely_tokens, r.num_tokens - r.num_likely_tokens) for r in waiting]
-    assert count_waiting(order, size) == pytest.approx(len(waiting) + arrivals * sum(lengths))
+    lengths = [costs.length(r.num_likely_tokens, r.num_tokens - r.num_likely_tokens) for r in waiting]
+    assert count_waiting(order, costs) == pytest.approx(len(waiting) + arrivals * sum(lengths))
 
 
 @given(view_lists())
@@ -477,7 +477,7 @@ def test_what_prompts_over_the_budget_hold_may_be_had_from_behind_them() -> None
     over = made_view("over", num_answer_tokens=400)
     holds = made_view("holds", num_computed_tokens=32, num_blocks=2, num_answer_tokens=400)
     begun = made_view("begun", num_tokens=32, has_claim=True)
-    limits = Limits(1_000, 8, budget=Budget(20, has_claims=True))
+    limits = Limits(1_000, 8, budget=KvBudgetLeft(20, has_claims=True))
     for order in ([holds, begun], [over, holds, begun]):
         made = plan(order, list, limits, Blocks(0))
         assert [g.request for g in made.grants] == [begun]

@@ -9,11 +9,11 @@ import pytest
 from streamrag.engine import Plan, RequestView, StepBudget, plan
 from streamrag.engine import rules as all_rules
 from streamrag.engine.rules import (
-    Budget,
     DataHighWater,
     DataShare,
     GroupedPrefills,
     KvBudget,
+    KvBudgetLeft,
     LateBinding,
     LeanPartials,
     LowWater,
@@ -23,7 +23,7 @@ from streamrag.engine.rules import (
     SizedSteps,
     Turns,
 )
-from streamrag.engine.step_size import StepSize
+from streamrag.engine.step_size import StepCosts
 
 BLOCK_SIZE = 16
 BUDGET = StepBudget(1_000, 8)
@@ -150,22 +150,25 @@ def test_low_water_keeps_blocks_free_where_one_that_was_evicted_starts_again() -
 
 def test_kv_budget_lets_complete_prompts_begin_one_after_the_other_and_none_passes() -> None:
     first, second, small = complete("a", num_answer_tokens=16), complete("b", num_answer_tokens=16), complete("c", 16)
-    left = Budget(12, has_claims=False)
+    left = KvBudgetLeft(12, has_claims=False)
     assert tokens(planned([first, second, small], KvBudget(lambda: left))) == {"a": 160}
     assert tokens(planned([first, second._replace(has_claim=True)], KvBudget(lambda: left))) == {"a": 160, "b": 160}
-    assert tokens(planned([first], KvBudget(lambda: Budget(2, has_claims=False)))) == {"a": 160}
-    assert tokens(planned([first], KvBudget(lambda: Budget(2, has_claims=True)))) == {}
+    assert tokens(planned([first], KvBudget(lambda: KvBudgetLeft(2, has_claims=False)))) == {"a": 160}
+    assert tokens(planned([first], KvBudget(lambda: KvBudgetLeft(2, has_claims=True)))) == {}
     made = planned(
-        [holding(first, 5), complete("d", 16, has_claim=True)], KvBudget(lambda: Budget(2, True)), num_free=0
+        [holding(first, 5), complete("d", 16, has_claim=True)], KvBudget(lambda: KvBudgetLeft(2, True)), num_free=0
     )
     assert [e.request.request_id for e in made.evictions] == ["a"]
 
 
 def test_sized_steps_ends_a_step_where_more_would_make_others_wait() -> None:
     order = [complete("a", 300), complete("b", 300)]
-    assert tokens(planned(order, SizedSteps(lambda: StepSize(overhead=1_000, arrivals=0.0)))) == {"a": 300, "b": 300}
-    assert tokens(planned(order, SizedSteps(lambda: StepSize(overhead=50, arrivals=0.0)))) == {"a": 300}
-    assert tokens(planned(order, SizedSteps(lambda: StepSize(overhead=50, arrivals=1.0)))) == {"a": 256}
+    assert tokens(planned(order, SizedSteps(lambda: StepCosts(overhead=1_000, arrivals_per_token=0.0)))) == {
+        "a": 300,
+        "b": 300,
+    }
+    assert tokens(planned(order, SizedSteps(lambda: StepCosts(overhead=50, arrivals_per_token=0.0)))) == {"a": 300}
+    assert tokens(planned(order, SizedSteps(lambda: StepCosts(overhead=50, arrivals_per_token=1.0)))) == {"a": 256}
     assert tokens(planned(order, SizedSteps(lambda: None))) == {"a": 300, "b": 300}
 
 
@@ -201,7 +204,7 @@ def test_late_binding_puts_off_what_nobody_waits_for_while_a_step_computes(is_ea
     assert planned([partial("a")], late).is_put_off is is_early
     assert not planned([partial("a")], late, budget=StepBudget(1_000, 8, num_ahead=1)).is_put_off
     assert not planned([partial("a"), complete("asked")], late).is_put_off
-    long = SizedSteps(lambda: StepSize(overhead=1, arrivals=1.0))
+    long = SizedSteps(lambda: StepCosts(overhead=1, arrivals_per_token=1.0))
     assert planned([complete("asked")], long, LateBinding(lambda: is_early, long)).is_put_off is is_early
 
 
@@ -217,7 +220,7 @@ def test_a_plan_tells_who_gets_nothing_and_which_rule_held_it_back() -> None:
     assert holds([again], low, num_free=14) == {"again": "LowWater"}
     assert holds([partial("b"), complete("c"), complete("new", 16)], num_free=9) == {"b": "Memory", "new": "Memory"}
     assert holds([complete("all", 1_000), a, asked]) == {"a": "StepBudget", "asked": "StepBudget"}
-    sized = SizedSteps(lambda: StepSize(overhead=50, arrivals=0.0))
+    sized = SizedSteps(lambda: StepCosts(overhead=50, arrivals_per_token=0.0))
     assert holds([complete("b"), asked, a], sized) == {"asked": "SizedSteps", "a": "SizedSteps"}
     assert holds([partial("b")], LateBinding(lambda: True)) == {}
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from streamrag.engine.step_size import FEWEST_STEPS, LEAST_TOKENS, RATE_S, StepSize, StepSizes
+from streamrag.engine.step_size import FEWEST_STEPS, LEAST_TOKENS, RATE_S, StepCostEstimator, StepCosts
 
 
 def learnt(
@@ -16,9 +16,9 @@ def learnt(
     pair_s: float = 0.0,
     noise: float = 0.0,
     num_before: tuple[int, ...] = (0,),
-) -> StepSizes:
+) -> StepCostEstimator:
     rng = random.Random(1)
-    made = StepSizes()
+    made = StepCostEstimator()
     for num_tokens in sizes:
         num_pairs = num_tokens * (rng.choice(num_before) + num_tokens / 2)
         duration_s = overhead_s + token_s * num_tokens + pair_s * num_pairs
@@ -33,25 +33,25 @@ MIXED = [1, 40, 800, 2_000, 1, 6_000, 300, 8_192] * 40
 def test_overhead_and_the_time_of_a_token_are_told_apart(noise: float, tolerance: float) -> None:
     made = learnt(MIXED, overhead_s=0.008, token_s=14e-6, noise=noise)
     made.observe_complete(0.0)
-    size = made.at(0.0)
-    assert size is not None
-    assert size.overhead == pytest.approx(0.008 / 14e-6, rel=tolerance)
-    assert size.arrivals == pytest.approx(14e-6 / RATE_S, rel=tolerance)
+    costs = made.at(0.0)
+    assert costs is not None
+    assert costs.overhead == pytest.approx(0.008 / 14e-6, rel=tolerance)
+    assert costs.arrivals_per_token == pytest.approx(14e-6 / RATE_S, rel=tolerance)
 
 
 def test_what_changes_is_learnt_anew() -> None:
     made = learnt(MIXED, overhead_s=0.008, token_s=14e-6)
     for num_tokens in MIXED:
         made.observe_step(num_tokens, num_tokens**2 / 2, 0.05 + 1e-3 * num_tokens)
-    size = made.at(0.0)
-    assert size is not None
-    assert size.overhead == pytest.approx(50, rel=0.2)
+    costs = made.at(0.0)
+    assert costs is not None
+    assert costs.overhead == pytest.approx(50, rel=0.2)
 
 
 @pytest.mark.parametrize(
     "sizes",
     [[], [1, 800] * (FEWEST_STEPS // 2 - 1), [512] * 100, [1] * 100],
-    ids=["no step", "few steps", "long steps of one size", "decodes only"],
+    ids=["no step", "few steps", "long steps of one costs", "decodes only"],
 )
 def test_as_long_as_too_little_is_known_nothing_is_said(sizes: list[int]) -> None:
     assert learnt(sizes, overhead_s=0.008, token_s=14e-6).at(0.0) is None
@@ -65,13 +65,13 @@ def test_steps_that_take_no_longer_with_more_tokens_say_nothing() -> None:
 def test_steps_without_overhead_are_as_short_as_they_may_be() -> None:
     made = learnt(MIXED, overhead_s=-1e-3, token_s=1e-4)
     made.observe_complete(0.0)
-    size = made.at(0.0)
-    assert size is not None
-    assert (size.overhead, size.longest(5)) == (0.0, LEAST_TOKENS)
+    costs = made.at(0.0)
+    assert costs is not None
+    assert (costs.overhead, costs.best_length(5)) == (0.0, LEAST_TOKENS)
 
 
 def test_the_rate_is_that_of_the_last_seconds_however_they_were_bunched() -> None:
-    even, bunched = StepSizes(), StepSizes()
+    even, bunched = StepCostEstimator(), StepCostEstimator()
     for made in (even, bunched):
         for num_tokens in MIXED:
             made.observe_step(num_tokens, num_tokens**2 / 2, 0.008 + 14e-6 * num_tokens)
@@ -82,9 +82,9 @@ def test_the_rate_is_that_of_the_last_seconds_however_they_were_bunched() -> Non
     assert at_rate_4
     assert after_a_pause
     assert after_bunches
-    assert at_rate_4.arrivals == pytest.approx(4 * 14e-6, rel=0.05)
-    assert after_a_pause.arrivals == pytest.approx(at_rate_4.arrivals / math.e)
-    assert after_bunches.arrivals == pytest.approx(4 * 14e-6, rel=1.0)
+    assert at_rate_4.arrivals_per_token == pytest.approx(4 * 14e-6, rel=0.05)
+    assert after_a_pause.arrivals_per_token == pytest.approx(at_rate_4.arrivals_per_token / math.e)
+    assert after_bunches.arrivals_per_token == pytest.approx(4 * 14e-6, rel=1.0)
 
 
 def test_a_clock_that_goes_back_raises_no_rate() -> None:
@@ -93,71 +93,71 @@ def test_a_clock_that_goes_back_raises_no_rate() -> None:
     early, then = made.at(1.0), made.at(5.0)
     assert early
     assert then
-    assert early.arrivals == then.arrivals
+    assert early.arrivals_per_token == then.arrivals_per_token
 
 
 @pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.001), (0.05, 0.3)])
 def test_what_tokens_attend_to_is_told_apart_from_their_number(noise: float, tolerance: float) -> None:
     far = (0, 3_000, 20_000, 60_000)
     made = learnt(MIXED, overhead_s=0.008, token_s=14e-6, pair_s=46e-11, noise=noise, num_before=far)
-    size = made.at(0.0)
-    assert size is not None
-    assert size.overhead == pytest.approx(0.008 / 14e-6, rel=tolerance)
-    assert size.pair == pytest.approx(46e-11 / 14e-6, rel=tolerance)
+    costs = made.at(0.0)
+    assert costs is not None
+    assert costs.overhead == pytest.approx(0.008 / 14e-6, rel=tolerance)
+    assert costs.pair_cost == pytest.approx(46e-11 / 14e-6, rel=tolerance)
 
 
 def test_where_all_attend_to_as_much_nothing_is_said_of_it() -> None:
     made = learnt([1_000, 1_001, 1_200, 1_300] * 40, overhead_s=0.008, token_s=14e-6, pair_s=46e-11)
-    size = made.at(0.0)
-    assert size is not None
-    assert size.pair == 0.0
+    costs = made.at(0.0)
+    assert costs is not None
+    assert costs.pair_cost == 0.0
     faster = learnt(MIXED, overhead_s=0.008, token_s=14e-6, pair_s=-1e-10, num_before=(0, 9_000)).at(0.0)
-    assert faster is None or faster.pair == 0.0
+    assert faster is None or faster.pair_cost == 0.0
 
 
 @pytest.mark.parametrize("num_before", [0, 500, 80_000])
 @pytest.mark.parametrize("pair", [0.0, 1e-6, 3e-5])
 def test_so_many_tokens_fit_as_have_the_length(num_before: int, pair: float) -> None:
-    size = StepSize(570, 5e-5, pair)
+    costs = StepCosts(570, 5e-5, pair)
     for length in (1.0, 600.0, 8_192.0, math.inf):
-        num_tokens = size.num_fitting(length, num_before)
+        num_tokens = costs.num_fitting(length, num_before)
         assert 0 < num_tokens <= length
         if length < math.inf:
-            assert size.length(num_tokens, num_before) == pytest.approx(length)
+            assert costs.length(num_tokens, num_before) == pytest.approx(length)
 
 
 def test_planning_late_costs_no_more_than_it_gains() -> None:
-    size = StepSize(overhead=570, arrivals=5e-5)
+    costs = StepCosts(overhead=570, arrivals_per_token=5e-5)
     for num_waiting in (1, 4, 20):
-        worth = size.longest(num_waiting) / math.sqrt(2)
-        assert size.is_better_late(1.01 * worth, num_waiting)
-        assert not size.is_better_late(0.99 * worth, num_waiting)
-    assert not StepSize(570, 0.0).is_better_late(8_192, 1), "nobody comes"
+        worth = costs.best_length(num_waiting) / math.sqrt(2)
+        assert costs.is_worth_putting_off(1.01 * worth, num_waiting)
+        assert not costs.is_worth_putting_off(0.99 * worth, num_waiting)
+    assert not StepCosts(570, 0.0).is_worth_putting_off(8_192, 1), "nobody comes"
 
 
 @pytest.mark.parametrize("num_waiting", [1, 4, 20])
 def test_no_other_length_costs_those_who_wait_and_those_who_come_less(num_waiting: int) -> None:
-    size = StepSize(overhead=570, arrivals=5e-5)
+    costs = StepCosts(overhead=570, arrivals_per_token=5e-5)
 
     def cost(num_tokens: float) -> float:
-        return num_waiting * size.overhead / num_tokens + size.arrivals * num_tokens / 2
+        return num_waiting * costs.overhead / num_tokens + costs.arrivals_per_token * num_tokens / 2
 
-    best = size.longest(num_waiting)
+    best = costs.best_length(num_waiting)
     assert cost(best) < min(cost(0.9 * best), cost(1.1 * best))
 
 
 def test_where_nobody_comes_a_step_may_be_as_long_as_it_likes() -> None:
-    assert StepSize(overhead=570, arrivals=0.0).longest(1) == math.inf
+    assert StepCosts(overhead=570, arrivals_per_token=0.0).best_length(1) == math.inf
 
 
 def test_no_step_is_shorter_than_its_overhead() -> None:
-    assert StepSize(overhead=570, arrivals=1.0).longest(1) == 570
+    assert StepCosts(overhead=570, arrivals_per_token=1.0).best_length(1) == 570
 
 
 def test_a_prompt_joins_those_that_are_ready_if_that_saves_more_than_it_costs() -> None:
-    size = StepSize(overhead=500, arrivals=1e-5)
-    assert size.is_worth(10_000, num_ready=0, num_waiting=1)  # nobody waits for it
-    assert size.is_worth(500, num_ready=1, num_waiting=1)
-    assert not size.is_worth(501, num_ready=1, num_waiting=1)
-    assert not size.is_worth(500, num_ready=2, num_waiting=1)
-    assert size.is_worth(1_000, num_ready=2, num_waiting=4)
+    costs = StepCosts(overhead=500, arrivals_per_token=1e-5)
+    assert costs.is_worth_adding(10_000, num_ready=0, num_waiting=1)  # nobody waits for it
+    assert costs.is_worth_adding(500, num_ready=1, num_waiting=1)
+    assert not costs.is_worth_adding(501, num_ready=1, num_waiting=1)
+    assert not costs.is_worth_adding(500, num_ready=2, num_waiting=1)
+    assert costs.is_worth_adding(1_000, num_ready=2, num_waiting=4)

@@ -68,7 +68,7 @@ def test_steps_that_wait_for_copies_say_nothing_of_what_computing_takes() -> Non
     found = choice(1e9)
     before = found.evict(10, 10, 0.0)
     for _ in range(100):
-        found.price.observe_step([(1_000, 0)], 100.0, 0.0, is_held_up=True)
+        found.price.observe_step([(1_000, 0)], 100.0, 0.0, waited_for_copies=True)
     assert found.evict(10, 10, 0.0) == before
 
 

@@ -13,7 +13,7 @@ import pytest
 from streamrag import Append
 from streamrag.cli.output import Output
 from streamrag.cli.program import run
-from streamrag.cli.top import NoAnswerError, look, view, watch
+from streamrag.cli.top import NoAnswerError, look, render, watch
 from streamrag.records import KvHeld, KvUse
 from streamrag.serve import Limits
 from streamrag.serve.observe.live import NUM_ENDED, Live, Minute, percentiles
@@ -225,7 +225,7 @@ async def test_it_fits_terminals_of_all_widths(width: int, capsys: pytest.Captur
         values = await snapshot(served)
     ended = [query(number, outcome="answered") for number in range(20)]
     values |= {"open": [query(number) for number in range(100)], "num_open": 700, "ended": ended}
-    Output(width=width).print(view(values, width=width, height=40))
+    Output(width=width).print(render(values, width=width, height=40))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= width
     assert len(lines) <= 44
@@ -254,9 +254,9 @@ async def test_nothing_that_strangers_wrote_is_obeyed_or_makes_another_line(
         "open": [query(1, **hostile)],
         "ended": [hostile | query(2, **hostile)],
     }
-    Output(width=width).print(view(plain, width=width))
+    Output(width=width).print(render(plain, width=width))
     num_lines = len(capsys.readouterr().out.splitlines())
-    Output(width=width).print(view(strange, width=width))
+    Output(width=width).print(render(strange, width=width))
     shown = capsys.readouterr().out
     assert not set("\x1b\x07\x9b\r\u2028\u202e\u2066\u200b") & set(shown)
     assert not any(line.startswith("05:00") for line in shown.splitlines())

@@ -219,7 +219,7 @@ MUTANTS = (
     mutant(
         "host memory survives a reset",
         HOOKS,
-        "                self.plugin.host_memory.forget()\n",
+        "                self.plugin.host_memory.clear()\n",
         "                pass\n",
         200,
     ),

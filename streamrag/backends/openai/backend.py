@@ -102,7 +102,7 @@ class OpenAIBackend:
 
     @property
     def model(self) -> ModelInfo:
-        """The model. Available once the backend has started."""
+        """The server's model and tokenizer; raises BackendError before the start."""
         if self._info is None:
             raise BackendError("the backend has not been started: await backend.start(print) first")
         return self._info

@@ -70,7 +70,7 @@ class RayBackend:
 
     @property
     def model(self) -> ModelInfo:
-        """The model. Available once the backend has started."""
+        """The model that all replicas serve; raises BackendError before the start."""
         if self._info is None:
             raise BackendError("the replicas have not been started: await backend.start(print) first")
         return self._info

@@ -69,7 +69,7 @@ class DeployedReplica(EngineReplica):
         return {QUEUED_TOKENS: float(self.num_queued_tokens)}
 
     async def __del__(self) -> None:
-        """Stop the engine. Ray Serve calls this once, when the replica has no more queries."""
+        """Stop the engine, when Ray Serve gives up a replica that has no more queries."""
         await self.aclose()
 
 
@@ -138,7 +138,7 @@ class DeployedSource:
             yield Failed.of(error)
 
     async def __del__(self) -> None:
-        """Stop the source. Ray Serve calls this once, when the replica has no more queries."""
+        """Stop the source, when Ray Serve gives up a replica that has no more queries."""
         if isinstance(self._source, Startable):
             await self._source.aclose()
 

@@ -96,7 +96,7 @@ class ReplicaChooser:
         self._tracker.routed(stream_id, replica_id, self._tell(self._router.routed, opening, replica_id) or 0)
 
     def _tell(self, tell: Callable[..., T], *args: Any) -> T | None:
-        """Call the router. If that fails, no query fails: the router may only choose worse afterwards."""
+        """Return what a method of the router returns; None, and a log entry, if it raises. It may choose worse then."""
         try:
             return tell(*args)
         except Exception:  # a router may be third-party code

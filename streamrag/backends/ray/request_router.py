@@ -30,12 +30,12 @@ class StreamRouter(RequestRouter):  # type: ignore[misc]
     """Routes new streams by their tickets, and updates to the replica that they name."""
 
     def initialize_state(self) -> None:
-        """Initialize the state. Ray Serve calls this before it passes any replicas."""
+        """Start without reports, before Ray Serve passes any replicas."""
         self._reports: dict[str, tuple[Any, float]] = {}
         """When each replica's newest stats were made, on its own clock, and when they arrived, on ours."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Date new stats. Ray Serve calls this when there are other replicas or new stats."""
+        """Note when new stats arrived. Ray Serve calls this when there are other replicas or new stats."""
         now_s, before, self._reports = monotonic(), self._reports, {}
         for replica in replicas:
             name, told_s = replica.replica_id.unique_id, replica.routing_stats.get("told_s")

@@ -83,7 +83,7 @@ class Failed:
         return cls(type(error).__name__, message_of(error))
 
     def error(self) -> StreamRagError:
-        """Return the error. A type that is not constructed from a message becomes a BackendError."""
+        """Return an error of the same type; a BackendError if the type is unknown or not made from a message."""
         kind = KINDS.get(self.kind, BackendError)
         return BackendError(self.message) if kind is MissingDependencyError else kind(self.message)
 

@@ -15,8 +15,8 @@ from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
 from streamrag.backends.vllm.host_size import num_host_blocks
 from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.backends.vllm.scheduler.host_memory.costs import Match
+from streamrag.backends.vllm.scheduler.host_memory.hardware_profile import make_price_of_engine
 from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
-from streamrag.backends.vllm.scheduler.host_memory.prices import make_price
 from streamrag.backends.vllm.scheduler.supported import why_no_host_memory
 from streamrag.backends.vllm.worker.copier import HostCopier
 
@@ -61,7 +61,7 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("This model has %s: evicted KV is recomputed, not copied.", why_not)
             return
         options = SchedulerOptions.of(config)
-        price = make_price(options, config, _block_bytes(kv_cache_config))
+        price = make_price_of_engine(options, config, _block_bytes(kv_cache_config))
         self.host_memory = HostMemory(kv_cache_manager, _num_slots(options, config, kv_cache_config), price)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
@@ -92,7 +92,7 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         if self.host_memory:
-            self.host_memory.forget()
+            self.host_memory.clear()
         return True
 
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:

@@ -27,22 +27,22 @@ class SchedulerOptions:
     class_ageing_s: float | None = 4.0
     """See `streamrag.engine.classes`; with None, `policy` orders the data and questions of sessions together."""
     can_partial_evict: bool | None = None
-    """See `streamrag.engine.Limits`; None allows it where host memory can hold all KV, for prompts that only grow."""
+    """See `streamrag.engine.rules.PartialEviction`; None allows it to growing prompts if host memory holds all KV."""
     num_partial_tokens: int | None = 2_048
-    """See `streamrag.engine.Limits`; None fills every step."""
+    """Most tokens of partial prompts in a step, see `streamrag.engine.Pace`; None fills every step."""
     partial_step_s: float = 0.05
-    """See `streamrag.engine.Pace`."""
+    """Seconds that a step of partial prompts should take at most; see `streamrag.engine.Pace`."""
     sizes_steps: bool = True
     """Whether to adapt the length of steps to the rate of complete prompts; see `streamrag.engine.step_size`. If not,
     each step is as long as the engine's token budget allows."""
     late_binding: bool = True
-    """See `streamrag.engine.Limits.is_early`. Matters with asynchronous scheduling, which plans a step ahead."""
+    """See `streamrag.engine.rules.LateBinding`. Matters with asynchronous scheduling, which plans a step ahead."""
     low_water: float = 0.1
-    """See `streamrag.engine.Limits.num_blocks_kept_free`, as a share of the KV blocks."""
+    """Share of the KV blocks that `streamrag.engine.rules.LowWater` keeps free."""
     data_high_water: PositiveFraction | None = None
     """Share of the KV blocks, 0.95 for example, above which data of sessions are not computed. None for no limit."""
     max_data_tokens: Count | None = None
-    """See `streamrag.engine.Limits`; 1,024 for example; None for no limit."""
+    """See `streamrag.engine.rules.DataShare`; 1,024 for example; None for no limit."""
     kv_budget: PositiveFraction | None = None
     """Share of the KV blocks, 0.5 for example, that complete prompts and their answers may claim; further prompts wait
     until others end. None for no limit."""

@@ -82,7 +82,7 @@ class Price:
         """Return the seconds until the queue of copies in is expected to be empty."""
         return max(self._in_free_s - now_s, 0.0)
 
-    def share(self, parts: Sequence[StepPart], index: int, num_tokens: int) -> float:
+    def share_of_step(self, parts: Sequence[StepPart], index: int, num_tokens: int) -> float:
         """Return the share of a step's time that the first `num_tokens` tokens of part `index` add to it."""
         num_new, num_before = parts[index]
         rest = [(num_new - num_tokens, num_before + num_tokens)] if num_tokens < num_new else []
@@ -99,15 +99,15 @@ class Price:
             self._in_free_s = max(self._in_free_s, now_s) + self.load_s(num_in)
 
     def observe_step(
-        self, parts: Sequence[StepPart], duration_s: float, copies_s: float, *, is_held_up: bool = False
+        self, parts: Sequence[StepPart], duration_s: float, copies_s: float, *, waited_for_copies: bool = False
     ) -> None:
         """Record the duration of a step, and of its copies.
 
-        is_held_up: whether the step waited for copies; for how long is unknown, so it is not used then.
+        waited_for_copies: whether the step waited for copies; for how long is unknown, so it is not used then.
         """
         if not self.is_overlapped:
             duration_s -= copies_s
-        elif is_held_up:
+        elif waited_for_copies:
             return
         self.step_s = duration_s
         self.mean_step_s = _updated(self.mean_step_s, duration_s)

@@ -9,9 +9,9 @@ class and add a line to that list.
 
 from streamrag.engine.rules.grouped_prefills import GroupedPrefills as GroupedPrefills
 from streamrag.engine.rules.grouped_prefills import NextBlock as NextBlock
-from streamrag.engine.rules.memory import Budget as Budget
 from streamrag.engine.rules.memory import DataHighWater as DataHighWater
 from streamrag.engine.rules.memory import KvBudget as KvBudget
+from streamrag.engine.rules.memory import KvBudgetLeft as KvBudgetLeft
 from streamrag.engine.rules.memory import LowWater as LowWater
 from streamrag.engine.rules.memory import PartialEviction as PartialEviction
 from streamrag.engine.rules.rule import Rule as Rule

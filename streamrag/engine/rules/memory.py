@@ -46,7 +46,7 @@ class LowWater(Rule):
         if not candidate.is_new or not candidate.request.was_evicted or candidate.may_evict:
             return None
         candidate.num_reserved, candidate.held_by_memory = self._num_blocks, type(self).__name__
-        # Its own need is costly to compute and is checked last, by `Walk.wait_for_memory`.
+        # Its own need is costly to compute and is checked last, by `Walk.memory_wait`.
         return Wait.MEMORY if candidate.walk.num_missing > -self._num_blocks else None
 
 
@@ -65,7 +65,7 @@ class DataHighWater(Rule):
         return Wait.RESERVE if -self._num_blocks < candidate.num_missing <= 0 else None
 
 
-class Budget(NamedTuple):
+class KvBudgetLeft(NamedTuple):
     """The KV memory that complete prompts may still claim, for their prompts and answers."""
 
     num_blocks: int
@@ -83,16 +83,16 @@ class KvBudget(Rule):
     hold already are not claimed: questions of one session share all but their own tokens.
     Source: cell-budget admission of arXiv 2605.13784, section 3.7.
 
-    budget: returns what is left of the budget.
+    budget_left: returns what is left of the budget when a plan starts.
     """
 
     asks_partial = False
 
-    def __init__(self, budget: Callable[[], Budget]) -> None:
-        self._budget = budget
+    def __init__(self, budget_left: Callable[[], KvBudgetLeft]) -> None:
+        self._budget_left = budget_left
 
     def start(self, walk: Walk) -> None:
-        self._num_blocks, self._has_claims = self._budget()
+        self._num_blocks, self._has_claims = self._budget_left()
         self._is_over = False
 
     def ask(self, candidate: Candidate) -> Wait | None:

@@ -28,8 +28,8 @@ class Rule:
     def on_grant(self, candidate: Candidate) -> None:
         """Record that `candidate` was granted its `num_allowed` tokens."""
 
-    def is_better_late(self, walk: Walk) -> bool:
-        """Whether the step should be planned again when the step in flight has ended."""
+    def puts_off_step(self, walk: Walk) -> bool:
+        """Whether to compute nothing now, and to plan the step when the step in flight has ended."""
         return False
 
 

@@ -5,5 +5,5 @@ mcp                 one tool, for agents
 ask, streams        a question, answered by every event of its query; with the client's own context, streamed in
 retrieve            retrieval without an answer
 sessions/           context that streams in for hours
-event_stream        the encoder of ask, streams, retrieve and sessions: the service's own events, as SSE
+event_encoder       the encoder of ask, streams, retrieve and sessions: the events of `streamrag.telemetry` as SSE
 """

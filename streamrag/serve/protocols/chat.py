@@ -21,7 +21,7 @@ from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import encode_json, read_body
 from streamrag.serve.connections.sse import Write, respond, unless_disconnected
 from streamrag.serve.failures import Failure, RequestError
-from streamrag.serve.protocols.event_stream import wait_for_answer
+from streamrag.serve.protocols.event_encoder import wait_for_answer
 from streamrag.serve.request_fields import SAMPLING, parse_turn, refuse_fields, sampling, split_turns
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer, Answered, RetrievalStarted, TokensGenerated

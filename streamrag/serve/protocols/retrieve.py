@@ -23,7 +23,7 @@ from streamrag.serve.connections.json_body import StrictModel, encode_json, read
 from streamrag.serve.connections.sse import Write
 from streamrag.serve.failures import RequestError
 from streamrag.serve.open_queries import OpenQuery
-from streamrag.serve.protocols.event_stream import encode, respond_with_events
+from streamrag.serve.protocols.event_encoder import encode_sse, respond_with_events
 from streamrag.serve.service import Service
 from streamrag.support.messages import short_repr
 from streamrag.support.tasks import LET_GO_S
@@ -63,7 +63,7 @@ async def _write_retrieval(write: Write, opened: OpenQuery, source: Source, quer
     start_s = time.monotonic()
     started = RetrievalStarted(0.0, query)
     opened.note(started)
-    await write(encode(started))
+    await write(encode_sse(started))
     context: frozenset[Chunk] = frozenset()
     num_events = num_chunks = 0
     try:

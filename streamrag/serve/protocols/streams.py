@@ -28,7 +28,7 @@ from streamrag.serve.connections.json_body import StrictModel, check_num_values
 from streamrag.serve.connections.sse import Write
 from streamrag.serve.failures import RequestError
 from streamrag.serve.protocols.ask import QueryRequest
-from streamrag.serve.protocols.event_stream import respond_with_events, write_events
+from streamrag.serve.protocols.event_encoder import respond_with_events, write_events
 from streamrag.serve.service import Service
 from streamrag.support.tasks import cancel_and_wait
 from streamrag.trace.events import EventLine, LineCodec, LineError

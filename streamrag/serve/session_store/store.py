@@ -78,7 +78,7 @@ class SessionStore:
         self._service = service
         self._sessions: dict[str, ServedSession] = {}
         limits = service.limits
-        self._books = SessionRegistry(
+        self._registry = SessionRegistry(
             SessionLimits(
                 limits.max_sessions,
                 limits.max_sessions_per_client,
@@ -109,7 +109,7 @@ class SessionStore:
         most = self._service.model.max_model_len  # the session itself rejects a longer window
         num_tokens = min(options["window_tokens"] or most * 3 // 4, most)
         try:  # `longest_window` bounds the windows of resumed logs, which may be corrupt
-            self._books.check(client, num_tokens, longest_window=most)
+            self._registry.check(client, num_tokens, longest_window=most)
         except TooManySessionsError as error:
             raise NotAdmittedError(str(error), cast(Refusal, error.limit), RETRY_S) from None
         served = self._add(f"sess_{uuid.uuid4().hex}", client, num_tokens, options)  # counted before the first await
@@ -149,7 +149,7 @@ class SessionStore:
             )
         session = Session(self._service.backend, log=session_log, admit=partial(self._admit, client), **options)
         served = self._sessions[id] = ServedSession(id, client, session, session_log, time.monotonic())
-        self._books.put(id, client, num_tokens)
+        self._registry.put(id, client, num_tokens)
         return served
 
     async def _start(self, served: ServedSession) -> None:
@@ -166,7 +166,7 @@ class SessionStore:
                 log.error("the log of a session is unusable: %s", error)
             what = "the text of this session cannot be read or written; see the service's log"
             raise RequestError(what, status=500, code="session_log_failed") from error
-        self._books.put(served.id, served.client, served.session.state.window_tokens)
+        self._registry.put(served.id, served.client, served.session.state.window_tokens)
         served.begin()
 
     def _admit(self, client: str, question: Question) -> Callable[[], None]:
@@ -205,7 +205,7 @@ class SessionStore:
 
     def _forget(self, served: ServedSession) -> None:
         self._sessions.pop(served.id, None)
-        self._books.remove(served.id)
+        self._registry.remove(served.id)
         served.is_closed = True
 
     def _start_sweeper(self) -> None:

@@ -57,5 +57,5 @@ def test_copies_wait_for_those_of_their_direction() -> None:
 
 def test_a_part_of_a_step_has_the_share_that_the_step_would_be_shorter_without_it() -> None:
     found = price()
-    assert found.share([(100, 0), (300, 0)], 1, 300) == pytest.approx(0.75, rel=1e-2)
-    assert found.share([(400, 0)], 0, 100) == pytest.approx(0.25, rel=2e-2)
+    assert found.share_of_step([(100, 0), (300, 0)], 1, 300) == pytest.approx(0.75, rel=1e-2)
+    assert found.share_of_step([(400, 0)], 0, 100) == pytest.approx(0.25, rel=2e-2)

@@ -82,14 +82,14 @@ class Checks:
         request = scheduler.requests[client.request_id]
         memory = scheduler.plugin.kv_memory
         memory.start_step()
-        memory.num_present_tokens(memory.view(request))  # what it needs depends on what it finds
+        memory.num_present_tokens(memory.cached_view(request))  # what it needs depends on what it finds
         num_tokens = min(request.num_remaining_tokens, self.scenario.max_num_batched_tokens)
-        num_missing = memory.num_blocks_needed(memory.view(request), num_tokens) - memory.num_free_blocks
+        num_missing = memory.num_blocks_needed(memory.cached_view(request), num_tokens) - memory.num_free_blocks
         memory.end_step()
-        num_kept_free = scheduler.plugin.planner.num_kept_free if request.was_evicted else 0
+        num_reserved_free = scheduler.plugin.planner.num_reserved_free if request.was_evicted else 0
         if is_data:
-            num_kept_free = max(num_kept_free, scheduler.plugin.planner.num_kept_from_data)
-        check(num_missing > -num_kept_free, f"{name} waits for nothing")
+            num_reserved_free = max(num_reserved_free, scheduler.plugin.planner.num_reserved_from_data)
+        check(num_missing > -num_reserved_free, f"{name} waits for nothing")
         self.met["partial prompts asleep for want of memory"] += 1
 
     # ------------------------------------------------------------------------------------------------- when it ends

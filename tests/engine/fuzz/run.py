@@ -23,7 +23,7 @@ from streamrag.backends.vllm.scheduler.hooks import StreamingHooks
 from streamrag.engine.costs.copy_costs import CopyCosts
 from streamrag.engine.costs.profile_files import save_profile
 from streamrag.engine.costs.step_profiles import TableProfile
-from streamrag.engine.step_size import LEAST_TOKENS, StepSize, StepSizes
+from streamrag.engine.step_size import LEAST_TOKENS, StepCostEstimator, StepCosts
 from tests.engine.oracle import OracleRunner
 from tests.engine.sizes import container_sizes
 
@@ -61,21 +61,21 @@ BY_ARRIVAL = ("fcfs", "arrival")
 """Policies under which of two complete prompts the earlier one is started first."""
 
 
-class AnySizes(StepSizes):
+class AnyCostEstimates(StepCostEstimator):
     """Of steps that were never that long: any will do, and those of the fuzz all take a second."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._chance = random.Random(-13 * seed - 5)
 
-    def at(self, now_s: float) -> StepSize | None:
+    def at(self, now_s: float) -> StepCosts | None:
         overhead, arrivals, pair = map(self._chance.choice, ([0, 2, 20], [0.0, 0.01, 1.0], [0.0, 0.1]))
-        return self._chance.choice([None, AnySize(overhead, arrivals, pair)])
+        return self._chance.choice([None, AnyCosts(overhead, arrivals, pair)])
 
 
-class AnySize(StepSize):
-    def longest(self, num_waiting: float) -> float:
-        return super().longest(num_waiting) - LEAST_TOKENS + 1
+class AnyCosts(StepCosts):
+    def best_length(self, num_waiting: float) -> float:
+        return super().best_length(num_waiting) - LEAST_TOKENS + 1
 
 
 class Run:
@@ -103,7 +103,7 @@ class Run:
         self._plans_evictions = False
         planner = self.scheduler.plugin.planner
         planner.plan_step = self._keep_plan(planner.plan_step)  # type: ignore[method-assign]
-        self.scheduler.plugin.estimates.step_sizes = AnySizes(scenario.seed)
+        self.scheduler.plugin.estimates.step_costs = AnyCostEstimates(scenario.seed)
         self.host_memory = self.scheduler.plugin.host_memory
         check((self.host_memory is None) == (scenario.eviction == "recompute"), "host memory for nothing, or none")
         count_later_hits(self)

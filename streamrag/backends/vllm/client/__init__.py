@@ -6,5 +6,5 @@ streaming, answer_text          answers a growing prompt through such a stream; 
 processes, spawned_main, log    start and stop the engine's processes, and capture what they print
 arguments, sampling             arguments of an engine; sampling parameters of a request
 calls                           calls that end even if the engine dies; translation of vLLM's errors
-measured                        an engine for benchmarks and profiles
+measured_engine, stats          an engine for benchmarks and profiles; statistics of an engine's steps
 """

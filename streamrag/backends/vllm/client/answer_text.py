@@ -26,7 +26,7 @@ class AnswerText:
     """Decodes an answer to the same text and end as vLLM would, had it been sent the complete prompt at once."""
 
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: "vllm.SamplingParams") -> None:
-        """Construct the decoder. `tokenizer` is vLLM's; with None, for an engine without one, there is no text.
+        """Start with an empty answer. `tokenizer` is vLLM's; with None, for an engine without one, there is no text.
 
         :raises ConfigurationError: `params` have stop texts, and there is no tokenizer.
         """

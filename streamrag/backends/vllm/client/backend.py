@@ -123,7 +123,7 @@ class VllmBackend:
 
     @property
     def model(self) -> ModelInfo:
-        """The model. Available once the backend has started."""
+        """The engine's model and tokenizer; raises BackendError before the start."""
         if self._info is None:
             raise BackendError("the engine has not been started: await backend.start(print) first")
         return self._info

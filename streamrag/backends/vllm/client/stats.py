@@ -40,10 +40,10 @@ class EngineStats:
             self.steps.append(MeasuredStep(time.monotonic(), details.elapsed_ms / 1e3, num_tokens, num_requests))
 
     def log_engine_initialized(self) -> None:
-        """Ignore the event: there is no configuration to log."""
+        """Do nothing, because there is no configuration to log; vLLM requires the method."""
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        """Ignore the event: vLLM counts sleep states itself."""
+        """Do nothing, because vLLM counts sleep states itself; vLLM requires the method."""
 
     def kv_use(self) -> KvUse | None:
         """Return the use of KV memory as of the last step; None before any step has reported it."""

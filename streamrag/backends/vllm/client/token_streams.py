@@ -142,7 +142,7 @@ class TokenStream:
     async def update(
         self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None, num_shared: int = 0
     ) -> None:
-        """Replace the prompt. KV of the longest common prefix is kept.
+        """Replace the prompt with `token_ids`, keeping the KV of the longest common prefix.
 
         With `is_complete`, have the answer sampled, as `finish` does. The first `num_shared` tokens are known to equal
         those of the current prompt, so only later tokens are compared.
@@ -342,7 +342,7 @@ class TokenStreams:
             await stream.abort()
 
     async def aclose(self) -> None:
-        """Abort all streams. Iterating over one raises the reason."""
+        """Abort all streams at once, and wait for their ends; iterating over one raises the reason."""
         streams = list(self._open)
         for stream in streams:
             stream._begin_abort()

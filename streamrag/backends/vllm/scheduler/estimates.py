@@ -7,7 +7,7 @@ from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.engine import Pace, Policy
 from streamrag.engine.forecast import ChunkForecast
-from streamrag.engine.step_size import StepSizes
+from streamrag.engine.step_size import StepCostEstimator
 
 
 class Estimates:
@@ -15,7 +15,7 @@ class Estimates:
 
     def __init__(self, options: SchedulerOptions, *, clock: HostClock, policy: Policy) -> None:
         self.forecast = ChunkForecast()
-        self.step_sizes = StepSizes()
+        self.step_costs = StepCostEstimator()
         self.pace = Pace(options.num_partial_tokens, options.partial_step_s)
         self._clock = clock
         self.policy = policy
@@ -23,20 +23,20 @@ class Estimates:
     def on_step(self, num_tokens: int, num_pairs: float, duration_s: float) -> None:
         """Learn the speed and the costs of steps from one step, and report the new speed to the policy.
 
-        For `num_pairs`, see `StepSizes.observe_step`.
+        For `num_pairs`, see `StepCostEstimator.observe_step`.
         """
         self.pace.observe(num_tokens, duration_s)
         if num_tokens:
-            self.step_sizes.observe_step(num_tokens, num_pairs, duration_s)
+            self.step_costs.observe_step(num_tokens, num_pairs, duration_s)
         if self.pace.tokens_per_s:
             self.policy.on_speed(self.pace.tokens_per_s)
 
     def on_complete(self) -> None:
-        self.step_sizes.observe_complete(self._clock.monotonic())
+        self.step_costs.observe_complete(self._clock.monotonic())
 
     def expect_chunks(self, stream: StreamRequest) -> None:
         """Update whether the stream's prompt is likely to be replaced, and how much of it a step may compute."""
         replaced_every_s = self.forecast.replaced_every_s(stream.source_name)
         stream.is_replaced = replaced_every_s < math.inf
-        size = self.step_sizes.at(self._clock.monotonic())
-        stream.num_step_tokens = self.pace.num_before_replaced(replaced_every_s, size.overhead if size else None)
+        costs = self.step_costs.at(self._clock.monotonic())
+        stream.num_step_tokens = self.pace.num_step_tokens(replaced_every_s, costs.overhead if costs else None)

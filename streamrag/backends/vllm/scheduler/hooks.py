@@ -17,8 +17,8 @@
 | `_holds_kv_blocks`        | vLLM would serve such requests first, regardless of the policy                       |
 | `make_stats`, `shutdown`  | reports the use of KV memory; closes the file of records                             |
 
-All hooks exist since vLLM 0.32. Nothing of vLLM is copied or patched. docs/internals/scheduler.md lists what else the
-plugin relies on; tests/backends/vllm/test_surface.py has fingerprints of all of it.
+All hooks exist since vLLM 0.32. Nothing of vLLM is copied or patched. docs/internals/vllm-surface.md lists what else
+the plugin relies on; tests/backends/vllm/test_surface.py has fingerprints of all of it.
 """
 
 from collections.abc import Iterable
@@ -65,24 +65,24 @@ class StreamingHooks(_Base):
         self.plugin.intake.receive(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        self.plugin.steps.start()
+        self.plugin.steps.mark_start()
         if self._pause_state != PauseState.UNPAUSED:
             return super().schedule(throttle_prefills)
         with self.plugin.executor.planned_step():
             return super().schedule(throttle_prefills)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        with self.plugin.steps.scheduled(scheduler_output):
+        with self.plugin.steps.record_scheduled(scheduler_output):
             super()._update_after_schedule(scheduler_output)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: "ModelRunnerOutput"
     ) -> dict[int, "EngineCoreOutputs"]:
-        step = self.plugin.steps.end_first(scheduler_output, model_runner_output)
+        step = self.plugin.steps.end_oldest(scheduler_output, model_runner_output)
         if step.prefills:
             self.plugin.executor.forget_stuck()  # the next plan acknowledges streams that got stuck in the meantime
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.plugin.queues.settle_all(request for request, _ in step.prefills)
+        self.plugin.queues.make_done_idle(request for request, _ in step.prefills)
         return self.plugin.outbox.add_to(outputs)
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
@@ -114,7 +114,7 @@ class StreamingHooks(_Base):
         if not self.plugin.outbox.is_empty:
             return True
         if self.plugin.executor.is_stuck and not self.has_finished_requests():
-            return self.plugin.executor.has_other_memory
+            return self.plugin.executor.has_memory_changed
         return super().has_requests()
 
     def has_finished_requests(self) -> bool:
@@ -132,7 +132,7 @@ class StreamingHooks(_Base):
         finally:
             # Last, whether or not vLLM resets its connector: running requests have only now released their blocks.
             if self.plugin.host_memory is not None:
-                self.plugin.host_memory.forget()
+                self.plugin.host_memory.clear()
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         self.plugin.executor.forget_stuck()

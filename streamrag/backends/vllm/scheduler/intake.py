@@ -75,7 +75,7 @@ class Intake:
         return request.resumable and request.request_id in self.records.gone_ids
 
     def _open(self, request: Request, message: PromptMessage | None) -> None:
-        problem = _problem(request, message, self.scheduler.max_model_len)
+        problem = _why_refused(request, message, self.scheduler.max_model_len)
         if problem is None and message is not None and message.index > 0:
             problem = f"chunk {message.index} came, but no chunk 0: it was lost, or the stream has ended"
         if problem is not None:
@@ -92,23 +92,23 @@ class Intake:
         self.enqueue(stream)
         if stream.is_complete:
             self.estimates.on_complete()
-        self.queues.settle(stream)
+        self.queues.make_idle_if_done(stream)
 
     def _add_chunk(self, stream: StreamRequest, request: Request, message: PromptMessage) -> None:
-        problem = _misfit(stream, request, message) or _problem(request, message, self.scheduler.max_model_len)
+        problem = _why_unfit(stream, request, message) or _why_refused(request, message, self.scheduler.max_model_len)
         if problem:
             self._fail(stream, problem)
             return
         self.outbox.acknowledge(stream)
         stream.num_messages += 1
-        num_held, num_computed = stream.num_held_tokens, stream.num_computed_tokens
+        num_old_tokens, num_computed = stream.num_all_tokens, stream.num_computed_tokens
         stream.is_complete = message.is_complete  # before hashing: a complete prompt has one token more to hash
         num_shared = replace_prompt(self.scheduler, stream, message.num_kept, request)
         # Arrival time, not the time after the current step: short gaps between chunks make steps shorter.
         now_s = self.clock.monotonic()
         arrival_s = now_s if message.arrival_s is None else min(message.arrival_s, now_s)
         gap_s = max(arrival_s - stream.last_chunk_s, 0.0)  # clients report arrival times, which may be wrong
-        self.estimates.forecast.observe(message.source_name, gap_s, num_shared / num_held)
+        self.estimates.forecast.observe(message.source_name, gap_s, num_shared / num_old_tokens)
         self.estimates.expect_chunks(stream)
         stream.num_kept_tokens = min(stream.num_kept_tokens, num_shared)
         if self.host_memory is not None:
@@ -125,7 +125,7 @@ class Intake:
         self.queues.requeue(stream)
         if stream.is_complete:
             self.estimates.on_complete()
-        self.queues.settle(stream)
+        self.queues.make_idle_if_done(stream)
 
     def _refuse(self, request: Request, problem: str, message: PromptMessage | None = None) -> None:
         """Fail a request that has not been accepted, or the stream that the chunk belongs to."""
@@ -147,21 +147,21 @@ class Intake:
         return StreamRequest.adopt(request, message, now_s - (self.clock.wall() - request.arrival_time), now_s)
 
 
-def _misfit(stream: StreamRequest, request: Request, message: PromptMessage) -> str | None:
+def _why_unfit(stream: StreamRequest, request: Request, message: PromptMessage) -> str | None:
     """Return why the chunk cannot follow the stream's last one; None if it can. `num_kept` refers to the last one."""
     if message.index != stream.num_messages:
         return f"message {message.index} came instead of message {stream.num_messages}: one was lost, or came twice"
     if stream.is_complete:
         return f"chunk {message.index} came after the last one"
-    num_held = stream.num_held_tokens
-    if message.num_kept > num_held:
-        return f"chunk {message.index} keeps {message.num_kept} tokens of a prompt of {num_held}"
+    num_old_tokens = stream.num_all_tokens
+    if message.num_kept > num_old_tokens:
+        return f"chunk {message.index} keeps {message.num_kept} tokens of a prompt of {num_old_tokens}"
     if _cache_key(request) != _cache_key(stream):
         return f"chunk {message.index} has another LoRA adapter, or another cache salt, than its stream"
     return None
 
 
-def _problem(request: Request, message: PromptMessage | None, max_model_len: int) -> str | None:
+def _why_refused(request: Request, message: PromptMessage | None, max_model_len: int) -> str | None:
     """Return why the request cannot be accepted, whatever came before it; None if it can."""
     if request.kv_transfer_params is not None and not isinstance(request.kv_transfer_params, dict):
         return "extra_args['kv_transfer_params'] must be a mapping"

@@ -14,7 +14,7 @@ from streamrag.backends.vllm.scheduler.request import StreamRequest
 
 
 class Outbox:
-    """Outputs that are sent with those of the next step."""
+    """A queue of outputs that are sent with those of the next step."""
 
     def __init__(self) -> None:
         self._outputs: list[tuple[int, EngineCoreOutput]] = []
@@ -33,7 +33,7 @@ class Outbox:
         stream.num_acknowledged = stream.num_messages
 
     def acknowledge_waiting(self, stream: StreamRequest) -> None:
-        """Acknowledge the chunks of a stream that waits for memory.
+        """Acknowledge the chunks of a stream that waits for memory, unless a step in flight computes its prompt.
 
         A client may send its next chunk only after the acknowledgement, and must not wait for the memory.
         """

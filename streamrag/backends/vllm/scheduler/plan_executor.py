@@ -42,7 +42,7 @@ class PlanExecutor:
         return self._num_free_when_stuck is not None and not self.scheduler.deferred_frees
 
     @property
-    def has_other_memory(self) -> bool:
+    def has_memory_changed(self) -> bool:
         """Whether the number of free blocks has changed since all requests got stuck."""
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() != self._num_free_when_stuck
 
@@ -60,12 +60,12 @@ class PlanExecutor:
             self.evictions.evict(requests[eviction.request.request_id])
         granted = [requests[grant.request.request_id] for grant in step_plan.grants]
         for grant, request in zip(step_plan.grants, granted, strict=True):
-            self._begin(grant, request)
+            self._prepare(grant, request)
         for view in step_plan.waiting:
             self.outbox.acknowledge_waiting(requests[view.request_id])
         for grant, request in zip(step_plan.grants, granted, strict=True):
-            self._limit(grant, request)
-        running, waiting = self.queues.hide_others(step.decoding, granted, step.order, step.held_up)
+            self._limit_to_grant(grant, request)
+        running, waiting = self.queues.hide_others(step.decoding, granted, step.order, step.blocked)
         try:
             yield
         finally:
@@ -75,18 +75,20 @@ class PlanExecutor:
                 request.step_end = None
 
     def _update_stuck(self, step: PlannedStep) -> None:
-        has_work = step.plan.grants or step.plan.is_put_off or step.decoding or step.held_up
+        has_work = step.plan.grants or step.plan.is_put_off or step.decoding or step.blocked
         is_stuck = not has_work and not self.scheduler.deferred_frees
         self._num_free_when_stuck = self.kv_memory.num_free_blocks if is_stuck else None
 
-    def _begin(self, grant: Grant, request: StreamRequest) -> None:
+    def _prepare(self, grant: Grant, request: StreamRequest) -> None:
+        """Claim KV of the budget for a granted request, and give it the later hits that were found for it."""
         if grant.num_blocks_claimed is not None:
             self.claims.claim(request, grant.num_blocks_claimed)
-        if self.kv_memory.take_later(grant.request):
+        if self.kv_memory.take_later_hits(grant.request):
             request.log.on_later_hit(request.num_computed_tokens, self.steps.start_s)
             self.queues.resubmit(request)
 
-    def _limit(self, grant: Grant, request: StreamRequest) -> None:
+    def _limit_to_grant(self, grant: Grant, request: StreamRequest) -> None:
+        """Show vLLM the prompt only up to the end of its grant."""
         end = self.kv_memory.num_present_tokens(grant.request) + grant.num_tokens
         # A third-party connector looks up all of a complete prompt, and may load more than this step computes.
         is_whole = request.status != RequestStatus.RUNNING and request.is_complete and self.has_their_connector

@@ -73,4 +73,4 @@ def _make_later_hits(scheduler: Scheduler, options: SchedulerOptions) -> LaterHi
     """Return None if later hits are switched off, or the engine cannot provide them."""
     if not (options.groups_prefills or options.looks_up_again) or not can_look_again(scheduler):
         return None
-    return LaterHits(scheduler, are_of_all=options.groups_prefills)
+    return LaterHits(scheduler, includes_plain=options.groups_prefills)

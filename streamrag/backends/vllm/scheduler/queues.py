@@ -44,7 +44,7 @@ class Queues:
             self._leave_running(request)
             request.status = RequestStatus.WAITING
 
-    def settle(self, stream: StreamRequest) -> None:
+    def make_idle_if_done(self, stream: StreamRequest) -> None:
         """Move a partial prompt that is computed to its end from vLLM's queues to `idle`, and acknowledge it."""
         if stream.is_complete or stream.num_remaining_tokens > 0 or stream.request_id in self.idle:
             return
@@ -59,16 +59,17 @@ class Queues:
         self.idle[stream.request_id] = stream
         self.outbox.acknowledge(stream)
 
-    def settle_all(self, requests: Iterable[StreamRequest]) -> None:
+    def make_done_idle(self, requests: Iterable[StreamRequest]) -> None:
+        """Call `make_idle_if_done` for each request that has not ended meanwhile."""
         for request in requests:
             if self.scheduler.requests.get(request.request_id) is request:
-                self.settle(request)
+                self.make_idle_if_done(request)
 
     def forget_idle(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self.idle.pop(request_id, None)
 
-    def is_held_up(self, request: StreamRequest) -> bool:
+    def is_blocked_in_vllm(self, request: StreamRequest) -> bool:
         """Whether vLLM would skip the request: its grammar is being compiled, or it has stale output in flight.
 
         vLLM checks a grammar only when the request's turn comes: perhaps never, if others are always granted first.
@@ -85,7 +86,7 @@ class Queues:
         order: Iterable[RequestView],
         waiting: list[StreamRequest],
     ) -> tuple[list[StreamRequest], list[StreamRequest]]:
-        """Leave only what may run in vLLM's queues: `running` and the granted requests.
+        """Leave only what may run in vLLM's queues: `running` and the granted requests. Both lists given are extended.
 
         Return the running and the waiting requests that were removed: the rest of `order`, and `waiting`.
         """
@@ -116,7 +117,7 @@ class Queues:
         self.scheduler.num_waiting_for_streaming_input = 0
 
     def _give_up_slots(self, rest: list[StreamRequest], num_wanted: int) -> list[StreamRequest]:
-        """Take the slots of the last `num_wanted` running requests without a grant. Most keep their KV.
+        """Make the last `num_wanted` running requests without a grant wait, and return them. Most keep their KV.
 
         A request that has output keeps its slot: as a waiting request it would lose the output.
         """

@@ -77,7 +77,7 @@ class RecordFile:
             logger.error("request records are no longer written to %s: %s", self.path, error)
 
     def close(self) -> None:
-        """Close the file. A later `write` opens it again."""
+        """Close the file, if it is open; a later `write` opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -78,6 +78,7 @@ class StreamRequest(Request):
         return request
 
     def end(self, now_s: float) -> RequestRecord:
+        """Make the final record, by the request's status, and keep it in `record`."""
         outcome = OUTCOMES.get(self.status, "finished")
         self.record = self.log.end(outcome, now_s, self.num_prompt_tokens, self.num_output_tokens)
         return self.record
@@ -96,7 +97,7 @@ class StreamRequest(Request):
         return self.num_tokens + self.num_output_placeholders - self.num_computed_tokens
 
     @property
-    def num_held_tokens(self) -> int:
+    def num_all_tokens(self) -> int:
         """Tokens of prompt and answer, including a hidden one."""
         return len(self._all_token_ids)
 

@@ -42,7 +42,7 @@ class RequestLog:
     restores: list[RestoreRecord] = field(default_factory=list)
     holds: Counter[str] = field(default_factory=Counter)
 
-    num_known: int = 0  # leading tokens of the current prompt whose KV has been computed at any time
+    num_ever_computed: int = 0  # leading tokens of the current prompt whose KV has been computed at any time
     num_present: int = 0  # leading tokens of the prompt whose KV was computed, or being computed, at the last event
 
     def on_chunk(self, chunk: ChunkRecord, num_left: int) -> None:
@@ -50,7 +50,7 @@ class RequestLog:
         self.chunks.append(chunk)
         self.num_invalidated += chunk.num_invalidated
         self.num_present = num_left
-        self.num_known = min(self.num_known, chunk.num_shared)
+        self.num_ever_computed = min(self.num_ever_computed, chunk.num_shared)
 
     def on_step(self, start: int, end: int, now_s: float, num_loaded: int = 0) -> None:
         """Log a step that computes prompt tokens [start, end).
@@ -65,8 +65,8 @@ class RequestLog:
             if self.first_kv_s is None:
                 self.first_kv_s = now_s
         self.num_computed += end - start
-        self.num_recomputed += max(min(self.num_known, end) - start, 0)
-        self.num_known = max(self.num_known, end)
+        self.num_recomputed += max(min(self.num_ever_computed, end) - start, 0)
+        self.num_ever_computed = max(self.num_ever_computed, end)
         self.num_present = end
 
     def on_later_hit(self, num_tokens: int, now_s: float) -> None:
@@ -89,7 +89,7 @@ class RequestLog:
         self.preemptions.append(PreemptionRecord(now_s, fate, num_tokens, recompute_s, swap_s))
         self.num_present = 0
 
-    def on_saves(self, index: int, num_tokens: int, expected_s: float) -> None:
+    def on_saves_sent(self, index: int, num_tokens: int, expected_s: float) -> None:
         """Add tokens that are being copied to host memory to the preemption at `index`."""
         known = self.preemptions[index]
         self.preemptions[index] = replace(
@@ -98,7 +98,7 @@ class RequestLog:
             expected_save_s=known.expected_save_s + expected_s,
         )
 
-    def on_saved(self, index: int, seconds: float) -> None:
+    def on_saves_ended(self, index: int, seconds: float) -> None:
         """Add the duration of copies to the preemption at `index`."""
         known = self.preemptions[index]
         self.preemptions[index] = replace(known, save_s=known.save_s + seconds)

@@ -37,12 +37,12 @@ class PlannedStep(NamedTuple):
     plan: Plan
     order: list[RequestView]  # requests that the plan chose from, most urgent first
     decoding: list[StreamRequest]  # requests that run regardless of the plan
-    held_up: list[StreamRequest]  # requests that wait for something other than memory or budget
+    blocked: list[StreamRequest]  # requests that vLLM would skip; see `Queues.is_blocked_in_vllm`
 
 
 @dataclass(kw_only=True, eq=False)
 class StepPlanner:
-    """Plans steps. Moves no request between queues and evicts none; only caches and logs of requests change."""
+    """A planner of steps. It moves and evicts no request: only caches and logs of requests change."""
 
     scheduler: Scheduler
     options: SchedulerOptions
@@ -57,11 +57,11 @@ class StepPlanner:
 
     def __post_init__(self) -> None:
         num_blocks, high_water = self.kv_memory.num_device_blocks, self.options.data_high_water
-        self.num_kept_free = int(self.options.low_water * num_blocks)
-        self.num_kept_from_data = None if high_water is None else num_blocks - int(high_water * num_blocks)
+        self.num_reserved_free = int(self.options.low_water * num_blocks)
+        self.num_reserved_from_data = None if high_water is None else num_blocks - int(high_water * num_blocks)
         # With more free blocks than this, even the largest step leaves the low-water reserve free.
         largest_step = self.scheduler.max_num_scheduled_tokens // self.kv_memory.smallest_block_size
-        self._num_free_if_short = self.num_kept_free + largest_step + self.scheduler.max_num_active_reqs
+        self._num_free_if_short = self.num_reserved_free + largest_step + self.scheduler.max_num_active_reqs
         self.rules = self._make_rules()
 
     def plan_step(self) -> PlannedStep:
@@ -70,15 +70,15 @@ class StepPlanner:
         if self.host_memory is not None:
             self.host_memory.start_step(self.steps.start_s)
         decoding, others = self._split_running()
-        views, held_up = [self.kv_memory.view(r) for r in others], []
+        views, blocked = [self.kv_memory.cached_view(r) for r in others], []
         for request in self.scheduler.waiting:
             view = request.view
-            # A request that has a view is not held up: entering that state clears the view.
+            # A request that has a view is not blocked: entering that state clears the view.
             if view is None:
-                if self.queues.is_held_up(request):
-                    held_up.append(request)
+                if self.queues.is_blocked_in_vllm(request):
+                    blocked.append(request)
                     continue
-                view = self.kv_memory.view(request)
+                view = self.kv_memory.cached_view(request)
             views.append(view)
         if self.policy.needs_prefix_hits:
             views = [self.kv_memory.with_prefix_hit(v) for v in views]
@@ -97,35 +97,35 @@ class StepPlanner:
         for request_id, rule in step_plan.holds:
             scheduler.requests[request_id].log.holds[rule] += 1
         self.policy.on_admitted([g.request for g in step_plan.grants if not g.request.is_running])
-        return PlannedStep(step_plan, order, decoding, held_up)
+        return PlannedStep(step_plan, order, decoding, blocked)
 
     def _make_rules(self) -> list[Rule]:
         """Return the rules that are switched on, in the order in which they are evaluated."""
         options, estimates = self.options, self.estimates
-        can_growing = self._is_kv_kept if options.can_partial_evict is None else lambda: False
+        can_growing = self._is_evicted_kv_kept if options.can_partial_evict is None else lambda: False
         next_block = self.kv_memory.next_block
-        sized = SizedSteps(lambda: estimates.step_sizes.at(self.steps.start_s)) if options.sizes_steps else None
+        sized = SizedSteps(lambda: estimates.step_costs.at(self.steps.start_s)) if options.sizes_steps else None
         rules = [
-            LeanPartials(lambda: estimates.pace.num_partial_tokens, self.num_kept_free),
+            LeanPartials(lambda: estimates.pace.num_partial_tokens, self.num_reserved_free),
             ShortBeforeReplaced(),
             None if options.max_data_tokens is None else DataShare(options.max_data_tokens),
             PartialEviction(bool(options.can_partial_evict), can_growing),
             Turns(self.scheduler.current_step),
-            LowWater(self.num_kept_free),
-            None if options.kv_budget is None else KvBudget(lambda: self.claims.budget),
+            LowWater(self.num_reserved_free),
+            None if options.kv_budget is None else KvBudget(lambda: self.claims.budget_left),
             sized,
             None if next_block is None else GroupedPrefills(next_block),
-            None if self.num_kept_from_data is None else DataHighWater(self.num_kept_from_data),
+            None if self.num_reserved_from_data is None else DataHighWater(self.num_reserved_from_data),
             LateBinding(lambda: self.steps.has_prefills, sized) if options.late_binding else None,
         ]
         return [rule for rule in rules if rule is not None]
 
-    def _is_kv_kept(self) -> bool:
-        """Whether memory is short, and host memory has room for the KV of all requests."""
+    def _is_evicted_kv_kept(self) -> bool:
+        """Whether memory is short, but what prompts that grow would evict now is worth keeping in host memory."""
         if self.host_memory is None or self.kv_memory.num_free_blocks > self._num_free_if_short:
             return False
         requests = self.scheduler.requests
-        return self.host_memory.holds(sum(r.num_prompt_tokens for r in requests.values()), len(requests))
+        return self.host_memory.is_worth_keeping(sum(r.num_prompt_tokens for r in requests.values()), len(requests))
 
     def _split_running(self) -> tuple[list[StreamRequest], list[StreamRequest]]:
         """Split the running requests into those that decode, if all of these fit into the step, and the others."""
@@ -147,8 +147,7 @@ class StepPlanner:
 
     def _idle_views(self) -> list[RequestView]:
         """Return the idle streams that hold KV. The last one is the first victim: its next chunk is furthest away."""
-
         now_s, forecast = self.steps.start_s, self.estimates.forecast
-        views = [self.kv_memory.view(r, is_idle=True) for r in self.queues.idle.values()]
+        views = [self.kv_memory.cached_view(r, is_idle=True) for r in self.queues.idle.values()]
         held = self.policy.order([v for v in views if v.num_blocks], now_s)
         return sorted(held, key=lambda view: forecast.expected_s(view, now_s))

@@ -20,7 +20,7 @@ class StepInFlight(NamedTuple):
     """A step that has been scheduled and whose output is outstanding."""
 
     start_s: float  # time at which the step was planned
-    num_pairs: float  # see `StepSizes.observe_step`
+    num_pairs: float  # see `StepCostEstimator.observe_step`
     prefills: list[tuple[StreamRequest, bool]]
     """Requests whose prompt the step computes, and whether the step computes the last token of a complete prompt."""
     num_tokens_of: Mapping[str, int]  # tokens that the step computes, by request id
@@ -47,12 +47,12 @@ class StepsInFlight:
         """Return the number of tokens that the steps in flight compute for a request id."""
         return sum(step.num_tokens_of.get(request_id, 0) for step in self._steps)
 
-    def start(self) -> None:
+    def mark_start(self) -> None:
         self.start_s = self.clock.monotonic()
 
     @contextmanager
-    def scheduled(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
-        """Record what a step computes. Within the context, vLLM counts the step's tokens as computed."""
+    def record_scheduled(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
+        """Record what a step computes. Within the context, vLLM counts its tokens; then partial prompts sample none."""
         requests = self.scheduler.requests
         partial: list[StreamRequest] = []
         prefills: list[tuple[StreamRequest, bool]] = []
@@ -78,7 +78,7 @@ class StepsInFlight:
             request.spec_token_ids = []
             request.next_decode_eligible_step = 0
 
-    def end_first(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> StepInFlight:
+    def end_oldest(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> StepInFlight:
         """Remove the oldest step, learn from it, and return it. Called before vLLM processes the step's output."""
         now_s, step = self.clock.monotonic(), self._steps.popleft()
         duration_s = now_s - max(step.start_s, self._last_output_s)

@@ -29,7 +29,7 @@ from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import encode_json, read_body
 from streamrag.serve.connections.json_socket import Frames
 from streamrag.serve.connections.sse import Write, unless_disconnected
-from streamrag.serve.protocols.event_stream import encode, event_values, respond_with_events, wait_for_answer
+from streamrag.serve.protocols.event_encoder import encode_sse, event_values, respond_with_events, wait_for_answer
 from streamrag.serve.protocols.sessions.requests import (
     Data,
     OpenSession,
@@ -119,7 +119,7 @@ class _Handlers:
         async def produce(write: Write) -> None:
             async with answer as events:
                 async for event in events:
-                    await write(encode(event))
+                    await write(encode_sse(event))
 
         if body.stream:
             return await respond_with_events(request, self._service, produce)

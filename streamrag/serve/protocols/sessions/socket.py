@@ -23,7 +23,7 @@ from streamrag.serve.connections.json_body import StrictModel
 from streamrag.serve.connections.json_socket import MAX_ID, Frames
 from streamrag.serve.failures import RequestError
 from streamrag.serve.open_queries import Caller
-from streamrag.serve.protocols.event_stream import event_name, event_values
+from streamrag.serve.protocols.event_encoder import event_name, event_values
 from streamrag.serve.protocols.sessions.requests import Data, QuestionBody, answer_events, append_data, encode_state
 from streamrag.serve.service import Service
 from streamrag.serve.session_store.served_session import ServedSession, SessionEvent

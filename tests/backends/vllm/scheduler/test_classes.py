@@ -83,10 +83,10 @@ def test_who_loses_its_kv_has_no_part_in_the_budget_before_it_begins_again(bench
     b.plain("first", 40, max_tokens=20)
     b.step()
     b.scheduler.plugin.evictions.evict(b.scheduler.requests["first"])
-    assert b.scheduler.plugin.claims.budget.has_claims is False
+    assert b.scheduler.plugin.claims.budget_left.has_claims is False
     b.run()
     assert len(b.tokens("first")) == 20
-    assert b.scheduler.plugin.claims.budget.num_blocks == 25
+    assert b.scheduler.plugin.claims.budget_left.num_blocks == 25
 
 
 def test_streams_that_get_the_same_chunk_compute_it_once(bench: Make) -> None:

@@ -16,7 +16,7 @@ def test_who_comes_back_from_host_memory_has_little_left(bench: Make) -> None:
     stream = b.scheduler.requests["s"]
     assert (stream.num_computed_tokens, stream.num_kept_tokens) == (0, 99)
     b.chunk("s", [7], kept=100, is_complete=True)
-    assert b.scheduler.plugin.kv_memory.view(stream).num_likely_tokens == 2
+    assert b.scheduler.plugin.kv_memory.cached_view(stream).num_likely_tokens == 2
     b.plain("shorter than the whole", 60, first=5_000)
     b.step()
     b.step()
@@ -44,12 +44,12 @@ def test_what_host_memory_has_let_go_of_is_not_had_back(bench: Make) -> None:
     b.run()
     stream = b.scheduler.requests["s"]
     assert stream.num_kept_tokens == 99
-    b.scheduler.plugin.host_memory.forget()
+    b.scheduler.plugin.host_memory.clear()
     b.scheduler.kv_cache_manager.reset_prefix_cache()
     b.chunk("s", [7], kept=100)
     b.step()
     assert stream.num_kept_tokens == 0
-    assert b.scheduler.plugin.kv_memory.view(stream).num_likely_tokens == stream.num_remaining_tokens
+    assert b.scheduler.plugin.kv_memory.cached_view(stream).num_likely_tokens == stream.num_remaining_tokens
 
 
 def test_kv_that_is_dropped_is_not_had_back(bench: Make) -> None:

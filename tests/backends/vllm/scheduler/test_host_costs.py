@@ -56,7 +56,7 @@ def recomputing(found: HostCosts, request: StreamRequest, start: int, num_blocks
 
 
 def run(found: HostCosts, parts: Sequence[tuple[str, StepPart]], duration_s: float) -> None:
-    found.on_step_end(parts, duration_s, 0.0, is_held_up=False)
+    found.on_step_end(parts, duration_s, 0.0, waited_for_copies=False)
 
 
 def observed(request: StreamRequest) -> list[float | None]:
@@ -201,18 +201,18 @@ def test_a_restore_after_one_that_was_cut_off_is_observed() -> None:
 
 def test_saves_are_expected_as_parts_of_one_copy() -> None:
     found, a, b = costs(SLOW), evicted("a"), evicted("b")
-    found.on_saves(a, 2, 3)
-    found.on_saves(b, 1, 3)
+    found.on_saves_sent(a, 2, 3)
+    found.on_saves_sent(b, 1, 3)
     expected = [(p.num_tokens_saved, p.expected_save_s, p.save_s) for r in (a, b) for p in r.log.preemptions]
     assert expected == [(8, pytest.approx(20), 0.0), (4, pytest.approx(10), 0.0)]
 
 
 def test_saves_end_in_the_order_in_which_they_were_sent() -> None:
     found, a, b = costs(), evicted("a"), evicted("b")
-    found.on_saves(a, 2, 3)
-    found.on_saves(b, 1, 3)
+    found.on_saves_sent(a, 2, 3)
+    found.on_saves_sent(b, 1, 3)
     found.on_write_through(2)
-    found.on_saves(b, 3, 3)
+    found.on_saves_sent(b, 3, 3)
     found.on_copied(4, 1.0, 0, 0.0)
     assert save_s(a) == [pytest.approx(0.5)]
     assert save_s(b) == [pytest.approx(0.25)]
@@ -223,9 +223,9 @@ def test_saves_end_in_the_order_in_which_they_were_sent() -> None:
 
 def test_a_save_belongs_to_the_eviction_that_made_it_necessary() -> None:
     found, request = costs(), evicted()
-    found.on_saves(request, 2, 2)
+    found.on_saves_sent(request, 2, 2)
     lose(request)
-    found.on_saves(request, 1, 1)
+    found.on_saves_sent(request, 1, 1)
     found.on_copied(2, 0.5, 0, 0.0)
     assert save_s(request) == [pytest.approx(0.5), 0.0]
     found.on_copied(1, 0.125, 0, 0.0)
@@ -234,7 +234,7 @@ def test_a_save_belongs_to_the_eviction_that_made_it_necessary() -> None:
 
 def test_the_two_directions_are_counted_apart() -> None:
     found, a, b = costs(), evicted("a"), evicted("b")
-    found.on_saves(a, 2, 2)
+    found.on_saves_sent(a, 2, 2)
     loading(found, b, 2)
     found.on_copied(0, 0.0, 2, 0.25)
     assert (save_s(a), observed(b)) == ([0.0], [pytest.approx(0.25)])
@@ -244,12 +244,12 @@ def test_the_two_directions_are_counted_apart() -> None:
 
 def test_after_a_failure_nothing_is_said_of_what_was_sent_before() -> None:
     found, a, b = costs(), evicted("a"), evicted("b")
-    found.on_saves(a, 2, 2)
+    found.on_saves_sent(a, 2, 2)
     loading(found, b, 2)
     found.on_failed_copies()
     found.on_copied(2, 0.5, 2, 0.5)
     assert (save_s(a), observed(b)) == ([0.0], [None])
-    found.on_saves(a, 2, 2)
+    found.on_saves_sent(a, 2, 2)
     found.on_copied(2, 0.75, 0, 0.0)
     assert save_s(a) == [pytest.approx(0.75)]
 
@@ -261,8 +261,8 @@ def test_without_prices_nothing_is_expected_and_steps_are_shared_by_tokens() -> 
     found, request = HostCosts(None, BLOCK_SIZE), evicted()
     recomputing(found, request, 0, 0)
     assert [(r.recompute_s, r.swap_s) for r in request.log.restores] == [(0.0, None)]
-    found.on_step_end([("a", (40, 0)), ("b", (10, 0))], 1.0, 0.25, is_held_up=False)
+    found.on_step_end([("a", (40, 0)), ("b", (10, 0))], 1.0, 0.25, waited_for_copies=False)
     assert observed(request) == [pytest.approx(0.8)]
-    found.on_saves(request, 2, 2)
+    found.on_saves_sent(request, 2, 2)
     found.on_copied(2, 0.5, 0, 0.0)
     assert [(p.expected_save_s, p.save_s) for p in request.log.preemptions] == [(0.0, 0.5)]

@@ -19,7 +19,7 @@ def test_who_starts_needs_the_watermark_as_well(bench: Make) -> None:
     b.plain("p", 20)
     memory = b.scheduler.plugin.kv_memory
     memory.start_step()
-    assert memory.num_blocks_needed(memory.view(b.scheduler.requests["p"]), 16) == 5 + 10
+    assert memory.num_blocks_needed(memory.cached_view(b.scheduler.requests["p"]), 16) == 5 + 10
 
 
 def test_blocks_that_others_hold_as_well_do_not_come_free(bench: Make) -> None:
@@ -29,7 +29,7 @@ def test_blocks_that_others_hold_as_well_do_not_come_free(bench: Make) -> None:
         b.chunk(name, TOKENS)
         b.run()
     memory = b.scheduler.plugin.kv_memory
-    view = memory.view(b.scheduler.plugin.queues.idle["a"], is_idle=True)
+    view = memory.cached_view(b.scheduler.plugin.queues.idle["a"], is_idle=True)
     assert view.num_blocks == 10
     assert memory.num_blocks_freed(view) == 1
 

@@ -17,7 +17,7 @@ from streamrag.backends.simulated.config import EngineShape, kv_cache_config, vl
 from streamrag.backends.simulated.engine import SimulatedEngine, always
 from streamrag.backends.vllm.scheduler.hooks import streaming_scheduler
 from streamrag.backends.vllm.scheduler.supported import CHECKS, check_supported
-from streamrag.engine.step_size import StepSize, StepSizes
+from streamrag.engine.step_size import StepCostEstimator, StepCosts
 from streamrag.errors import ConfigurationError
 from tests.engine.oracle import V1OracleRunner
 
@@ -247,17 +247,17 @@ def test_a_prompt_whose_source_soon_replaces_it_takes_the_shortest_steps(bench: 
     assert b.scheduler.requests["partial"].num_computed_tokens == 39  # sqrt(2 x 64 tokens x 0.04 s x 300 tokens / s)
 
 
-def long_steps_seldom() -> StepSizes:
+def long_steps_seldom() -> StepCostEstimator:
     """Return sizes that say a step of 256 tokens is best."""
-    sizes = StepSizes()
-    sizes.at = lambda now_s: StepSize(overhead=1.0, arrivals=1.0)  # type: ignore[method-assign]
+    sizes = StepCostEstimator()
+    sizes.at = lambda now_s: StepCosts(overhead=1.0, arrivals_per_token=1.0)  # type: ignore[method-assign]
     return sizes
 
 
 @pytest.mark.parametrize("is_async", [True, False])
 def test_a_prompt_that_starts_computes_no_more_than_planned(bench: Make, is_async: bool) -> None:
     b = bench(max_num_batched_tokens=2_000, num_blocks=1_000, max_model_len=4_000, is_async=is_async)
-    b.scheduler.plugin.estimates.step_sizes = long_steps_seldom()
+    b.scheduler.plugin.estimates.step_costs = long_steps_seldom()
     b.plain("long", 1_500)
     b.step()
     assert b.scheduler.requests["long"].num_computed_tokens == 256
@@ -273,7 +273,7 @@ def test_a_long_prompt_that_needs_the_memory_of_an_idle_stream_gets_it_without_a
     bench: Make,
 ) -> None:
     b = bench(max_num_batched_tokens=2_000, num_blocks=500, max_model_len=2_000, must_fit_whole=False)
-    b.scheduler.plugin.estimates.step_sizes = long_steps_seldom()
+    b.scheduler.plugin.estimates.step_costs = long_steps_seldom()
     b.chunk("idle", list(range(3_000, 3_200)))
     b.run()
     b.plain("long", 1_900)
@@ -315,8 +315,8 @@ def test_the_length_of_steps_follows_from_steps_and_from_each_prompt_that_become
     b = bench()
     complete: list[float] = []
     steps: list[tuple[int, float, float]] = []
-    b.scheduler.plugin.estimates.step_sizes.observe_complete = complete.append
-    b.scheduler.plugin.estimates.step_sizes.observe_step = lambda *of_step: steps.append(of_step)
+    b.scheduler.plugin.estimates.step_costs.observe_complete = complete.append
+    b.scheduler.plugin.estimates.step_costs.observe_step = lambda *of_step: steps.append(of_step)
     b.plain("plain", 10)
     b.chunk("s", list(range(100, 120)))
     b.step()

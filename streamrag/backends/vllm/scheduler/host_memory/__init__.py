@@ -13,9 +13,9 @@
 
 A block is known by vLLM's hash of its content and of all before it: equal blocks are stored once.
 
-memory       `HostMemory`: tracks released blocks, and plans the copies of each step
-loads        loads with an unknown outcome, and the KV that is wrong if one fails
-costs        expected and observed costs of decisions
-prices       the prices by which recomputing and copying are compared
-step_parts   the number of tokens that a step computes for each request
+memory             `HostMemory`: tracks released blocks, and plans the copies of each step
+loads              loads with an unknown outcome, and the KV that is wrong if one fails
+costs              expected and observed costs of decisions, for the records of requests
+hardware_profile   the profile of this engine, by which recomputing and copying are compared
+step_parts         the number of tokens that a step computes for each request
 """

@@ -1,7 +1,7 @@
 """Costs of decisions about KV in host memory: expected and observed.
 
     resumed ─▶ on_resume ─▶ steps that recompute │ reports of copies ─▶ RestoreRecord.observed_s
-    evicted ─▶ on_saves, in steps that overwrite ─▶ reports of copies ─▶ PreemptionRecord.save_s
+    evicted ─▶ on_saves_sent, in steps that overwrite ─▶ reports of copies ─▶ PreemptionRecord.save_s
 
 A report gives only the number of blocks copied; copies in one direction end in the order in which they were sent.
 """
@@ -37,7 +37,7 @@ class _Entry:
 
 
 @dataclass(slots=True)
-class _Recomputing:
+class _Recomputation:
     entry: _Entry
     done: int  # tokens before this one are computed
     end: int
@@ -50,7 +50,7 @@ class _CopyQueue:
 
     sent: deque[tuple[_Entry | None, int]] = field(default_factory=deque)
 
-    def ended(self, num_blocks: int, seconds: float) -> Iterator[tuple[_Entry, float]]:
+    def pop_ended(self, num_blocks: int, seconds: float) -> Iterator[tuple[_Entry, float]]:
         """Remove `num_blocks` copied blocks. Yield their records, each with its share of `seconds`."""
         num_left = num_blocks
         while num_left > 0 and self.sent:
@@ -67,9 +67,9 @@ class HostCosts:
     """Completes the preemption and restore records of unfinished requests, and reports observations to the price."""
 
     def __init__(self, price: Price | None, block_size: int) -> None:
-        self.price = price  # none if costs are not compared: expected costs are 0 then
+        self.price = price  # None if costs are not compared: expected costs are 0 then
         self._block_size = block_size
-        self._recomputing: dict[str, _Recomputing] = {}
+        self._recomputing: dict[str, _Recomputation] = {}
         self._out, self._in = _CopyQueue(), _CopyQueue()
 
     def on_chunk(self, num_computed: int, num_valid: int) -> None:
@@ -83,7 +83,7 @@ class HostCosts:
             return
         start, num_blocks, comparison, _ = match
         if comparison is None:
-            num_blocks = request.log.num_known // self._block_size - start  # partial blocks are never cached
+            num_blocks = request.log.num_ever_computed // self._block_size - start  # partial blocks are never cached
             if num_blocks <= 0:
                 return
             recompute_s = self.price.recompute_s(start, num_blocks) if self.price is not None else 0.0
@@ -97,13 +97,13 @@ class HostCosts:
             self._in.sent.append((entry, num_blocks))
         else:
             first = start * self._block_size
-            self._recomputing[request.request_id] = _Recomputing(entry, first, first + record.num_tokens)
+            self._recomputing[request.request_id] = _Recomputation(entry, first, first + record.num_tokens)
 
-    def on_saves(self, request: StreamRequest, num_blocks: int, num_together: int) -> None:
+    def on_saves_sent(self, request: StreamRequest, num_blocks: int, num_together: int) -> None:
         """Record that blocks of an evicted request are sent to host memory, as part of `num_together` blocks."""
         together_s = self.price.save_s(num_together) if self.price is not None else 0.0
         entry = _Entry(request.log, len(request.log.preemptions) - 1)
-        request.log.on_saves(entry.index, num_blocks * self._block_size, together_s * num_blocks / num_together)
+        request.log.on_saves_sent(entry.index, num_blocks * self._block_size, together_s * num_blocks / num_together)
         self._out.sent.append((entry, num_blocks))
 
     def on_write_through(self, num_blocks: int) -> None:
@@ -111,17 +111,18 @@ class HostCosts:
         self._out.sent.append((None, num_blocks))
 
     def on_sent(self, num_out: int, num_in: int, now_s: float) -> None:
+        """Tell the price that a step queued copies of `num_out` blocks out and of `num_in` blocks in."""
         if self.price is not None:
             self.price.observe_sent(num_out, num_in, now_s)
 
     def on_step_end(
-        self, parts: Sequence[tuple[str, StepPart]], duration_s: float, copies_s: float, *, is_held_up: bool
+        self, parts: Sequence[tuple[str, StepPart]], duration_s: float, copies_s: float, *, waited_for_copies: bool
     ) -> None:
-        """Record that a step took `duration_s`, and its copies `copies_s`; `is_held_up` if it had to wait for some."""
+        """Record that a step took `duration_s`, and its copies `copies_s`; whether it waited for some."""
         computed = [part for _, part in parts]
         compute_s = duration_s
         if self.price is not None:
-            self.price.observe_step(computed, duration_s, copies_s, is_held_up=is_held_up)
+            self.price.observe_step(computed, duration_s, copies_s, waited_for_copies=waited_for_copies)
             if not self.price.is_overlapped:
                 compute_s -= copies_s
         for index, (request_id, (num_new, num_before)) in enumerate(parts if self._recomputing else ()):
@@ -138,9 +139,10 @@ class HostCosts:
                 known.entry.log.on_restored(known.entry.index, known.observed_s)
 
     def on_copied(self, num_out: int, out_s: float, num_in: int, in_s: float) -> None:
-        for entry, seconds in self._out.ended(num_out, out_s):
-            entry.log.on_saved(entry.index, seconds)
-        for entry, seconds in self._in.ended(num_in, in_s):
+        """Divide the seconds of the oldest copies sent, which have ended, among the records that these belong to."""
+        for entry, seconds in self._out.pop_ended(num_out, out_s):
+            entry.log.on_saves_ended(entry.index, seconds)
+        for entry, seconds in self._in.pop_ended(num_in, in_s):
             entry.log.on_restored(entry.index, seconds)
         if self.price is not None:
             self.price.observe_copies(num_out, out_s, num_in, in_s)
@@ -156,5 +158,5 @@ class HostCosts:
     def _share(self, parts: Sequence[StepPart], index: int, num_tokens: int) -> float:
         """Return the share of a step's time for `num_tokens` of part `index`; by token count without prices."""
         if self.price is not None:
-            return self.price.share(parts, index, num_tokens)
+            return self.price.share_of_step(parts, index, num_tokens)
         return num_tokens / sum(num_new for num_new, _ in parts)

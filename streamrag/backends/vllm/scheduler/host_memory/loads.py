@@ -28,14 +28,14 @@ class LoadsInFlight:
         self._in_flight: deque[Suspects] = deque()
         self._ended = Suspects({}, set(), set())
 
-    def blocks(self) -> set[int]:
+    def uncertain_blocks(self) -> set[int]:
         """Return the blocks whose content depends on a load with an unknown outcome."""
         return set().union(*(suspects.blocks for suspects in self._in_flight))
 
     def on_step(self, request_ids: Iterable[str], keys: Mapping[int, Any]) -> None:
         """Register a step that computes `request_ids` and loads `keys`, by device block."""
         suspects = Suspects(keys, set(keys), set())
-        suspect_ids = suspects.blocks | self.blocks()
+        suspect_ids = suspects.blocks | self.uncertain_blocks()
         for request_id in request_ids if suspect_ids else ():
             block_ids = [block.block_id for block in self._blocks_of[request_id]]
             first = next((i for i, block_id in enumerate(block_ids) if block_id in suspect_ids), None)
@@ -47,8 +47,8 @@ class LoadsInFlight:
     def on_step_end(self) -> None:
         self._ended = self._in_flight.popleft()
 
-    def wrong(self, block_ids: Collection[int]) -> Suspects:
-        """Return the KV that is wrong, in later steps too, if these loads of the step that just ended failed."""
+    def suspects_if_failed(self, block_ids: Collection[int]) -> Suspects:
+        """Return the KV that is wrong, in steps in flight too, if these loads of the step that just ended failed."""
         steps = [self._ended, *self._in_flight]
         # Keys of the ended step only: the next step may already load something else into the same blocks.
         keys = {block_id: self._ended.keys[block_id] for block_id in block_ids}

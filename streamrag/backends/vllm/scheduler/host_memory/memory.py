@@ -1,11 +1,7 @@
 """The scheduler's side of host memory: which KV blocks are copied out, and which are copied back.
 
-    evicted ─▶ blocks in vLLM's free list ─reused by another request─▶ saved in that step, before it is overwritten
-                       │ still there                                      │
-    resumed ◀──────────┴── prefix cache                    host memory ───┴─▶ resumed, after the prefix hit
-
 vLLM reuses the block that was freed first, and frees a victim's blocks from the last to the first. So only the tail of
-a victim's KV is saved, and no more than necessary. A block's key is vLLM's hash of its content and all before it.
+a victim's KV is saved, and no more than necessary.
 """
 
 from collections import Counter
@@ -64,13 +60,13 @@ class HostMemory:
         self._now_s = now_s
 
     def compare(self, request: StreamRequest) -> CostComparison:
-        """Compare dropping the KV of a victim with saving it."""
-        num_blocks = self._num_known(request)
+        """Choose between dropping the KV of a victim and saving it, of which only unsaved blocks cost anything."""
+        num_blocks = self._num_full_blocks(request)
         num_saved = self.pool.num_valid(request.block_hashes[:num_blocks])
         return self.choice.evict(num_blocks, num_blocks - num_saved, self._now_s)
 
-    def holds(self, num_tokens: int, num_requests: int) -> bool:
-        """Whether host memory has room for the tokens of all requests, and copying costs less than recomputing."""
+    def is_worth_keeping(self, num_tokens: int, num_requests: int) -> bool:
+        """Whether there is room for the KV of so many tokens, and for a request of mean size copying costs less."""
         num_blocks = num_tokens // self._block_size
         if num_blocks > MOST_OVERCOMMITTED * self.pool.num_slots:
             return False
@@ -80,7 +76,7 @@ class HostMemory:
     def on_release(self, request: StreamRequest) -> None:
         """Track the blocks that a victim is about to lose, so that they are saved before they are overwritten."""
         blocks = self._group.req_to_blocks.get(request.request_id, ())
-        num_blocks = min(self._num_known(request), len(blocks))
+        num_blocks = min(self._num_full_blocks(request), len(blocks))
         for index in range(num_blocks):
             block_id = blocks[index].block_id
             self._released[block_id] = _Released(request, index, request.block_hashes[index])
@@ -90,7 +86,7 @@ class HostMemory:
         """Release KV of a changed prompt. `num_computed` tokens were computed; the first `num_shared` are unchanged."""
         if num_computed:
             self.costs.on_chunk(num_computed, min(num_computed, num_shared))
-        if self.pool.owned(request.request_id):
+        if self.pool.keys_of(request.request_id):
             self.pool.release(request.request_id, but=set(request.block_hashes))
         if num_written := self._num_written.get(request.request_id):
             self._num_written[request.request_id] = min(num_written, num_shared // self._block_size)
@@ -105,12 +101,12 @@ class HostMemory:
             report = output.kv_connector_worker_meta if output else None
             copies_s = report.out_s + report.in_s if isinstance(report, CopyReport) else 0.0
             copies = step.kv_connector_metadata
-            is_held_up = isinstance(copies, HostCopies) and bool(copies.saves or copies.loads)
-            self.costs.on_step_end(list(parts_of(step)), duration_s, copies_s, is_held_up=is_held_up)
+            waited_for_copies = isinstance(copies, HostCopies) and bool(copies.saves or copies.loads)
+            self.costs.on_step_end(list(parts_of(step)), duration_s, copies_s, waited_for_copies=waited_for_copies)
 
     def on_failed_loads(self, block_ids: set[int]) -> Suspects:
         """Return the KV that is wrong, in later steps too, because loads of the step that just ended failed."""
-        wrong = self._in_flight.wrong(block_ids)
+        wrong = self._in_flight.suspects_if_failed(block_ids)
         self.num_failed += len(wrong.keys)
         self.costs.on_failed_copies()
         self.pool.drop(wrong.keys.values())
@@ -118,13 +114,14 @@ class HostMemory:
             self._released.pop(block_id, None)
         return wrong
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all KV, which is invalid now, for example after new weights were loaded. No request holds any."""
         self._released.clear()
         self.pool.clear()
         self._num_written.clear()
 
-    def _num_known(self, request: StreamRequest) -> int:
+    def _num_full_blocks(self, request: StreamRequest) -> int:
+        """Return how many leading blocks are computed and hashed, so that they can be stored."""
         return min(request.num_computed_tokens // self._block_size, len(request.block_hashes))
 
     def look_up(self, request: StreamRequest, num_local: int) -> Match | None:
@@ -156,17 +153,17 @@ class HostMemory:
 
     def take_copies(self, step: SchedulerOutput) -> HostCopies:
         """Return the copies of this step. Called last: vLLM makes no further lookups for the step."""
-        unheard_of = self._in_flight.blocks()
-        losers: Counter[StreamRequest] = Counter()
-        saves = list(self._saves(step, unheard_of, losers)) if self._released else []
+        uncertain = self._in_flight.uncertain_blocks()
+        num_saved_of: Counter[StreamRequest] = Counter()
+        saves = list(self._saves(step, uncertain, num_saved_of)) if self._released else []
         loads, self._loads = self._loads, []
-        held_saves = list(self._write_through(unheard_of)) if self._unwritten else []
+        held_saves = list(self._write_through(uncertain)) if self._unwritten else []
         self._prefix_hits.clear()
         self.pool.unpin()
         self._in_flight.on_step(step.num_scheduled_tokens, {block_id: key for _, block_id, key in loads})
         self.num_loaded += len(loads)
-        for request, num_blocks in losers.items():
-            self.costs.on_saves(request, num_blocks, len(saves))
+        for request, num_blocks in num_saved_of.items():
+            self.costs.on_saves_sent(request, num_blocks, len(saves))
         if held_saves:
             self.costs.on_write_through(len(held_saves))
         self.costs.on_sent(len(saves) + len(held_saves), len(loads), self._now_s)
@@ -196,9 +193,9 @@ class HostMemory:
                 self._released.pop(block_id)
 
     def _saves(
-        self, step: SchedulerOutput, unheard_of: set[int], losers: Counter[StreamRequest]
+        self, step: SchedulerOutput, uncertain: set[int], num_saved_of: Counter[StreamRequest]
     ) -> Iterator[tuple[int, int]]:
-        """Yield (block, slot) for released blocks that this step overwrites and that are still wanted; count losers."""
+        """Yield (block, slot) for released blocks that are wanted and that this step overwrites; count by request."""
         for block_id in _blocks_in(step):
             released = self._released.get(block_id)
             if released is None:
@@ -210,19 +207,20 @@ class HostMemory:
             owner = released.request.request_id
             if not self._is_wanted(released) or self.pool.claim(owner, released.key):
                 continue
-            if block_id not in unheard_of:
+            if block_id not in uncertain:
                 slot = self.pool.reserve(owner, released.key)
                 if slot is not None:
-                    losers[released.request] += 1
+                    num_saved_of[released.request] += 1
                     yield block_id, slot
 
     def _is_wanted(self, released: _Released) -> bool:
+        """Whether its request is still without that KV, and its prompt still has that block."""
         request, index = released.request, released.position
         if request.is_finished() or request.num_computed_tokens > index * self._block_size:
             return False
         return index < len(request.block_hashes) and request.block_hashes[index] == released.key
 
-    def _write_through(self, unheard_of: set[int]) -> Iterator[tuple[int, int]]:
+    def _write_through(self, uncertain: set[int]) -> Iterator[tuple[int, int]]:
         """Yield (block, slot) for blocks that partial prompts hold, oldest first, as many as there is time to copy."""
         pool = self._block_pool
         num_left = self.choice.num_to_write_through(pool.get_num_free_blocks() / pool.num_gpu_blocks)
@@ -235,12 +233,12 @@ class HostMemory:
                 del self._unwritten[request_id]
                 continue
             blocks = self._group.req_to_blocks[request_id]
-            for index in range(self._num_written.get(request_id, 0), self._num_known(request)):
+            for index in range(self._num_written.get(request_id, 0), self._num_full_blocks(request)):
                 if num_left == 0:
                     return
                 key = request.block_hashes[index]
                 if not self.pool.claim(request_id, key, is_spare=True):
-                    if blocks[index].block_id in unheard_of:
+                    if blocks[index].block_id in uncertain:
                         return
                     slot = self.pool.reserve(request_id, key, is_spare=True)
                     if slot is None:

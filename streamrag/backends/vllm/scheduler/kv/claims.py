@@ -1,13 +1,7 @@
-"""The KV budget that complete prompts claim, including their answers.
-
-    begins ──claim: blocks for prompt and answer──▶ in the budget ──loses its KV, or ends──▶ claim released
-
-Source: cell-budget admission of arXiv 2605.13784, section 3.7. Unlike there, a block that others hold already is not
-counted: questions of one session share all but their own tokens.
-"""
+"""Claims of KV blocks by complete prompts, from which the rule `KvBudget` computes what is left of its budget."""
 
 from streamrag.backends.vllm.scheduler.request import StreamRequest
-from streamrag.engine.rules import Budget
+from streamrag.engine.rules import KvBudgetLeft
 
 
 class KvClaims:
@@ -19,9 +13,10 @@ class KvClaims:
         self._num_claims = 0
 
     @property
-    def budget(self) -> Budget:
+    def budget_left(self) -> KvBudgetLeft:
+        """The blocks that further requests may claim. Only for an engine with a budget."""
         assert self._num_blocks is not None
-        return Budget(self._num_blocks - self._num_claimed, has_claims=self._num_claims > 0)
+        return KvBudgetLeft(self._num_blocks - self._num_claimed, has_claims=self._num_claims > 0)
 
     def claim(self, request: StreamRequest, num_blocks: int) -> None:
         """Add the claim of a request that begins and has no claim."""

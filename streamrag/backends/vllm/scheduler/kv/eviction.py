@@ -28,6 +28,7 @@ class Evictions:
     host_memory: HostMemory | None
 
     def fate(self, view: RequestView) -> Fate:
+        """Choose the fate of a planned victim's KV, and keep the comparison until `evict` logs it."""
         request = self.scheduler.requests[view.request_id]
         request.comparison = self._compare(request)
         return request.comparison.choice

@@ -21,7 +21,7 @@ from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_
 
 
 def can_look_again(scheduler: Scheduler) -> bool:
-    """Whether blocks are cached, all of one kind: full attention, hashed by the block."""
+    """Whether `LaterHits` can serve this engine: one kind of blocks, cached, with full attention, each hashed."""
     groups = scheduler.kv_cache_manager.coordinator.single_type_managers
     if not scheduler.kv_cache_manager.enable_caching or len(groups) != 1:
         return False
@@ -31,19 +31,19 @@ def can_look_again(scheduler: Scheduler) -> bool:
 class LaterHits:
     """Finds later hits in an engine for which `can_look_again` holds.
 
-    are_of_all: whether plain requests are looked up again too, and not only streams.
+    includes_plain: whether plain requests are looked up again too, and not only streams.
     """
 
-    def __init__(self, scheduler: Scheduler, *, are_of_all: bool) -> None:
+    def __init__(self, scheduler: Scheduler, *, includes_plain: bool) -> None:
         self._scheduler = scheduler
-        self.are_of_all = are_of_all
+        self.includes_plain = includes_plain
         self._pool = scheduler.kv_cache_manager.block_pool
         (self._group,) = scheduler.kv_cache_manager.coordinator.single_type_managers
         self._group_ids = [self._group.kv_cache_group_id]
         self._block_size = self._group.block_size
 
     def find(self, request: StreamRequest) -> Sequence[KVCacheBlock]:
-        """Return the cached blocks after the full ones of `request`. Usually, the first lookup finds none."""
+        """Return the cached blocks after the full ones of `request`; none if it may not take them. Changes nothing."""
         block_hashes = request.block_hashes
         start = request.num_computed_tokens // self._block_size
         end = min((request.num_tokens - 1) // self._block_size, len(block_hashes))
@@ -56,7 +56,7 @@ class LaterHits:
         return found if found and self._may_take(request) else ()
 
     def _may_take(self, request: StreamRequest) -> bool:
-        if not (request.is_stream or self.are_of_all):
+        if not (request.is_stream or self.includes_plain):
             return False
         if request.skip_reading_prefix_cache or has_prompt_logprobs(request) or request.has_encoder_inputs:
             return False

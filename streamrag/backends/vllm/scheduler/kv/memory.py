@@ -26,7 +26,7 @@ class _Hit(NamedTuple):
 
 
 class KvMemory:
-    """Implements `engine.Memory`. Its answers match what `Scheduler.schedule` allocates afterwards."""
+    """An `engine.Memory` over vLLM's KV cache. Its counts match what `Scheduler.schedule` allocates afterwards."""
 
     def __init__(self, scheduler: Scheduler, host_memory: HostMemory | None, later_hits: LaterHits | None) -> None:
         self._scheduler = scheduler
@@ -37,7 +37,7 @@ class KvMemory:
         self.smallest_block_size = min(group.block_size for group in self.groups)
         self._requests: dict[str, StreamRequest] = scheduler.requests
         self.later_hits = later_hits
-        self.next_block: NextBlock | None = self._next_block if later_hits and later_hits.are_of_all else None
+        self.next_block: NextBlock | None = self._next_block if later_hits and later_hits.includes_plain else None
         """See `engine.rules.NextBlock`; None if prefills are not grouped."""
         self._hits: dict[str, _Hit] = {}
         self._found: dict[str, Sequence[KVCacheBlock]] = {}
@@ -69,12 +69,14 @@ class KvMemory:
     def num_blocks(self, request: StreamRequest) -> int:
         return sum(len(group.req_to_blocks.get(request.request_id, ())) for group in self.groups)
 
-    def view(self, request: StreamRequest, is_idle: bool = False) -> RequestView:
+    def cached_view(self, request: StreamRequest, is_idle: bool = False) -> RequestView:
+        """Return the view of a request, which is made again only after something has set `request.view` to None."""
         if request.view is None:
             request.view = request.make_view(self.num_blocks(request), is_idle)
         return request.view
 
     def with_prefix_hit(self, view: RequestView) -> RequestView:
+        """Return the view with the tokens that caches have for it; unchanged if it holds KV or they have none."""
         if view.num_blocks or not self._may_hit(view):
             return view
         return view._replace(num_cached_tokens=self._hit(view).num_tokens)
@@ -87,6 +89,7 @@ class KvMemory:
         return bool(hashes) and self._manager.block_pool.get_cached_block(hashes[0], [0]) is not None
 
     def _hit(self, view: RequestView) -> "_Hit":
+        """Look up what the caches have for a request that holds no KV, at most once per step."""
         if view.request_id not in self._hits:
             request = self._requests[view.request_id]
             blocks, num_local, _ = self._manager.get_computed_blocks(request)
@@ -101,13 +104,13 @@ class KvMemory:
     def num_present_tokens(self, request: RequestView) -> int:
         if not request.num_blocks:
             return self._hit(request).num_tokens
-        found = self._find(request)
+        found = self._find_later_hits(request)
         if not found:
             return request.num_computed_tokens
         return (request.num_computed_tokens // self.smallest_block_size + len(found)) * self.smallest_block_size
 
-    def _find(self, request: RequestView) -> Sequence[KVCacheBlock]:
-        """Return the cached blocks after those that the request holds."""
+    def _find_later_hits(self, request: RequestView) -> Sequence[KVCacheBlock]:
+        """Return the cached blocks after those that the request holds, looked up at most once per step."""
         if self.later_hits is None or request.has_output:
             return ()
         if request.request_id not in self._found:
@@ -125,7 +128,7 @@ class KvMemory:
         num_tokens = request.num_tokens if self._scheduler.scheduler_reserve_full_isl else end
         return self.later_hits.num_needed(request, found, num_tokens) + self._manager.watermark_blocks
 
-    def take_later(self, view: RequestView) -> bool:
+    def take_later_hits(self, view: RequestView) -> bool:
         """Add the later hits found in this step to a request. Return whether there are any."""
         found = self._found.get(view.request_id)
         if not found:

@@ -29,7 +29,7 @@ def replace_prompt(scheduler: Scheduler, request: StreamRequest, num_kept: int, 
     new_tokens = tokens[:num_kept] + new.prompt_token_ids if num_kept else new.prompt_token_ids
     num_shared = common_prefix_len(tokens, new_tokens, start=num_kept)
     num_valid = min(request.num_computed_tokens, num_shared, len(new_tokens) - 1)
-    num_left = keep_kv(scheduler, request, num_valid)
+    num_left = truncate_kv(scheduler, request, num_valid)
     # In place: vLLM's read-only view refers to this list.
     del tokens[num_shared:]
     tokens.extend(new_tokens[num_shared:])
@@ -54,7 +54,7 @@ def drop_output_in_flight(request: StreamRequest) -> None:
     request.drop_stale_output = request.num_in_flight_tokens > 0
 
 
-def keep_kv(scheduler: Scheduler, request: StreamRequest, num_valid: int) -> int:
+def truncate_kv(scheduler: Scheduler, request: StreamRequest, num_valid: int) -> int:
     """Free the KV after the first `num_valid` tokens. Return the number of tokens whose KV is left.
 
     This is less than `num_valid` where a full block is shared through the prefix cache, and must not be written again.

@@ -1,4 +1,4 @@
-"""The prices by which an engine chooses between recomputing and copying KV."""
+"""Find the hardware profile of an engine, and make the price of recomputing and copying KV from it."""
 
 from typing import TYPE_CHECKING
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def make_price(options: SchedulerOptions, config: "VllmConfig", block_bytes: int) -> Price | None:
-    """Return the price for an engine; None with eviction="swap", which compares nothing.
+def make_price_of_engine(options: SchedulerOptions, config: "VllmConfig", block_bytes: int) -> Price | None:
+    """Return the expected costs of KV on an engine; None with eviction="swap", which compares none.
 
     :raises ConfigurationError: the profile does not exist, lacks copy times, or belongs to another engine.
     """
     if options.eviction == "swap":
         return None
-    profile, budget = _profile(options, config, block_bytes), config.scheduler_config.max_num_batched_tokens
+    profile, budget = _find_profile(options, config, block_bytes), config.scheduler_config.max_num_batched_tokens
     return Price(profile, config.cache_config.block_size, budget)
 
 
-def _model_shape(facts: EngineFacts, config: "VllmConfig") -> ModelShape:
+def _assume_model_shape(facts: EngineFacts, config: "VllmConfig") -> ModelShape:
     """Return the shape of a dense transformer with a gated feed-forward part: for other models a first estimate."""
     model, text = config.model_config, config.model_config.hf_text_config
     return decoder_shape(
@@ -40,11 +40,12 @@ def _model_shape(facts: EngineFacts, config: "VllmConfig") -> ModelShape:
     )
 
 
-def _profile(options: SchedulerOptions, config: "VllmConfig", block_bytes: int) -> StepProfile:
+def _find_profile(options: SchedulerOptions, config: "VllmConfig", block_bytes: int) -> StepProfile:
+    """Return the profile that the options name, if it fits the engine; without a name, one assumed from data sheets."""
     facts = engine_facts(config)
     if options.profile is None:
         return default_profile(
-            _model_shape(facts, config),
+            _assume_model_shape(facts, config),
             device="cuda" if facts.is_cuda else "cpu",
             device_name=facts.device if facts.is_cuda else "",
             num_cores=facts.num_cores,

@@ -1,9 +1,9 @@
-"""The service's own events: each event of a query as JSON, sent as one event of SSE.
+"""Encode the events of a query, which `streamrag.telemetry` defines, as JSON in events of SSE, and send them.
 
     event: chunk_arrived
     data: {"at_s": 0.12, "chunk": {"text": "...", "uri": "...", "title": "...", "passage": 0, "score": null}}
 
-The name of an event is that of its class in `streamrag.telemetry`, in snake case. `answered` or `error` is the last.
+The name of an event is that of its class, in snake case. `answered` or `error` is the last.
 """
 
 import re
@@ -34,12 +34,12 @@ async def write_events(write: Write, events: AsyncIterator[QueryEvent]) -> None:
     """Write the events of one query in order, each changed context as a splice of the previous one."""
     context: tuple[Chunk, ...] = ()
     async for event in events:
-        await write(encode(event, context))
+        await write(encode_sse(event, context))
         if isinstance(event, ContextChanged):
             context = event.chunks
 
 
-def encode(event: QueryEvent, context: tuple[Chunk, ...] = ()) -> ServerSentEvent:
+def encode_sse(event: QueryEvent, context: tuple[Chunk, ...] = ()) -> ServerSentEvent:
     """Return an event as SSE; `context` is the one before it."""
     return ServerSentEvent(encode_json(event_values(event, context)), event=event_name(event))
 
