@@ -222,6 +222,7 @@ class Pipeline:
             raise PipelineClosedError("this pipeline was closed while it was starting") from None
 
     def _raise_forked(self) -> None:
+        """Raise PipelineClosedError in a fork of the process that started the pipeline."""
         if self._process_id not in (None, os.getpid()):
             raise PipelineClosedError(FORKED)
 
@@ -243,6 +244,7 @@ class Pipeline:
         self._closing.result()  # raises what a part raised on closing
 
     async def _close(self) -> None:
+        """Cancel queries and starting, close sessions, then the parts; raise the first session's error after that."""
         tasks: list[asyncio.Task[Any]] = [*self._queries, *([self._starting] if self._starting else [])]
         for task in tasks:
             task.cancel()
@@ -279,6 +281,8 @@ class Pipeline:
             )
 
     def _query(self, text: str, options: QueryOptions) -> Query:
+        """Return the validated query: options that are None count as not given, and `system` replaces the template's.
+        """
         check_options(options)
         values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         system = values.pop("system", None)
@@ -290,6 +294,7 @@ class Pipeline:
         return Query(text, **{"overlap": self.overlap, **values})
 
     def _start_query(self, query: Query, emit: Emit) -> "asyncio.Task[Answer]":
+        """Start the query's task and return it; raise if the pipeline is closed, or full and `when_full` refuses."""
         if self._is_closed:
             raise PipelineClosedError("this pipeline has been closed: make a new one, or ask before leaving its block")
         if self._refuses and self.num_queries >= self.max_concurrent_queries:
@@ -313,6 +318,7 @@ class Pipeline:
         return task
 
     async def _run_query(self, run: QueryRun) -> Answer:
+        """Run a query; if it is cancelled because the pipeline closes, raise PipelineClosedError instead."""
         try:
             return await run.run(self._start, self._admission)
         except asyncio.CancelledError:
@@ -334,6 +340,7 @@ def _succeeded(task: "asyncio.Task[None]") -> bool:
 
 
 def _check_part(part: object, name: str, method: str) -> None:
+    """Raise ConfigurationError if a part is a class, or has no such method."""
     if isinstance(part, type):
         raise ConfigurationError(f"the {name} is the class {part.__name__}, and must be an object of it")
     if not callable(getattr(part, method, None)):

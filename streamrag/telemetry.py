@@ -95,7 +95,7 @@ class ContextChanged:
 
 @dataclass(frozen=True, slots=True)
 class ChunksLeftOut:
-    """A number of chunks that do not fit the context's token budget, reported when the context is complete."""
+    """Chunks that do not fit the context's token budget, reported when the context is complete."""
 
     at_s: float
     chunks: tuple[Chunk, ...]
@@ -104,7 +104,7 @@ class ChunksLeftOut:
 
 @dataclass(frozen=True, slots=True)
 class ChunksShortened:
-    """A number of chunks that fit the context's token budget in part; the prompt has their best passages."""
+    """Chunks that fit the context's token budget only in part; the prompt has their best passages."""
 
     at_s: float
     chunks: tuple[Chunk, ...]

@@ -75,6 +75,7 @@ class ScriptedSource:
         self.is_started = False
 
     async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
+        """Play the steps, and record the query. Each call counts in `num_streams` until it ends."""
         self.queries.append(query)
         self.num_streams += 1
         try:

@@ -67,6 +67,7 @@ class LoopPortal:
 
     @classmethod
     def to_pipeline(cls, pipeline: Pipeline) -> "LoopPortal":
+        """Return a portal to a pipeline, which may have been started in another loop."""
         return cls(pipeline.start, pipeline.aclose, running_in=lambda: pipeline.loop, claim=pipeline.claim)
 
     @classmethod
@@ -171,6 +172,7 @@ class LoopPortal:
                     await run_shielded(_await(closed, loop), "streamrag close")
 
     def _check_open(self) -> None:
+        """Raise PipelineClosedError if the portal is closed, or this is a forked process."""
         self._check_process()
         if self._is_closed:
             raise PipelineClosedError(CLOSED)
@@ -197,6 +199,9 @@ class LoopPortal:
             return own
 
     def _submit(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
+        """Run `work()` in the loop, without waiting; raise PipelineClosedError if the portal is closed or the loop has
+        ended.
+        """
         self._check_process()
         with self._guard:  # work that is submitted before `_begin_end` still runs
             if not self._is_closed and loop.is_running():
@@ -254,6 +259,7 @@ async def _one(work: Callable[[], Awaitable[T]]) -> AsyncGenerator[T, None]:
 
 
 def _wait_for(outcome: "Future[T]", loop: asyncio.AbstractEventLoop) -> T:
+    """Block until the outcome is there; raise PipelineClosedError if the loop ends or is blocked. Ctrl-C cancels it."""
     begin_s = monotonic()
     try:
         while not wait([outcome], LOOK_S).done:
@@ -264,6 +270,7 @@ def _wait_for(outcome: "Future[T]", loop: asyncio.AbstractEventLoop) -> T:
 
 
 async def _await(outcome: "Future[T]", loop: asyncio.AbstractEventLoop) -> T:
+    """Wait for the outcome as `_wait_for` does, without blocking this loop."""
     begin_s = monotonic()
     waiting = asyncio.wrap_future(outcome)
     try:
@@ -276,6 +283,7 @@ async def _await(outcome: "Future[T]", loop: asyncio.AbstractEventLoop) -> T:
 
 
 def _check_turning(outcome: "Future[Any]", loop: asyncio.AbstractEventLoop, waited_s: float) -> None:
+    """Raise PipelineClosedError if the loop has ended, or has not begun the work for `BLOCKED_S`."""
     if not loop.is_running() and not outcome.done():
         raise PipelineClosedError(CLOSED)
     if waited_s >= BLOCKED_S and not outcome.running() and not outcome.done():
@@ -283,6 +291,7 @@ def _check_turning(outcome: "Future[Any]", loop: asyncio.AbstractEventLoop, wait
 
 
 def _check_not_in(loop: asyncio.AbstractEventLoop | None) -> None:
+    """Raise ConfigurationError if the caller is in this loop, which it would block."""
     if loop is not None and current_loop() is loop:
         raise ConfigurationError(
             "this call would block the event loop that it waits for: use the framework's async method; "

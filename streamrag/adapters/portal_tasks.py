@@ -77,6 +77,7 @@ class Tenant:
             self.on_ended()
 
     async def end_reads(self) -> None:
+        """Stop all iterations, and abandon those that do not end in time."""
         await asyncio.gather(*(end_or_leave(task, "streamrag read", at_most_s=END_S) for task in self.reads))
 
     async def _begin(self) -> None:
@@ -115,6 +116,7 @@ class Reading(Generic[T]):
             await end_or_leave(self._task, "streamrag read", at_most_s=END_S)
 
     async def _drive(self) -> None:
+        """Start the tenant, and produce each item when it is requested."""
         await self._tenant.started()
         async with aclosing(self._make()) as items:
             async for item in items:
@@ -125,6 +127,7 @@ class Reading(Generic[T]):
 
 
 def _failed(task: "asyncio.Future[None]") -> bool:
+    """Whether the task was cancelled or raised, which marks its exception as retrieved."""
     return task.cancelled() or task.exception() is not None
 
 
@@ -162,6 +165,7 @@ def end_dropped(tenant: Tenant, loop: asyncio.AbstractEventLoop, process_id: int
 
 
 def current_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the running event loop of this thread; None without one."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -96,10 +96,12 @@ class RequestResult:
 
     @property
     def ttft_s(self) -> float:
+        """Seconds from the query's arrival to its first token."""
         return self.first_token_s - self.arrival_s
 
     @property
     def ttft_after_retrieval_s(self) -> float:
+        """Seconds from the end of retrieval to the first token."""
         return self.first_token_s - self.retrieval_end_s
 
 

@@ -141,10 +141,12 @@ class _Cache:
         )
 
     def _whole(self, num_tokens: int) -> int:
+        """Return the number of tokens in whole blocks."""
         return num_tokens - num_tokens % self._block_size
 
 
 def _prompts(query: TracedQuery) -> Iterator[_Prompt]:
+    """Yield the query's prompts, the last one with question and template."""
     chunks: tuple[TracedChunk, ...] = ()
     num_tokens = 0
     for at_s, event, is_end in moments_of(query):

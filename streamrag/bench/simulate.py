@@ -64,6 +64,7 @@ def run_cell(
 
 
 def _checked_profile(settings: CellSettings) -> StepProfile:
+    """Return the cell's hardware profile; raise ConfigurationError if the settings do not suit a simulation."""
     if settings.clock != "virtual":
         raise ConfigurationError(f"clock={settings.clock!r}: a simulation runs in virtual time only")
     if settings.profile is None:
@@ -126,6 +127,8 @@ class _Simulation:
         self._client = SimulatedClient(engine, delivery_s=profile.delivery_s, keep_steps=keep_steps)
 
     def _shape(self) -> EngineShape:
+        """Return the engine's sizes, as long as the load needs; raise ConfigurationError if the KV cache does not suit.
+        """
         settings, block_size, kv_tokens = self._settings, self._profile.block_size, self._kv_tokens
         longest = longest_prompt(self._load.queries) + settings.num_output_tokens + 1
         max_model_len = -(-longest // block_size) * block_size
@@ -151,6 +154,7 @@ class _Simulation:
         )
 
     def _scheduler_options(self) -> dict[str, Any]:
+        """Return our scheduler's options; none for other arms. The settings' own take precedence."""
         settings = self._settings
         if settings.arm != "streaming":
             return {}
@@ -166,6 +170,7 @@ class _Simulation:
         return {**options, **settings.scheduler_options}
 
     def run(self, progress: CellProgress) -> CellResult:
+        """Simulate the load, and return its result, even if vLLM's own sessions deadlock."""
         start_s = time.perf_counter()
         try:
             run_virtual(self._play(progress))
@@ -175,6 +180,7 @@ class _Simulation:
         return self._result(time.perf_counter() - start_s)
 
     async def _play(self, progress: CellProgress) -> None:
+        """Start a task for each query at its arrival, and wait for all."""
         queries, settings, client = self._load.queries, self._settings, self._client
 
         async def play_one(query: TracedQuery) -> None:

@@ -45,6 +45,7 @@ def cell_key(settings: CellSettings) -> str:
 
 
 def _version_of_vllm() -> str | None:
+    """Return the version of vLLM, of whichever distribution; None if none is installed."""
     return next(iter(installed_versions(*DISTRIBUTIONS).values()), None)
 
 
@@ -85,6 +86,7 @@ class CellStore:
             raise ConfigurationError(f"{folder} is a file; --output names a folder")
 
     def path(self, settings: CellSettings, *, with_steps: bool = False) -> Path:
+        """Return the path of the cell's result file, which may not exist."""
         steps = ".steps" if with_steps else ""
         return self.cells / f"{_slug(settings)}-{cell_key(settings)}{steps}.json.gz"
 
@@ -142,6 +144,7 @@ def _compact(values: Any) -> str:
 
 
 def _read_settings(path: Path) -> CellSettings:
+    """Read the settings on a result file's first line; raise ConfigurationError if it is none."""
     with _explained(path):
         header = parse_json(
             next(split_lines(iter(DecompressedFile(path, MAX_JSON_BYTES))), b"").rstrip().removesuffix(b",") + b"}"
@@ -165,6 +168,7 @@ def read_cell(path: Path) -> CellResult:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
+    """Translate errors of reading a result file in the block to ConfigurationError with a remedy."""
     try:
         yield
     except ConfigurationError:

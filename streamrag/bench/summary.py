@@ -42,6 +42,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def mean(values: Sequence[float]) -> float:
+    """Return the mean of the values; NaN without values."""
     return math.fsum(values) / len(values) if values else math.nan
 
 
@@ -150,6 +151,7 @@ def digest(result: CellResult) -> Digest:
 
 
 def _gaps(request: RequestResult) -> list[float]:
+    """Return the seconds between the request's chunks; none without an engine record."""
     if request.record is None:
         return []
     # The record's last entry may be the end of the prompt, without a chunk.
@@ -189,6 +191,7 @@ def _max_and_mean(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(value: float, reference: float) -> float:
+    """Return `value / reference`; NaN unless the reference is positive."""
     return value / reference if reference > 0 else math.nan
 
 

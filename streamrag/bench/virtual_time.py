@@ -37,6 +37,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._selector = self  # asyncio calls `_selector.select` once per iteration
 
     def time(self) -> float:
+        """Return the virtual time in seconds, from 0."""
         return self._now_s
 
     def select(self, timeout: float | None) -> list[Any]:
@@ -57,6 +58,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         pass
 
     def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Handle:
+        """Schedule a callback from this thread; raise ConfigurationError in another one."""
         if self._thread_id not in (None, threading.get_ident()):  # type: ignore[attr-defined]
             _refuse("another thread")
         return self.call_soon(callback, *args, **kwargs)  # asyncio's Ctrl-C handler calls this
@@ -81,6 +83,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
 
 def _refuse(what: str) -> NoReturn:
+    """Raise ConfigurationError: nothing outside the loop can be waited for."""
     raise ConfigurationError(f"cannot wait for {what} in virtual time; run this code on the wall clock")
 
 

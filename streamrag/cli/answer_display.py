@@ -65,10 +65,12 @@ async def watch(events: AsyncIterable[QueryEvent], console: Console, *, answer_t
 
 
 def _line(at_s: float, template: str, *values: object) -> Text:
+    """Return a line with its time; values are escaped."""
     return markup(f"[dim]{at_s:7.2f} s[/] {template}", *values)
 
 
 def _describe(event: QueryEvent) -> Text | None:
+    """Return the line for an event; None for one that needs no line."""
     match event:
         case RetrievalStarted():
             return _line(event.at_s, "retrieving for {}", repr(event.query))
@@ -101,7 +103,7 @@ def _describe(event: QueryEvent) -> Text | None:
 
 
 def print_sources(answer: Answer, console: Console) -> None:
-    """Print the passages in the prompt, with their numbers."""
+    """Print the passages in the prompt, with their numbers, below warnings if context is missing."""
     if not answer.has_context:
         console.print(markup("[yellow]This answer had no context."))
     for reason in (answer.source_error, answer.cut_short):

@@ -120,6 +120,7 @@ async def questions(
 
 
 def _text(line: bytes) -> str:
+    """Decode a line, cut to the maximum, without surrounding white space."""
     return line[:MAX_LINE_BYTES].decode("utf-8-sig", "replace").strip()
 
 
@@ -148,6 +149,7 @@ class OnCtrlC:
         self._has_stopped = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Cancel the task; from the second signal on, call `otherwise` first."""
         if self._has_stopped and callable(self.otherwise):
             self.otherwise(number, frame)
         self._has_stopped = True

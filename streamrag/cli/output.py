@@ -63,6 +63,7 @@ class Output(Console):
         self._write(text if _encodable(text, self.file) == text else json_text(values, only_ascii=True))
 
     def print_plain(self, text: str) -> None:
+        """Print a text with its line breaks, sanitized but neither wrapped nor styled."""
         self._write(sanitize(text).removesuffix("\n"))
 
     def _write(self, text: str) -> None:
@@ -88,6 +89,7 @@ class _StandardStream:
         return getattr(getattr(sys, self._name), name)
 
     def write(self, text: str) -> int:
+        """Write the text; raise OutputError if stdout fails, BrokenPipeError if its reader has left."""
         stream = getattr(sys, self._name)
         if stream is None and self._name == "stdout":  # closed before Python started
             raise OutputError("the standard output is closed")

@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object; refuse arguments that have an option of their own."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -70,6 +71,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    """Check what would fail only at the end, measure, and write the profile and its plot."""
     from streamrag.bench.profile.picture import draw_profile
     from streamrag.bench.report.canvas import require_matplotlib
     from streamrag.engine.costs.curve_fit import require_scipy
@@ -100,6 +102,7 @@ def _file_name(model: str) -> str:
 
 @contextmanager
 def _model(name: str | None, console: Output) -> Iterator[str]:
+    """Give the model, or a tiny one in a temporary folder that is removed afterwards."""
     if name is not None:
         yield name
         return
@@ -115,6 +118,7 @@ def _model(name: str | None, console: Output) -> Iterator[str]:
 
 
 def _measure(model: str, arguments: argparse.Namespace, console: Output) -> "TableProfile":
+    """Measure the machine with a progress bar on stderr; the arguments' own options are in NAMED."""
     from streamrag.bench.profile.machine import measure_machine
 
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=28), MofNCompleteColumn(), TimeElapsedColumn())

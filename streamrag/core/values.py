@@ -76,7 +76,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class CutShort:
-    """Retrieval ends early: its time is up, or a resource that it needs is busy.
+    """Retrieval ends early, because its time is up or a resource that it needs is busy.
 
     The chunks so far are usable, but relevant ones may be missing.
     """

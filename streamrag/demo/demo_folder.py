@@ -60,7 +60,7 @@ OnStep: TypeAlias = Callable[[str, int, int], None]
 
 
 def docs_folder() -> Path:
-    """Return the folder with the documentation in Markdown."""
+    """Return the folder with the documentation in Markdown: the checkout's, else the wheel's."""
     return next(folder for folder in DOCS if (folder / "index.md").exists())
 
 
@@ -100,7 +100,7 @@ def _rewrite_link(link: re.Match[str], docs: Path) -> str:
 
 
 def missing_for_demo(*, with_model: bool) -> list[tuple[str, str]]:
-    """Return each package that is not installed, and how to install it."""
+    """Return each package that is not installed, and how to install it; those of the model only `with_model`."""
     return [
         (name.replace("_", "-"), how)
         for name, how in NEEDED.items()

@@ -68,6 +68,7 @@ class PassageBudget:
         self._reset()
 
     def _reset(self) -> None:
+        """Forget what was taken, and free the room that is not reserved for late chunks."""
         self._arrived: tuple[Chunk, ...] = ()
         self._taken: list[Included] = []
         self._waiting: list[Included] = []
@@ -142,6 +143,7 @@ class PassageBudget:
         return self._shortened[key]
 
     def _shorten_text(self, relevance: RelevanceJudge, number: int, chunk: Chunk, max_tokens: int) -> Included | None:
+        """Return the chunk's most relevant part that fits, after at most `NUM_TRIES` attempts; None without one."""
         num_heading = self._count(number, replace(chunk, text=""))
         room = max_tokens - num_heading
         num_tokens = self._count(number, chunk) - num_heading  # of a long text, a lower bound

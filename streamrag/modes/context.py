@@ -86,4 +86,5 @@ def _in_old_order(chunks: tuple[Chunk, ...], ranked: tuple[Chunk, ...]) -> tuple
 
 
 def _passage(chunk: Chunk) -> tuple[str, int, str]:
+    """Return what identifies a passage, whatever its title and score."""
     return chunk.uri, chunk.passage, chunk.text

@@ -156,6 +156,7 @@ class PromptAssembler:
         )
 
     def _token_ids(self, fit: Sequence[Included], *, is_complete: bool, is_cut_short: bool) -> tuple[int, ...]:
+        """Join head and passages and, in a complete prompt, the notes on missing context and the tail."""
         ids = list(self.head)
         for number, included in enumerate(fit, 1):
             ids += self._encode_passage(number, included.part)

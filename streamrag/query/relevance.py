@@ -68,6 +68,7 @@ class TextPassage:
 
     @property
     def num_chars(self) -> int:
+        """Number of characters of the blocks and the innermost heading, with separators."""
         return sum(len(block) + 2 for block in (*self.blocks, *self.headings[-1:]))
 
 
@@ -79,6 +80,7 @@ class _Block(NamedTuple):
 
     @property
     def introduces(self) -> bool:
+        """Whether the next block belongs to this one, which is a term or ends with a colon."""
         return self.is_term or self.text.endswith(":")
 
 
@@ -112,6 +114,7 @@ def split_markdown(markdown: str) -> list[TextPassage]:
 
 
 def _blocks(lines: Iterable[str]) -> Iterator[_Block]:
+    """Yield headings, fenced listings, and runs of lines between empty ones."""
     block: list[str] = []
     fence = ""
     for line in lines:
@@ -252,6 +255,7 @@ def _end_of(text: str, max_chars: int) -> int:
 
 
 def _read(chunk: Chunk) -> str:
+    """Return the part of the chunk's text that is scored."""
     return chunk.text[: _end_of(chunk.text, MIN_READ_CHARS)]
 
 
@@ -260,6 +264,7 @@ def _stem(word: str) -> str:
 
 
 def _joined(passages: Sequence[TextPassage]) -> str:
+    """Join passages, each under its innermost heading unless the passage before has the same."""
     text: list[str] = []
     heading = ""
     for passage in passages:

@@ -109,11 +109,13 @@ class Retrieval:
             raise asyncio.CancelledError from error
 
     def _failed(self, error: BaseException) -> SourceError:
+        """Return the error for an exception that would end the query silently."""
         what = type_name(error) if isinstance(error, asyncio.CancelledError | GeneratorExit) else short_repr(error)
         return SourceError(f"{part_name(self._source)} failed: {what}, although the query was not stopped")
 
 
 def _stream(source: Source, query: str) -> AsyncIterator[SourceEvent]:
+    """Call the source's `stream`; raise SourceError if it returned something else than an async iterator."""
     events = source.stream(query)
     if iscoroutine(events):
         events.close()
@@ -161,6 +163,7 @@ def checked_chunk(chunk: object) -> Chunk:
 
 
 def _plain(chunk: Chunk) -> Chunk:
+    """Return the chunk with plain str, int and float in place of their subclasses and NumPy's."""
     texts = (chunk.text, chunk.uri, chunk.title)
     if type(chunk.passage) is int and type(chunk.score) in (float, NoneType) and {*map(type, texts)} == {str}:
         return chunk

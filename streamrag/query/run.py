@@ -138,6 +138,7 @@ class QueryRun:
         return work.result()
 
     async def _end(self, work: "asyncio.Task[Answer]") -> None:
+        """Cancel the query's task; if it does not end within `LET_GO_S`, leave it behind with a ResourceWarning."""
         try:
             await cancel_and_wait([work], at_most_s=LET_GO_S)
         finally:
@@ -154,6 +155,7 @@ class QueryRun:
                 )
 
     async def _run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
+        """Wait for the start and a place, and answer. A cancellation that nobody asked for becomes a BackendError."""
         await started()
         self._phase = _Phase.WAITING
         await admission.acquire_on_behalf_of(self)
@@ -176,6 +178,7 @@ class QueryRun:
             ) from error
 
     async def _retrieve_and_answer(self) -> Answer:
+        """Answer and emit the first and the last event; raise BackendError for an unfinished answer."""
         queued_s = self._now()
         await self._emit(RetrievalStarted(queued_s, self._query.text))
         chunks, first_token_s = await self._generate()
@@ -276,6 +279,7 @@ class QueryRun:
         )
 
     def _fold(self, chunks: Context, event: Append | Update) -> tuple[Chunk, ...]:
+        """Return the mode's new context; raise ConfigurationError if it is no tuple or list of chunks."""
         folded = self._mode.fold(chunks, event)
         if not isinstance(folded, tuple | list) or not all(isinstance(chunk, Chunk) for chunk in folded):
             raise ConfigurationError(f"{part_name(self._mode)}.fold must return a tuple of chunks")
@@ -303,6 +307,7 @@ class QueryRun:
             await self._record_or_raise(failure)
 
     def _source_events(self, assembler: PromptAssembler) -> AsyncGenerator[SourceEvent, None]:
+        """Return the source's events, passed through the recorder if there is one."""
         events = self._retrieval.events()
         if self._recorder is None:
             return events
@@ -313,12 +318,14 @@ class QueryRun:
         return self._recorder.record(self._query.text, events, count_tokens, tokenizer=self._backend.model.name)
 
     async def _record_or_raise(self, failure: SourceError) -> None:
+        """Raise the failure, or keep and emit it where the query answers despite it."""
         if not self._answers_despite_source_error:
             raise failure
         self._source_error = failure
         await self._emit(SourceFailed(self._now(), failure))
 
     async def _report(self, step: AssembledPrompt) -> None:
+        """Count a prompt's invalidated tokens, and emit it."""
         self._num_invalidated += step.num_invalidated
         prompt, included = step.prompt, step.included
         num_tokens = len(prompt.token_ids)
@@ -359,6 +366,7 @@ class QueryRun:
         )
 
     def _update_ranks(self, event: Append | Update) -> None:
+        """Number an update's chunks by rank from 1; later appends follow them. Without an update there are no ranks."""
         if isinstance(event, Update):
             self._rank_of = {}
         elif not self._rank_of:
@@ -367,6 +375,7 @@ class QueryRun:
             self._rank_of.setdefault((chunk.uri, chunk.passage, chunk.text), len(self._rank_of) + 1)
 
     def _now(self) -> float:
+        """Return the seconds since submission."""
         return self._clock() - self._submitted_s
 
     async def _in_thread(self, function: Callable[[], T]) -> T:

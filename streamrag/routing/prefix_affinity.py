@@ -43,6 +43,8 @@ class PrefixAffinity(PrefixRouter):
     def _first(
         self, matches: dict[str, int], num_tokens: int, replicas: Sequence[ReplicaState]
     ) -> Sequence[ReplicaState]:
+        """Return the replicas to prefer; none if the queues are imbalanced, those that hold least if no match counts.
+        """
         lengths = [replica.num_open for replica in replicas]
         if max(lengths) - min(lengths) > self._imbalance:
             return ()

@@ -55,6 +55,7 @@ class PrefixIndex:
         return lengths
 
     def num_tokens(self, replica_id: str) -> int:
+        """Return the number of tokens that the replica holds, in whole blocks; 0 if it is unknown."""
         return len(self._blocks_of.get(replica_id, ())) * self.block_size
 
     def resize(self, replica_id: str, num_kv_tokens: int) -> None:
@@ -79,6 +80,7 @@ class PrefixIndex:
             self._drop_oldest(max(self._blocks_of, key=lambda other: len(self._blocks_of[other])))
 
     def forget(self, replica_id: str) -> None:
+        """Remove all that a replica holds, and its capacity. Does nothing for an unknown one."""
         for key in self._blocks_of.pop(replica_id, ()):
             self._remove_holder(key, replica_id)
         self._most_blocks_of.pop(replica_id, None)

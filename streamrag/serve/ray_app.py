@@ -55,6 +55,7 @@ class Front:
     async def __init__(  # type: ignore[misc]
         self, settings: Settings, engines: DeploymentHandle, sources: DeploymentHandle | None = None
     ) -> None:
+        """Make the service from its settings, and wait until it has started. Ray Serve awaits this."""
         bind_to_node_address()
         keys = read_keys(settings.keys)
         observers, self._close_observers = factories.make_observers(settings, keys)

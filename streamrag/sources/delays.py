@@ -82,6 +82,7 @@ class StretchedSource(SourceWrapper):
             await cancel_and_wait([reader])
 
     async def _read(self, query: str, arrivals: "asyncio.Queue[_Arrival]") -> None:
+        """Put each event with the time of its arrival into the queue, then the source's error, or None at the end."""
         end: Exception | None = None
         try:
             async with aclosing(Retrieval(self._source, query).events()) as events:
@@ -92,6 +93,7 @@ class StretchedSource(SourceWrapper):
         await arrivals.put((self._clock(), end))
 
     def _with_hint(self, event: SourceEvent) -> SourceEvent:
+        """Return the event, whose hint has its `end_s` multiplied by `factor`, or none with `gaps_s`."""
         if isinstance(event, Skipped | CutShort) or not event.hint or event.hint.end_s is None:
             return event
         end_s = None if self._factor is None else event.hint.end_s * self._factor

@@ -76,6 +76,7 @@ class GeneratorSource:
 
     @asynccontextmanager
     async def _open(self, query: str) -> AsyncGenerator[AsyncIterable[Any], None]:
+        """Call the function and give its items. A generator in a thread is stopped afterwards."""
         if not is_async(self._find):
             generator = _ThreadedGenerator(partial(self._find, query), self._threads)
             try:
@@ -92,6 +93,7 @@ class GeneratorSource:
 
 
 def _ranking(reader: PassageReader, item: Any) -> Update:
+    """Make an Update of a list of passages, best first; raise SourceError if it is no list."""
     if not is_collection(item):
         raise SourceError(f"a ranking is {type_name(item)}, and must be a list of passages")
     return Update(tuple(map(reader.chunk, item)))
@@ -134,6 +136,7 @@ class _ThreadedGenerator:
         return self._items() if await self._queue.get() is _BEGIN else await self._task
 
     async def _items(self) -> AsyncGenerator[Any, None]:
+        """Yield the items, each requested when it is needed, and then raise the generator's own error."""
         self._requests.release()
         while (item := await self._queue.get()) is not _END:
             yield item

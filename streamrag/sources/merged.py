@@ -173,7 +173,8 @@ class _MergedContext:
 
 
 def _failed(source: Source, error: BaseException) -> Skipped:
-    """Return the event for a failed source. The error may name hosts and files, so it only goes to the log."""
+    """Log a source's error, which may name hosts and files, and return an event without it. Raise a program's mistake.
+    """
     if isinstance(error, StreamRagError) and not isinstance(error, SourceError):
         raise error  # a mistake of the program, not a failed retrieval
     log.warning("%s failed: %s: %s", part_name(source), type(error).__name__, message_of(error))

@@ -24,7 +24,7 @@ class PassageReader:
         self._numbers: dict[str, dict[str, int]] = {}
 
     def chunk(self, passage: Any) -> Chunk:
-        """Convert one passage.
+        """Convert one passage, in any form of `WANTED`; a Chunk stays as it is.
 
         :raises SourceError: it is not a passage.
         """
@@ -42,6 +42,7 @@ class PassageReader:
         raise self._error(passage)
 
     def _from_fields(self, fields: Mapping[str, Any], text: Any) -> Chunk:
+        """Make a chunk of `text` and the valid fields; raise SourceError without a text."""
         if not isinstance(text, str):
             raise self._error(fields)
         uri = str(next((fields[key] for key in URIS if fields.get(key)), self.name))
@@ -54,6 +55,7 @@ class PassageReader:
         return self._number(chunk)
 
     def _number(self, chunk: Chunk) -> Chunk:
+        """Return the chunk with the number of its text within its document, by first appearance."""
         numbers = self._numbers.setdefault(chunk.uri, {})
         return replace(chunk, passage=numbers.setdefault(chunk.text, len(numbers)))
 

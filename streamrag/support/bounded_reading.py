@@ -88,6 +88,7 @@ class DecompressedFile:
         self.is_torn = False
 
     def __iter__(self) -> Iterator[bytes]:
+        """Yield blocks while no more than `max_bytes` were decompressed."""
         num_bytes = 0
         with open_regular(self.path, follow_links=self._follow_links) as file:
             for block in self._blocks(file):
@@ -273,6 +274,7 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def _is_too_deep(value: Any) -> bool:
+    """Whether lists and objects are nested more than `MAX_DEPTH` deep."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [
@@ -285,6 +287,7 @@ def _is_too_deep(value: Any) -> bool:
 
 
 def _replace_surrogates(value: Any) -> Any:
+    """Return JSON values with U+FFFD for lone surrogates, in names too."""
     match value:
         case str():
             return without_lone_surrogates(value)

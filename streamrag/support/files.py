@@ -115,6 +115,7 @@ def _exchange_at_once(one: Path, other: Path) -> bool:
 
 
 def _load_exchange() -> Callable[[bytes, bytes], int] | None:
+    """Return the system's function that swaps two paths, 0 for success; None if it has none."""
     library = ctypes.CDLL(None, use_errno=True)
     if sys.platform == "darwin":
         swap = getattr(library, "renamex_np", None)

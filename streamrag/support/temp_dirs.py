@@ -38,6 +38,7 @@ class ScratchFolder:
 
 
 def _remove(path: Path, owner: int, process_id: int) -> None:
+    """Remove the folder and unlock it, unless this process is a fork of its owner."""
     if os.getpid() == process_id:  # not in a fork
         shutil.rmtree(path, ignore_errors=True)
         os.close(owner)
@@ -79,6 +80,7 @@ def _lock(file: int, path: Path) -> bool:
 
 
 def _is_same(file: int, path: Path) -> bool:
+    """Whether an open folder still has this path."""
     with suppress(OSError):
         return os.path.samestat(os.fstat(file), path.lstat())
     return False
@@ -126,6 +128,7 @@ def locked_folder(beside: Path, prefix: str, *, kept: Collection[str] = ()) -> I
 
 
 def _make_locked(beside: Path, prefix: str) -> tuple[Path, int]:
+    """Create a folder with a random name, and return it with its open lock."""
     while True:
         path = beside / f"{prefix}{secrets.token_hex(4)}"
         path.mkdir()
@@ -175,6 +178,7 @@ def _clear(folder: Path, kept: Collection[str]) -> bool:
 
 
 def _has_content(path: Path) -> bool:
+    """Whether `path` is a regular file, no link, that is not empty."""
     with suppress(OSError):
         status = path.lstat()
         return stat.S_ISREG(status.st_mode) and status.st_size > 0
@@ -205,6 +209,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def _open_folder(path: Path) -> int | None:
+    """Return the open folder; None if there is none, or it is a link."""
     with suppress(OSError):  # removed meanwhile, a link, or not a folder
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     return None

@@ -44,6 +44,7 @@ class LineWriter:
         self._compressed.write(line)
 
     def _compress(self) -> Any:
+        """Return the stream to write to: a new gzip member, a new zstd frame, or the file itself."""
         if self._suffix == ".gz":
             return gzip.GzipFile("", "wb", fileobj=self._file, mtime=0)
         if self._zstandard:
@@ -60,6 +61,7 @@ class LineWriter:
         return self._file.fileno()
 
     def abandon(self) -> None:
+        """Close the file without finishing the compressed stream, which stays torn."""
         self._file.close()
 
     def close(self) -> None:
@@ -102,7 +104,8 @@ class LineReader:
         self.is_torn |= self.is_cut_off
 
     def lines(self) -> Iterator[bytes]:
-        """Yield all lines with their newlines, including an incomplete last line."""
+        """Yield all lines with their newlines, including an incomplete last line. Raises TraceError as the class says.
+        """
         path, num_lines = self._path, 0
         unpacked = DecompressedFile(path)
         try:

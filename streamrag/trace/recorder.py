@@ -84,6 +84,7 @@ class TraceRecorder:
         self._num_queries = 0
 
     async def _open(self) -> None:
+        """Open the file in a thread, and take over the tokenizer of its earlier sessions."""
         self._writer = await anyio.to_thread.run_sync(WriterThread, self.path)
         self._tokenizer = self._writer.tokenizer
 
@@ -147,6 +148,7 @@ class TraceRecorder:
                 await events.aclose()
 
     def _begin(self, query: str, tokenizer: str, began_s: float) -> tuple[WriterThread, str]:
+        """Write the session's header before its first query, then the query; return the writer and the query's id."""
         if not self._writer:
             raise TraceError("TraceRecorder is not started: use it in a Pipeline, or in `async with` first")
         if self._tokenizer not in (None, tokenizer):
@@ -164,6 +166,7 @@ class TraceRecorder:
         return self._writer, query_id
 
     def _encode(self, query_id: str, at_s: float, event: Append | Update, counts: Sequence[int]) -> Iterator[TraceLine]:
+        """Yield an event's lines; the writer's thread iterates over them."""
         chunks = (event.chunk,) if isinstance(event, Append) else event.chunks
         traced = tuple(map(_traced_chunk, chunks, counts))
         if isinstance(event, Append):
@@ -189,7 +192,7 @@ async def record_queries(
     progress: Progress = lambda line: None,
     on_recorded: OnRecorded = lambda num_queries, num_events: None,
 ) -> dict[str, SourceError]:
-    """Record retrieval for many queries without a model, and return the errors by failed query.
+    """Record retrieval for many queries without a model, and return the SourceErrors by failed query.
 
     Starts and closes both the source and the recorder.
 

@@ -78,6 +78,8 @@ class ReplaySource:
             raise SourceError(f"the recorded retrieval failed: {recorded.error or 'the trace does not say why'}")
 
     def _find(self, query: str) -> TracedQuery:
+        """Return the next recording of the query; if it is not in the trace, raise SourceError or take the next query.
+        """
         same = self._by_text.get(query)
         if same is None and not self._takes_next:
             raise SourceError(
@@ -92,6 +94,7 @@ class ReplaySource:
 
 
 def _check_texts(query: TracedQuery) -> None:
+    """Raise ConfigurationError if a chunk was recorded without its text."""
     for event in query.events:
         for chunk in chunks_of(event):
             if chunk.text is None:

@@ -53,6 +53,7 @@ class Distribution:
         return below + (above - below) * (position - floor(position))
 
     def share_over(self, limit: float) -> float:
+        """Return the share of the values that are greater than `limit`; 0 without values."""
         return sum(value > limit for value in self.values) / len(self.values) if self.values else 0.0
 
     def summary(self) -> dict[str, float]:
@@ -170,6 +171,7 @@ def _distinct_chunks(query: TracedQuery) -> Iterable[TracedChunk]:
 
 
 def _changed_shares(query: TracedQuery, states: Sequence[tuple[TracedChunk, ...]]) -> Iterator[float]:
+    """Yield the share of each update's tokens that changed, without appends and the first event."""
     for event, (old, new) in zip(query.events[1:], pairwise(states), strict=True):
         num_tokens = _num_tokens(new)
         if num_tokens and not isinstance(event, TracedAppend):
@@ -186,6 +188,7 @@ def _mode(queries: Iterable[TracedQuery]) -> TraceMode:
 
 
 def _prefix_seen_share(final: Iterable[tuple[TracedChunk, ...]]) -> float:
+    """Return the share of all tokens that are in a prefix of an earlier context."""
     nodes: dict[tuple[int, str], int] = {}  # a prefix tree: (node, key) -> child node
     num_seen = num_all = 0
     for chunks in final:

@@ -111,6 +111,7 @@ class SessionEncoder:
             yield UpdateKeysLine(query=query_id, at_s=at_s, keys=keys, scores=known, hint=hint)
 
     def _definition(self, chunk: TracedChunk) -> ChunkLine:
+        """Return the line that defines a chunk, with its text, or only the text's length."""
         full = chunk.text if self._text == "full" else None
         num_chars = chunk.num_chars if chunk.text is None else len(chunk.text)
         return ChunkLine(
@@ -125,6 +126,7 @@ class SessionEncoder:
 
 
 def _lines(trace: Trace, text: TextMode) -> Iterator[TraceLine]:
+    """Yield the lines of a trace as one session that begins now."""
     yield make_header(text, trace.provenance.get("tokenizer"), trace.provenance)
     encoder = SessionEncoder(text)
     for query in trace.queries:

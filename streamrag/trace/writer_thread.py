@@ -59,6 +59,7 @@ class WriterThread:
             raise self._unwritable(self._failure) from self._failure
 
     def _open(self) -> LineWriter:
+        """Open and lock the file, count its sessions, and remove a torn end, which writes the file anew."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         writer = LineWriter(self._path)
         try:
@@ -87,6 +88,7 @@ class WriterThread:
             raise TraceError(f"{self._path} is open in another recorder: record to another file") from None
 
     def _write_all(self) -> None:
+        """Write jobs until None comes, and close the file. After a failure, jobs are only counted as done."""
         while job := self._jobs.get():
             if not self._failure:  # lines after a gap would make the file unreadable
                 try:

@@ -85,6 +85,7 @@ class Traffic:
             self._end("it has sent too many unsolicited messages")
 
     def _end(self, reason: str) -> None:
+        """Drop the connection for this reason. From now on, nothing is read from it."""
         self.is_dropped = True
         self._drop(reason)
 
@@ -118,6 +119,7 @@ class _CountedRead(_Counted):
         return getattr(self._stream, "last_context", None)
 
     async def receive(self) -> Any:
+        """Return the next message, after it was counted; raise EndOfStream once the connection is dropped."""
         if not self._traffic.is_dropped:
             item = await self._stream.receive()
             self._traffic.came(item)
@@ -153,6 +155,7 @@ class BoundedTransport(httpx2.AsyncBaseTransport):
         self._max_bytes = max_bytes
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Send the request; reading the response's body raises StreamError beyond the limits."""
         response = await self._transport.handle_async_request(request)
         response.headers.pop("content-encoding", None)
         response.encoding = "utf-8"
@@ -181,6 +184,7 @@ class _BoundedBody(httpx2.AsyncByteStream):
             raise httpx2.StreamError(f"more than {MAX_VALUES:,} values in one answer")
 
     def _check_length(self, message: bytearray) -> None:
+        """Raise StreamError if a message has more than `max_bytes`."""
         if len(message) > self._max_bytes:
             raise httpx2.StreamError(f"more than {self._max_bytes:,} bytes in one answer")
 
@@ -205,6 +209,7 @@ class _BoundedEvents(_BoundedBody):
         self._check(event)  # the last event may lack a blank line
 
     def _check(self, event: bytearray) -> None:
+        """Raise an error if an event is too long, or has too many lines or values."""
         self._check_length(event)
         if len(event) <= MAX_VALUES:
             return

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class McpConnection:
-    """A reconnecting client. A lost client stays open until the calls that use it have ended."""
+    """A client of one server that reconnects. A lost client stays open until the calls that use it have ended."""
 
     def __init__(
         self, server: Any, *, name: str, headers: Mapping[str, str] | None, timeout_s: float, max_bytes: int
@@ -137,6 +137,9 @@ class McpConnection:
 
     @asynccontextmanager
     async def _changes(self, client: Client, uris: Sequence[str]) -> AsyncGenerator["AsyncIterator[str]", None]:
+        """Subscribe and yield the changed resources, by the protocol's new way, or the old one, which is undone at the
+        end.
+        """
         if client.protocol_version in MODERN_PROTOCOL_VERSIONS:
             async with client.listen(resource_subscriptions=uris) as subscription:
                 yield (event.uri async for event in subscription if isinstance(event, ResourceUpdated))
@@ -167,6 +170,7 @@ class McpConnection:
                         await client.session.send_request(request, EmptyResult)
 
     def _is_used(self, client: Client) -> bool:
+        """Whether new calls get this client."""
         return self._held is not None and self._held.client is client and not self._held.is_lost
 
     async def _connected(self) -> "_Held":
@@ -181,6 +185,8 @@ class McpConnection:
         return await asyncio.shield(self._opening)
 
     async def _opened(self) -> "_Held":
+        """Replace the client by a new one, and wait until it is connected; raise SourceError if that fails or is late.
+        """
         if self._is_closed:  # closed before this task's first step
             self._opening = None
             raise SourceError(f"{self._name}: the source was closed")
@@ -236,6 +242,7 @@ class McpConnection:
                 opened.set_exception(SourceError(f"{self._name}: the source was {why}"))
 
     def _cannot(self, error: BaseException) -> StreamRagError:
+        """Return the error to raise for a failed attempt to connect: our own, or a SourceError with the first cause."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, StreamRagError):
@@ -267,6 +274,9 @@ class McpConnection:
                 yield server
 
     def _relayed(self, server: StdioServerParameters) -> StdioServerParameters:
+        """Return the server behind the relay, where there are process groups; raise ConfigurationError without its
+        program.
+        """
         path = (server.env or {}).get("PATH")
         if server.cwd is None and shutil.which(server.command, path=path) is None:
             raise ConfigurationError(f"{self._name}: there is no program {server.command!r} to start the MCP server")
@@ -296,11 +306,13 @@ class _Held:
         """Reason why the client was dropped, if it was."""
 
     async def hear(self, message: object) -> None:
+        """Pass on a changed resource to all watches; other messages are ignored."""
         if isinstance(message, ResourceUpdatedNotification):
             for changes in self.watches:
                 changes.add(str(message.params.uri))
 
     def _drop(self, reason: str) -> None:
+        """Mark the client as lost, keep the first reason, and cancel it."""
         self.reason = self.reason or reason
         self.is_lost = True
         self.scope.cancel()
@@ -315,6 +327,7 @@ class _Changes:
         self._is_any = asyncio.Event()
 
     def add(self, uri: str) -> None:
+        """Queue a changed resource, unless too many wait; wake the reader."""
         if len(self._pending) < MAX_PENDING:
             self._pending[uri] = None
         self._is_any.set()
@@ -323,6 +336,7 @@ class _Changes:
         return self
 
     async def __anext__(self) -> str:
+        """Wait for a changed resource, and return the oldest. Never ends by itself."""
         await self._is_any.wait()
         uri = next(iter(self._pending))
         del self._pending[uri]

@@ -77,6 +77,7 @@ class _McpSource:
         """Check that the server has what this source needs."""
 
     def _connection(self) -> "McpConnection":
+        """Return the connection; raise SourceError if the source is not started."""
         if self._opened is None:
             raise SourceError(f"{self.name} is not started: use it in a Pipeline, or await its start(print)")
         return self._opened
@@ -152,6 +153,7 @@ class McpToolSource(_McpSource):
         yield Update(chunks)
 
     async def _check(self, client: "Client") -> None:
+        """Raise ConfigurationError if the server has no such tool, or the tool lacks an argument."""
         names: list[str] = []
         cursor: str | None = None
         for _ in range(MAX_PAGES):
@@ -263,6 +265,7 @@ class McpResourceSource(_McpSource):
         known: dict[str, tuple[Chunk, ...]],
         reasons: list[str],
     ) -> SourceEvent:
+        """Read a resource into `known` and return an update of all, or a Skipped whose reason is added to `reasons`."""
         read = await self._read(client, uri)
         if isinstance(read, Skipped):
             reasons.append(read.reason)
@@ -271,6 +274,7 @@ class McpResourceSource(_McpSource):
         return Update(tuple(chunk for uri in uris for chunk in known.get(uri, ())))
 
     async def _read(self, client: "Client", uri: str) -> "tuple[Chunk, ...] | Skipped":
+        """Return a resource's texts as chunks, or why there are none. A lost connection raises MCPError."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -287,6 +291,7 @@ class McpResourceSource(_McpSource):
 
 
 def _structured(value: Any) -> list[Any] | None:
+    """Return structured content as passages; None if it is no list of mappings with text."""
     if isinstance(value, Mapping) and len(value) == 1:
         (inner,) = value.values()
         value = inner if isinstance(inner, list) else value

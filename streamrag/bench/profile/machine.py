@@ -65,6 +65,7 @@ async def measure_machine(model: str, engine_args: Mapping[str, Any], progress: 
 
 
 def _described(profile: TableProfile, facts: EngineFacts, times: RecomputeTimes, copies: CopyTimes) -> TableProfile:
+    """Return the profile with its device, its copies and its provenance."""
     profile = replace(
         profile,
         device=f"{facts.tensor_parallel_size} x {facts.device}" if facts.is_cuda else facts.device,
@@ -88,6 +89,7 @@ def _described(profile: TableProfile, facts: EngineFacts, times: RecomputeTimes,
 
 
 def _recompute_figures(profile: TableProfile, budget: int, times: RecomputeTimes) -> dict[str, Any]:
+    """Return the measured medians, and the median relative error of the fitted profile."""
     batch = ((1, NUM_CONTEXT_BESIDE),) * times.num_beside
     alone = {size: median(seconds) for size, seconds in times.alone.items()}
     beside = {size: median(seconds) for size, seconds in times.beside.items()}

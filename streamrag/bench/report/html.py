@@ -13,7 +13,7 @@ from streamrag.support.display_text import one_line
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A table cell: a text, and a smaller text below it."""
+    """A cell of a table: a text, and a smaller text below it."""
 
     text: str
     small: str = ""

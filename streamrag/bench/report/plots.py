@@ -66,6 +66,7 @@ def draw_ttft_by_qps(comparison: LoadComparison) -> str | None:
 
 
 def _style(comparison: LoadComparison, variant: str) -> dict[str, Any]:
+    """Return a variant's colour and dashes, which depend on the other variants of the comparison."""
     settings = {v: pool.settings for (v, _), pool in comparison.pools.items()}
     own = settings[variant]
     if own.arm != "streaming":
@@ -78,6 +79,7 @@ def _style(comparison: LoadComparison, variant: str) -> dict[str, Any]:
 
 
 def _ccdf(panel: Any, values: Sequence[float], **style: Any) -> None:
+    """Draw the share of values above each value, thinned out to about `MAX_POINTS`; nothing without values."""
     ordered = sorted(max(value, MIN_S) for value in values)
     num = len(ordered)
     if not num:
@@ -89,6 +91,7 @@ def _ccdf(panel: Any, values: Sequence[float], **style: Any) -> None:
 
 
 def _share_axis(panel: Any, num_requests: int) -> None:
+    """Make both axes logarithmic, and mark the percentiles that this number of requests can show."""
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_ylim(max(0.6 / num_requests, 1e-5), 1.15)
@@ -105,6 +108,7 @@ def _share_axis(panel: Any, num_requests: int) -> None:
 
 
 def _line(panel: Any, comparison: LoadComparison, variant: str, of: Values, name: str) -> None:
+    """Draw a variant's finite values by rate, with their range over seeds."""
     pools = [(qps, comparison.pools.get((variant, qps))) for qps in comparison.qps if qps is not None]
     figures = [(qps, pool.figure(of, name)) for qps, pool in pools if pool]
     points = [(qps, figure) for qps, figure in figures if math.isfinite(figure.value)]

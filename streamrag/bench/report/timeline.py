@@ -53,6 +53,7 @@ def make_timeline(result: CellResult) -> dict[str, Any]:
 
 
 def _engine_events(result: CellResult) -> Iterator[TimelineEvent]:
+    """Yield the slices of steps, and of copies if there are any."""
     yield _named("process", "engine", ENGINE)
     yield _named("thread", "steps", ENGINE, STEPS)
     for number, step in enumerate(result.steps):
@@ -68,6 +69,7 @@ def _engine_events(result: CellResult) -> Iterator[TimelineEvent]:
 
 
 def _request_events(result: CellResult) -> Iterator[TimelineEvent]:
+    """Yield a track for each request."""
     yield _named("process", "requests", REQUESTS)
     computed: dict[str, list[_Span]] = {}
     for number, step in enumerate(result.steps):
@@ -86,6 +88,7 @@ def _request_events(result: CellResult) -> Iterator[TimelineEvent]:
 
 
 def _track(request: RequestResult, track: int, steps: list[_Span], copies: list[_Span]) -> Iterator[TimelineEvent]:
+    """Yield a request's phases, its states within them, and marks for chunks and preemptions."""
     phases = [
         _Span("retrieval", request.arrival_s, request.retrieval_end_s, {"num_chunks": request.num_chunks}),
         _Span("answering", request.retrieval_end_s, request.first_token_s, {"floor_s": request.floor_s}),

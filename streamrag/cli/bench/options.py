@@ -158,6 +158,7 @@ def _bytes(text: str) -> int:
 
 
 def _option(text: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE; a value that is not JSON is a text."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, e.g. can_partial_evict=true")

@@ -49,10 +49,12 @@ class Finding:
 
     @property
     def cold_ttft_s(self) -> float:
+        """Median seconds with a new context."""
         return median(pair.cold_ttft_s for pair in self.pairs)
 
     @property
     def warm_ttft_s(self) -> float:
+        """Median seconds with a context that was sent ahead."""
         return median(pair.warm_ttft_s for pair in self.pairs)
 
     @property
@@ -68,6 +70,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
+        """Sentence on whether warming helps."""
         if self.helps:
             return f"warming saves {self.saved:.0%} of the time to the first token: the server reuses prefixes"
         return (
@@ -146,6 +149,7 @@ class ServerExaminer:
         return first_s - begin_s, times[0]
 
     async def _context(self) -> tuple[int, ...]:
+        """Return the ids of new random words; raise BackendError if the tokenizer returns too few."""
         words = WORDS.split()
         text = f"{self._random.getrandbits(64):x} " + " ".join(self._random.choices(words, k=self.num_tokens))
         ids = await self._encoded(text)
@@ -159,5 +163,6 @@ class ServerExaminer:
 
 
 def as_json(finding: Finding) -> dict[str, Any]:
+    """Return the finding's fields with the figures that follow from them."""
     derived = ("cold_ttft_s", "warm_ttft_s", "saved", "helps", "verdict")
     return {**asdict(finding), **{name: getattr(finding, name) for name in derived}}

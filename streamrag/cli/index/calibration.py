@@ -75,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _calibrate(arguments: argparse.Namespace, console: Output) -> Calibration:
+    """Calibrate the search with queries from the file, or with sentences whose own passages are left out."""
     if arguments.queries:
         queries = await asyncio.to_thread(read_queries, arguments.queries, arguments.num_queries)
         source = make_source(arguments)

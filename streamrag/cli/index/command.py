@@ -127,6 +127,7 @@ def run_remove(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
+    """Read and hash every file; a damaged index raises IndexCorruptError, which is status 1."""
     progress, console = Output(stderr=True), Output()
     sizes: list[int] = []
 
@@ -186,6 +187,7 @@ def _progress_and_summary() -> Iterator[tuple[Callable[[int, int, str], None], T
 
 
 def _reasons(skipped: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield a line for each reason, with up to `MAX_PATHS` paths."""
     by_reason: dict[str, list[str]] = {}
     for path, reason in skipped:
         by_reason.setdefault(reason, []).append(str(path))

@@ -57,6 +57,7 @@ class AskRequest(QueryRequest):
 
 
 def routes(service: Service) -> list[Route]:
+    """Return `POST /v1/ask`."""
     async def ask(request: Request) -> Response:
         body = await read_body(request, AskRequest)
         options = body.query_options(service)

@@ -79,7 +79,8 @@ class ChatRequest(BaseModel):
     tool_choice: Any = None
 
     def params(self, default: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters."""
+        """Return the sampling parameters: those of the request, else `default`. Raises RequestError for invalid ones.
+        """
         fields = self.model_dump(include=SAMPLING)
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = self.max_completion_tokens
@@ -142,7 +143,7 @@ def check_model(service: Service, name: str | None) -> None:
 
 
 def encode_failure(failure: Failure) -> Sequence[ServerSentEvent]:
-    """Return the end of a failed stream, for which OpenAI's client raises APIError."""
+    """Return the last event of a failed stream, for which OpenAI's client raises APIError."""
     return [ServerSentEvent(failure.json())]
 
 

@@ -59,6 +59,7 @@ _CODEC = LineCodec[Line](Line, "type")
 
 
 def routes(service: Service) -> list[Route]:
+    """Return `POST /v1/streams`."""
     async def streams(request: Request) -> Response:
         body = StreamBody(request.receive, service)
         caller = request.scope[CALLER]
@@ -147,6 +148,9 @@ class StreamBody:
                 self._put(error, 0)
 
     async def _read_lines(self) -> None:
+        """Read and queue lines until `finish`, the body's end or a disconnect. Raises RequestError if one is late or
+        bad.
+        """
         unread = bytearray()
         while not self._is_finished:
             limits = self._limits
@@ -196,12 +200,14 @@ class StreamBody:
                 return False
 
     async def _message(self) -> Message:
+        """Return the next message, and note whether the client has left."""
         message = await self._receive()
         if message["type"] == "http.disconnect":
             self._has_left.set()
         return message
 
     async def _take_all(self, lines: list[bytearray]) -> None:
+        """Parse lines without blank ones, pause for the time they cost, and wait until the queue has room."""
         start_s = time.thread_time()
         num_before = self._queue.qsize()
         for line in lines:
@@ -213,6 +219,8 @@ class StreamBody:
         await self._has_room.wait()
 
     def _take(self, line: bytes) -> None:
+        """Parse and queue one line. Raises RequestError if it is invalid, and unless exactly the first is of type open.
+        """
         if len(line) > self._limits.max_frame_bytes:
             raise bad_line(self._num_lines, "it is too long", status=413)
         parsed = parse_line(line, self._num_lines)
@@ -230,6 +238,7 @@ class StreamBody:
         self._count(num_bytes + LINE_BYTES)
 
     async def _next(self) -> Line:
+        """Wait for the next line, and return it. Raises the RequestError that `read` ended with."""
         line, num_bytes = await self._queue.get()
         self._count(-num_bytes)
         if isinstance(line, RequestError):
@@ -237,6 +246,7 @@ class StreamBody:
         return line
 
     def _count(self, num_bytes: int) -> None:
+        """Add to the size of the queue, and let `read` continue only below the limit."""
         self._num_queued_bytes += num_bytes
         if self._num_queued_bytes > self._limits.max_frame_bytes:
             self._has_room.clear()

@@ -23,6 +23,7 @@ class Target(NamedTuple):
 
     @property
     def host(self) -> str:
+        """Host of the URL, and its port if the URL has one."""
         return urlsplit(self.url).netloc
 
 
@@ -124,8 +125,10 @@ class Frontier:
         return is_inside and self.num_costly[host] < MAX_COSTLY_PAGES and not self._has_enough(url)
 
     def _has_enough(self, url: str) -> bool:
+        """Whether the host of `url` has used up its `max_pages_per_host`."""
         limit = self._options.max_pages_per_host
         return limit is not None and self._num_launched[urlsplit(url).netloc] >= limit
 
     def _has_place(self) -> bool:
+        """Whether a link may be launched. Half of the places are reserved while sitemaps are read."""
         return self.num_places > (self._options.max_pages // 2 if self.num_sitemaps else 0)

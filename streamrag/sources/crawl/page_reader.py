@@ -105,7 +105,8 @@ class PageReader:
         return await self._clean(page.url, page.kind, page.charset, page.body)
 
     async def named_sitemaps(self, origin: str) -> Sequence[str]:
-        """Return the URLs of sitemaps that a host's robots.txt lists."""
+        """Return the sitemaps that a host's robots.txt lists (none if it is ignored), and set the host's crawl delay.
+        """
         if not self._robots:
             return ()
         rules = await self._robots.rules(origin + "/", self._fetcher)
@@ -113,7 +114,9 @@ class PageReader:
         return rules.sitemaps
 
     async def read_sitemap(self, url: str) -> SitemapAnswer:
-        """Read the sitemap at `url`, and return the worker's answer. Raises as `read` does."""
+        """Read the sitemap at `url`, without redirects to other hosts; return the worker's answer. Raises as `read`
+        does.
+        """
 
         def check(redirected_to: str) -> None:
             if urlsplit(redirected_to).netloc != urlsplit(url).netloc:
@@ -125,6 +128,9 @@ class PageReader:
         return answer, self.options.max_body_bytes if page.is_cut else None
 
     async def _check_robots(self, url: str) -> None:
+        """Set the host's crawl delay, and raise DisallowedError if robots.txt disallows `url`; nothing if it is
+        ignored.
+        """
         if self._robots:
             rules = await self._robots.check(url, self._fetcher)
             self._turns.set_delay(url, rules.delay_s)
@@ -154,6 +160,7 @@ class PageReader:
         return {**answer, "url": url}
 
     async def _clean(self, url: str, kind: Kind, charset: str, body: bytes, *, is_cut: bool = False) -> dict[str, Any]:
+        """Have a worker clean the page and return its answer. The worker's errors become those that `read` raises."""
         options = self.options
         job = {"url": url, "kind": kind, "charset": charset, "is_cut": is_cut}
         job |= {"query": self.query, "max_chars": options.max_page_chars}

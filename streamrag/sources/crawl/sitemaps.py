@@ -74,6 +74,7 @@ class HostSitemaps:
         return f"{MAX_SITEMAPS} sitemaps of a host are" if self._num_begun >= MAX_SITEMAPS else ""
 
     def _absorb(self, task: "asyncio.Task[SitemapAnswer]", url: str) -> None:
+        """Add the pages and further sitemaps of a finished read, or its problem. Only listed sitemaps must exist."""
         try:
             answer, max_body_bytes = task.result()
         except COSTLY_ERRORS as error:

@@ -49,6 +49,7 @@ class StartUrlList:
 
 
 def _check(urls: object) -> Iterable[object]:
+    """Return `urls`; raise ConfigurationError if it is a text or not iterable."""
     if isinstance(urls, str | bytes) or not isinstance(urls, Iterable):
         raise ConfigurationError(f"WebSource: start URLs are a list, as in [{urls!r}]")
     return urls

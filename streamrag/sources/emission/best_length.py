@@ -88,6 +88,7 @@ class EngineEstimate:
         return recompute_s(self._profile, start, end, self._step_tokens(end - start)) if start < end else 0.0
 
     def _step_tokens(self, num_tokens: int) -> int:
+        """Return the tokens of a step: the engine's budget, or more where work would have over `MAX_STEPS` steps."""
         return max(self._budget, num_tokens // MAX_STEPS + 1)
 
     def send(self, num_kept: int, num_tokens: int, now_s: float) -> None:

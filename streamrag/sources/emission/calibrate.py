@@ -93,7 +93,7 @@ async def calibrate(
 
 
 async def _run(source: Source, query: str, clock: Clock) -> tuple[list[_Result], float]:
-    """Return the result of each stage that changed it, and the seconds until retrieval ended."""
+    """Return each stage's result and the seconds until the end; raise if retrieval is cut short or names no stages."""
     results: list[_Result] = []
     context: tuple[Chunk, ...] = ()
     began_s = clock()
@@ -147,6 +147,8 @@ class _Counts:
 
 
 def _is_same(what: What, length: int, places: tuple[Place, ...], others: tuple[Place, ...]) -> bool:
+    """Whether two results agree: in their first `length` passages ("prefix"), all in order ("order"), or all ("set").
+    """
     if what == "prefix":
         return places[:length] == others[:length]
     return places == others if what == "order" else set(places) == set(others)
@@ -174,6 +176,7 @@ def _stage_times(results: Sequence[_Result], end_s: float) -> Iterator[tuple[int
 
 
 def _stage(times: Sequence[tuple[bool, Times]]) -> Stage:
+    """Return the 90th percentile of the seconds to the next stage, and example times of final and of other results."""
     nexts = [each.next_s for _, each in times] or [0.0]
     late_s = quantiles(nexts, n=10, method="inclusive")[-1] if len(nexts) > 1 else nexts[0]
     final, others = ([each for is_final, each in times if is_final is wanted] for wanted in (True, False))

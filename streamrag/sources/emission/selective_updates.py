@@ -118,6 +118,7 @@ class SelectiveUpdates(HoldingSource):
         return float(others)
 
     def _num_tokens(self, chunks: Iterable[Chunk]) -> tuple[int, ...]:
+        """Return the number of tokens of each passage, at least 0."""
         return tuple(max(self._count_tokens(chunk), 0) for chunk in chunks)
 
 
@@ -192,9 +193,11 @@ class _WorthwhileUpdates(HeldUpdates):
 
     @property
     def _is_held(self) -> bool:
+        """Whether the newest context was not sent whole, or an update without new passages was not sent."""
         return self._sent != self._context or bool(self._owes_update)
 
     def _now_s(self) -> float:
+        """Return the seconds since this retrieval began."""
         return self._owner._clock() - self._began_s
 
     def _enter_stage(self, hint: Hint | None) -> None:
@@ -209,6 +212,7 @@ class _WorthwhileUpdates(HeldUpdates):
         self._since = [*self._since[:num_same], *((each, left) for each in places[num_same:])]
 
     def _worthwhile_update(self) -> Sequence[Update]:
+        """Return the update that is worth sending now, or nothing. A returned update counts as sent."""
         assert self._stage is not None
         owner, left = self._owner, self._stage.left
         self._engine.advance(self._now_s())
@@ -264,6 +268,7 @@ class _WorthwhileUpdates(HeldUpdates):
 
 
 def _typical_s(stage: Stage) -> float:
+    """Return the median seconds to the next stage; 0 without examples."""
     times = (*stage.when_final, *stage.when_not)
     return median(each.next_s for each in times) if times else 0.0
 

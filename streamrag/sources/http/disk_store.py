@@ -81,6 +81,7 @@ class DiskStore:
             self._sweep()
 
     def remove(self, key: str) -> None:
+        """Remove the entry under `key`; errors, and a missing entry, are ignored."""
         with suppress(OSError):
             self._path(key).unlink()
 

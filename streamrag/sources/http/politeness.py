@@ -43,7 +43,7 @@ class Host:
         self._places = asyncio.Semaphore(num_places)
 
     def hold(self, seconds: float) -> None:
-        """Permit no request for `seconds`."""
+        """Permit no request for `seconds`, at most `MAX_HOLD_S`."""
         self.free_at = max(self.free_at, asyncio.get_running_loop().time() + min(seconds, MAX_HOLD_S))
 
     async def until_free(self, deadline: float) -> None:
@@ -89,6 +89,7 @@ class Hosts:
             host.num_users -= 1
 
     def _evict(self) -> None:
+        """Forget hosts beyond `MAX_HOSTS`, the least recently used first, unless they are in use or must wait."""
         if len(self._hosts) > MAX_HOSTS:
             now = asyncio.get_running_loop().time()
             for name, host in list(self._hosts.items())[: len(self._hosts) - MAX_HOSTS]:
@@ -118,7 +119,8 @@ class CrawlTurns:
         delays_s[parts.scheme] = delay_s
 
     async def ask(self, url: str, send: Callable[[], Awaitable[T]]) -> T:
-        """Call `send` when it is the turn of `url`, retry while the host is busy, and return the result.
+        """Call `send` when it is the turn of `url`, up to `MAX_ATTEMPTS` times while the host is busy; return the
+        result.
 
         :raises PutOffError: the host's next permitted time is after the crawl's deadline.
         """
@@ -152,6 +154,7 @@ class CrawlTurns:
 
 
 def _retry_after_s(state: "RetryCallState") -> float:
+    """Return the seconds that the server asked to wait; 0 if it did not."""
     error = state.outcome.exception() if state.outcome else None
     return (error.retry_after_s or 0.0) if isinstance(error, HttpStatusError) else 0.0
 

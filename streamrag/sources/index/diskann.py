@@ -77,9 +77,9 @@ class DiskAnnSearcher(IndexSearcher):
 
 
 def build_graph(folder: Path, vectors: "Vectors", num_threads: int) -> None:
-    """Write DiskANN's files into `folder`.
+    """Write DiskANN's graph of the vectors, with a little noise that tells equal ones apart, into `folder`.
 
-    :raises OSError: they cannot be written.
+    :raises OSError: it cannot be written.
     """
     import diskannpy
     import numpy as np
@@ -113,7 +113,7 @@ def build_graph(folder: Path, vectors: "Vectors", num_threads: int) -> None:
 
 
 def stored_vectors(folder: Path, num_passages: int, dimension: int) -> "Vectors | None":
-    """Return the vectors of an index in passage order; None for format 1, which stored none."""
+    """Return the vectors of an index in passage order, mapped into memory; None for format 1, which stored none."""
     import numpy as np
 
     path = folder / VECTORS

@@ -51,7 +51,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A file's text."""
+    """A file's title and its text, as blocks in order."""
 
     uri: str
     """Path within the folder, with slashes."""
@@ -161,6 +161,8 @@ def read_document(path: Path, folder: Path) -> Document:
 
 
 def _decode(body: bytes) -> str:
+    """Decode UTF-8, or UTF-16 with a byte order mark, and unify line ends; raise UnusableDocumentError for other bytes.
+    """
     try:
         text = body.decode("utf-16" if body.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
     except UnicodeDecodeError as error:
@@ -169,6 +171,7 @@ def _decode(body: bytes) -> str:
 
 
 def _read_text(text: str) -> tuple[str, list[Block]]:
+    """Return an empty title, and the paragraphs between empty lines."""
     return "", [Block(part.strip("\n")) for part in re.split(r"\n\s*\n", text) if part.strip()]
 
 

@@ -154,6 +154,9 @@ class Embedder:
         return vector
 
     def _units(self, texts: list[str], encode: Callable[[list[str]], Any]) -> "Vectors":
+        """Return the texts' vectors as rows of length 1; raise ConfigurationError if `encode` fails or gives no such
+        rows.
+        """
         import numpy as np
 
         texts = [without_lone_surrogates(text) for text in texts]  # tokenizers reject them

@@ -124,6 +124,7 @@ class Generation:
         )
 
     def _write_manifest(self, unfinished: Path, parameters: dict[str, Any]) -> Manifest:
+        """Remove the files of reusable embeddings, and write the manifest of the others with their hashes."""
         for name in EMBEDDINGS:
             (unfinished / name).unlink()
         library, _ = PACKAGES[LIBRARIES[self.kind]]
@@ -166,6 +167,7 @@ class Generation:
 
 
 async def _run(pool: WorkerPool, job: dict[str, Any]) -> dict[str, Any]:
+    """Return a worker's answer; raise VectorIndexError for a full disk, and our own error for the worker's."""
     try:
         return await pool.run(job)
     except WorkerJobError as error:

@@ -179,6 +179,7 @@ def kind_in_manifest(folder: Path) -> IndexKind:
 
 
 def _parse_manifest(folder: Path, text: bytes) -> Manifest:
+    """Parse the manifest; raise IndexMismatchError for another format version, IndexCorruptError for damage."""
     try:
         fields = parse_json(text)
         version = fields["format_version"]
@@ -197,6 +198,7 @@ def _parse_manifest(folder: Path, text: bytes) -> Manifest:
 
 
 def _check_file(folder: Path, name: str, entry: FileEntry, *, max_hashed_bytes: float) -> None:
+    """Raise IndexCorruptError unless the file has the size and, up to `max_hashed_bytes`, the hash of its entry."""
     if "\0" in name or name != Path(name).name:
         raise corrupt(folder, f"its {MANIFEST} names a file elsewhere, {name!r}")
     try:

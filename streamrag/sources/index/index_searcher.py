@@ -31,11 +31,11 @@ class IndexSearcher(JobHandler, ABC):
         return Path(self.folder)
 
     def load(self) -> dict[str, Any]:
-        """Load the embedder."""
+        """Load the embedder, and return its `dimension`; raise IndexMismatchError if it did not make the index."""
         return {"dimension": self._embedder.dimension}
 
     def open(self) -> dict[str, Any]:
-        """Open the index for searches."""
+        """Open the index for searches, and return its `num_passages`."""
         return {"num_passages": len(self._opened[1])}
 
     def search(self, query: str, **options: Any) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class IndexSearcher(JobHandler, ABC):
 
     @abstractmethod
     def _open_index(self) -> Any:
-        """Open the index's files, and return the object that `_search` gets."""
+        """Open the index's files, and return the object that `_search` gets; raise IndexCorruptError for damage."""
 
     @abstractmethod
     def _search(self, index: Any, vector: Any, **options: Any) -> tuple[list[int], list[float]]:

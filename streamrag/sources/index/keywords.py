@@ -78,6 +78,7 @@ def write_keywords(folder: Path) -> None:
 
 
 def _count(texts: Iterable[str]) -> "tuple[array[int], dict[str, tuple[array[int], array[int]]]]":
+    """Return the number of terms of each text, and for each term the numbers of its texts and its counts there."""
     stem = new_stem()
     lengths = array("H")
     postings: dict[str, tuple[array[int], array[int]]] = {}
@@ -139,6 +140,7 @@ class KeywordIndex:
         return hits.tolist(), scores[hits].tolist()
 
     def _postings(self, query_terms: list[str]) -> Iterator[tuple[Any, Any]]:
+        """Yield passage numbers and counts of each term that occurs; raise IndexCorruptError for damaged ones."""
         import numpy as np
 
         for term in query_terms:

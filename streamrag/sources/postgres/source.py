@@ -173,7 +173,7 @@ class PgVectorSource:
         loaded: EmbedderIdentity,
         progress: Progress,
     ) -> None:
-        """Check that rows have the embedder's dimension, and report those that do not."""
+        """Raise IndexMismatchError if no row has the embedder's dimension; report the rows that have another one."""
         others = [str(dimension) for dimension in num_rows_by_dimension if dimension != loaded.dimension]
         if not others:
             return
@@ -192,6 +192,9 @@ class PgVectorSource:
         )
 
     async def _inspect(self) -> "tuple[PassageTable, Search, int, Mapping[int, int]]":
+        """Return the table, its search, and its estimated number of rows, in total and by dimension, or raise as
+        `start` does.
+        """
         import psycopg
 
         from streamrag.sources.postgres.query import Search
@@ -292,6 +295,7 @@ class PgVectorSource:
             return []
 
     async def _find_nearest(self, opened: _Opened, stage: _Stage, embedding: "asyncio.Task[str]") -> "list[Row]":
+        """Wait for the query's vector, and return the rows that this stage finds."""
         vector = await embedding
         return await opened.link.run(
             lambda connection: opened.search.nearest(connection, vector, is_exact=stage.is_exact),
@@ -313,7 +317,9 @@ async def _words_before_embedding(words: "asyncio.Task[list[Row]]", embedding: "
 
 
 def _changes(rows: "Rows", best: tuple[Chunk, ...], before: tuple[Chunk, ...], num_left: int) -> list[SourceEvent]:
-    """Return the events of a stage: an update if the passages or their order have changed."""
+    """Return the events of a stage: newly truncated passages, and an update if the passages or their order have
+    changed.
+    """
     events: list[SourceEvent] = [*rows.newly_cut()]
     old, new = ([(chunk.uri, chunk.passage, chunk.text) for chunk in chunks] for chunks in (before, best))
     if new != old:

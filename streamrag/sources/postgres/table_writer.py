@@ -107,6 +107,7 @@ class TableWriter:
                 await self._connection.execute(comment_on)
 
     def _check(self, made_with: EmbedderIdentity | None, embedder: EmbedderIdentity) -> None:
+        """Raise IndexExistsError unless streamrag made the table, IndexMismatchError if another embedder filled it."""
         if made_with is None:
             raise IndexExistsError(
                 f"{self._address}: there is a table {'.'.join(self._parts)} that streamrag did not make: name another "
@@ -119,7 +120,8 @@ class TableWriter:
             )
 
     async def add(self, pool: EmbedderPool, uri: str, title: str, passages: Mapping[int, str]) -> None:
-        """Queue the new and changed passages of a document for writing, and the others of it for removal."""
+        """Queue the changed passages of a document for writing, and surplus ones for removal. A full batch is written.
+        """
         query = sql.SQL("SELECT passage, digest FROM {} WHERE uri = %s").format(self._name_beside_values)
         existing: dict[int, str] = dict(await (await self._connection.execute(query, [uri])).fetchall())
         for passage, text in passages.items():
@@ -154,7 +156,9 @@ class TableWriter:
         self.num_removed += (await self._connection.execute(query, [uris])).rowcount
 
     async def make_indexes(self) -> None:
-        """Create the missing indexes. After filling, this is faster than growing them row by row."""
+        """Create the missing indexes, none of vectors over 2,000 dimensions, and analyze the table. Faster than growing
+        them.
+        """
         ((has_vectors, has_words),) = await fetch(self._connection, _HAS_INDEXES, self._quoted)
         self._report(0, 2, "indexing")
         if not has_words:

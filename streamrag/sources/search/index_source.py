@@ -59,6 +59,9 @@ class IndexSource(ABC):
         """Return the options of each stage's job."""
 
     def _job(self, stage: Mapping[str, Any], best: Sequence[Hit], k: int) -> Mapping[str, Any]:
+        """Return the options of a stage's job, which may depend on the best passages so far; by default those of the
+        stage.
+        """
         return stage
 
     @abstractmethod
@@ -95,6 +98,7 @@ class IndexSource(ABC):
         progress("the index is ready")
 
     def _check(self) -> tuple[Manifest, str, ModelPlace]:
+        """Check the index and the packages; return the manifest, its SHA-256 and the embedder's place."""
         manifest, manifest_sha256 = check_index(self._folder)
         if manifest.kind != self._kind:
             other = {"diskann": "VectorSource", "ivf": "IvfSource"}[manifest.kind]
@@ -103,6 +107,7 @@ class IndexSource(ABC):
         return manifest, manifest_sha256, embedder_of_index(self._folder, manifest.embedder, self._embedder)
 
     async def _open(self, workers: WorkerPool) -> None:
+        """Open the index in one worker; raise IndexCorruptError if that kills the process."""
         try:
             await run_job(workers, {"do": "open"})
         except WorkerTimeoutError:

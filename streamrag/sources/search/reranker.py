@@ -95,6 +95,7 @@ class RerankerPool:
         return score
 
     async def _score(self, query: str, texts: list[str], share: Share, end_s: float) -> list[float]:
+        """Score in a worker, until `end_s`. After a failure, the replaced worker loads its model in the background."""
         try:
             async with asyncio.timeout_at(end_s):
                 job = {"do": "score", "query": query, "texts": texts}
@@ -169,6 +170,7 @@ def _late_interaction(location: str, device: str) -> ScorePassages:
 
 
 def _is_text(output: dict[str, Any], special: Any) -> Any:
+    """Return a mask of the tokens that are neither padding nor special."""
     import torch
 
     ids = output["input_ids"].cpu()

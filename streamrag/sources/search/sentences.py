@@ -85,4 +85,5 @@ class BestSentences:
 
 
 def _has_words(text: str) -> bool:
+    """Whether at least half of the characters are letters, digits or spaces."""
     return sum(c.isalnum() or c == " " for c in text) >= MIN_WORDS_SHARE * len(text)

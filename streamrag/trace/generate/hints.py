@@ -19,6 +19,7 @@ USUAL_DURATION_S = 4.47
 
 
 def with_hints(trace: Trace, kind: HintKind) -> Trace:
+    """Return the trace with new hints of this kind in place of its own."""
     return Trace(tuple(_hinted(query, kind) for query in trace.queries), {**trace.provenance, "hints": kind})
 
 
@@ -28,6 +29,7 @@ def _hinted(query: TracedQuery, kind: HintKind) -> TracedQuery:
 
 
 def _hint(query: TracedQuery, index: int, kind: HintKind) -> Hint:
+    """Return the hint of a query's event: of the true end, or of what a retriever could estimate then."""
     event = query.events[index]
     num_left = len(query.events) - 1 - index
     if kind == "exact":

@@ -39,6 +39,7 @@ class Workload:
     """Maximum of a chunk's length above the median, in units of `sigma_chunk`, before scaling to its query."""
 
     def length(self, rng: Random) -> float:
+        """Draw a chunk's relative length: log-normal with median 1, cut at `max_sigmas`."""
         return exp(self.sigma_chunk * min(rng.gauss(), self.max_sigmas))
 
 

@@ -75,7 +75,7 @@ class ResponseRequest(BaseModel):
         )
 
     def params(self, default: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters."""
+        """Return the request's sampling parameters, else `default`'s. Raises ConfigurationError for invalid ones."""
         return sampling(default, max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p)
 
     def check(self, *, is_socket: bool) -> None:

@@ -102,6 +102,7 @@ class ResponseRun:
             self._on_complete(State(request.id, response, (*request.turns, *more), request.brings_context))
 
     async def _send_all(self, events: list[ServerEvent]) -> None:
+        """Send events in order; without `send`, as for a response in one piece, they are only encoded."""
         if self.send is not None:
             for event in events:
                 await self.send(event)

@@ -83,7 +83,9 @@ class StateStore:
         raise RequestError(message, status=404, code="response_not_found")
 
     def previous(self, id: str | None, client: str, connection: object = None) -> State | None:
-        """Return the state that a request continues, if it names one. Raises RequestError if there is no such state."""
+        """Return the state that a request continues; None if it names none. Raises RequestError if the named one is
+        missing.
+        """
         try:
             return None if id is None else self.get(id, client, connection)
         except RequestError as error:
@@ -101,6 +103,7 @@ class StateStore:
             self._remove(key)
 
     def _expire(self) -> None:
+        """Remove states that were not used for `state_s` seconds."""
         oldest_s = self._clock() - self._limits.state_s
         while self._states and next(iter(self._states.values()))[1] <= oldest_s:
             self._remove(next(iter(self._states)))
