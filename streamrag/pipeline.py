@@ -281,8 +281,7 @@ class Pipeline:
             )
 
     def _query(self, text: str, options: QueryOptions) -> Query:
-        """Return the validated query: options that are None count as not given, and `system` replaces the template's.
-        """
+        """Return the validated query. An option that is None counts as not given."""
         check_options(options)
         values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         system = values.pop("system", None)

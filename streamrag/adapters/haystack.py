@@ -318,7 +318,6 @@ class _Watched:
     tell: Callable[[list[Document]], None]
 
     async def run_async(self, **inputs: Any) -> dict[str, list[Document]]:
-        """Ask the member, and pass its documents on before returning them."""
         documents = await self.ask(**inputs)
         self.tell(documents)
         return {"documents": documents}
@@ -331,7 +330,6 @@ def _check(part: Any, wanted: str, what: str) -> None:
 
 
 def _chunks(found: Sequence[Document] | tuple[Chunk, ...], reader: PassageReader) -> tuple[Chunk, ...]:
-    """Return chunks, made of the documents with text."""
     return tuple(
         each if isinstance(each, Chunk) else _chunk(each, reader)
         for each in found

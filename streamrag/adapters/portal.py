@@ -87,7 +87,7 @@ class LoopPortal:
         return cls(start, started.aclose)
 
     def start(self) -> None:
-        """Start the tenant."""
+        """Start the tenant, in a thread with its own loop unless it has a loop already."""
         self.run(_do_nothing)
 
     async def settle(self) -> None:
@@ -199,9 +199,7 @@ class LoopPortal:
             return own
 
     def _submit(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
-        """Run `work()` in the loop, without waiting; raise PipelineClosedError if the portal is closed or the loop has
-        ended.
-        """
+        """Run `work()` in the loop, without waiting. Raises PipelineClosedError if it cannot run there."""
         self._check_process()
         with self._guard:  # work that is submitted before `_begin_end` still runs
             if not self._is_closed and loop.is_running():

@@ -90,6 +90,7 @@ async def _no_streaming(client: Client, arriving: Arriving, num_output_tokens: i
 
 async def _warming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
     """Prefill each prompt by a request for one token, then generate from the whole one."""
+
     async def generate(
         token_ids: tuple[int, ...], num_tokens: int = num_output_tokens
     ) -> AsyncGenerator[AnswerChunk, None]:

@@ -96,12 +96,10 @@ class RequestResult:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from the query's arrival to its first token."""
         return self.first_token_s - self.arrival_s
 
     @property
     def ttft_after_retrieval_s(self) -> float:
-        """Seconds from the end of retrieval to the first token."""
         return self.first_token_s - self.retrieval_end_s
 
 
@@ -115,8 +113,6 @@ class StepPart:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A step of the engine."""
-
     start_s: float
     end_s: float
     num_tokens: int
@@ -151,8 +147,6 @@ class CopyTotals:
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """The result of a cell."""
-
     settings: CellSettings
     requests: tuple[RequestResult, ...]
     busy_s: float

@@ -141,7 +141,6 @@ class _Cache:
         )
 
     def _whole(self, num_tokens: int) -> int:
-        """Return the number of tokens in whole blocks."""
         return num_tokens - num_tokens % self._block_size
 
 

@@ -127,8 +127,7 @@ class _Simulation:
         self._client = SimulatedClient(engine, delivery_s=profile.delivery_s, keep_steps=keep_steps)
 
     def _shape(self) -> EngineShape:
-        """Return the engine's sizes, as long as the load needs; raise ConfigurationError if the KV cache does not suit.
-        """
+        """Return the sizes that the load needs. Raises ConfigurationError if the KV cache does not suit."""
         settings, block_size, kv_tokens = self._settings, self._profile.block_size, self._kv_tokens
         longest = longest_prompt(self._load.queries) + settings.num_output_tokens + 1
         max_model_len = -(-longest // block_size) * block_size

@@ -42,7 +42,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean of the values; NaN without values."""
     return math.fsum(values) / len(values) if values else math.nan
 
 

@@ -37,7 +37,6 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._selector = self  # asyncio calls `_selector.select` once per iteration
 
     def time(self) -> float:
-        """Return the virtual time in seconds, from 0."""
         return self._now_s
 
     def select(self, timeout: float | None) -> list[Any]:

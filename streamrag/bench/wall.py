@@ -81,7 +81,6 @@ async def _run(settings: CellSettings, load: FittedLoad, keep_steps: bool, progr
 
 
 def max_model_len(settings: CellSettings, queries: Sequence[TracedQuery]) -> int:
-    """Return the model length that the load needs."""
     return longest_prompt(queries) + settings.num_output_tokens + 1
 
 
@@ -116,8 +115,7 @@ async def play_cell(
     keep_steps: bool = False,
     progress: CellProgress = _ignore_progress,
 ) -> CellResult:
-    """Replay the load on the engine, whose records are cleared; compute the floors from `profile`. Return the result.
-    """
+    """Clear the engine's records, replay the load, and return the result, with floors by `profile`."""
     num_steps_before = len(client.steps)
     client.records.clear()
     start_s = asyncio.get_running_loop().time()

@@ -239,8 +239,6 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptChange:
-    """A change of a prompt."""
-
     token_ids: list[int]
     is_append: bool
     """Whether the tokens are appended to the prompt; otherwise they replace it."""

@@ -65,12 +65,10 @@ async def watch(events: AsyncIterable[QueryEvent], console: Console, *, answer_t
 
 
 def _line(at_s: float, template: str, *values: object) -> Text:
-    """Return a line with its time; values are escaped."""
     return markup(f"[dim]{at_s:7.2f} s[/] {template}", *values)
 
 
 def _describe(event: QueryEvent) -> Text | None:
-    """Return the line for an event; None for one that needs no line."""
     match event:
         case RetrievalStarted():
             return _line(event.at_s, "retrieving for {}", repr(event.query))

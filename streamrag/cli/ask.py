@@ -107,7 +107,6 @@ async def _ask(arguments: argparse.Namespace) -> int:
 
 
 def _query_options(arguments: argparse.Namespace) -> QueryOptions:
-    """Return the options that were given on the command line."""
     options = QueryOptions(params=SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature))
     if arguments.system is not None:
         options["system"] = arguments.system

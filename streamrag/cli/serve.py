@@ -98,8 +98,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the settings, and print what was requested, or serve until a signal. The status is 1 if there are problems.
-    """
+    """Check the settings, and print what was requested, or serve until a signal. Returns 1 for problems."""
     for module in ("starlette", "uvicorn", "sse_starlette"):
         if importlib.util.find_spec(module) is None:
             raise MissingDependencyError(module.replace("_", "-"), "pip install 'streamrag[serve]'")

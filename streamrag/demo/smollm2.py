@@ -81,9 +81,7 @@ def make_demo_model(
 
 
 def _packed_file() -> Path:
-    """Return the path of the GGUF file, without importing its package, a plugin that imports its host. It may not
-    exist.
-    """
+    """Return the GGUF file's path, without importing its package, a plugin that imports its host."""
     spec = importlib.util.find_spec(PACKAGE)
     folders = list(spec.submodule_search_locations or []) if spec else []
     if not folders:
@@ -149,7 +147,6 @@ def _write_tokenizer(folder: Path, gguf: Any) -> None:
 
 
 def _write_config(folder: Path, gguf: Any) -> None:
-    """Write config.json and generation_config.json from the GGUF file's fields."""
     ids = {
         f"{name}_token_id": _value(gguf, f"tokenizer.ggml.{key}_token_id")
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
@@ -197,7 +194,6 @@ def _write_weights(path: Path, gguf: Any, added: dict[str, tuple[Any, Any]], pro
 
 
 def _name(tensor: Any) -> str:
-    """Return the name that transformers gives to this tensor of GGUF."""
     *block, kind, what = tensor.name.split(".")
     return ".".join(["model.layers", block[1], NAMES[kind], what] if block else [NAMES[kind], what])
 

@@ -87,9 +87,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
             self._events.close()
 
     async def _next_event(self) -> QueryEvent:
-        """Return the next event; at the end raise the query's error or StopAsyncIteration. If cancelled, stop the
-        query.
-        """
+        """Return the next event, or raise the query's error at its end. If cancelled, stop the query."""
         events = self._ensure_started()
         assert self._task is not None
         try:

@@ -375,7 +375,6 @@ class QueryRun:
             self._rank_of.setdefault((chunk.uri, chunk.passage, chunk.text), len(self._rank_of) + 1)
 
     def _now(self) -> float:
-        """Return the seconds since submission."""
         return self._clock() - self._submitted_s
 
     async def _in_thread(self, function: Callable[[], T]) -> T:

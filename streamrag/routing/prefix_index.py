@@ -55,7 +55,6 @@ class PrefixIndex:
         return lengths
 
     def num_tokens(self, replica_id: str) -> int:
-        """Return the number of tokens that the replica holds, in whole blocks; 0 if it is unknown."""
         return len(self._blocks_of.get(replica_id, ())) * self.block_size
 
     def resize(self, replica_id: str, num_kv_tokens: int) -> None:

@@ -14,9 +14,7 @@ class PrefixRouter:
         self._last: tuple[Opening, list[int]] | None = None  # `rank` and `routed` need the same keys
 
     def matches(self, opening: Opening, replicas: Sequence[ReplicaState]) -> dict[str, int]:
-        """Return the length of the match in tokens by replica id, where there is one, after taking over their
-        capacities.
-        """
+        """Return the matching tokens by replica id, without some zeros. Takes over the replicas' capacities."""
         for replica in replicas:
             self._index.resize(replica.id, replica.num_kv_tokens)
         return self._index.matches(self._keys(opening))

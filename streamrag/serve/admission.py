@@ -109,7 +109,6 @@ class Admission:
 
     @property
     def num_queries(self) -> int:
-        """Number of open queries."""
         return len(self._places)
 
     @property
@@ -146,8 +145,7 @@ class Admission:
         return place
 
     def leave(self, place: Reservation, *, stayed_s: float) -> None:
-        """Release a place, and remember its context's length and `stayed_s`, the query's seconds, for later estimates.
-        """
+        """Release a place. Its context's length and its duration `stayed_s` improve later estimates."""
         self._places.remove(place)
         self._num_open_by_client[place.client] -= 1
         if not self._num_open_by_client[place.client]:

@@ -61,8 +61,7 @@ class EngineWatch:
         self._queries = queries
 
     async def run(self, progress: Progress) -> None:
-        """Check the engine's health and restart it until it is given up. Returns at once if there is no health check.
-        """
+        """Check the engine and restart it until it is given up. Returns at once without a health check."""
         while isinstance(self._backend, HasHealth):
             await asyncio.sleep(CHECK_S)
             if (error := self.death()) is None:

@@ -82,7 +82,6 @@ class OpenQueries:
         self.is_empty.set()
 
     def __iter__(self) -> Iterator[OpenQuery]:
-        """Iterate over a copy, so that queries may end meanwhile."""
         return iter(list(self._open))
 
     @asynccontextmanager

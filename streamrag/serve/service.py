@@ -34,7 +34,6 @@ class NoSource:
     name = "no source"
 
     async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
-        """Return without an event."""
         return
         yield
 

@@ -173,8 +173,7 @@ class _MergedContext:
 
 
 def _failed(source: Source, error: BaseException) -> Skipped:
-    """Log a source's error, which may name hosts and files, and return an event without it. Raise a program's mistake.
-    """
+    """Log a source's error, and return an event that does not quote it. A program's mistake is raised."""
     if isinstance(error, StreamRagError) and not isinstance(error, SourceError):
         raise error  # a mistake of the program, not a failed retrieval
     log.warning("%s failed: %s: %s", part_name(source), type(error).__name__, message_of(error))

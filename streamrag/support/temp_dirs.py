@@ -80,7 +80,6 @@ def _lock(file: int, path: Path) -> bool:
 
 
 def _is_same(file: int, path: Path) -> bool:
-    """Whether an open folder still has this path."""
     with suppress(OSError):
         return os.path.samestat(os.fstat(file), path.lstat())
     return False

@@ -104,8 +104,7 @@ class LineReader:
         self.is_torn |= self.is_cut_off
 
     def lines(self) -> Iterator[bytes]:
-        """Yield all lines with their newlines, including an incomplete last line. Raises TraceError as the class says.
-        """
+        """Yield all lines with newlines, the last one perhaps incomplete. Raises as the class says."""
         path, num_lines = self._path, 0
         unpacked = DecompressedFile(path)
         try:

@@ -44,8 +44,6 @@ class TraceHeader(Fields):
 
 
 class QueryLine(Fields):
-    """The arrival of a query."""
-
     kind: Literal["query"] = "query"
     id: str
     arrival_s: Seconds

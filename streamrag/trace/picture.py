@@ -66,8 +66,7 @@ def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: 
 
 
 def _draw_histogram(axes: Any, *, values: Distribution, title: str, unit: str) -> None:
-    """Draw a histogram with mean, P50 and P95: logarithmic if the values spread wide, by whole numbers for few counts.
-    """
+    """Draw a histogram with mean, P50 and P95. Its axis is logarithmic if the values spread wide."""
     positive = [value for value in values.values if value > 0]
     spread = values.max / positive[0] if len(positive) > 0.9 * values.num else 1.0
     is_wide = spread > WIDE and values.max > WIDE / 5 * values.percentile(50)
@@ -108,7 +107,6 @@ def _draw_arrivals(axes: Any, *, trace: Trace, statistics: TraceStatistics) -> N
 
 
 def _draw_events(axes: Any, *, trace: Trace) -> None:
-    """Draw a line for each of the first queries with events, with a tick for each event."""
     shown = [query for query in trace.queries if query.events][:NUM_QUERIES_SHOWN]
     for y, query in enumerate(shown):
         axes.hlines(y, 0, query.end_s, color=BARS, linewidth=1.5)

@@ -85,8 +85,6 @@ class _OpenQuery:
 
 
 class _Assembly:
-    """A trace in the making, line by line."""
-
     def __init__(self) -> None:
         self._headers: list[TraceHeader] = []
         self._chunks: dict[str, TracedChunk] = {}

@@ -78,8 +78,7 @@ class ReplaySource:
             raise SourceError(f"the recorded retrieval failed: {recorded.error or 'the trace does not say why'}")
 
     def _find(self, query: str) -> TracedQuery:
-        """Return the next recording of the query; if it is not in the trace, raise SourceError or take the next query.
-        """
+        """Return the next recording of the query. A missing one raises SourceError or gets the next query."""
         same = self._by_text.get(query)
         if same is None and not self._takes_next:
             raise SourceError(

@@ -94,7 +94,6 @@ class _Found:
                 return "streamrag_cut_short", {"reason": reason}
 
     def documents(self) -> list[Document]:
-        """Return the context as documents, at most as many as wanted."""
         return [document_of(chunk) for chunk in self._chunks[: self._num_wanted]]
 
 

@@ -76,7 +76,6 @@ class _Query:
                 yield event
 
     async def load(self, loader: Any) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an append for each document of a loader."""
         async with closing(aiter(loader.alazy_load())) as documents:
             async for document in documents:
                 yield Append(self._chunk(document))

@@ -137,9 +137,7 @@ class McpConnection:
 
     @asynccontextmanager
     async def _changes(self, client: Client, uris: Sequence[str]) -> AsyncGenerator["AsyncIterator[str]", None]:
-        """Subscribe and yield the changed resources, by the protocol's new way, or the old one, which is undone at the
-        end.
-        """
+        """Subscribe, and yield the changed resources. The old protocol's subscription is undone at the end."""
         if client.protocol_version in MODERN_PROTOCOL_VERSIONS:
             async with client.listen(resource_subscriptions=uris) as subscription:
                 yield (event.uri async for event in subscription if isinstance(event, ResourceUpdated))
@@ -185,8 +183,7 @@ class McpConnection:
         return await asyncio.shield(self._opening)
 
     async def _opened(self) -> "_Held":
-        """Replace the client by a new one, and wait until it is connected; raise SourceError if that fails or is late.
-        """
+        """Replace the client by a new one, and wait for its connection. Raises SourceError if it fails."""
         if self._is_closed:  # closed before this task's first step
             self._opening = None
             raise SourceError(f"{self._name}: the source was closed")
@@ -274,9 +271,7 @@ class McpConnection:
                 yield server
 
     def _relayed(self, server: StdioServerParameters) -> StdioServerParameters:
-        """Return the server behind the relay, where there are process groups; raise ConfigurationError without its
-        program.
-        """
+        """Return the server behind the relay, on POSIX. Raises ConfigurationError without its program."""
         path = (server.env or {}).get("PATH")
         if server.cwd is None and shutil.which(server.command, path=path) is None:
             raise ConfigurationError(f"{self._name}: there is no program {server.command!r} to start the MCP server")

@@ -65,7 +65,6 @@ async def measure_machine(model: str, engine_args: Mapping[str, Any], progress: 
 
 
 def _described(profile: TableProfile, facts: EngineFacts, times: RecomputeTimes, copies: CopyTimes) -> TableProfile:
-    """Return the profile with its device, its copies and its provenance."""
     profile = replace(
         profile,
         device=f"{facts.tensor_parallel_size} x {facts.device}" if facts.is_cuda else facts.device,

@@ -102,8 +102,7 @@ class _Meter:
         self._tokens = FreshTokens(f"recomputed {len(client.steps)}")
 
     async def alone(self, size: int) -> tuple[float, list[StepTime]]:
-        """Time the prefill of `size` tokens; return its seconds and its steps. Raises BackendError after `NUM_TRIES`.
-        """
+        """Time the prefill of `size` tokens: its seconds and steps. Raises BackendError after `NUM_TRIES`."""
         parts: list[StepPart] = [*_chunks(size + 1, self._budget), (1, size + 1)]
         for _ in range(NUM_TRIES):
             num_before = len(self._client.steps)
@@ -117,9 +116,7 @@ class _Meter:
         raise BackendError(f"{size + 1} tokens are not computed in {len(parts) - 1} steps of {self._budget}")
 
     async def beside(self, size: int) -> tuple[float, list[StepTime]]:
-        """Time the prefill of `size` tokens beside the batch; return seconds and steps. Raises BackendError after
-        `NUM_TRIES`.
-        """
+        """Time a prefill beside the batch: its seconds and steps. Raises BackendError after `NUM_TRIES`."""
         num_beside = self._num_beside
         chunks = list(_chunks(size, self._budget - num_beside))
         decodes = ((1, NUM_CONTEXT_BESIDE),) * num_beside
@@ -134,8 +131,7 @@ class _Meter:
         raise BackendError(f"{size} tokens beside {num_beside} decodes are not computed in {len(chunks)} steps")
 
     async def _computed_beside(self, size: int) -> tuple[list[tuple[MeasuredStep, MeasuredStep]], list[float]]:
-        """Prefill `size` tokens beside the batch; return steps as `_mixed_and_idle` does, incomplete after `NUM_WAITS`.
-        """
+        """Prefill beside the batch; return steps as `_mixed_and_idle` does. Too few after `NUM_WAITS`."""
         num_before = len(self._client.steps)
         async with self._decoding():
             await answer(self._client, "recomputed", self._tokens.take(size), 1)

@@ -66,8 +66,6 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class MeasurementPass:
-    """A pass of measurements on one engine."""
-
     steps: tuple[StepTime, ...]
     beside_s: tuple[float, ...]
     """For each lone request: the seconds to its first token, minus the model's seconds."""

@@ -30,7 +30,6 @@ def draw_calibration(path: Path, calibration: Calibration) -> None:
 
 
 def _draw_stages(panel: Any, calibration: Calibration, odds: Odds, stages: list[int]) -> None:
-    """Draw a line for some lengths of prefix, one for the set and one for the order of all passages."""
     from matplotlib import colormaps
 
     longest = max((count.length for count in calibration.counts), default=0)
@@ -51,7 +50,6 @@ def _draw_stages(panel: Any, calibration: Calibration, odds: Odds, stages: list[
 
 
 def _draw_stable(panel: Any, calibration: Calibration, odds: Odds, stages: list[int]) -> None:
-    """Draw a line of the order's probability for each number of stages without a change."""
     counted = [count for count in calibration.counts if count.what == "order"]
     for stable in sorted({count.stable for count in counted}):
         there = [left for left in stages if any(c.left == left and c.stable == stable and c.num for c in counted)]

@@ -53,7 +53,6 @@ class Pool:
         return tuple(digest.settings.seed for digest in self.digests)
 
     def only(self, seeds: Iterable[int]) -> "Pool":
-        """Return the pool with only the cells of these seeds."""
         wanted = set(seeds)
         return Pool(tuple(digest for digest in self.digests if digest.settings.seed in wanted))
 

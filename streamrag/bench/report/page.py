@@ -80,6 +80,7 @@ def _table(
 
 def _speed_ups(comparison: LoadComparison) -> HtmlTable:
     """Return the table of times, speed-ups and ratios, with the floors in each rate's head row."""
+
     def row(variant: str, pool: Pool) -> list[Cell]:
         num_unanswered = sum(digest.num_unfinished for digest in pool.digests)
         note = f"{num_unanswered:,} never answered, and not counted" if num_unanswered else ""
@@ -107,7 +108,6 @@ def _speed_ups(comparison: LoadComparison) -> HtmlTable:
 
 
 def _goodput(comparison: LoadComparison, slos: Slos) -> HtmlTable | None:
-    """Return the table of goodput by rate; None without objectives."""
     if not slos:
         return None
 

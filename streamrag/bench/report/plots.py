@@ -108,7 +108,6 @@ def _share_axis(panel: Any, num_requests: int) -> None:
 
 
 def _line(panel: Any, comparison: LoadComparison, variant: str, of: Values, name: str) -> None:
-    """Draw a variant's finite values by rate, with their range over seeds."""
     pools = [(qps, comparison.pools.get((variant, qps))) for qps in comparison.qps if qps is not None]
     figures = [(qps, pool.figure(of, name)) for qps, pool in pools if pool]
     points = [(qps, figure) for qps, figure in figures if math.isfinite(figure.value)]

@@ -53,7 +53,6 @@ def make_timeline(result: CellResult) -> dict[str, Any]:
 
 
 def _engine_events(result: CellResult) -> Iterator[TimelineEvent]:
-    """Yield the slices of steps, and of copies if there are any."""
     yield _named("process", "engine", ENGINE)
     yield _named("thread", "steps", ENGINE, STEPS)
     for number, step in enumerate(result.steps):
@@ -69,7 +68,6 @@ def _engine_events(result: CellResult) -> Iterator[TimelineEvent]:
 
 
 def _request_events(result: CellResult) -> Iterator[TimelineEvent]:
-    """Yield a track for each request."""
     yield _named("process", "requests", REQUESTS)
     computed: dict[str, list[_Span]] = {}
     for number, step in enumerate(result.steps):

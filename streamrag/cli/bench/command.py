@@ -66,7 +66,6 @@ def _run_grid(arguments: argparse.Namespace) -> int:
 def _run_cells(
     cells: Sequence[CellSettings], store: CellStore, console: Output, *, num_processes: int, keep_steps: bool
 ) -> dict[CellSettings, str]:
-    """Run the cells with a progress display, and return the errors of failed ones."""
     failed = {}
     events = run_cells(cells, store, num_processes=num_processes, keep_steps=keep_steps)
     try:

@@ -84,7 +84,6 @@ class CellsView:
         self._progress.update(self._all, completed=done, count=f"{self._num_ended}/{self._num_cells} cells")
 
     def _remove(self, settings: CellSettings) -> None:
-        """Count a cell as ended, and remove its bar."""
         self._num_ended += 1
         self._shares.pop(settings, None)
         self._lines.pop(settings)

@@ -241,7 +241,6 @@ def lines_of(found: Machine) -> Iterator[tuple[str, str]]:
 
 
 def as_json(found: Machine) -> dict[str, Any]:
-    """Return the results with `can_serve`."""
     return {**asdict(found), "can_serve": not found.problems}
 
 

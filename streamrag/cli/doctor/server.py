@@ -37,8 +37,6 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The results of the measurement."""
-
     server: str
     model: str
     max_model_len: int
@@ -49,12 +47,10 @@ class Finding:
 
     @property
     def cold_ttft_s(self) -> float:
-        """Median seconds with a new context."""
         return median(pair.cold_ttft_s for pair in self.pairs)
 
     @property
     def warm_ttft_s(self) -> float:
-        """Median seconds with a context that was sent ahead."""
         return median(pair.warm_ttft_s for pair in self.pairs)
 
     @property

@@ -187,7 +187,6 @@ def _progress_and_summary() -> Iterator[tuple[Callable[[int, int, str], None], T
 
 
 def _reasons(skipped: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield a line for each reason, with up to `MAX_PATHS` paths."""
     by_reason: dict[str, list[str]] = {}
     for path, reason in skipped:
         by_reason.setdefault(reason, []).append(str(path))

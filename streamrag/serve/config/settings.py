@@ -187,8 +187,6 @@ class ObserveSettings(Checked):
 
 
 class Settings(Checked):
-    """The settings of all sections."""
-
     source: SourceSettings = SourceSettings()
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()

@@ -257,7 +257,6 @@ def _key(scope: Scope) -> bytes:
 
 
 def _split(url: str) -> SplitResult:
-    """Return the parts of a URL, all of them empty if it is invalid."""
     try:
         return urlsplit(url)
     except ValueError:  # invalid IPv6 brackets

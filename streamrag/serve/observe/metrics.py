@@ -138,7 +138,6 @@ class Metrics(Observer):
         self.refusals.labels(interface, why, *self._client(client)).inc()
 
     def _count_work(self, record: RequestRecord) -> None:
-        """Add the engine's record of an answered query to the counters."""
         for field, counter in self.work.items():
             counter.inc(getattr(record, field))
         for preemption in record.preemptions:

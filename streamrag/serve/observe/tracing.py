@@ -58,8 +58,6 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 @dataclass(slots=True)
 class _Traced:
-    """An open query and its spans."""
-
     query: ServedQuery
     span: Span
     before: Context  # the context that was current before the query

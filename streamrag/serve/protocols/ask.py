@@ -51,13 +51,10 @@ class QueryRequest(StrictModel):
 
 
 class AskRequest(QueryRequest):
-    """A question with its options."""
-
     question: str
 
 
 def routes(service: Service) -> list[Route]:
-    """Return `POST /v1/ask`."""
     async def ask(request: Request) -> Response:
         body = await read_body(request, AskRequest)
         options = body.query_options(service)

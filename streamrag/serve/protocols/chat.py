@@ -31,15 +31,11 @@ Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Message(BaseModel):
-    """A message of a conversation."""
-
     role: str
     content: Any = None
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream."""
-
     include_usage: bool = False
 
 
@@ -79,8 +75,7 @@ class ChatRequest(BaseModel):
     tool_choice: Any = None
 
     def params(self, default: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters: those of the request, else `default`. Raises RequestError for invalid ones.
-        """
+        """Return the request's sampling parameters, `default`'s where it has none, as `sampling` does."""
         fields = self.model_dump(include=SAMPLING)
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = self.max_completion_tokens

@@ -48,8 +48,6 @@ class OpenLine(QueryRequest):
 
 
 class FinishLine(StrictModel):
-    """The end of the context."""
-
     type: Literal["finish"]
 
 
@@ -59,7 +57,6 @@ _CODEC = LineCodec[Line](Line, "type")
 
 
 def routes(service: Service) -> list[Route]:
-    """Return `POST /v1/streams`."""
     async def streams(request: Request) -> Response:
         body = StreamBody(request.receive, service)
         caller = request.scope[CALLER]
@@ -148,9 +145,7 @@ class StreamBody:
                 self._put(error, 0)
 
     async def _read_lines(self) -> None:
-        """Read and queue lines until `finish`, the body's end or a disconnect. Raises RequestError if one is late or
-        bad.
-        """
+        """Queue lines until `finish`, the body's end or a disconnect. Raises RequestError if one is bad."""
         unread = bytearray()
         while not self._is_finished:
             limits = self._limits
@@ -219,8 +214,7 @@ class StreamBody:
         await self._has_room.wait()
 
     def _take(self, line: bytes) -> None:
-        """Parse and queue one line. Raises RequestError if it is invalid, and unless exactly the first is of type open.
-        """
+        """Parse and queue a line. Raises RequestError unless exactly the first one is of type open."""
         if len(line) > self._limits.max_frame_bytes:
             raise bad_line(self._num_lines, "it is too long", status=413)
         parsed = parse_line(line, self._num_lines)

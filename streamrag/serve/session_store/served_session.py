@@ -25,8 +25,6 @@ UPDATE_GAP_S = 0.25  # minimum seconds between two `data_updated` events, becaus
 
 @dataclass(frozen=True, slots=True)
 class SessionEvent:
-    """An event of a session."""
-
     id: int
     name: str
     """"flash_ready": a watched answer changed; "flash_failed": it could not be computed; "data_updated": the version
@@ -43,8 +41,6 @@ class SessionEvent:
 
 @dataclass(eq=False)
 class ServedSession:
-    """A session of one client."""
-
     id: str
     client: str
     session: Session
@@ -95,9 +91,7 @@ class ServedSession:
         self.was_used = True
 
     def is_idle(self, limits: Limits) -> bool:
-        """Whether the session was unused for too long: longer with readers, shorter if never used, never with
-        questions.
-        """
+        """Whether the session was unused for its timeout, which depends on its readers and on earlier use."""
         if self.num_users:
             return False
         idle_s = limits.session_idle_s if self.was_used else min(limits.session_idle_s, limits.session_unused_s)

@@ -53,9 +53,7 @@ class SessionFolder:
         return self._path / f"{id}.sqlite"
 
     def sessions(self) -> Iterator[tuple[str, SessionHeader, float]]:
-        """Yield id, log header and seconds since the last use of each session. Unreadable logs are logged, empty ones
-        removed.
-        """
+        """Yield id, log header and seconds since the last use. Unreadable logs are logged, empty ones removed."""
         for path in sorted(self._path.iterdir()):
             match = _LOG_NAME.fullmatch(path.name)
             if match is None:

@@ -57,9 +57,7 @@ class Crawl:
         self._near_duplicates = NearDuplicates()
 
     def begin(self, urls: Iterable[str], *, may_be_unsafe: bool = False) -> Iterator[Skipped]:
-        """Launch the start URLs and their hosts' sitemaps; yield those without a place. Unless `may_be_unsafe`, unsafe
-        ones raise later.
-        """
+        """Launch start URLs and sitemaps; yield URLs without a place. Unsafe ones raise unless they `may_be_unsafe`."""
         self._may_be_unsafe = may_be_unsafe
         for url in urls:
             if refusal := self._frontier.refusal(url):
@@ -208,9 +206,7 @@ class Crawl:
         visit.add_done_callback(self._finished.put_nowait)
 
     async def _visit(self, target: Target) -> Any:
-        """Read the page, or the host's sitemaps for a third of the crawl's time; count errors that speak against the
-        host.
-        """
+        """Read the page, or the host's sitemaps for a third of the time. Costly errors count against the host."""
         try:
             if not target.is_sitemaps:
                 return await self._reader.read(target.url, partial(self._frontier.check_redirect, target))

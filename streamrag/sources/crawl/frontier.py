@@ -15,8 +15,6 @@ MAX_DISALLOWED = 100  # pages disallowed by robots.txt that do not count towards
 
 
 class Target(NamedTuple):
-    """A URL to visit."""
-
     url: str
     depth: int  # number of links from a start URL, which has 0
     is_sitemaps: bool = False  # whether the target is not a page, but the sitemaps of the host with the origin `url`
@@ -125,7 +123,6 @@ class Frontier:
         return is_inside and self.num_costly[host] < MAX_COSTLY_PAGES and not self._has_enough(url)
 
     def _has_enough(self, url: str) -> bool:
-        """Whether the host of `url` has used up its `max_pages_per_host`."""
         limit = self._options.max_pages_per_host
         return limit is not None and self._num_launched[urlsplit(url).netloc] >= limit
 

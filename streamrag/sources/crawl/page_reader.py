@@ -105,8 +105,7 @@ class PageReader:
         return await self._clean(page.url, page.kind, page.charset, page.body)
 
     async def named_sitemaps(self, origin: str) -> Sequence[str]:
-        """Return the sitemaps that a host's robots.txt lists (none if it is ignored), and set the host's crawl delay.
-        """
+        """Return the sitemaps that robots.txt lists, none if it is ignored. Sets the host's crawl delay."""
         if not self._robots:
             return ()
         rules = await self._robots.rules(origin + "/", self._fetcher)
@@ -114,9 +113,7 @@ class PageReader:
         return rules.sitemaps
 
     async def read_sitemap(self, url: str) -> SitemapAnswer:
-        """Read the sitemap at `url`, without redirects to other hosts; return the worker's answer. Raises as `read`
-        does.
-        """
+        """Return a worker's answer for the sitemap at `url`, never on another host. Raises as `read` does."""
 
         def check(redirected_to: str) -> None:
             if urlsplit(redirected_to).netloc != urlsplit(url).netloc:
@@ -128,9 +125,7 @@ class PageReader:
         return answer, self.options.max_body_bytes if page.is_cut else None
 
     async def _check_robots(self, url: str) -> None:
-        """Set the host's crawl delay, and raise DisallowedError if robots.txt disallows `url`; nothing if it is
-        ignored.
-        """
+        """Set the host's crawl delay. Raises DisallowedError if robots.txt, unless ignored, disallows `url`."""
         if self._robots:
             rules = await self._robots.check(url, self._fetcher)
             self._turns.set_delay(url, rules.delay_s)

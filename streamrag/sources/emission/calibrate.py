@@ -44,8 +44,6 @@ def stages_left(hint: Hint | None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """A result after a stage."""
-
     at_s: float
     left: int
     places: tuple[Place, ...]
@@ -147,8 +145,7 @@ class _Counts:
 
 
 def _is_same(what: What, length: int, places: tuple[Place, ...], others: tuple[Place, ...]) -> bool:
-    """Whether two results agree: in their first `length` passages ("prefix"), all in order ("order"), or all ("set").
-    """
+    """Whether the first `length` passages ("prefix"), all in order ("order"), or all ("set") are the same."""
     if what == "prefix":
         return places[:length] == others[:length]
     return places == others if what == "order" else set(places) == set(others)

@@ -118,7 +118,6 @@ class SelectiveUpdates(HoldingSource):
         return float(others)
 
     def _num_tokens(self, chunks: Iterable[Chunk]) -> tuple[int, ...]:
-        """Return the number of tokens of each passage, at least 0."""
         return tuple(max(self._count_tokens(chunk), 0) for chunk in chunks)
 
 
@@ -197,7 +196,6 @@ class _WorthwhileUpdates(HeldUpdates):
         return self._sent != self._context or bool(self._owes_update)
 
     def _now_s(self) -> float:
-        """Return the seconds since this retrieval began."""
         return self._owner._clock() - self._began_s
 
     def _enter_stage(self, hint: Hint | None) -> None:

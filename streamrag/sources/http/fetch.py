@@ -247,14 +247,12 @@ class Fetcher:
         return min(self.max_body_bytes, rules.max_bytes or self.max_body_bytes)
 
     def _cut(self, body: bytes, rules: ContentRules) -> tuple[bytes, bool]:
-        """Return the first bytes of a too large body, and True; raise UnusablePageError unless the rules are lenient.
-        """
+        """Return the body truncated, and True. Raises UnusablePageError unless the rules are lenient."""
         if not rules.is_lenient:
             raise UnusablePageError(f"it is larger than max_body_bytes={self.max_body_bytes}")
         return body[: self._max_bytes(rules)], True
 
     def _check_crawl_bytes(self) -> None:
-        """Raise OwnLimitError if the crawl has read more than `max_crawl_bytes`."""
         if self.max_crawl_bytes is not None and self._num_bytes > self.max_crawl_bytes:
             raise OwnLimitError(f"the crawl has reached max_crawl_bytes={self.max_crawl_bytes}")
 
@@ -274,8 +272,7 @@ def _decompress(decompressor: "zlib._Decompress", raw: bytes) -> Iterable[bytes]
 
 
 def _kind(fields: Mapping[str, str], rules: ContentRules) -> Kind:
-    """Return the kind of a response by its media type (by default HTML); raise UnusablePageError if the rules lack it.
-    """
+    """Return the kind of a media type, HTML by default. Raises UnusablePageError if the rules lack it."""
     if rules.kinds is None:
         return "text"
     media_type = fields.get("content-type", "text/html").partition(";")[0].strip().lower()

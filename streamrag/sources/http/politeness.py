@@ -32,8 +32,6 @@ MAX_HOSTS = 1000  # hosts to remember while no crawl uses them
 
 
 class Host:
-    """The limits of one host."""
-
     def __init__(self, num_places: int) -> None:
         self.delays_s: dict[str, float] = {}
         """Seconds between two requests, from the robots.txt of each scheme; the longest applies."""
@@ -119,8 +117,7 @@ class CrawlTurns:
         delays_s[parts.scheme] = delay_s
 
     async def ask(self, url: str, send: Callable[[], Awaitable[T]]) -> T:
-        """Call `send` when it is the turn of `url`, up to `MAX_ATTEMPTS` times while the host is busy; return the
-        result.
+        """Call `send` at the turn of `url`, up to `MAX_ATTEMPTS` times while the host is busy; return the result.
 
         :raises PutOffError: the host's next permitted time is after the crawl's deadline.
         """

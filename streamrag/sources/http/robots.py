@@ -61,8 +61,6 @@ OTHER_ROBOT = "user-agent: -"
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of one host."""
-
     parser: "Protego | None" = None  # None allows all pages
     num_bytes: int = 0
     delay_s: float = 0.0
@@ -152,6 +150,7 @@ class Robots:
 
     def _evict(self) -> None:
         """Forget the least recently used hosts, except where a request runs, until the rest takes `MAX_BYTES`."""
+
         def num_bytes(entry: _Entry) -> int:
             return 1024 + (entry.result.num_bytes if isinstance(entry.result, Rules) else 0)
 

@@ -126,8 +126,7 @@ class _Change:
     def with_documents(
         self, documents: dict[Path, list[Path]], roots: list[Path], unfinished: Path
     ) -> Iterator[StoredPassage]:
-        """Yield the old passages that stay, then those of `documents` (by base folder), through a file in `unfinished`.
-        """
+        """Yield the old passages that stay, then those of `documents`, which are grouped by base folder."""
         uris: set[str] = set()
         with (unfinished / ADDED).open("w", encoding="utf-8") as file:
             for base, files in documents.items():

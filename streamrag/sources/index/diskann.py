@@ -43,8 +43,6 @@ VECTORS_HEADER = struct.Struct("<II")
 
 
 class DiskAnnSearcher(IndexSearcher):
-    """A searcher of DiskANN's graph."""
-
     def _open_index(self) -> Any:
         import diskannpy
 

@@ -161,8 +161,7 @@ def read_document(path: Path, folder: Path) -> Document:
 
 
 def _decode(body: bytes) -> str:
-    """Decode UTF-8, or UTF-16 with a byte order mark, and unify line ends; raise UnusableDocumentError for other bytes.
-    """
+    """Decode UTF-8, or UTF-16 with a mark, with uniform line ends. Raises UnusableDocumentError for others."""
     try:
         text = body.decode("utf-16" if body.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
     except UnicodeDecodeError as error:

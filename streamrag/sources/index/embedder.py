@@ -154,9 +154,7 @@ class Embedder:
         return vector
 
     def _units(self, texts: list[str], encode: Callable[[list[str]], Any]) -> "Vectors":
-        """Return the texts' vectors as rows of length 1; raise ConfigurationError if `encode` fails or gives no such
-        rows.
-        """
+        """Return vectors of length 1. Raises ConfigurationError if `encode` fails or gives no such vectors."""
         import numpy as np
 
         texts = [without_lone_surrogates(text) for text in texts]  # tokenizers reject them

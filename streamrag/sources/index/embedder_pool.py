@@ -59,8 +59,6 @@ class EmbedderPool:
 
 @dataclass
 class EmbedderHandler(JobHandler):
-    """A handler of the pool's jobs."""
-
     location: str
     embedder: str
     num_threads: int

@@ -31,8 +31,6 @@ BYTES_PER_LIST, SPARE_BYTES = 256, 64 << 20
 
 
 class FaissSearcher(IndexSearcher):
-    """A searcher of faiss's inverted lists."""
-
     def _open_index(self) -> tuple[Any, Callable[[bytes], tuple[Any, Any, Any]]]:
         """Return faiss's index, and a cached function that ranks its lists for a query vector."""
         import numpy as np

@@ -164,8 +164,6 @@ class KeywordIndex:
 
 @dataclass
 class KeywordSearcher(JobHandler):
-    """A handler of keyword search jobs."""
-
     folder: str
     manifest_sha256: str
     num_passages: int

@@ -42,7 +42,6 @@ def words_of(paragraph: str) -> list[str]:
 
 
 def triples_of(words: list[str]) -> set[str]:
-    """Return the distinct runs of three consecutive words."""
     return {" ".join(words[i : i + 3]) for i in range(len(words) - 2)}
 
 

@@ -155,7 +155,6 @@ class PageCleaner:
         return content
 
     def _read(self, job: dict[str, Any], body: bytes) -> PageContent:
-        """Convert the page to text by its kind. The browser fetches a page of kind "browser" first."""
         url, kind = job["url"], job["kind"]
         if kind == "text":
             return PageContent(url, "", decode(body, job["charset"])[: MAX_CONTENT_CHARS + 1], {}, False)

@@ -23,8 +23,6 @@ SENTENCE_END = (".", "!", "?", ":", "。", "！", "？")
 
 
 class PdfText(NamedTuple):
-    """Title and text of a PDF."""
-
     title: str
     text: str  # paragraphs, separated by empty lines
     is_cut: bool  # whether the text is incomplete

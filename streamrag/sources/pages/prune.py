@@ -33,8 +33,6 @@ NO_PAGE = re.compile(
 
 
 class PrunedPage(NamedTuple):
-    """The content of a page."""
-
     html: str
     links: dict[str, str]  # link texts by URL, for the whole page; links in the content come first
     is_cut: bool  # whether the page was truncated

@@ -149,8 +149,7 @@ class Rows:
         """Truncated passages, by uri and passage, and whether they have been reported."""
 
     def nearest(self, rows: Iterable[Row]) -> tuple[Chunk, ...]:
-        """Return chunks, best first, without rows of undefined distance. Equal scores are ordered by uri and passage.
-        """
+        """Return chunks of defined distance, best first. Equal scores are ordered by uri and passage."""
         valid = (row for row in rows if row[4] is not None and isfinite(row[4]))  # vectors of zeros have no direction
         chunks = [self._chunk(row, 1 - row[4] if self._metric == "cosine" else -row[4]) for row in valid]
         return tuple(sorted(chunks, key=lambda chunk: (-(chunk.score or 0.0), chunk.uri, chunk.passage)))
@@ -179,8 +178,7 @@ class Rows:
 
 
 def _filter(where: Mapping[str, Any]) -> tuple[list[sql.Composed], list[Any]]:
-    """Return the conditions of a filter and their values; raise ConfigurationError for a key that is no column's name.
-    """
+    """Return the conditions and values of a filter. Raises ConfigurationError for an invalid column."""
     tests, values = [], []
     for column, value in where.items():
         if not isinstance(column, str) or not column or "\0" in column:

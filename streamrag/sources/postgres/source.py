@@ -192,9 +192,7 @@ class PgVectorSource:
         )
 
     async def _inspect(self) -> "tuple[PassageTable, Search, int, Mapping[int, int]]":
-        """Return the table, its search, and its estimated number of rows, in total and by dimension, or raise as
-        `start` does.
-        """
+        """Return the table, its search, and its estimated rows, in total and by dimension. Raises as `start`."""
         import psycopg
 
         from streamrag.sources.postgres.query import Search
@@ -317,9 +315,7 @@ async def _words_before_embedding(words: "asyncio.Task[list[Row]]", embedding: "
 
 
 def _changes(rows: "Rows", best: tuple[Chunk, ...], before: tuple[Chunk, ...], num_left: int) -> list[SourceEvent]:
-    """Return the events of a stage: newly truncated passages, and an update if the passages or their order have
-    changed.
-    """
+    """Return a stage's events: new truncations, and an update if the passages or their order changed."""
     events: list[SourceEvent] = [*rows.newly_cut()]
     old, new = ([(chunk.uri, chunk.passage, chunk.text) for chunk in chunks] for chunks in (before, best))
     if new != old:

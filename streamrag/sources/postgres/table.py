@@ -40,7 +40,7 @@ def identifier(*parts: str) -> sql.Identifier:
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """The approximate index of a table."""
+    """An approximate index of a table, whose search a setting widens."""
 
     setting: str
     """The setting that widens its search: `hnsw.ef_search` or `ivfflat.probes`."""
@@ -219,8 +219,6 @@ class _Record(BaseModel):
 
 
 class _Comment(BaseModel):
-    """The comment of a table, as JSON."""
-
     streamrag: _Record
 
 

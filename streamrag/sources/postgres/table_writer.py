@@ -120,8 +120,7 @@ class TableWriter:
             )
 
     async def add(self, pool: EmbedderPool, uri: str, title: str, passages: Mapping[int, str]) -> None:
-        """Queue the changed passages of a document for writing, and surplus ones for removal. A full batch is written.
-        """
+        """Queue a document's changed passages for writing, and surplus ones for removal; write a full batch."""
         query = sql.SQL("SELECT passage, digest FROM {} WHERE uri = %s").format(self._name_beside_values)
         existing: dict[int, str] = dict(await (await self._connection.execute(query, [uri])).fetchall())
         for passage, text in passages.items():
@@ -156,9 +155,7 @@ class TableWriter:
         self.num_removed += (await self._connection.execute(query, [uris])).rowcount
 
     async def make_indexes(self) -> None:
-        """Create the missing indexes, none of vectors over 2,000 dimensions, and analyze the table. Faster than growing
-        them.
-        """
+        """Create missing indexes, none of vectors over 2,000 dimensions, and analyze the table."""
         ((has_vectors, has_words),) = await fetch(self._connection, _HAS_INDEXES, self._quoted)
         self._report(0, 2, "indexing")
         if not has_words:

@@ -162,9 +162,7 @@ class HybridSource:
         self._opened = _Opened(manifest.num_passages, keywords, reranker, parts)
 
     def _check(self) -> tuple[Manifest, str, RerankerPlace | None]:
-        """Check the index and the packages; return the manifest, its SHA-256, and the reranker's place, if there is
-        one.
-        """
+        """Check the index and packages; return the manifest, its SHA-256, and the reranker's place, if any."""
         manifest, manifest_sha256 = check_index(self._folder)
         require_package("snowballstemmer")
         if KEYWORDS not in manifest.files:
@@ -204,9 +202,7 @@ class HybridSource:
             yield CutShort("; ".join(failures.missing))
 
     async def _passages(self, opened: _Opened, query: str, failures: Failures) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the updates of the keyword search, the vector search and the reranker, in turn; raise if none found
-        anything.
-        """
+        """Yield the updates of keywords, vectors and reranker. Raises if parts failed and none found anything."""
         refinement = Refinement(self._k)
         num_batches = ceil(min(self._candidates, opened.num_passages) / self._batch_size) if opened.reranker else 0
         queue: _Events = asyncio.Queue(MAX_WAITING_EVENTS)
@@ -267,8 +263,7 @@ class HybridSource:
                 yield Update(refinement.best, self._hint(0, began_s, len(batches) - number - 1))
 
     def _hint(self, num_stages: int | None, began_s: float, num_batches: int) -> Hint:
-        """Return the number of remaining steps, if it is known, and how long they take by the means of recent queries.
-        """
+        """Return the remaining steps, None if unknown, and their duration by recent queries."""
         num_chunks = None if num_stages is None else num_stages + num_batches
         search_s = max(0.0, self._search_duration.mean_s - (loop_time() - began_s)) if num_stages != 0 else 0.0
         batches_s = num_batches * self._batch_duration.mean_s if num_batches else 0.0

@@ -26,8 +26,6 @@ NumPassages = Annotated[Count, Field(le=1 << 16)]
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A passage that a stage found."""
-
     distance: float
     """Squared distance to the query."""
     number: int
@@ -59,9 +57,7 @@ class IndexSource(ABC):
         """Return the options of each stage's job."""
 
     def _job(self, stage: Mapping[str, Any], best: Sequence[Hit], k: int) -> Mapping[str, Any]:
-        """Return the options of a stage's job, which may depend on the best passages so far; by default those of the
-        stage.
-        """
+        """Return the options of a stage's job, by default the stage's; they may depend on the results so far."""
         return stage
 
     @abstractmethod

@@ -186,8 +186,6 @@ _KINDS: dict[str, Callable[[str, str], ScorePassages]] = {
 
 @dataclass
 class RerankerHandler(JobHandler):
-    """A handler of the pool's jobs."""
-
     kind: str
     location: str
     reranker: str
@@ -198,7 +196,7 @@ class RerankerHandler(JobHandler):
         return self.score("What is this?", ["This is a passage.", "And another one."])
 
     def score(self, query: str, texts: list[str]) -> dict[str, Any]:
-        """Return a score for each text."""
+        """Return a finite score for each text, larger for better; raise ConfigurationError for anything else."""
         score = self._score
         try:
             values = score(without_lone_surrogates(query), [without_lone_surrogates(text) for text in texts])

@@ -75,7 +75,7 @@ class FairQueue(Generic[T]):
         self._is_closed = False
 
     def put(self, item: T) -> None:
-        """Add a free item."""
+        """Add a free item, which a waiting job gets at once."""
         self._free.append(item)
         self._serve()
 

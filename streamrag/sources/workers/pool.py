@@ -205,9 +205,7 @@ class WorkerPool:
         ask: Callable[[], Awaitable[dict[str, Any]]],
         timeout_s: float | None,
     ) -> dict[str, Any]:
-        """Return the answer of `ask`, or translate its error. Frees the slot, with a new worker if the old one is
-        unusable.
-        """
+        """Return the answer of `ask`, or translate its error. Replaces an unusable worker, and frees the slot."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await ask()

@@ -22,8 +22,6 @@ LongWindow: TypeAlias = Literal["first", "last"]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The distributions of a workload."""
-
     name: WorkloadName
     num_queries: int
     tokens: Marginal

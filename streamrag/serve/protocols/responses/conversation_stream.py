@@ -82,8 +82,7 @@ class ConversationStream:
         yield answered
 
     async def _prompts(self) -> AsyncGenerator[Prompt, None]:
-        """Yield the newest conversation when its prompt changes, up to the complete one; report each to the observers.
-        """
+        """Yield the newest prompt whenever it has changed, and report it; the complete one is the last."""
         sent: tuple[int, ...] = ()
         is_complete = False
         while not is_complete:

@@ -163,7 +163,6 @@ class ResponseEncoder:
         return {"output_index": len(self.response["output"]) - 1, "item_id": self._message["id"], "content_index": 0}
 
     def _part(self) -> dict[str, Any]:
-        """Return the message's text so far, with its citations, as a content part."""
         return {"type": "output_text", "text": self._text, "annotations": list(self._annotations), "logprobs": []}
 
     def _event(self, kind: str, **values: Any) -> ServerEvent:

@@ -69,9 +69,7 @@ class ResponseSocket(Frames):
             self.states.forget(self.caller.client, self)
 
     def _stream(self, stream_id: str | None, tasks: TaskGroup) -> "SocketStream":
-        """Return the stream of this id; start a new one, in place of an idle one at the limit. Raises RequestError if
-        none is.
-        """
+        """Return the stream of this id, started if new. An idle one ends for it; without one, it is refused."""
         if stream_id in self._streams:
             return self._streams[stream_id]
         most = self.service.limits.max_queries_per_client
@@ -161,8 +159,7 @@ class SocketStream:
                 return None
 
     async def _prepare(self, response: ResponseRun, stream: ConversationStream) -> None:
-        """Set the conversation so far, and complete the response without an answer. Later errors are sent, not raised.
-        """
+        """Set the conversation, and complete a response without an answer. Later errors are only sent."""
         is_first = stream.is_empty
         try:
             prompt = await stream.extend(response.request.conversation, is_complete=False)

@@ -48,7 +48,6 @@ class StateStore:
 
     @property
     def num_states(self) -> int:
-        """Number of stored states."""
         return len(self._states)
 
     @property
@@ -83,9 +82,7 @@ class StateStore:
         raise RequestError(message, status=404, code="response_not_found")
 
     def previous(self, id: str | None, client: str, connection: object = None) -> State | None:
-        """Return the state that a request continues; None if it names none. Raises RequestError if the named one is
-        missing.
-        """
+        """Return the state that a request names, None if it names none. Raises RequestError if it is gone."""
         try:
             return None if id is None else self.get(id, client, connection)
         except RequestError as error:

@@ -80,9 +80,7 @@ class _Handlers:
         self._store = SessionStore(service)
 
     async def _find(self, request: Request, *, starts: bool = True) -> ServedSession:
-        """Return the client's session, which counts as used now; resume it if `starts`. Raises RequestError without
-        one.
-        """
+        """Return the client's session, used now, and resumed if `starts`. Raises RequestError without one."""
         return await self._store.find(request.path_params["id"], request.scope[CALLER].client, starts=starts)
 
     async def open(self, request: Request) -> Response:
