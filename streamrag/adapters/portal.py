@@ -24,11 +24,9 @@ from streamrag.support.clock import monotonic
 from streamrag.support.messages import short_repr
 from streamrag.support.tasks import run_shielded
 
-LOOK_S = 1.0
-"""Seconds between checks whether the other event loop still runs: there is no notification of its end."""
+LOOK_S = 1.0  # seconds between checks whether the other event loop still runs: there is no notification of its end
 
-BLOCKED_S = 30.0
-"""Seconds without an iteration after which a loop counts as blocked, perhaps by a wait for this call."""
+BLOCKED_S = 30.0  # seconds without an iteration after which a loop counts as blocked, perhaps by a wait for this call
 
 BLOCKED = (
     "the event loop that it was started in has been blocked for {:.0f} s, perhaps by a wait for this call, as in "

@@ -15,8 +15,7 @@ from streamrag.support.tasks import CANCEL_AGAIN_S, LET_GO_S, end_or_leave
 END_S = LET_GO_S + CANCEL_AGAIN_S
 """Time limit for a task to stop. It exceeds the limits after which tasks abandon foreign code."""
 
-EXIT_S = 10.0
-"""Maximum seconds that an exiting program waits for a loop that was never closed."""
+EXIT_S = 10.0  # maximum seconds that an exiting program waits for a loop that was never closed
 
 CLOSED = (
     "it has been closed, or the event loop that it was started in has ended or is blocked: create a new one, or keep "

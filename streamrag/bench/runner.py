@@ -20,8 +20,7 @@ from streamrag.bench.store import CellStore, cell_key
 from streamrag.errors import StreamRagError
 from streamrag.support.parent_death import end_with_parent
 
-MIN_GAP_S = 0.1
-"""Minimum seconds between two progress reports of a cell."""
+MIN_GAP_S = 0.1  # minimum seconds between two progress reports of a cell
 PATIENCE_S = 10.0
 """Seconds for an interrupted cell to shut down, before it is killed; a real engine has to stop its own processes."""
 PARENT = "STREAMRAG_PARENT"

@@ -36,10 +36,8 @@ from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.errors import ConfigurationError
 from streamrag.trace.values import Trace, TracedQuery
 
-HOST_KV_BYTES = 128 << 30
-"""Default host memory for KV per worker: a quarter of the 512 GiB per device of a usual node."""
-MAX_BLOCKS = 4_000_000
-"""Most KV blocks to simulate; each takes some 200 bytes of memory."""
+HOST_KV_BYTES = 128 << 30  # default host memory for KV per worker: a quarter of the 512 GiB per device of a usual node
+MAX_BLOCKS = 4_000_000  # most KV blocks to simulate; each takes some 200 bytes of memory
 
 
 def run_cell(

@@ -17,8 +17,7 @@ from streamrag.errors import ConfigurationError
 
 T = TypeVar("T")
 
-MOST_TURNS_AT_ONE_TIME = 200_000
-"""Iterations of the loop at one point in time, after which we report a busy loop."""
+MOST_TURNS_AT_ONE_TIME = 200_000  # iterations of the loop at one point in time, after which we report a busy loop
 
 
 class DeadlockError(RuntimeError):

@@ -16,8 +16,7 @@ from rich.text import Text
 from streamrag.errors import StreamRagError
 from streamrag.support.display_text import json_text, one_line, sanitize
 
-MIN_NAMES_WIDTH = 14
-"""Minimum width of a table's first column, in characters."""
+MIN_NAMES_WIDTH = 14  # minimum width of a table's first column, in characters
 MAX_WIDTH = 10_000
 
 

@@ -36,8 +36,7 @@ examples:
 KEY = "STREAMRAG_API_KEY"
 """Environment variable with the API key."""
 TIMEOUT_S = 5.0
-NARROW = 100
-"""Width in columns below which less of each query is shown."""
+NARROW = 100  # width in columns below which less of each query is shown
 
 STYLES = {"queued": "yellow", "retrieving": "cyan", "prefilling": "magenta", "answering": "green", "answered": "green"}
 

@@ -13,14 +13,10 @@ from typing import Protocol
 from streamrag.core import Chunk
 from streamrag.modes.bounds import CHARACTERS_PER_TOKEN
 
-PAGE_SHARE = 1 / 3
-"""Most of the budget that one arriving chunk may take, to leave room for later ones."""
-MIN_PAGE_TOKENS = 512
-"""Least tokens to which a chunk is shortened while there is room: fewer rarely answer a question."""
-MIN_LATE_TOKENS = 64
-"""Least room for another late chunk."""
-NUM_TRIES = 8
-"""Attempts to shorten a chunk: each one improves the estimate of tokens per character."""
+PAGE_SHARE = 1 / 3  # most of the budget that one arriving chunk may take, to leave room for later ones
+MIN_PAGE_TOKENS = 512  # least tokens to which a chunk is shortened while there is room: fewer rarely answer a question
+MIN_LATE_TOKENS = 64  # least room for another late chunk
+NUM_TRIES = 8  # attempts to shorten a chunk: each one improves the estimate of tokens per character
 
 
 class RelevanceJudge(Protocol):

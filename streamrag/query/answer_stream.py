@@ -17,8 +17,7 @@ from streamrag.errors import StreamRagError
 from streamrag.support.tasks import wait_shielded
 from streamrag.telemetry import Answer, Answered, QueryEvent, TokensGenerated
 
-MAX_UNREAD_EVENTS = 4096
-"""Unread events after which a query waits for its caller (backpressure)."""
+MAX_UNREAD_EVENTS = 4096  # unread events after which a query waits for its caller (backpressure)
 
 STOPPED = "there is no result: the query was stopped before its end"
 

@@ -16,8 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 from streamrag.core import Chunk
 
-NUM_LETTERS = 5
-"""First letters by which words are compared, so that "cancelled" and "cancelling" are equal."""
+NUM_LETTERS = 5  # first letters by which words are compared, so that "cancelled" and "cancelling" are equal
 
 MIN_READ_CHARS = 200_000
 """Characters of a text that are scored, or twice as many as can be used if that is more: time must not grow with text
@@ -26,8 +25,7 @@ that cannot be used."""
 K1, B = 1.5, 0.75
 """BM25's usual weights of repeated words and of length."""
 
-TARGET_CHARS = 600
-"""A passage ends once it is this long: about what a question needs to be answered, with its context."""
+TARGET_CHARS = 600  # a passage ends once it is this long: about what a question needs to be answered, with its context
 
 MAX_BLOCK_CHARS = 2000
 MAX_HEADING_CHARS = 200

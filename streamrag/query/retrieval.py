@@ -17,8 +17,7 @@ from streamrag.errors import ConfigurationError, SourceError
 from streamrag.support.messages import is_number, is_whole, plain_text, short_repr, type_name
 from streamrag.support.tasks import cancel_and_wait, is_cancelled
 
-MAX_COUNT = (1 << 31) - 1
-"""The largest passage number that a trace can store."""
+MAX_COUNT = (1 << 31) - 1  # the largest passage number that a trace can store
 
 T = TypeVar("T")
 

@@ -12,11 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent, Update
 
-MAX_SECONDS = 1e9
-"""Thirty years; above it, a float cannot represent microseconds."""
+MAX_SECONDS = 1e9  # thirty years; above it, a float cannot represent microseconds
 MAX_COUNT = 1 << 31
-MAX_CHUNKS = 4096
-"""Maximum number of chunks in one update over HTTP."""
+MAX_CHUNKS = 4096  # maximum number of chunks in one update over HTTP
 
 Seconds: TypeAlias = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
 TraceCount: TypeAlias = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
@@ -134,8 +132,7 @@ def finite(score: float | None) -> float | None:
     return score if score is not None and isfinite(score) else None
 
 
-MAX_ERRORS = 1000
-"""Maximum number of errors to describe: pydantic describes either all of them or none."""
+MAX_ERRORS = 1000  # maximum number of errors to describe: pydantic describes either all of them or none
 
 
 def first_error(error: ValidationError, num_skipped: int = 0) -> tuple[str, str]:

@@ -25,8 +25,7 @@ VERSION = 1
 READER_KEYS = ("tokenizer", "text", "num_sessions", "notes")
 """Keys of a trace's provenance that the reader sets; values in the file are ignored."""
 
-MAX_NAMED = 5_000_000
-"""Maximum number of chunks in all updates of a trace; each takes some 200 bytes of memory."""
+MAX_NAMED = 5_000_000  # maximum number of chunks in all updates of a trace; each takes some 200 bytes of memory
 
 TextMode: TypeAlias = Literal["full", "hash"]
 """Record the texts of chunks ("full"), or only hashes and lengths ("hash")."""

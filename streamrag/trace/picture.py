@@ -16,8 +16,7 @@ from streamrag.trace.values import Trace
 BARS, LINE = "#8fb8de", "#35618e"
 MAX_BINS = 30
 NUM_QUERIES_SHOWN = 40
-WIDE = 50
-"""A distribution gets a logarithmic axis if it spans this factor, and a fifth of it above the median."""
+WIDE = 50  # a distribution gets a logarithmic axis if it spans this factor, and a fifth of it above the median
 
 PANELS = (
     ("tokens_per_query", "Size of a query's final context", "tokens"),

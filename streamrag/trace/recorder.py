@@ -22,8 +22,7 @@ from streamrag.trace.values import RetrievalOutcome, TracedAppend, TracedChunk, 
 from streamrag.trace.write import SessionEncoder, chunk_key, clean, make_header, seconds
 from streamrag.trace.writer_thread import WriterThread
 
-MAX_BEHIND = 256
-"""Maximum number of queued events; with more, retrieval waits for the disk (backpressure)."""
+MAX_BEHIND = 256  # maximum number of queued events; with more, retrieval waits for the disk (backpressure)
 
 CountTokens: TypeAlias = Callable[[Sequence[tuple[int, Chunk]]], Awaitable[Sequence[int]]]
 """Counts the tokens of chunks as formatted in the prompt. Each comes with its number in the prompt, from 1."""

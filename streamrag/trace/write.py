@@ -30,8 +30,7 @@ from streamrag.trace.lines import (
 )
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedSkip, chunks_of
 
-KEY_BYTES = 12
-"""Bytes of a chunk's hash: large enough to exclude collisions."""
+KEY_BYTES = 12  # bytes of a chunk's hash: large enough to exclude collisions
 
 clean = without_lone_surrogates
 

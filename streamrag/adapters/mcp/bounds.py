@@ -17,18 +17,12 @@ from pydantic import ValidationError
 
 from streamrag.adapters.mcp.relay import MAX_VALUES, has_too_many_values
 
-MAX_OPEN_REQUESTS = 64
-"""Maximum number of the server's open requests; it may not read our answers."""
-MAX_ASKED = 10_000
-"""Maximum number of our requests to remember; some are never answered."""
-MESSAGE_BYTES = 1 << 10
-"""Overhead that is counted for a message, in bytes: each creates a task."""
-JUNK_BYTES = 1 << 16
-"""Overhead that is counted for an invalid message, in bytes: each is logged."""
-BYTES_PER_S = 1 << 20
-"""Maximum rate of unsolicited bytes (leaky bucket)."""
-MIN_BURST_BYTES = 1 << 23
-"""Minimum burst of unsolicited bytes; the burst is at least two messages of maximum length."""
+MAX_OPEN_REQUESTS = 64  # maximum number of the server's open requests; it may not read our answers
+MAX_ASKED = 10_000  # maximum number of our requests to remember; some are never answered
+MESSAGE_BYTES = 1 << 10  # overhead that is counted for a message, in bytes: each creates a task
+JUNK_BYTES = 1 << 16  # overhead that is counted for an invalid message, in bytes: each is logged
+BYTES_PER_S = 1 << 20  # maximum rate of unsolicited bytes (leaky bucket)
+MIN_BURST_BYTES = 1 << 23  # minimum burst of unsolicited bytes; the burst is at least two messages of maximum length
 
 _BLANK_LINE = re.compile(rb"(?:\r\n|\r(?!\n)|\n)(?:\r\n|\r(?!\n)|\n)")
 

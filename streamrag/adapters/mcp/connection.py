@@ -33,8 +33,7 @@ from streamrag.support.display_text import excerpt
 from streamrag.support.tasks import wait_shielded
 
 ROOT = Path(relay.__file__).resolve().parents[3]
-MAX_PENDING = 1024
-"""Maximum number of changed resources that wait to be read."""
+MAX_PENDING = 1024  # maximum number of changed resources that wait to be read
 FAREWELL_S = 1.0
 
 T = TypeVar("T")

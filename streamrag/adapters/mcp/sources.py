@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
     from streamrag.adapters.mcp.connection import McpConnection
 
-MAX_TOOLS = 10_000
-"""Number of tools after which the search for a tool stops."""
-MAX_PAGES = 100
-"""Maximum number of pages of a server's list of tools."""
+MAX_TOOLS = 10_000  # number of tools after which the search for a tool stops
+MAX_PAGES = 100  # maximum number of pages of a server's list of tools
 
 
 class _McpSource:

@@ -22,8 +22,7 @@ StepProgress: TypeAlias = Callable[[str, int, int | None], None]
 """Called with the current step, the number of finished steps, and the number of all steps (None while unknown)."""
 
 NUM_BESIDE = 8
-MOST_TOGETHER = 16
-"""Maximum number of requests in a measured step."""
+MOST_TOGETHER = 16  # maximum number of requests in a measured step
 MAX_RECOMPUTE_CPU_S, MAX_RECOMPUTE_CUDA_S = 30.0, 90.0
 
 

@@ -22,16 +22,11 @@ FIRST_SIZE = 64
 NUM_REPEATS, NUM_REPEATS_SMALL = 3, 9
 SMALL = 1_024
 """Prompts of up to this many tokens are repeated more often, because noise is a larger share of their time."""
-NUM_TRIES = 5
-"""Attempts to have a prompt computed in the expected steps."""
-NUM_WAITS = 1_000
-"""Maximum number of 1 ms waits until the engine has reported all steps."""
-NUM_IDLE = 5
-"""Number of steps that only decode, as the reference for the others."""
-NUM_CONTEXT_BESIDE = 32
-"""Prompt tokens of each request in the running batch."""
-GROWTH = 3.0
-"""Assumed growth of the time when the tokens double: attention grows faster than linearly."""
+NUM_TRIES = 5  # attempts to have a prompt computed in the expected steps
+NUM_WAITS = 1_000  # maximum number of 1 ms waits until the engine has reported all steps
+NUM_IDLE = 5  # number of steps that only decode, as the reference for the others
+NUM_CONTEXT_BESIDE = 32  # prompt tokens of each request in the running batch
+GROWTH = 3.0  # assumed growth of the time when the tokens double: attention grows faster than linearly
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,7 @@ from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.errors import BackendError
 from streamrag.trace.values import TracedChunk
 
-NUM_IN_VOCABULARY = 512
-"""Upper bound of token ids; every model's vocabulary is larger."""
+NUM_IN_VOCABULARY = 512  # upper bound of token ids; every model's vocabulary is larger
 NUM_BLOCKER_TOKENS = 128
 HEAD_START_S = 0.002
 """Seconds between the blocker and the batch, so that the blocker's step has begun when the batch arrives."""
@@ -34,8 +33,7 @@ LONE_SIZES = (16, 100, 200)
 NUM_DECODES = 3
 NUM_PASSES = 3
 PASSES_S = 10.0
-NUM_TRIES = 4
-"""Attempts to have a batch in one step, which is harder on a fast engine; then the batch is left out."""
+NUM_TRIES = 4  # attempts to have a batch in one step, which is harder on a fast engine; then the batch is left out
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ ARM_COLOURS = {"no-streaming": "#000000", "warming": "#e69f00", "stock-sessions"
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 FLOOR: dict[str, Any] = {"color": GREY, "linestyle": (0, (2, 2)), "linewidth": 1.1}
 MAX_POINTS = 300
-MIN_S = 1e-4
-"""Shorter times are clipped to this, because a logarithmic axis has no zero."""
+MIN_S = 1e-4  # shorter times are clipped to this, because a logarithmic axis has no zero
 TIMES: tuple[tuple[str, Values], ...] = (
     ("ttft_after_retrieval_s", lambda d: d.ttft_after_retrieval_s),
     ("ttft_s", lambda d: d.ttft_s),

@@ -23,8 +23,7 @@ from streamrag.errors import ConfigurationError
 from streamrag.support.display_text import json_text
 from streamrag.support.files import write_atomic
 
-TABLE_WIDTH = 120
-"""Width of the table of figures without a terminal."""
+TABLE_WIDTH = 120  # width of the table of figures without a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

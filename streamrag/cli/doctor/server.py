@@ -17,12 +17,9 @@ from streamrag.support.clock import Clock
 
 WORDS = "amber basin cedar delta ember fjord grove haven inlet jetty kelp lagoon marsh north ocean pebble quay river"
 QUESTION = " Which of these words comes first? Answer:"
-MIN_SAVED = 0.1
-"""Minimum share of the time that warming must save; smaller differences are noise."""
-CHARACTERS_PER_TOKEN = 4
-"""Approximate; for servers without a tokenizer."""
-ROOM = 64
-"""Tokens reserved for the question and the answer, and the minimum length of a context."""
+MIN_SAVED = 0.1  # minimum share of the time that warming must save; smaller differences are noise
+CHARACTERS_PER_TOKEN = 4  # approximate; for servers without a tokenizer
+ROOM = 64  # tokens reserved for the question and the answer, and the minimum length of a context
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,7 @@ examples:
 """
 Tell: TypeAlias = Callable[[Sequence[str], Iterable[tuple[str, str]]], None]
 
-MAX_PATHS = 5
-"""Maximum number of files to name for each reason to skip files."""
+MAX_PATHS = 5  # maximum number of files to name for each reason to skip files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -32,15 +32,12 @@ from itertools import accumulate, pairwise
 from streamrag.engine.costs.step_profiles import StepProfile, recompute_s
 
 TIE_S = 1e-9
-MIN_GAIN_S = 0.002
-"""Least gain for which an update is sent, because tokenising and planning it takes time too."""
+MIN_GAIN_S = 0.002  # least gain for which an update is sent, because tokenising and planning it takes time too
 MAX_STEPS = 32
 """Most steps that are considered, to bound the time on the event loop; longer work is split into larger steps."""
-MAX_LENGTHS = 48
-"""Most lengths that are considered, including the whole context, to bound the time on the event loop."""
+MAX_LENGTHS = 48  # most lengths that are considered, including the whole context, to bound the time on the event loop
 UNKNOWN_S = 3600.0
-MAX_TOKENS = 1 << 17
-"""Tokens beyond this length are taken to cost nothing."""
+MAX_TOKENS = 1 << 17  # tokens beyond this length are taken to cost nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,9 @@ VERSION = 1
 MAX_STAGES = 64
 MAX_LENGTH = 64
 """Length of the longest prefix that is counted; beyond it, only the set of all passages and their order are."""
-MAX_STABLE = 8
-"""Largest number of stable stages; it stands for all larger ones."""
-MAX_NUM = 1_000_000
-"""Largest number of queries."""
-MAX_TIMES = 16
-"""Most example times of a stage."""
+MAX_STABLE = 8  # largest number of stable stages; it stands for all larger ones
+MAX_NUM = 1_000_000  # largest number of queries
+MAX_TIMES = 16  # most example times of a stage
 MAX_COUNTS = MAX_STAGES * (MAX_LENGTH + 2) * (MAX_STABLE + 1)
 MAX_VALUES = 8 * MAX_COUNTS + 6 * MAX_STAGES * MAX_TIMES
 What: TypeAlias = Literal["prefix", "order", "set"]

@@ -19,8 +19,7 @@ from streamrag.support.bounded_reading import read_bytes
 MIN_WORDS, MAX_WORDS = 5, 30
 """Least and most words of a sentence that is used as a query."""
 MAX_QUERY_CHARS = 2_000
-MAX_PASSAGE_CHARS = 20_000
-"""Characters of a passage's beginning from which a sentence is drawn."""
+MAX_PASSAGE_CHARS = 20_000  # characters of a passage's beginning from which a sentence is drawn
 Origin: TypeAlias = tuple[str, int]
 """A passage: the uri of its document and its number there."""
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n\s*\n")

@@ -21,10 +21,8 @@ from streamrag.support.clock import Clock, monotonic
 from streamrag.support.messages import is_number, short_repr
 from streamrag.support.validation import Count, NumberOrZero, validated
 
-CHARACTERS_PER_TOKEN = 4
-"""Average of English, with the tokenizers of current models."""
-NUM_HEADING_TOKENS = 20
-"""Tokens around a passage: its number, title and address."""
+CHARACTERS_PER_TOKEN = 4  # average of English, with the tokenizers of current models
+NUM_HEADING_TOKENS = 20  # tokens around a passage: its number, title and address
 LOOKS_PER_STAGE, MIN_WAIT_S = 8, 0.002
 """Number of times that held passages are reconsidered in each stage, and the least seconds between."""
 ROUNDING_S = 1e-6

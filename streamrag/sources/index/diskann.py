@@ -27,8 +27,7 @@ SEARCH_MEMORY_GB, BUILD_MEMORY_GB = 1.0, 2.0
 """Each searcher holds less than 1 GB of compressed vectors, lossless for 2.6 million passages of 384 dimensions."""
 NUM_DISKANN_THREADS = 2
 MAX_BEAM_WIDTH = 64
-NOISE = 1e-5
-"""Length of the noise that is added to each vector, and the most by which similarities change."""
+NOISE = 1e-5  # length of the noise that is added to each vector, and the most by which similarities change
 NO_CACHE = {"num_nodes_to_cache": 0, "cache_mechanism": 2}
 """Caching 1,000 nodes was measured to save under 0.2 ms of 1-5 ms; mechanism 1 takes 0.3 s to open."""
 BUILD_FILES = ("ann_vectors.bin", "ann_mem.index.data", "ann_sample_data.bin", "ann_sample_ids.bin")

@@ -40,10 +40,8 @@ SCHEMA = ("CREATE TABLE lengths(lengths BLOB)", "CREATE TABLE postings(term TEXT
 MAX_LENGTH, MAX_COUNT = (1 << 16) - 1, (1 << 8) - 1
 K1, B = 1.2, 0.75
 """Lucene's defaults of BM25: saturation of the term frequency, and normalisation by length."""
-MAX_VALUE_BYTES = 1_000_000_000
-"""SQLite's highest limit of the size of a value."""
-MAX_QUERY_TERMS = 256
-"""Number of a query's first terms that are searched: a query may be a whole book."""
+MAX_VALUE_BYTES = 1_000_000_000  # SQLite's highest limit of the size of a value
+MAX_QUERY_TERMS = 256  # number of a query's first terms that are searched: a query may be a whole book
 
 
 def new_stem() -> "Stem":

@@ -12,8 +12,7 @@ from streamrag.sources.workers.pool import Share, WorkerJobError, WorkerPool
 from streamrag.support.validation import Count
 
 NumWorkers = Annotated[Count, Field(le=32)]
-JOB_TIMEOUT_S = 300.0
-"""A query takes milliseconds, but a worker that replaced another loads its model first."""
+JOB_TIMEOUT_S = 300.0  # a query takes milliseconds, but a worker that replaced another loads its model first
 
 
 class JobHandler:

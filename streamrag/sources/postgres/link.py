@@ -16,10 +16,8 @@ from streamrag.support.tasks import cancel_and_wait, is_cancelled
 Connection: TypeAlias = psycopg.AsyncConnection[tuple[Any, ...]]
 SECRETS = {"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"}
 """Parts of a DSN that messages never show."""
-MAX_WAITING = 1_000
-"""Most searches that wait for a connection; further ones fail."""
-GRACE_S = 5.0
-"""Seconds beyond the statement timeout after which an unresponsive server counts as failed."""
+MAX_WAITING = 1_000  # most searches that wait for a connection; further ones fail
+GRACE_S = 5.0  # seconds beyond the statement timeout after which an unresponsive server counts as failed
 MAX_MESSAGE_CHARS = 500
 T = TypeVar("T")
 

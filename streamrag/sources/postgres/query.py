@@ -27,10 +27,8 @@ _SELECT = f"""
     FROM {{rows}} WHERE {{where}} ORDER BY {{order}} LIMIT {{k}}"""
 _TRUE = sql.SQL("true")
 
-NUM_SAMPLED_ROWS = 10_000
-"""Number of rows whose dimensions are counted."""
-MAX_QUERY_CHARS = 10_000
-"""Characters of a query whose words are searched."""
+NUM_SAMPLED_ROWS = 10_000  # number of rows whose dimensions are counted
+MAX_QUERY_CHARS = 10_000  # characters of a query whose words are searched
 Row: TypeAlias = tuple[Any, ...]
 """Text, uri, title, passage, and distance or rank."""
 

@@ -38,8 +38,7 @@ log = logging.getLogger("streamrag.sources")
 NUM_STAGES = 5
 WORDS_TIMEOUT_S = 2.0
 """Timeout of the search by words. It is only useful as a quick first result, and is left out if it is slower."""
-FEW_ROWS = 1_000
-"""Number of rows up to which exact search is as fast as an index."""
+FEW_ROWS = 1_000  # number of rows up to which exact search is as fast as an index
 _AtMost1000 = Annotated[Count, Field(le=1_000)]
 _Timeout = Annotated[Number, Field(ge=0.001, le=3_600)]
 

@@ -14,14 +14,11 @@ from streamrag.sources.index.index_folder import with_title
 from streamrag.sources.postgres.link import Address, Connection
 from streamrag.sources.postgres.table import fetch, identifier, read_record, record_of
 
-TEXTS_PER_JOB = 128
-"""Texts in one job of the embedding worker, and rows in one transaction, between progress reports."""
-MAX_INDEXED_DIMENSIONS = 2_000
-"""pgvector's limit for indexed vectors."""
+TEXTS_PER_JOB = 128  # texts in one job of the embedding worker, and rows in one transaction, between progress reports
+MAX_INDEXED_DIMENSIONS = 2_000  # pgvector's limit for indexed vectors
 MAX_PLAIN_DIMENSIONS = 1_000
 """Vectors of up to 4 KB are stored in the row, so that exact search reads one page for each instead of two."""
-LOCK_SPACE = 0x5247
-"""First key of our advisory locks; the second one identifies the table."""
+LOCK_SPACE = 0x5247  # first key of our advisory locks; the second one identifies the table
 _TABLE = """
     CREATE TABLE {name} (
         uri text NOT NULL,

@@ -30,10 +30,8 @@ from streamrag.support.messages import short_repr
 from streamrag.support.tasks import cancel_and_wait
 from streamrag.support.validation import Count, Seconds, validated
 
-KEYWORD_TIMEOUT_S = 10.0
-"""A keyword search takes about a millisecond, or a second in a worker that replaced another."""
-MAX_WAITING_EVENTS = 16
-"""Bound of the queue of the vector search's events."""
+KEYWORD_TIMEOUT_S = 10.0  # a keyword search takes about a millisecond, or a second in a worker that replaced another
+MAX_WAITING_EVENTS = 16  # bound of the queue of the vector search's events
 _Events: TypeAlias = "asyncio.Queue[SourceEvent | Exception | None]"
 """Events of the vector search, its error if it fails, and None at its end."""
 _AtMost4096 = Annotated[Count, Field(le=1 << 12)]

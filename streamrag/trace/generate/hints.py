@@ -12,10 +12,8 @@ from streamrag.trace.values import Trace, TracedAppend, TracedQuery
 
 HintKind: TypeAlias = Literal["estimated", "exact"]
 
-USUAL_GAP_S = 1.053
-"""Published mean gap between a crawl's pages, as a prior that counts as one gap."""
-USUAL_DURATION_S = 4.47
-"""Published mean duration of a search."""
+USUAL_GAP_S = 1.053  # published mean gap between a crawl's pages, as a prior that counts as one gap
+USUAL_DURATION_S = 4.47  # published mean duration of a search
 
 
 def with_hints(trace: Trace, kind: HintKind) -> Trace:

@@ -92,8 +92,7 @@ ANNS = Workload(
     sigma_query=0.4,
     max_sigmas=2.0,
 )
-NUM_DOCUMENTS = 10
-"""Documents in every pool of the ANNS workload."""
+NUM_DOCUMENTS = 10  # documents in every pool of the ANNS workload
 MAX_CONTEXT_TOKENS = 120_000
 """Maximum tokens of a pool of the ANNS workload, so that prompts fit the published model's 131,072."""
 
