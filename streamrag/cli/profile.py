@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from streamrag.bench.report.canvas import require_matplotlib
 from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
 from streamrag.cli.progress import StepLines, bar
+from streamrag.demo.tiny_llama import make_tiny_llama
 from streamrag.errors import ConfigurationError
 from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 
@@ -72,8 +74,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _run(arguments: argparse.Namespace) -> int:
     """Check what would fail only at the end, measure, and write the profile and its plot."""
-    from streamrag.bench.profile.picture import draw_profile
-    from streamrag.bench.report.canvas import require_matplotlib
+    from streamrag.bench.profile.picture import draw_profile  # this and the next two import pydantic: 0.25 s
     from streamrag.engine.costs.curve_fit import require_scipy
     from streamrag.engine.costs.profile_files import save_profile
 
@@ -106,8 +107,6 @@ def _model(name: str | None, console: Output) -> Iterator[str]:
     if name is not None:
         yield name
         return
-    from streamrag.testing import make_tiny_llama
-
     console.print_line("no --model: measuring a tiny one with random weights; other models have other times")
     remove_left_behind(SCRATCH)
     scratch = ScratchFolder(SCRATCH)

@@ -116,13 +116,14 @@ class TraceRecorder:
         began_s = self._clock()
         writer, query_id = self._begin(query, tokenizer, began_s)
         outcome: RetrievalOutcome = "cancelled"
-        reasons: dict[str, str] = {}
+        error_text: str | None = None
+        cut_short: str | None = None
         num_chunks = 0
         try:
             async for event in events:
                 at_s = self._clock() - began_s
                 if isinstance(event, CutShort):
-                    reasons["cut_short"] = clean(event.reason)
+                    cut_short = clean(event.reason)
                 elif isinstance(event, Skipped):
                     writer.put(self._encoder.encode(query_id, TracedSkip(at_s, event.uri, event.reason)))
                 else:
@@ -136,18 +137,17 @@ class TraceRecorder:
                 yield event
             outcome = "complete"
         except Exception as error:
-            outcome, reasons["error"] = "failed", clean(message_of(error))
+            outcome, error_text = "failed", clean(message_of(error))
             raise
         finally:
             end_s = seconds(self._clock() - began_s)
-            error_text, cut_short = reasons.get("error"), reasons.get("cut_short")
             end = EndLine(query=query_id, end_s=end_s, outcome=outcome, error=error_text, cut_short=cut_short)
             writer.put([end], flush=True)
             if isinstance(events, AsyncGenerator):
                 await events.aclose()
 
     def _begin(self, query: str, tokenizer: str, began_s: float) -> tuple[WriterThread, str]:
-        """Write the session's header before its first query, then the query; return the writer and the query's id."""
+        """Write a header before the session's first query, then the query; return writer and id. Raises as `record`."""
         if not self._writer:
             raise TraceError("TraceRecorder is not started: use it in a Pipeline, or in `async with` first")
         if self._tokenizer not in (None, tokenizer):
