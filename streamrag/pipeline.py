@@ -114,10 +114,7 @@ class Pipeline:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop that the pipeline was started in and must be used in; None before the start.
-
-        Raises PipelineClosedError in a fork of the process that started it.
-        """
+        """The event loop that the pipeline was started in, and must be used in; None before. Raises in a fork."""
         self._raise_forked()
         return self._starting.get_loop() if self._starting is not None else None
 
@@ -207,7 +204,7 @@ class Pipeline:
         await self._start()
 
     async def _start(self) -> None:
-        """Start the parts, also for queries that were submitted before `aclose` and are draining."""
+        """Start the parts, also for queries submitted before `aclose`. Raises PipelineClosedError once it closes."""
         self._raise_forked()
         if self._closing is not None:
             raise PipelineClosedError("the query was stopped before its end: its pipeline was closed")
@@ -281,7 +278,7 @@ class Pipeline:
             )
 
     def _query(self, text: str, options: QueryOptions) -> Query:
-        """Return the validated query. An option that is None counts as not given."""
+        """Return the validated query, or raise ConfigurationError. An option that is None counts as not given."""
         check_options(options)
         values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         system = values.pop("system", None)

@@ -70,10 +70,7 @@ class LoopPortal:
 
     @classmethod
     def to_source(cls, source: Source, *, is_owned: bool = True) -> "LoopPortal":
-        """Return a portal to a source, which starts and closes the source if it `is_owned`.
-
-        :raises ConfigurationError: `source` is not a source.
-        """
+        """Return a portal to a source, which it starts and closes if it `is_owned`; raise for anything else."""
         if isinstance(source, type) or not callable(getattr(source, "stream", None)):
             raise ConfigurationError(f"source={short_repr(source)} is not a source: it has no method 'stream'")
         started = AsyncExitStack()

@@ -39,10 +39,7 @@ class Tenant:
         self.on_ended: Callable[[], None] = lambda: None
 
     def submit(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
-        """Run `work()` in the loop, from any thread. If the loop ends first, no coroutine is created.
-
-        :raises PipelineClosedError: the loop has ended.
-        """
+        """Run `work()` in the loop, from any thread; raise PipelineClosedError, without a call, if it has ended."""
         outcome: Future[T] = Future()
 
         def begin() -> None:
@@ -97,7 +94,7 @@ class Reading(Generic[T]):
         self._is_requested = asyncio.Event()
 
     async def next(self) -> T:
-        """Return the next item, or `END`."""
+        """Return the next item, or `END`. Raises the generator's error, or PipelineClosedError after the end."""
         if self._task is not None and self._task.done():
             raise PipelineClosedError(CLOSED)
         self._answer = answer = asyncio.get_running_loop().create_future()

@@ -68,10 +68,7 @@ class CellSettings:
 
 
 def check_clock(clock: CellClock, profile: str | None, model: str | None) -> None:
-    """Check that no model is given for virtual time, and no profile for wall time.
-
-    :raises ConfigurationError: one is.
-    """
+    """Raise ConfigurationError if a model is given for virtual time, or a profile for wall time."""
     if clock == "virtual" and model is not None:
         raise ConfigurationError(f"model={model!r} is for wall time; virtual time takes a hardware profile")
     if clock == "wall" and profile is not None:

@@ -177,7 +177,7 @@ class _Simulation:
         return self._result(time.perf_counter() - start_s)
 
     async def _play(self, progress: CellProgress) -> None:
-        """Start a task for each query at its arrival, and wait for all."""
+        """Start a task for each query at its arrival, wait for all, and keep the times of those that were answered."""
         queries, settings, client = self._load.queries, self._settings, self._client
 
         async def play_one(query: TracedQuery) -> None:

@@ -96,10 +96,7 @@ class CellStore:
         return next((path for path in candidates if path.exists()), None)
 
     def write(self, result: CellResult) -> Path:
-        """Write a result atomically, and return its path.
-
-        :raises ConfigurationError: the file cannot be written.
-        """
+        """Write a result atomically, and return its path. Raises ConfigurationError if the file cannot be written."""
         self.cells.mkdir(parents=True, exist_ok=True)
         path = self.path(result.settings, with_steps=bool(result.steps))
         values = asdict(result)
@@ -129,10 +126,7 @@ class CellStore:
             yield read_cell(path)
 
     def check_clock(self, clock: str) -> None:
-        """Check that all results in the folder have this clock.
-
-        :raises ConfigurationError: one has another clock.
-        """
+        """Raise ConfigurationError if a result in the folder has another clock."""
         if {_read_settings(path).clock for path in self.cells.glob(FINISHED)} - {clock}:
             raise ConfigurationError(
                 f"{self.folder} would mix virtual and wall time, which cannot be compared; give another --output"
@@ -153,10 +147,7 @@ def _read_settings(path: Path) -> CellSettings:
 
 
 def read_cell(path: Path) -> CellResult:
-    """Read a result file that `CellStore.write` wrote.
-
-    :raises ConfigurationError: the file does not exist, or is not a result.
-    """
+    """Read a result file that `CellStore.write` wrote. Raises ConfigurationError if there is none."""
     with _explained(path):
         values = parse_json(read_bytes(path, MAX_JSON_BYTES))
         if values["format"] != FORMAT:

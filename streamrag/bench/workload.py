@@ -48,10 +48,7 @@ def without_hints(workload: str) -> str:
 
 
 def check_workload(workload: str, *, has_rate: bool) -> None:
-    """Check that the workload exists, and that a generated one has a rate of arrivals.
-
-    :raises ConfigurationError: one of these does not hold.
-    """
+    """Raise ConfigurationError if the workload does not exist, or is generated and has no rate of arrivals."""
     if without_hints(workload) in BUDGETS:
         if not has_rate:
             raise ConfigurationError(
@@ -62,10 +59,7 @@ def check_workload(workload: str, *, has_rate: bool) -> None:
 
 
 def load_trace(settings: CellSettings) -> Trace:
-    """Generate or read the trace of a cell.
-
-    :raises ConfigurationError: as `check_workload`.
-    """
+    """Generate or read the trace of a cell. Raises ConfigurationError as `check_workload`."""
     check_workload(settings.workload, has_rate=settings.qps is not None)
     workload = without_hints(settings.workload)
     if workload not in BUDGETS:

@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _make_demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the demo's index, and its model unless one is named; return the settings to serve them."""
+    """Make the demo's index, and a model unless one is named, or raise for missing packages; return the settings."""
     from streamrag.demo.demo_folder import demo_settings, missing_for_demo, prepare_demo
 
     with_model = "model.name" not in options

@@ -101,10 +101,7 @@ def watch(
 
 
 def look(client: httpx.Client) -> Mapping[str, Any]:
-    """Request a snapshot from the service.
-
-    :raises NoAnswerError: the service does not answer, or not with a snapshot.
-    """
+    """Request a snapshot from the service; raise NoAnswerError if it does not answer with one."""
     try:
         answer = client.get("/v1/live")
         if answer.status_code == 404:

@@ -81,7 +81,7 @@ def make_demo_model(
 
 
 def _packed_file() -> Path:
-    """Return the GGUF file's path, without importing its package, a plugin that imports its host."""
+    """Return the GGUF file's path, without importing its package, which imports its host; raise if it is missing."""
     spec = importlib.util.find_spec(PACKAGE)
     folders = list(spec.submodule_search_locations or []) if spec else []
     if not folders:
@@ -222,7 +222,7 @@ def _reorder_heads(weight: Any, num_heads: int) -> Any:
 
 
 def _load_adapter() -> dict[str, tuple[Any, Any]]:
-    """Return the adapter's two factors for each layer; none if its file is missing."""
+    """Return the adapter's two factors for each layer; none if its file is missing. Raises without safetensors."""
     if not TAUGHT.exists():
         return {}
     try:

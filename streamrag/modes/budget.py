@@ -71,7 +71,7 @@ class PassageBudget:
         self._room = self._max_tokens - int(self._max_tokens * self._late_share)
 
     def by_rank(self, chunks: Sequence[Chunk]) -> list[Included]:
-        """Return the chunks that fit as a whole, in order of priority."""
+        """Return the chunks that fit as a whole, in order of priority. Smaller ones may follow one that does not."""
         taken: list[Included] = []
         room = self._max_tokens
         for chunk in chunks:

@@ -29,7 +29,9 @@ class PromptTemplate:
         "Answer the question from the documents below, and cite them by their numbers in brackets. "
         "If they do not hold the answer, say so."
     )
+    """Text of the system message; "" for none."""
     before_context: str = "Documents:\n\n"
+    """Text before the passages, in the user's message."""
     passage: str = "[{number}] {title} ({uri})\n{text}\n\n"
     """Format of each chunk, with `number` (from 1), `title`, `uri` and `text`."""
     no_context: str = "(no documents were found)\n\n"

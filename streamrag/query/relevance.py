@@ -83,7 +83,7 @@ class _Block(NamedTuple):
 
 
 def split_markdown(markdown: str) -> list[TextPassage]:
-    """Split a page into passages, in order."""
+    """Split a page into passages, in order, at headings and where a passage has `TARGET_CHARS`."""
     passages: list[TextPassage] = []
     headings: list[str] = []
     blocks: list[_Block] = []

@@ -139,7 +139,7 @@ async def _as_generator(iterator: AsyncIterator[T]) -> AsyncGenerator[T, None]:
 
 
 def _checked(source: Source, event: SourceEvent) -> SourceEvent:
-    """Return a valid event with plain types: a list of chunks as a tuple, NumPy numbers as Python's."""
+    """Return a valid event with plain types, such as tuples and Python's numbers; raise SourceError for others."""
     match event:
         case Append(chunk, hint) if not _chunk_fault(chunk) and not _hint_fault(hint):
             return event if (plain := _plain(chunk)) is chunk else replace(event, chunk=plain)

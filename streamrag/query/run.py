@@ -201,7 +201,7 @@ class QueryRun:
         return answer
 
     async def _generate(self) -> tuple[list[AnswerChunk], float | None]:
-        """Return the backend's answer, and the time of its first token; None if it has none."""
+        """Emit the backend's events; return its answer and the first token's time, or None. Raises for other events."""
         first_token_s: float | None = None
         chunks: list[AnswerChunk] = []
         async with (
@@ -227,7 +227,7 @@ class QueryRun:
         return chunks, first_token_s
 
     async def _prompts(self) -> AsyncGenerator[Prompt, None]:
-        """Yield a prompt for each change of the context with `overlap`, then the complete prompt."""
+        """Yield a prompt for each change of the context with `overlap`, then the complete prompt; emit what changed."""
         assembler = await self._in_thread(self._new_assembler)
         chunks = Context()
         is_ranked = False

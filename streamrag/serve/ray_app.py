@@ -90,7 +90,7 @@ def ray_application(options: dict[str, str]) -> Any:
 
 
 def application(settings: Settings, *, make_engine: MakeBackend | None = None) -> Any:
-    """Return the service with these settings; `make_engine` replaces their engine."""
+    """Return the service with these settings; `make_engine` replaces their engine. Raises without an engine replica."""
     replicas, limits = settings.replicas, settings.limits
     if not replicas.number:
         raise ConfigurationError("replicas.number=0: a Ray Serve application needs at least one engine")

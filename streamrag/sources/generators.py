@@ -63,10 +63,7 @@ class GeneratorSource:
         self._threads = Threads(MAX_GENERATORS, f"retrieve {self.name}")
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an event for each item of the generator, whose own errors propagate.
-
-        :raises SourceError: the function returned no generator, or the generator yielded something else.
-        """
+        """Yield an event for each item; raise SourceError if they are invalid. The generator's own errors propagate."""
         reader = PassageReader(self.name)
         async with self._open(query) as iterable, closing(aiter(iterable)) as items:
             async for item in items:
@@ -76,7 +73,7 @@ class GeneratorSource:
 
     @asynccontextmanager
     async def _open(self, query: str) -> AsyncGenerator[AsyncIterable[Any], None]:
-        """Call the function and give its items. A generator in a thread is stopped afterwards."""
+        """Call the function, and give its items or raise SourceError. A thread's generator is stopped at the end."""
         if not is_async(self._find):
             generator = _ThreadedGenerator(partial(self._find, query), self._threads)
             try:
@@ -112,7 +109,7 @@ class _ThreadedGenerator:
         self._task.add_done_callback(lambda _: self._queue.put_nowait(_END))
 
     def _run(self) -> Any:
-        """Compute the items, in the thread; or return an async iterable, which belongs on the event loop."""
+        """Compute the items, in the thread; return an async iterable, for the event loop. Raises if it is neither."""
         items = self._make()
         if isinstance(items, AsyncIterable):
             return items

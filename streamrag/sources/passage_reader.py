@@ -24,10 +24,7 @@ class PassageReader:
         self._numbers: dict[str, dict[str, int]] = {}
 
     def chunk(self, passage: Any) -> Chunk:
-        """Convert one passage, in any form of `WANTED`; a Chunk stays as it is.
-
-        :raises SourceError: it is not a passage.
-        """
+        """Convert one passage, in any form of `WANTED`, or raise SourceError; a Chunk stays as it is."""
         match passage:
             case Chunk():
                 return passage

@@ -31,10 +31,7 @@ class CountedStream(httpcore.AsyncNetworkStream):
         self._max_bytes = max_bytes
 
     def check_overhead(self, num_body_bytes: int, max_bytes: int) -> None:
-        """Check that the response is mostly body.
-
-        :raises ResponseTooLargeError: beside the body, more than `num_body_bytes` + `max_bytes` bytes were sent.
-        """
+        """Raise ResponseTooLargeError if over `num_body_bytes` + `max_bytes` bytes were sent beside the body."""
         if self.num_bytes > 2 * num_body_bytes + max_bytes + MAX_HEAD_BYTES:
             raise ResponseTooLargeError(f"the server has sent {self.num_bytes} bytes for {num_body_bytes} of content")
 

@@ -68,10 +68,7 @@ def _create_and_lock(path: Path) -> int | None:
 
 
 def _lock(file: int, path: Path) -> bool:
-    """Lock an open file or folder, and return whether that succeeded and `path` still names it.
-
-    :raises OSError: locks are not supported here.
-    """
+    """Lock an open file or folder; return whether it worked and `path` still names it. Raises OSError without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(file), path.lstat())
@@ -163,10 +160,7 @@ def _reuse_or_remove(beside: Path, prefix: str, kept: Collection[str]) -> tuple[
 
 
 def _clear(folder: Path, kept: Collection[str]) -> bool:
-    """Remove the content of `folder`, except for `kept` if all of these are regular files and none is empty.
-
-    Returns whether they were kept.
-    """
+    """Empty `folder`, but keep `kept` if all are regular files with content; return whether they were kept."""
     is_kept = bool(kept) and all(_has_content(folder / name) for name in kept)
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():

@@ -92,10 +92,7 @@ def validated(checked: T) -> T:
 
 
 def check(name: str, value: Any, adapter: TypeAdapter[Any]) -> Any:
-    """Return `value` validated by `adapter`.
-
-    :raises ConfigurationError: it is invalid; the message begins with `name`.
-    """
+    """Return `value` validated by `adapter`; raise ConfigurationError, which begins with `name`, if it is invalid."""
     try:
         return adapter.validate_python(value)
     except ValidationError as error:

@@ -164,20 +164,14 @@ class LineCodec(Generic[L]):
         self._extra: Literal["ignore"] | None = "ignore" if ignores_unknown else None
 
     def decode(self, line: bytes) -> L:
-        """Decode a line of JSON.
-
-        :raises LineError: it is not JSON, or violates the schema.
-        """
+        """Decode a line of JSON. Raises LineError if it is not JSON, or violates the schema."""
         try:
             return self._adapter.validate_json(line, extra=self._extra)
         except ValidationError as error:
             raise LineError(error, is_tagged=self._is_tagged) from None
 
     def decode_values(self, values: object) -> L:
-        """Decode a line from parsed JSON.
-
-        :raises LineError: it violates the schema.
-        """
+        """Decode a line from parsed JSON. Raises LineError if it violates the schema."""
         try:
             return self._adapter.validate_python(values, extra=self._extra)
         except ValidationError as error:

@@ -96,6 +96,7 @@ class LineReader:
         """Whether the compressed stream was truncated."""
 
     def __iter__(self) -> Iterator[bytes]:
+        """Yield the complete lines without newlines; set `is_torn` if the end of the file is incomplete."""
         for line in self.lines():
             if line.endswith(b"\n"):
                 yield line[:-1]
@@ -127,10 +128,7 @@ class LineReader:
 
 
 def replace_file(path: Path, lines: Iterable[bytes]) -> None:
-    """Replace the file atomically by these lines, which include their newlines.
-
-    :raises OSError: the file cannot be written.
-    """
+    """Replace the file atomically by these lines, with newlines; raise OSError if it cannot be written."""
     with atomic_replace(path) as unfinished, LineWriter(unfinished) as writer:
         for line in lines:
             writer.write(line)

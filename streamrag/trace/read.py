@@ -55,10 +55,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 def numbered_lines(path: Path, reader: LineReader) -> Iterator[tuple[int, TraceLine]]:
-    """Yield the decoded lines with their numbers, from 1 on. The first line is a header.
-
-    :raises TraceError: as `read_trace`.
-    """
+    """Yield the decoded lines with their numbers from 1, the first a header. Raises TraceError as `read_trace`."""
     is_first = True
     for number, data in enumerate(reader, start=1):
         try:
@@ -137,7 +134,7 @@ class _Assembly:
         return Trace(tuple(sorted(self._queries.values(), key=lambda query: query.arrival_s)), provenance)
 
     def _begin_session(self, header: TraceHeader) -> None:
-        """Begin a session behind the end of the one before, whose chunks and open queries are forgotten."""
+        """Begin a session after the last one, whose chunks and open queries are dropped; raise if it is too late."""
         self._headers.append(header)
         self._chunks.clear()
         self._num_lost += len(self._open)

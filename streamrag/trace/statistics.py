@@ -17,6 +17,7 @@ class Distribution:
     """A distribution, as values in ascending order. Without values, every figure is 0."""
 
     values: tuple[float, ...]
+    """The values in ascending order."""
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Distribution":
@@ -70,7 +71,9 @@ class TraceStatistics:
     num_incomplete: int
     """Number of queries whose retrieval failed or was cancelled; all other figures include them."""
     num_skipped: int
+    """Places that retrieval could not use."""
     mode: TraceMode
+    """Kind of the chunk events; "plain" if no query has more than one."""
     has_text: bool
     """Whether every chunk has its text."""
     qps: float
@@ -78,6 +81,7 @@ class TraceStatistics:
     prefix_seen_share: float
     """Share of the tokens of all final contexts in prefixes that an earlier query's final context has too."""
     interarrival_s: Distribution
+    """Seconds between consecutive arrivals."""
     tokens_per_query: Distribution
     """Tokens of the final context."""
     chunks_per_query: Distribution
@@ -91,6 +95,7 @@ class TraceStatistics:
     first_chunk_s: Distribution
     """Seconds from the query's arrival to its first chunk event."""
     first_chunk_to_end_s: Distribution
+    """Seconds from the first chunk event to the end of retrieval."""
     gap_ms: Distribution
     """Milliseconds between consecutive chunk events of a query."""
     changed_share: Distribution

@@ -59,10 +59,7 @@ def write_trace(
 
 
 def make_header(text: TextMode, tokenizer: str | None, provenance: Mapping[str, Any]) -> TraceHeader:
-    """Return the header of a session that begins now.
-
-    :raises TraceError: `provenance` has values that are not JSON values.
-    """
+    """Return the header of a session that begins now, without READER_KEYS; raise TraceError for values not of JSON."""
     made = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "streamrag": __version__}
     kept = {name: value for name, value in provenance.items() if name not in READER_KEYS}
     try:

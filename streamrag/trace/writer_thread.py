@@ -49,10 +49,7 @@ class WriterThread:
         self._jobs.join()
 
     def close(self) -> None:
-        """Write the queued lines, and close the file.
-
-        :raises TraceError: a line could not be written.
-        """
+        """Write the queued lines, and close the file. Raises TraceError if a line could not be written."""
         self._jobs.put(None)
         self._thread.join()
         if self._failure:
@@ -81,7 +78,7 @@ class WriterThread:
         return writer
 
     def _lock(self, writer: LineWriter) -> None:
-        """Lock the file against other recorders: two writers would corrupt a compressed stream."""
+        """Lock the file, or raise TraceError: two recorders would corrupt a compressed stream."""
         try:
             fcntl.flock(writer.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -44,9 +44,11 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     temperature: float | None = None
     """Temperature of sampling, which is greedy by default."""
     top_p: float | None = None
+    """Share of probability to sample from; 1 by default."""
     max_tokens: int | None = None
     """Maximum number of tokens of the answer; 256 by default."""
     seed: int | None = None
+    """Seed of the sampling; by default that of the engine."""
     stop: list[str] | None = None
     """Texts that end the answer."""
     timeout: float | None = None

@@ -61,7 +61,7 @@ class Traffic:
             self._num_open -= 1
 
     def came(self, item: Any) -> None:
-        """Count a message from the server, or a parse error."""
+        """Count a message from the server, or a parse error; drop the connection beyond the limits."""
         message: Any = getattr(item, "message", None)
         if isinstance(message, JSONRPCResponse | JSONRPCError) and str(message.id) in self._asked:
             del self._asked[str(message.id)]

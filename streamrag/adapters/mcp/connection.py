@@ -68,10 +68,7 @@ class McpConnection:
 
     @asynccontextmanager
     async def client(self) -> AsyncGenerator[Client, None]:
-        """Yield a connected client; connect first if necessary.
-
-        :raises SourceError: in place of any error in the block.
-        """
+        """Yield a connected client; connect first if necessary. Errors of the block become SourceErrors."""
         held = await self._connected()
         assert held.client
         held.num_calls += 1
@@ -97,10 +94,7 @@ class McpConnection:
                 self._end(held)
 
     async def in_time(self, call: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `call`. After a timeout, the call is cancelled in the background, within seconds.
-
-        :raises TimeoutError: it took longer than `timeout_s`.
-        """
+        """Return the result of `call`; after `timeout_s`, raise TimeoutError and cancel it in the background."""
         task = self._begin_task(call)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -122,10 +116,7 @@ class McpConnection:
 
     @asynccontextmanager
     async def changes(self, client: Client, uris: Sequence[str]) -> AsyncGenerator["AsyncIterator[str]", None]:
-        """Yield an iterator of the resources in `uris` that change from now on.
-
-        :raises SourceError: the server does not support subscriptions.
-        """
+        """Yield an iterator of the resources in `uris` that change, or raise SourceError without subscriptions."""
         try:
             async with self._changes(client, uris) as changes:
                 yield changes
@@ -171,7 +162,7 @@ class McpConnection:
         return self._held is not None and self._held.client is client and not self._held.is_lost
 
     async def _connected(self) -> "_Held":
-        """Return the current client, or connect. Concurrent callers share one attempt (single flight)."""
+        """Return the current client, or connect, in one attempt for all callers. Raises SourceError if it fails."""
         if self._held is not None and self._held.client is not None and not self._held.is_lost:
             return self._held
         if self._is_closed:

@@ -128,7 +128,7 @@ class McpToolSource(_McpSource):
         self._passages = passages
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Call the tool with `query`, and yield its passages as one `Update`.
+        """Call the tool, and yield a `Skipped` for each part that is no text, then its passages as one `Update`.
 
         :raises SourceError: the tool or the server failed, or did not answer in time.
         """
@@ -210,7 +210,7 @@ class McpResourceSource(_McpSource):
         self._watch_s = watch_s
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an `Update` after reading each resource, and for each change.
+        """Yield an `Update` after reading each resource, and for each change during `watch_s`.
 
         :raises SourceError: no resource can be read, or the connection is lost meanwhile.
         """

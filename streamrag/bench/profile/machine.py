@@ -27,10 +27,7 @@ MAX_RECOMPUTE_CPU_S, MAX_RECOMPUTE_CUDA_S = 30.0, 90.0
 
 
 async def measure_machine(model: str, engine_args: Mapping[str, Any], progress: StepProgress) -> TableProfile:
-    """Start vLLM with its own scheduler, measure, and stop it: one or two minutes for a small model.
-
-    :raises StreamRagError: as `running_engine`.
-    """
+    """Start vLLM with its own scheduler, measure for a minute or two, and stop it. Raises as `running_engine`."""
     progress("starting the engine", 0, None)
     async with running_engine(model, engine_args, policy=None) as client:
         facts = client.facts
@@ -64,6 +61,7 @@ async def measure_machine(model: str, engine_args: Mapping[str, Any], progress: 
 
 
 def _described(profile: TableProfile, facts: EngineFacts, times: RecomputeTimes, copies: CopyTimes) -> TableProfile:
+    """Return the profile with the device, the sizes of the model, copy times and provenance."""
     profile = replace(
         profile,
         device=f"{facts.tensor_parallel_size} x {facts.device}" if facts.is_cuda else facts.device,

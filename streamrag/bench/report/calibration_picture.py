@@ -30,6 +30,7 @@ def draw_calibration(path: Path, calibration: Calibration) -> None:
 
 
 def _draw_stages(panel: Any, calibration: Calibration, odds: Odds, stages: list[int]) -> None:
+    """Draw the probabilities of prefixes, of the set and of the order by stage, a line for each."""
     from matplotlib import colormaps
 
     longest = max((count.length for count in calibration.counts), default=0)
@@ -50,6 +51,7 @@ def _draw_stages(panel: Any, calibration: Calibration, odds: Odds, stages: list[
 
 
 def _draw_stable(panel: Any, calibration: Calibration, odds: Odds, stages: list[int]) -> None:
+    """Draw the probability that the order of passages is final, a line for each number of unchanged stages."""
     counted = [count for count in calibration.counts if count.what == "order"]
     for stable in sorted({count.stable for count in counted}):
         there = [left for left in stages if any(c.left == left and c.stable == stable and c.num for c in counted)]

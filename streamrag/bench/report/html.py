@@ -54,10 +54,7 @@ def cell(value: Figure | float | None, unit: str = "") -> Cell:
 
 
 def render(**values: Any) -> str:
-    """Render the page as HTML. Every text is reduced to one line without control characters.
-
-    :raises MissingDependencyError: Jinja is not installed.
-    """
+    """Render the page as HTML, each text as one line without control characters. Raises without Jinja."""
     require_jinja()
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

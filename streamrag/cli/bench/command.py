@@ -172,7 +172,7 @@ def _kept_cell(source: Path) -> CellResult:
 
 
 def _fresh_cell(arguments: argparse.Namespace) -> CellResult:
-    """Run the one cell that the options name, in this process, and keep its steps."""
+    """Run the one cell that the options name, here, with its steps. Raises ConfigurationError if they name several."""
     cells = grid_of(arguments).cells()
     if len(cells) != 1:
         raise ConfigurationError(f"a timeline shows one cell, but these options name {len(cells)}")

@@ -79,10 +79,7 @@ class Machine:
 
 
 def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine:
-    """Check this machine, in a second or two, without starting anything.
-
-    :raises ConfigurationError: the model's folder has no readable configuration.
-    """
+    """Check this machine in a second or two, starting nothing. Raises ConfigurationError for an unreadable model."""
     gpu, gpu_bytes = _gpu()
     capabilities = {} if gpu else cpu_capabilities()
     flags = [flag for flag in CPU_FLAGS if capabilities.get(flag)]
@@ -164,7 +161,7 @@ def _gpu() -> tuple[str | None, int]:
 
 
 def _model_needs(folder: Path, emulated: Sequence[str]) -> ModelNeeds:
-    """Read a model's needs from its config.json and the sizes of its files."""
+    """Read a model's needs from its config.json, or raise ConfigurationError, and the sizes of its files."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         is_quantized = "quantization_config" in config

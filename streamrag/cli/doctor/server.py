@@ -85,10 +85,7 @@ class ServerExaminer:
 
     @classmethod
     async def of(cls, backend: OpenAIBackend, num_prompt_tokens: int, clock: Clock) -> "ServerExaminer":
-        """Return an examiner of a started backend.
-
-        :raises ConfigurationError: the model's limit is below this length.
-        """
+        """Return an examiner of a started backend. Raises ConfigurationError if its model takes no such length."""
         model = backend.model
         ids = await in_thread(model.tokenizer, partial(model.tokenizer.encode, QUESTION))
         counts_tokens = ids != list(map(ord, QUESTION))
@@ -114,7 +111,7 @@ class ServerExaminer:
         return tuple(pairs[1:])
 
     async def _measure(self, *, is_warm: bool) -> tuple[float, float]:
-        """Return the seconds to the first token with a new context, and the seconds of warming before."""
+        """Return the seconds to a new context's first token, and of sending it ahead before if `is_warm`."""
         context = await self._context()
         whole = (*context, *await self._encoded(QUESTION))
         is_warmed = asyncio.Event()

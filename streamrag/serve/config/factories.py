@@ -147,7 +147,7 @@ def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> S
 def service_of(
     settings: Settings, backend: Backend, source: Source | None, observers: Sequence[Observer] = ()
 ) -> Service:
-    """Return the service with this backend and source, not started."""
+    """Return the service, not started. Raises ConfigurationError if its folder for sessions is unusable."""
     answers, server = settings.answers, settings.server
     if server.session_log_dir is not None:
         SessionFolder(server.session_log_dir)  # fails early, before an engine is started

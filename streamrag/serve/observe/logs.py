@@ -201,8 +201,6 @@ def log_to(stream: TextIO, *, form: Form = "json", level: int = logging.INFO, wi
     """Log everything from `level` on in this process to `stream`, in place of the handlers set up before.
 
     with_text: whether log lines may contain questions. Libraries that log addresses are silenced in any case.
-
-    with_text: whether log lines may contain questions. Libraries that log addresses are silenced in any case.
     """
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter(with_text=with_text) if form == "json" else TextFormatter(with_text=with_text))

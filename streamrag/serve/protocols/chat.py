@@ -122,7 +122,7 @@ def routes(service: Service) -> list[Route]:
 def conversation_options(
     service: Service, turns: Sequence[Turn], param: str, params: SamplingParams
 ) -> tuple[str, QueryOptions]:
-    """Return the question and the query options of a conversation whose last message is a user's."""
+    """Return a conversation's question and query options. Raises RequestError unless it ends with a user's turn."""
     system, history, question = split_turns(turns, param)
     options = QueryOptions(history=history, params=params)
     if system:

@@ -102,7 +102,7 @@ async def respond_with_events(
 
 
 async def wait_for_answer(query: AbstractAsyncContextManager[AsyncIterator[QueryEvent]]) -> Answer:
-    """Wait for the complete answer to a query, and return it."""
+    """Return the complete answer to a query. Raises the query's error."""
     async with query as events:
         async for event in events:
             if isinstance(event, Answered):

@@ -157,7 +157,7 @@ class _Progress:
 
 
 def _encode(answer: Answer) -> tuple[str, dict[str, Any]]:
-    """Return the answer with its sources, as text for a model and as values for a program."""
+    """Return the answer as text for a model, with the sources that it cites, and as values for a program, with all."""
     cited = {mark.number for mark in find_marks(answer.text, len(answer.citations))}
     sources = [
         CitedPassage(number=each.number, title=each.title, uri=each.uri, is_cited=each.number in cited)

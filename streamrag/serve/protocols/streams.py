@@ -133,7 +133,7 @@ class StreamBody:
             yield line.event()
 
     async def read(self) -> None:
-        """Read the body to its end, and then until the client has left."""
+        """Read the body to its end, and then until the client has left. An invalid line is queued as its error."""
         try:
             await self._read_lines()
             while not self._has_left.is_set():  # drops what follows the last line, to detect a disconnect
@@ -169,7 +169,7 @@ class StreamBody:
                 self._finish()
 
     def _finish(self) -> None:
-        """Treat the end of the body as `finish`, if the client wants that."""
+        """Treat the end of the body as `finish` if the client wants that; otherwise raise RequestError."""
         if not self._finishes_at_end:
             raise RequestError(
                 'the body ended without a line {"type":"finish"}, as if the client had been stopped; open the stream '
@@ -180,7 +180,7 @@ class StreamBody:
         self._put(FinishLine(type="finish"), 0)
 
     async def _fill(self, unread: bytearray) -> bool:
-        """Read into `unread` until it has a whole line or the body ends; return whether it has ended."""
+        """Read until `unread` has a line, or the body ends; return whether it ended. Raises if a line is too long."""
         most = self._limits.max_frame_bytes
         while True:
             message = await self._message()

@@ -163,7 +163,7 @@ class Crawl:
             raise kind(f"none of the {len(errors)} start URLs can be reached; {errors[0]}") from errors[0]
 
     def cut_short(self) -> CutShort | None:
-        """Return why existing information may not have been found. A model may see the reason: it is our text only."""
+        """Return why information may be missing, in our own words, since a model may read it; None if none is."""
         # Without a free place, more URLs would not have brought more pages.
         is_wanted = self._frontier.is_wanted if self._frontier.num_places else lambda url: False
         num_unread = sum(number for url, number in self._unread_sitemaps.items() if is_wanted(url))

@@ -103,7 +103,7 @@ class Frontier:
             self._num_launched[target.host] -= 1
 
     def check_redirect(self, target: Target, url: str) -> None:
-        """Check that the redirect from `target` to `url` may be followed, and mark `url` as visited.
+        """Check a redirect from `target` to `url`, and mark `url` as visited. A start page may lead to a new host.
 
         :raises UnusablePageError: `url` is visited already, or outside of the crawl.
         """

@@ -131,14 +131,14 @@ class PageReader:
             self._turns.set_delay(url, rules.delay_s)
 
     async def _check_robots_of_target(self, url: str) -> None:
-        """Check a redirect target. If disallowed, the page still counts: its host has had a request."""
+        """Raise UnusablePageError if a redirect's target is disallowed. It still counts: its host has had a request."""
         try:
             await self._check_robots(url)
         except DisallowedError as error:
             raise UnusablePageError(str(error)) from None
 
     async def _browse(self, start: str, check_redirect: Callable[[str], None]) -> dict[str, Any]:
-        """Read the page with the browser, whose redirects are only known, and checked, afterwards."""
+        """Read the page with the browser, whose redirects are checked afterwards. Raises as `read` does."""
         await self._fetcher.check_address(start)
         await self._check_robots(start)
         answer = await self._turns.ask(start, partial(self._clean, start, "browser", "", b""))

@@ -56,10 +56,7 @@ def _check(urls: object) -> Iterable[object]:
 
 
 def _usable(urls: list[object]) -> tuple[list[str], list[Skipped]]:
-    """Return the usable URLs, and an event for each unusable one.
-
-    :raises SourceError: no URL is usable; an UnsafeUrlError if all are unsafe.
-    """
+    """Return the usable URLs, and an event for each other; raise SourceError, or UnsafeUrlError, if there is none."""
     usable: dict[str, None] = {}
     unusable: list[Skipped] = []
     errors: list[StreamRagError] = []

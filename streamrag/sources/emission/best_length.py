@@ -111,7 +111,12 @@ class EngineEstimate:
 def scenarios(
     when_final: Sequence[tuple[float, float]], when_not: Sequence[tuple[float, float]], p_final: Sequence[float]
 ) -> tuple[Scenario, ...]:
-    """Return a scenario for each example (d, D). Without examples of one kind, those of the other stand for both."""
+    """Return a scenario for each example, a pair of seconds until the next stage and until the end.
+
+    Without examples of one kind, those of the other stand for both; without any, waiting gains nothing.
+
+    p_final: by length from 1, the probability that a prefix is final.
+    """
     p_all = p_final[-1] if p_final else 1.0
     certain = (1.0,) * len(p_final)
     if not when_final and not when_not:  # later than any example: waiting gains nothing

@@ -90,7 +90,7 @@ class LeaveOneOut(SourceWrapper):
         return part_name(self._source)
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the source's events, updates without the passage of the query."""
+        """Yield the source's events; updates lack the passage of the query, and have at most `num` others."""
         own = self._places.get(query)
         async with aclosing(Retrieval(self._source, query).events()) as events:
             async for event in events:

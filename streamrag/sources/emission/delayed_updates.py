@@ -98,6 +98,7 @@ class DelayedUpdates(HoldingSource):
     another kind of event comes, and when the source ends or fails. The final context is the same as without
     `DelayedUpdates` in the default mode, `UpdateMode()`.
 
+    source: the source whose updates are delayed; it is started and closed with this one.
     lead_s: about as long as prefilling the whole context takes: `ttft_after_retrieval_s` with `overlap=False`.
 
     :raises ConfigurationError: `lead_s` is not a number of seconds.

@@ -52,6 +52,7 @@ class SelectiveUpdates(HoldingSource):
     update is sent at once if its hint does not name a stage of `calibration`. An `Append` is sent at once unless an
     update is held back.
 
+    source: the source whose updates are selected; it is started and closed with this one.
     calibration: the result of `calibrate` for `source`, or the path of its file.
     profile: the prefill times: the name or path of a profile, as measured by `streamrag profile`.
     max_num_batched_tokens: the most tokens in a step of the engine.
@@ -105,7 +106,7 @@ class SelectiveUpdates(HoldingSource):
         return _WorthwhileUpdates(self)
 
     def num_others(self) -> float:
-        """Return the number of other concurrent requests, as far as it is known."""
+        """Return the number of other concurrent requests, as far as it is known; raise if `others` gives no number."""
         if self._others is None:
             return self.num_streams - 1
         if not callable(self._others):

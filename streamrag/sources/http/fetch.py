@@ -199,7 +199,7 @@ class Fetcher:
     async def _read(
         self, response: httpcore.Response, fields: Mapping[str, str], rules: ContentRules
     ) -> tuple[bytes, bool]:
-        """Return the body, and whether it was truncated."""
+        """Return the decompressed body, and whether it was truncated. Raises UnusablePageError if it is damaged."""
         encoding = fields.get("content-encoding", "").strip().lower() or "identity"
         if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
             raise UnusablePageError(f"it is compressed as {encoding[:50]!r}, which was not requested")
@@ -232,7 +232,7 @@ class Fetcher:
         return bytes(body), False
 
     def _page(self, url: str, response: Response, rules: ContentRules) -> Page:
-        """Check a response, which a program with other limits may have cached, and make a page of it."""
+        """Make a page of a response, which other limits may have cached. Raises UnusablePageError beyond our own."""
         kind = _kind(response.fields, rules)
         body, is_cut = response.body, response.is_cut
         if len(body) > self._max_bytes(rules):
@@ -253,6 +253,7 @@ class Fetcher:
         return body[: self._max_bytes(rules)], True
 
     def _check_crawl_bytes(self) -> None:
+        """Raise OwnLimitError once the crawl has fetched more than `max_crawl_bytes`."""
         if self.max_crawl_bytes is not None and self._num_bytes > self.max_crawl_bytes:
             raise OwnLimitError(f"the crawl has reached max_crawl_bytes={self.max_crawl_bytes}")
 

@@ -45,10 +45,7 @@ class Host:
         self.free_at = max(self.free_at, asyncio.get_running_loop().time() + min(seconds, MAX_HOLD_S))
 
     async def until_free(self, deadline: float) -> None:
-        """Wait until a request is permitted, one caller at a time.
-
-        :raises PutOffError: that is after `deadline`.
-        """
+        """Wait until a request is permitted, one caller at a time. Raises PutOffError if that is after `deadline`."""
         loop = asyncio.get_running_loop()
         async with self._next:
             while (wait_s := self.free_at - loop.time()) > 0:
@@ -58,7 +55,7 @@ class Host:
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[bool]:
-        """Hold one of the host's places, and give whether a request is still permitted: another crawl may be faster."""
+        """Hold one of the host's places; give whether a request is permitted now. If so, its delay begins."""
         loop = asyncio.get_running_loop()
         async with self._places:
             is_free = self.free_at <= loop.time()

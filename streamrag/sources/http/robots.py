@@ -111,7 +111,7 @@ class Robots:
         return rules
 
     async def rules(self, url: str, fetcher: Fetcher) -> Rules:
-        """Return the rules of the host of `url`, or raise as `check` does, except for DisallowedError."""
+        """Return the rules of a URL's host, fetched unless known, or raise as `check`, but no DisallowedError."""
         origin = origin_of(url)
         entry = self._entries.setdefault(origin, _Entry())
         self._entries.move_to_end(origin)

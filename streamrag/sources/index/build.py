@@ -65,10 +65,7 @@ def build_index(
 
 
 def refuse_event_loop(function: str) -> None:
-    """Check that no event loop runs in this thread, which the function of this name would block.
-
-    :raises ConfigurationError: the caller is a coroutine.
-    """
+    """Raise ConfigurationError if an event loop runs in this thread, which the function of this name would block."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -95,10 +95,7 @@ class _EmbeddingFile:
         return key in self._rows
 
     def add(self, keys: Sequence[bytes], vectors: "Vectors") -> None:
-        """Append vectors and their keys, and sync both files to disk.
-
-        :raises OSError: the disk is full.
-        """
+        """Append vectors and their keys, and sync both files to disk. Raises OSError if the disk is full."""
         for file, body in ((self._vectors_file, vectors.tobytes()), (self._keys_file, b"".join(keys))):
             file.write(body)
             file.flush()

@@ -60,6 +60,7 @@ class DiskAnnSearcher(IndexSearcher):
     def _search(  # type: ignore[override]
         self, index: Any, vector: Any, *, k: int, complexity: int, beam_width: int
     ) -> tuple[list[int], list[float]]:
+        """Return the results before the first invalid one; raise IndexCorruptError if fewer than two are valid."""
         options = {"k_neighbors": k, "complexity": complexity, "beam_width": beam_width}
         result = index.batch_search(vector[None], **options, num_threads=NUM_DISKANN_THREADS)
         ids, distances = result.identifiers[0].tolist(), result.distances[0].tolist()
@@ -74,10 +75,7 @@ class DiskAnnSearcher(IndexSearcher):
 
 
 def build_graph(folder: Path, vectors: "Vectors", num_threads: int) -> None:
-    """Write DiskANN's graph of the vectors, with a little noise that tells equal ones apart, into `folder`.
-
-    :raises OSError: it cannot be written.
-    """
+    """Write DiskANN's graph of the vectors into `folder`, with a little noise that tells equal ones apart."""
     import diskannpy
     import numpy as np
 
@@ -110,7 +108,7 @@ def build_graph(folder: Path, vectors: "Vectors", num_threads: int) -> None:
 
 
 def stored_vectors(folder: Path, num_passages: int, dimension: int) -> "Vectors | None":
-    """Return the vectors of an index in passage order, mapped into memory; None for format 1, which stored none."""
+    """Return an index's vectors in passage order, mapped into memory; None for format 1. Raises if they are damaged."""
     import numpy as np
 
     path = folder / VECTORS

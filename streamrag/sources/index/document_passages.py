@@ -137,10 +137,7 @@ def read_documents(
 
 
 def read_document(path: Path, folder: Path) -> Document:
-    """Read the file at `path`, without the markup that only affects its looks.
-
-    :raises UnusableDocumentError: it has no usable text; the message is the reason.
-    """
+    """Read a file, without markup for looks only. Raises UnusableDocumentError, the reason, without usable text."""
     try:
         with open_regular(path, follow_links=False) as file:
             body = file.read()
@@ -175,7 +172,7 @@ def _read_text(text: str) -> tuple[str, list[Block]]:
 
 
 def _read_markdown(text: str) -> tuple[str, list[Block]]:
-    """Return the title and blocks. Headings become plain text; other blocks keep their Markdown, which models read."""
+    """Return the title and blocks: headings as plain text, others with the Markdown, which models read."""
     try:
         from markdown_it import MarkdownIt
     except ImportError:
@@ -203,7 +200,7 @@ def _read_markdown(text: str) -> tuple[str, list[Block]]:
 
 
 def _read_html(body: bytes) -> tuple[str, list[Block]]:
-    """Return the title and the paragraphs of the main part."""
+    """Return the title and the paragraphs of the main part. Raises UnusableDocumentError if it is not HTML."""
     try:
         import lxml  # noqa: F401 - BeautifulSoup loads it by name
         from bs4 import BeautifulSoup, XMLParsedAsHTMLWarning

@@ -52,15 +52,21 @@ class IndexSummary:
     """A summary of a build: what the index holds, and what was left out."""
 
     num_documents: int
+    """Documents in the index."""
     num_passages: int
+    """Passages in the index, which have different texts."""
     num_duplicates: int
     """Passages left out because an earlier one has the same text."""
     dimension: int
+    """Numbers in the vector of a passage."""
     skipped: tuple[tuple[str, str], ...]
     """Skipped files and folders: path within the folder, and the reason."""
     duration_s: float
+    """Seconds that the build took."""
     size_bytes: int
+    """Size of all files."""
     kind: IndexKind
+    """"diskann" is for `VectorSource`, "ivf" for `IvfSource`."""
     num_embedded: int
     """Passages that were embedded, because neither the old index nor a stopped build had their vectors."""
 

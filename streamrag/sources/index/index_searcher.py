@@ -53,6 +53,7 @@ class IndexSearcher(JobHandler, ABC):
 
     @cached_property
     def _opened(self) -> tuple[Any, PassageStore]:
+        """The library's index and its passages, opened at first use. Raises if the index was replaced meanwhile."""
         silence_stdout()
         # Checked before, for a replacement worker, and after, so that all opened files are of one index.
         check_unchanged(self._path, self.manifest_sha256)

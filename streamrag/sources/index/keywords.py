@@ -53,10 +53,7 @@ def new_stem() -> "Stem":
 
 
 def write_keywords(folder: Path) -> None:
-    """Write the keyword index of the passages in `folder`. Takes about 5 bytes of memory for each term of a passage.
-
-    :raises OSError: it cannot be written.
-    """
+    """Write the keyword index of the passages in `folder`. Takes 5 bytes of memory for each term of a passage."""
     passages = read_passages(folder, PASSAGES)
     lengths, postings = _count(with_title(fields["title"], fields["text"]) for fields in passages)
     path = folder / KEYWORDS
@@ -121,10 +118,7 @@ class KeywordIndex:
         self._file.close()
 
     def search(self, query: str, k: int) -> tuple[list[int], list[float]]:
-        """Return the numbers and scores of the `k` best passages, best first. All scores are over 0.
-
-        :raises IndexCorruptError: the postings of a term are damaged.
-        """
+        """Return numbers and scores, over 0, of the `k` best passages, best first; IndexCorruptError for damage."""
         import numpy as np
 
         scores = np.zeros_like(self._norms)

@@ -65,7 +65,7 @@ async def run_job(
 
 
 async def run_in_each(workers: WorkerPool, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the job once in each worker, and return one of the answers."""
+    """Run the job once in each worker; when all have ended, return one of the answers, or raise the first error."""
     jobs = [run_job(workers, job) for _ in range(workers.size)]
     answers = await asyncio.gather(*jobs, return_exceptions=True)
     for answer in answers:

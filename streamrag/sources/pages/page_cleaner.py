@@ -172,10 +172,7 @@ class PageCleaner:
 
 
 def _to_markdown(url: str, html: str) -> tuple[str, str]:
-    """Return the title and the Markdown of a pruned page.
-
-    :raises ValueError: crawl4ai cannot parse it.
-    """
+    """Return the title and the Markdown of a pruned page. Raises ValueError if crawl4ai cannot parse it."""
     scraped = SCRAPER.scrap(html=html, **{**SCRAPER_OPTIONS, "url": url})
     if not scraped.success:
         raise ValueError("crawl4ai cannot parse it")

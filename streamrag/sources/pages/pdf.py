@@ -29,10 +29,7 @@ class PdfText(NamedTuple):
 
 
 def read_pdf(body: bytes, *, max_chars: int, max_cpu_s: float) -> PdfText:
-    """Extract the title and the text of a PDF.
-
-    :raises UnusablePageError: the file is encrypted or damaged.
-    """
+    """Extract the title and the text of a PDF. Raises UnusablePageError if the file is encrypted or damaged."""
     import pypdf  # takes a sixth of a second, so only in workers that read a PDF
 
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns of every flaw

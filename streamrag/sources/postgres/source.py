@@ -258,7 +258,7 @@ class PgVectorSource:
             await cancel_and_wait([words, embedding])
 
     async def _stages(self, opened: _Opened) -> list[_Stage]:
-        """Return the stages of one query, which depend on the present size of the table."""
+        """Return the stages of one query for the present size of the table. Raises SourceError if none is possible."""
         num_rows = await opened.link.run(opened.search.estimate, {}, timeout_s=self._timeout_s)
         stages = []
         is_exact = num_rows <= self._exact_rows

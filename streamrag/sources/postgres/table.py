@@ -154,7 +154,7 @@ async def fetch(connection: Connection, query: str, *values: Any) -> list[tuple[
 
 
 def _select_columns(table: str, columns: Mapping[str, str | None], existing: Mapping[str, Any]) -> dict[str, str]:
-    """Return the column of each field. Only columns that the caller named, or that a chunk needs, must exist."""
+    """Return each field's column; raise VectorIndexError if a named or necessary one is missing or of a wrong type."""
     selected: dict[str, str] = {}
     for field, default in DEFAULT_COLUMNS.items():
         column = columns.get(field, default)

@@ -64,17 +64,14 @@ class TableWriter:
         self.num_embedded = self.num_removed = self.dimension = 0
 
     async def lock(self) -> None:
-        """Lock the table against other builds until the connection is closed.
-
-        :raises VectorIndexError: another build holds the lock.
-        """
+        """Lock the table until the connection closes; raise VectorIndexError if another build has locked it."""
         schema = self._parts[0] if len(self._parts) > 1 else None
         ((is_ours,),) = await fetch(self._connection, _LOCK, LOCK_SPACE, schema, self._quoted, self._parts[-1])
         if not is_ours:
             raise VectorIndexError(f"{self._address}: another build fills table {'.'.join(self._parts)}: wait for it")
 
     async def make_table(self, embedder: EmbedderIdentity, words: str) -> None:
-        """Create the table with a record of its embedder, or check an existing table.
+        """Create pgvector's extension and the table with a record of its embedder, or check an existing table.
 
         words: the text search configuration of its full-text index.
 

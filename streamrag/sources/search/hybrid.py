@@ -160,7 +160,7 @@ class HybridSource:
         self._opened = _Opened(manifest.num_passages, keywords, reranker, parts)
 
     def _check(self) -> tuple[Manifest, str, RerankerPlace | None]:
-        """Check the index and packages; return the manifest, its SHA-256, and the reranker's place, if any."""
+        """Check index and packages, or raise as `start`; return manifest, its hash and the reranker's place, if any."""
         manifest, manifest_sha256 = check_index(self._folder)
         require_package("snowballstemmer")
         if KEYWORDS not in manifest.files:
@@ -244,7 +244,7 @@ class HybridSource:
     async def _rerank(
         self, reranker: RerankerPool, refinement: Refinement, query: str, failures: Failures
     ) -> AsyncGenerator[Update, None]:
-        """Yield an update for each batch that changes the best passages. Each batch is a job, to share the workers."""
+        """Yield an update for each batch that changes the best passages, until one fails. Each batch is one job."""
         candidates = refinement.fused[: self._candidates]
         batches = [candidates[i : i + self._batch_size] for i in range(0, len(candidates), self._batch_size)]
         score = reranker.scorer(query, is_one_deadline=True)

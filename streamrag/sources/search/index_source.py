@@ -94,7 +94,7 @@ class IndexSource(ABC):
         progress("the index is ready")
 
     def _check(self) -> tuple[Manifest, str, ModelPlace]:
-        """Check the index and the packages; return the manifest, its SHA-256 and the embedder's place."""
+        """Check index and packages, or raise as `start`; return the manifest, its hash and the embedder's place."""
         manifest, manifest_sha256 = check_index(self._folder)
         if manifest.kind != self._kind:
             other = {"diskann": "VectorSource", "ivf": "IvfSource"}[manifest.kind]

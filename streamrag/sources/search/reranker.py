@@ -95,7 +95,7 @@ class RerankerPool:
         return score
 
     async def _score(self, query: str, texts: list[str], share: Share, end_s: float) -> list[float]:
-        """Score in a worker, until `end_s`. After a failure, the replaced worker loads its model in the background."""
+        """Score in a worker, or raise TooSlowError at `end_s`. After a failure, load the model in a new worker."""
         try:
             async with asyncio.timeout_at(end_s):
                 job = {"do": "score", "query": query, "texts": texts}

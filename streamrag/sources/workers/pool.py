@@ -167,7 +167,7 @@ class WorkerPool:
         return slot
 
     async def _take(self, share: Share, part: str) -> tuple[_Slot, WorkerProcess]:
-        """Wait for a free slot and its worker. A worker that died while it was free is replaced first."""
+        """Wait for a free slot and its worker, first replacing a dead one. Raises if it cannot start, or on closing."""
         slot = await self._free.get(share, part) if self._is_open else None
         if slot is None:
             raise self._closed()

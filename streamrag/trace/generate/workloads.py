@@ -182,7 +182,7 @@ def _pools(num_pools: int, rank_bias: int, rng: Random) -> list[tuple[int, ...]]
 
 
 def _documents(query: int, total: int, lengths: Sequence[float], pools: Sequence[tuple[int, ...]]) -> list[TracedChunk]:
-    """Return the documents of all pools of a query; those of the last pool have `total` tokens in sum."""
+    """Return a query's documents: those of the last pool have `total` tokens, the others fit into their pools."""
     final = pools[-1]
     num_tokens = dict(zip(final, apportion(total, [lengths[j] for j in final]), strict=True))
     per_length = total / sum(lengths[j] for j in final)

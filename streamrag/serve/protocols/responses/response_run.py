@@ -73,7 +73,7 @@ class ResponseRun:
         await self._send_all(self.encoder.begin())
 
     async def follow(self, events: AsyncIterator[QueryEvent]) -> None:
-        """Encode and send these events, except those of the complete answer, which `finish` sends."""
+        """Encode and send these events; keep the complete answer, whose events `finish` sends."""
         async for event in events:
             if not self.encoder.has_begun:
                 await self.begin()

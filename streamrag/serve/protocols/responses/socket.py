@@ -159,7 +159,7 @@ class SocketStream:
                 return None
 
     async def _prepare(self, response: ResponseRun, stream: ConversationStream) -> None:
-        """Set the conversation, and complete a response without an answer. Later errors are only sent."""
+        """Set the conversation, and complete a response without an answer. Only the first prompt's error is raised."""
         is_first = stream.is_empty
         try:
             prompt = await stream.extend(response.request.conversation, is_complete=False)

@@ -71,7 +71,7 @@ class StateStore:
             self._evict_from(max(self._num_bytes, key=lambda each: self._num_bytes[each]))
 
     def get(self, id: str, client: str, connection: object = None) -> State:
-        """Return a state of a client or of its connection. Raises RequestError if there is none or it has expired."""
+        """Return a state of a client or connection, marked as used. Raises RequestError if there is none."""
         self._expire()
         for key in ((client, None, id), (client, connection, id)):
             if key in self._states:

@@ -86,7 +86,7 @@ class SessionSocket(Frames):
                     await self.send_error(error, request.id)
 
     async def _serve_frame(self, request: AppendFrame | AskFrame | CancelFrame, tasks: TaskGroup) -> None:
-        """Append data, begin to answer a question, or cancel one. Waits while too many answers are unread."""
+        """Append data, begin to answer, or cancel; raise RequestError if it is invalid. Waits if answers are unread."""
         match request:
             case AppendFrame():
                 done: dict[str, Any] = {"type": "appended", **await append_data(self._service, self._served, request)}
