@@ -62,6 +62,8 @@ class ModelInfo:
     """Whether the model sees exactly the tokens that are sent."""
     breaks_look_alikes: bool = False
     """Whether text that looks like a special token gets a space inserted, because a server tokenises the text."""
+    shares_processors: bool = False
+    """Whether the model computes on this machine's CPU, which retrieval may need at the same time."""
 
 
 class Source(Protocol):
