@@ -148,6 +148,7 @@ UNITS = {
 COMMON = {
     "at_s": "Seconds since the query was submitted.",
     "clock": "The clock, in seconds; tests may replace it.",
+    "hint": "What is known about the rest of the retrieval; None if nothing is.",
 }
 """Meanings of names that have no docstring of their own, because they mean the same everywhere."""
 

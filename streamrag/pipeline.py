@@ -121,10 +121,7 @@ class Pipeline:
         return self._starting.get_loop() if self._starting is not None else None
 
     def claim(self, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
-        """Return the event loop to use: the pipeline's own, or a running one that was claimed before, or `loop`.
-
-        Thread-safe, for threads that share a pipeline and may each send the first query.
-        """
+        """Return the event loop to use: the pipeline's own, or a running one claimed before, or `loop`. Thread-safe."""
         with self._claiming:
             if self._claimed is None or not self._claimed.is_running():
                 self._claimed = loop

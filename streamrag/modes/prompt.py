@@ -198,11 +198,7 @@ class PromptAssembler:
         return encode_bounded(self._tokenizer, text, self._max_model_len)
 
     def _split(self, history: Sequence[Turn]) -> tuple[tuple[int, ...], str]:
-        """Return the token ids before the context, and the text of the chat template behind the question.
-
-        The texts are tokenised separately from the chat template and without special tokens, so that they cannot
-        imitate the template.
-        """
+        """Return the token ids before the context, and the text of the chat template behind the question."""
         texts = [turn.text for turn in history]
         roles = [turn.role for turn in history]
         if self._template.system:
@@ -211,6 +207,7 @@ class PromptAssembler:
         pieces = chat_pieces(self._tokenizer, (*roles, "user"))
         self._format = self._template.passage_format("{text}".join(map(_escaped, pieces)) + "{answer}")
         head: list[int] = []
+        # Texts apart from the template and without special tokens, so that they cannot imitate it.
         for template_text, text in zip(pieces, (*texts, self._template.before_context), strict=False):
             head += self._tokenizer.encode(template_text, allow_special=True)
             head += self._encode(text)

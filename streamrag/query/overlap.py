@@ -12,17 +12,14 @@ from streamrag.telemetry import OverlapChoice, OverlapWay, Timings
 MIN_TURNS = 3
 """Turns that each way gets before any of them is judged. A turn is as many queries as run at once: queries slow each
 other down, so that a way shows its worth only if the others use it as well."""
-WINDOW = 128
-"""Newest queries that a way is judged by."""
-NUM_DEVIATIONS = 2.0
-"""A way is worse than the best one if their means differ by so many standard deviations of that difference."""
+WINDOW = 128  # newest queries that a way is judged by
+NUM_DEVIATIONS = 2.0  # standard deviations by which the mean of a worse way differs from that of the best one
 RECHECK_EVERY = 100
 """A worse way is tried again once in so many turns. With 1 % of the queries, P95 becomes what P96 was; with 2.5 %, it
 was 4 % longer in a simulation."""
 TRY_EVERY = 8
 """The same while learning, if retrieval and the model share no processors: waiting for retrieval rarely helps then."""
-NEGLIGIBLE = 0.03
-"""Share of the time to the first token that is not worth any work."""
+NEGLIGIBLE = 0.03  # share of the time to the first token that is not worth any work
 
 
 ALWAYS = OverlapChoice("immediate", "overlap=True")

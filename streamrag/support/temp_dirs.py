@@ -19,10 +19,7 @@ HELD_FOR_S, HELD_TICK_S = 60, 0.05
 
 
 class ScratchFolder:
-    """A private folder in the system's temporary folder, named `streamrag-KIND-` and eight characters.
-
-    :raises OSError: it cannot be created.
-    """
+    """A private temporary folder, named `streamrag-KIND-` and eight characters. Raises OSError if it cannot be made."""
 
     def __init__(self, kind: str) -> None:
         owner = None
