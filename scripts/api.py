@@ -143,6 +143,13 @@ UNITS = {
 }
 """For each suffix of a name: words that already tell the unit, and the sentence that otherwise does."""
 
+COMMON = {
+    "at_s": "Seconds since the query was submitted.",
+    "clock": "The clock, in seconds; tests may replace it.",
+    "hint": "What is known about the rest of the retrieval; None if nothing is.",
+}
+"""Meanings of names that have no docstring of their own, because they mean the same everywhere."""
+
 RAISES = re.compile(r":raises (\w+): (.*)")
 OPTION = re.compile(r"(\w+(?:, \w+)*): (.*)")
 
@@ -314,14 +321,14 @@ class Reference:
 
     def _row(self, parameter: griffe.Parameter, meaning: str) -> Row:
         name, default = parameter.name, self._default(parameter.default)
-        return Row(name, self._type(parameter.annotation), default, with_unit(name, meaning))
+        return Row(name, self._type(parameter.annotation), default, with_unit(name, meaning or COMMON.get(name, "")))
 
     def _field(self, member: griffe.Attribute) -> Row:
         meaning = " ".join(self._text(member.docstring, ())[0].split()) or sentence(
             field_option(member.value, "description")
         )
         name, default = member.name, self._default(member.value)
-        return Row(name, self._type(member.annotation), default, with_unit(name, meaning))
+        return Row(name, self._type(member.annotation), default, with_unit(name, meaning or COMMON.get(name, "")))
 
     def _default(self, value: str | griffe.Expr | None) -> str | None:
         """Return the default as code: a constant by its value, a `field(...)` by the default that it gives."""
@@ -489,7 +496,7 @@ def sentence(text: str) -> str:
 def with_unit(name: str, meaning: str) -> str:
     """Return the meaning of an option, with the unit that its name ends in unless the meaning tells it."""
     for suffix, (words, sentence) in UNITS.items():
-        if name.endswith(suffix) and not re.search(words, meaning):
+        if name.endswith(suffix) and not re.search(words, meaning, re.IGNORECASE):
             return f"{meaning.rstrip()} {sentence}".strip()
     return meaning
 

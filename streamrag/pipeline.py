@@ -116,18 +116,12 @@ class Pipeline:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The event loop that the pipeline was started in and must be used in; None before the start.
-
-        Raises PipelineClosedError in a fork of the process that started it.
-        """
+        """The event loop that the pipeline was started in, and must be used in; None before. Raises in a fork."""
         self._raise_forked()
         return self._starting.get_loop() if self._starting is not None else None
 
     def claim(self, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
-        """Return the event loop to use: the pipeline's own, or a running one that was claimed before, or `loop`.
-
-        Thread-safe, for threads that share a pipeline and may each send the first query.
-        """
+        """Return the event loop to use: the pipeline's own, or a running one claimed before, or `loop`. Thread-safe."""
         with self._claiming:
             if self._claimed is None or not self._claimed.is_running():
                 self._claimed = loop
@@ -213,7 +207,7 @@ class Pipeline:
         await self._start()
 
     async def _start(self) -> None:
-        """Start the parts, also for queries that were submitted before `aclose` and are draining."""
+        """Start the parts, also for queries submitted before `aclose`. Raises PipelineClosedError once it closes."""
         self._raise_forked()
         if self._closing is not None:
             raise PipelineClosedError("the query was stopped before its end: its pipeline was closed")
@@ -228,6 +222,7 @@ class Pipeline:
             raise PipelineClosedError("this pipeline was closed while it was starting") from None
 
     def _raise_forked(self) -> None:
+        """Raise PipelineClosedError in a fork of the process that started the pipeline."""
         if self._process_id not in (None, os.getpid()):
             raise PipelineClosedError(FORKED)
 
@@ -249,6 +244,7 @@ class Pipeline:
         self._closing.result()  # raises what a part raised on closing
 
     async def _close(self) -> None:
+        """Cancel queries and starting, close sessions, then the parts; raise the first session's error after that."""
         tasks: list[asyncio.Task[Any]] = [*self._queries, *([self._starting] if self._starting else [])]
         for task in tasks:
             task.cancel()
@@ -285,6 +281,7 @@ class Pipeline:
             )
 
     def _query(self, text: str, options: QueryOptions) -> Query:
+        """Return the validated query, or raise ConfigurationError. An option that is None counts as not given."""
         check_options(options)
         values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         system = values.pop("system", None)
@@ -296,6 +293,7 @@ class Pipeline:
         return Query(text, **{"overlap": self.overlap, **values})
 
     def _start_query(self, query: Query, emit: Emit) -> "asyncio.Task[Answer]":
+        """Start the query's task and return it; raise if the pipeline is closed, or full and `when_full` refuses."""
         if self._is_closed:
             raise PipelineClosedError("this pipeline has been closed: make a new one, or ask before leaving its block")
         if self._refuses and self.num_queries >= self.max_concurrent_queries:
@@ -320,6 +318,7 @@ class Pipeline:
         return task
 
     async def _run_query(self, run: QueryRun) -> Answer:
+        """Run a query; if it is cancelled because the pipeline closes, raise PipelineClosedError instead."""
         try:
             return await run.run(self._start, self._admission)
         except asyncio.CancelledError:
@@ -341,6 +340,7 @@ def _succeeded(task: "asyncio.Task[None]") -> bool:
 
 
 def _check_part(part: object, name: str, method: str) -> None:
+    """Raise ConfigurationError if a part is a class, or has no such method."""
     if isinstance(part, type):
         raise ConfigurationError(f"the {name} is the class {part.__name__}, and must be an object of it")
     if not callable(getattr(part, method, None)):

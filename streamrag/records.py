@@ -39,6 +39,7 @@ class PreemptionRecord:
     """An eviction of the request's KV."""
 
     at_s: float
+    """Time of the eviction."""
     fate: str
     """"recompute": the KV was dropped; "swap": it is copied to host memory before it is overwritten."""
     num_tokens_lost: int
@@ -61,6 +62,7 @@ class RestoreRecord:
     """A restore of evicted KV, when the request runs again."""
 
     at_s: float
+    """Time at which the request was scheduled again."""
     choice: str
     """"swap": the KV is copied back from host memory; "recompute": it is computed again."""
     num_tokens: int
@@ -87,6 +89,7 @@ class RequestRecord:
     request_id: str
     """The engine's id: the client's id and a few random characters."""
     outcome: RequestOutcome
+    """"finished"; "aborted" by its client; or "failed": the engine rejected it or gave it up."""
     is_stream: bool
     """False for a plain request, whose prompt arrives at once."""
     arrival_s: float
@@ -100,9 +103,11 @@ class RequestRecord:
     last_kv_s: float | None
     """When the KV of its complete prompt was on the device for the first time."""
     finished_s: float
+    """Time of its end, however it ended."""
     num_prompt_tokens: int
     """Tokens of the last prompt that the engine accepted."""
     num_output_tokens: int
+    """Tokens of the answer."""
     num_computed: int
     """Prompt tokens computed in total."""
     num_recomputed: int
@@ -115,6 +120,7 @@ class RequestRecord:
     chunks: tuple[ChunkRecord, ...] = ()
     """Chunks in order of arrival; empty for a plain request."""
     preemptions: tuple[PreemptionRecord, ...] = ()
+    """Evictions in order of time."""
     num_loaded: int = 0
     """Prompt tokens loaded from host memory."""
     num_written_through: int = 0

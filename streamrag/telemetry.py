@@ -101,6 +101,7 @@ class ContextChanged:
 
     at_s: float
     num_chunks: int
+    """Number of passages in the new prompt."""
     num_tokens: int
     """Length of the new prompt."""
     num_shared: int
@@ -113,7 +114,7 @@ class ContextChanged:
 
 @dataclass(frozen=True, slots=True)
 class ChunksLeftOut:
-    """A number of chunks that do not fit the context's token budget, reported when the context is complete."""
+    """Chunks that do not fit the context's token budget, reported when the context is complete."""
 
     at_s: float
     chunks: tuple[Chunk, ...]
@@ -122,7 +123,7 @@ class ChunksLeftOut:
 
 @dataclass(frozen=True, slots=True)
 class ChunksShortened:
-    """A number of chunks that fit the context's token budget in part; the prompt has their best passages."""
+    """Chunks that fit the context's token budget only in part; the prompt has their best passages."""
 
     at_s: float
     chunks: tuple[Chunk, ...]
@@ -135,7 +136,9 @@ class ContextComplete:
 
     at_s: float
     num_chunks: int
+    """Number of passages in the complete prompt."""
     num_tokens: int
+    """Length of the complete prompt."""
     chunks: tuple[Chunk, ...]
     """The passages of the prompt, in prompt order; the answer's `citations` refer to them."""
 
@@ -155,7 +158,9 @@ class TokensGenerated:
     at_s: float
     text: str
     token_ids: tuple[int, ...]
+    """The text as tokens; empty if a server returns text only."""
     finish_reason: str | None
+    """None until the last event of this kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +189,15 @@ class Citation:
     """The number that the model saw: the place in the prompt, from 1. That is the rank in update mode, unless its order
     is "stable", and the order of arrival in append mode."""
     uri: str
+    """URL or path of the document."""
     title: str
+    """Title of the document; "" if unknown."""
     passage: int
+    """Number of the passage within its document, from 0."""
     text: str
+    """The text that the model saw; of a shortened chunk, its part."""
     score: float | None
+    """The retriever's own score; larger is better. None if it gave none."""
     rank: int | None = None
     """Place in the retriever's last ranking, from 1; None if it does not rank, like a crawl."""
 
@@ -197,7 +207,9 @@ class Answer:
     """The whole answer to one query."""
 
     text: str
+    """The whole text."""
     token_ids: tuple[int, ...]
+    """The text as tokens; empty if a server returns text only."""
     finish_reason: str
     """"stop" or "length"; a server may have other reasons."""
     citations: tuple[Citation, ...]
@@ -207,6 +219,7 @@ class Answer:
     shortened: tuple[Chunk, ...]
     """Chunks that fit it only in part, whole as they arrived; `citations` has the parts."""
     num_prompt_tokens: int
+    """Length of the complete prompt."""
     num_invalidated: int
     """Tokens that were sent to the backend and replaced by a later prompt, over all prompts of the query."""
     is_exact: bool
@@ -219,6 +232,7 @@ class Answer:
     """When the query was submitted, on the pipeline's clock. The default clock is `time.monotonic`, as in `record`, so
     that `record.first_kv_s - submitted_s` compares with the timings and with every `at_s`."""
     timings: Timings
+    """Duration of each part."""
     record: RequestRecord | None = None
     """The engine's record of the request; None if the engine keeps no records."""
     breaks_look_alikes: bool = False

@@ -55,9 +55,11 @@ Step: TypeAlias = SourceEvent | float | BaseException | anyio.Event
 
 
 class ScriptedSource:
-    """A source that plays the same steps for every query, or the steps that a function returns for it.
+    """A source that records the queries and plays the same steps for each.
 
     `num_streams` and `is_started` show whether anything is left running.
+
+    steps: the steps, or a function that returns those for a query.
     """
 
     def __init__(self, steps: Iterable[Step] | Callable[[str], Iterable[Step]]) -> None:
@@ -93,9 +95,10 @@ class ScriptedSource:
 
 
 class ScriptedBackend:
-    """A backend that answers every complete prompt with the same text, one character per token, and records all
-    prompts.
+    """A backend that answers every prompt with the same text, one character per token, and records all prompts.
 
+    answer: the text, of which a query gets at most `max_tokens` characters.
+    max_model_len: most tokens of prompt and answer together, for the pipeline.
     hold: prefilling waits for this event.
     error: raised in place of the answer's second token.
     is_endless: whether the answer never finishes.

@@ -140,6 +140,7 @@ class StreamragGenerator:
     async def _answer_parts(
         self, query: str, history: Sequence[ChatMessage] | None
     ) -> AsyncGenerator[StreamingChunk | dict[str, Any], None]:
+        """Yield chunks of the answer's text, and at the end the component's outputs."""
         options = self._options
         if history:
             turns = [Turn(message.role.value, message.text or "") for message in history]  # type: ignore[arg-type]
@@ -253,6 +254,7 @@ class HaystackSource:
     async def _rankings(
         self, query: str, reader: PassageReader
     ) -> AsyncGenerator[list[Document] | tuple[Chunk, ...], None]:
+        """Yield each result: of the members fused, of the retriever, and of each ranker."""
         documents: list[Document] = []
         if isinstance(getattr(self._retriever, "retrievers", None), dict):  # as the experimental MultiRetriever
             fused = self._fused(query, reader)
@@ -293,6 +295,7 @@ class HaystackSource:
             await cancel_and_wait([task])
 
     async def _documents(self, part: Any, **inputs: Any) -> list[Document]:
+        """Run a component and return its documents; raise SourceError if they are no list."""
         documents = (await self._call(part, "run", **inputs) or {}).get("documents")
         if not isinstance(documents, list):
             raise SourceError(f"{type(part).__name__} returned {type_name(documents)} as documents instead of a list")
@@ -321,6 +324,7 @@ class _Watched:
 
 
 def _check(part: Any, wanted: str, what: str) -> None:
+    """Raise ConfigurationError unless `part` is a component with an input of this name."""
     if isinstance(part, type) or wanted not in getattr(part, "__haystack_input__", ()):
         raise ConfigurationError(f"HaystackSource: {type_name(part)} does not take {wanted!r}, as needed for {what}")
 
@@ -343,6 +347,7 @@ def _chunk(document: Document, reader: PassageReader) -> Chunk:
 
 
 def _document(chunk: Chunk) -> Document:
+    """Return the chunk's own document, or a new one for a chunk of another source."""
     if isinstance(chunk, FoundChunk):
         return chunk.origin  # type: ignore[no-any-return]
     meta = {"uri": chunk.uri, "title": chunk.title, "passage": chunk.passage}

@@ -118,6 +118,7 @@ class StreamragQueryEngine(PortalOwner, BaseQueryEngine):
         return {}
 
     def _query(self, query_bundle: QueryBundle) -> Response | StreamingResponse:
+        """Return a response when retrieval is complete; its text streams, or is read to the end here."""
         with self._event(query_bundle) as event:
             nodes: list[NodeWithScore] = []
             metadata: dict[str, Any] = {}
@@ -262,6 +263,7 @@ class LlamaIndexSource:
             await cancel_and_wait([task])
 
     async def _ask(self, retriever: BaseRetriever, query: QueryBundle) -> list[NodeWithScore]:
+        """Retrieve in the event loop, or in a thread if the retriever has no async method of its own."""
         if type(retriever)._aretrieve is BaseRetriever._aretrieve:  # which would block the event loop
             return await self._calls.run(partial(retriever.retrieve, query))
         return await retriever.aretrieve(query)
@@ -269,6 +271,7 @@ class LlamaIndexSource:
     async def _postprocess(
         self, postprocessor: BaseNodePostprocessor, nodes: list[NodeWithScore], query: QueryBundle
     ) -> list[NodeWithScore]:
+        """Postprocess in the event loop, or in a thread if there is no async method of its own."""
         if type(postprocessor)._apostprocess_nodes is BaseNodePostprocessor._apostprocess_nodes:
             return await self._calls.run(partial(postprocessor.postprocess_nodes, nodes, query))
         return await postprocessor.apostprocess_nodes(nodes, query)
@@ -303,6 +306,7 @@ def _tell(came: "asyncio.Queue[Any]", number: int, nodes: list[NodeWithScore]) -
 
 
 def _node(chunk: Chunk) -> NodeWithScore:
+    """Return the chunk's own node with the chunk's score, or a new one for a chunk of another source."""
     if isinstance(chunk, FoundChunk):
         return NodeWithScore(node=chunk.origin, score=chunk.score)
     metadata = {"uri": chunk.uri, "title": chunk.title, "passage": chunk.passage}

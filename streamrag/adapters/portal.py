@@ -24,11 +24,9 @@ from streamrag.support.clock import monotonic
 from streamrag.support.messages import short_repr
 from streamrag.support.tasks import run_shielded
 
-LOOK_S = 1.0
-"""Seconds between checks whether the other event loop still runs: there is no notification of its end."""
+LOOK_S = 1.0  # seconds between checks whether the other event loop still runs: there is no notification of its end
 
-BLOCKED_S = 30.0
-"""Seconds without an iteration after which a loop counts as blocked, perhaps by a wait for this call."""
+BLOCKED_S = 30.0  # seconds without an iteration after which a loop counts as blocked, perhaps by a wait for this call
 
 BLOCKED = (
     "the event loop that it was started in has been blocked for {:.0f} s, perhaps by a wait for this call, as in "
@@ -67,14 +65,12 @@ class LoopPortal:
 
     @classmethod
     def to_pipeline(cls, pipeline: Pipeline) -> "LoopPortal":
+        """Return a portal to a pipeline, which may have been started in another loop."""
         return cls(pipeline.start, pipeline.aclose, running_in=lambda: pipeline.loop, claim=pipeline.claim)
 
     @classmethod
     def to_source(cls, source: Source, *, is_owned: bool = True) -> "LoopPortal":
-        """Return a portal to a source, which starts and closes the source if it `is_owned`.
-
-        :raises ConfigurationError: `source` is not a source.
-        """
+        """Return a portal to a source, which it starts and closes if it `is_owned`; raise for anything else."""
         if isinstance(source, type) or not callable(getattr(source, "stream", None)):
             raise ConfigurationError(f"source={short_repr(source)} is not a source: it has no method 'stream'")
         started = AsyncExitStack()
@@ -86,7 +82,7 @@ class LoopPortal:
         return cls(start, started.aclose)
 
     def start(self) -> None:
-        """Start the tenant."""
+        """Start the tenant, in a thread with its own loop unless it has a loop already."""
         self.run(_do_nothing)
 
     async def settle(self) -> None:
@@ -171,6 +167,7 @@ class LoopPortal:
                     await run_shielded(_await(closed, loop), "streamrag close")
 
     def _check_open(self) -> None:
+        """Raise PipelineClosedError if the portal is closed, or this is a forked process."""
         self._check_process()
         if self._is_closed:
             raise PipelineClosedError(CLOSED)
@@ -197,6 +194,7 @@ class LoopPortal:
             return own
 
     def _submit(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
+        """Run `work()` in the loop, without waiting. Raises PipelineClosedError if it cannot run there."""
         self._check_process()
         with self._guard:  # work that is submitted before `_begin_end` still runs
             if not self._is_closed and loop.is_running():
@@ -254,6 +252,7 @@ async def _one(work: Callable[[], Awaitable[T]]) -> AsyncGenerator[T, None]:
 
 
 def _wait_for(outcome: "Future[T]", loop: asyncio.AbstractEventLoop) -> T:
+    """Block until the outcome is there; raise PipelineClosedError if the loop ends or is blocked. Ctrl-C cancels it."""
     begin_s = monotonic()
     try:
         while not wait([outcome], LOOK_S).done:
@@ -264,6 +263,7 @@ def _wait_for(outcome: "Future[T]", loop: asyncio.AbstractEventLoop) -> T:
 
 
 async def _await(outcome: "Future[T]", loop: asyncio.AbstractEventLoop) -> T:
+    """Wait for the outcome as `_wait_for` does, without blocking this loop."""
     begin_s = monotonic()
     waiting = asyncio.wrap_future(outcome)
     try:
@@ -276,6 +276,7 @@ async def _await(outcome: "Future[T]", loop: asyncio.AbstractEventLoop) -> T:
 
 
 def _check_turning(outcome: "Future[Any]", loop: asyncio.AbstractEventLoop, waited_s: float) -> None:
+    """Raise PipelineClosedError if the loop has ended, or has not begun the work for `BLOCKED_S`."""
     if not loop.is_running() and not outcome.done():
         raise PipelineClosedError(CLOSED)
     if waited_s >= BLOCKED_S and not outcome.running() and not outcome.done():
@@ -283,6 +284,7 @@ def _check_turning(outcome: "Future[Any]", loop: asyncio.AbstractEventLoop, wait
 
 
 def _check_not_in(loop: asyncio.AbstractEventLoop | None) -> None:
+    """Raise ConfigurationError if the caller is in this loop, which it would block."""
     if loop is not None and current_loop() is loop:
         raise ConfigurationError(
             "this call would block the event loop that it waits for: use the framework's async method; "

@@ -15,8 +15,7 @@ from streamrag.support.tasks import CANCEL_AGAIN_S, LET_GO_S, end_or_leave
 END_S = LET_GO_S + CANCEL_AGAIN_S
 """Time limit for a task to stop. It exceeds the limits after which tasks abandon foreign code."""
 
-EXIT_S = 10.0
-"""Maximum seconds that an exiting program waits for a loop that was never closed."""
+EXIT_S = 10.0  # maximum seconds that an exiting program waits for a loop that was never closed
 
 CLOSED = (
     "it has been closed, or the event loop that it was started in has ended or is blocked: create a new one, or keep "
@@ -40,10 +39,7 @@ class Tenant:
         self.on_ended: Callable[[], None] = lambda: None
 
     def submit(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
-        """Run `work()` in the loop, from any thread. If the loop ends first, no coroutine is created.
-
-        :raises PipelineClosedError: the loop has ended.
-        """
+        """Run `work()` in the loop, from any thread; raise PipelineClosedError, without a call, if it has ended."""
         outcome: Future[T] = Future()
 
         def begin() -> None:
@@ -77,6 +73,7 @@ class Tenant:
             self.on_ended()
 
     async def end_reads(self) -> None:
+        """Stop all iterations, and abandon those that do not end in time."""
         await asyncio.gather(*(end_or_leave(task, "streamrag read", at_most_s=END_S) for task in self.reads))
 
     async def _begin(self) -> None:
@@ -97,7 +94,7 @@ class Reading(Generic[T]):
         self._is_requested = asyncio.Event()
 
     async def next(self) -> T:
-        """Return the next item, or `END`."""
+        """Return the next item, or `END`. Raises the generator's error, or PipelineClosedError after the end."""
         if self._task is not None and self._task.done():
             raise PipelineClosedError(CLOSED)
         self._answer = answer = asyncio.get_running_loop().create_future()
@@ -115,6 +112,7 @@ class Reading(Generic[T]):
             await end_or_leave(self._task, "streamrag read", at_most_s=END_S)
 
     async def _drive(self) -> None:
+        """Start the tenant, and produce each item when it is requested."""
         await self._tenant.started()
         async with aclosing(self._make()) as items:
             async for item in items:
@@ -125,6 +123,7 @@ class Reading(Generic[T]):
 
 
 def _failed(task: "asyncio.Future[None]") -> bool:
+    """Whether the task was cancelled or raised, which marks its exception as retrieved."""
     return task.cancelled() or task.exception() is not None
 
 
@@ -162,6 +161,7 @@ def end_dropped(tenant: Tenant, loop: asyncio.AbstractEventLoop, process_id: int
 
 
 def current_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the running event loop of this thread; None without one."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -80,6 +80,7 @@ async def run_query(arm: Arm, client: Client, arriving: Arriving, num_output_tok
 
 
 async def _no_streaming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
+    """Collect the whole prompt, then generate."""
     prompt: list[int] = []
     async for piece in arriving:
         prompt = prompt + piece.token_ids if piece.is_append else piece.token_ids
@@ -88,6 +89,8 @@ async def _no_streaming(client: Client, arriving: Arriving, num_output_tokens: i
 
 
 async def _warming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
+    """Prefill each prompt by a request for one token, then generate from the whole one."""
+
     async def generate(
         token_ids: tuple[int, ...], num_tokens: int = num_output_tokens
     ) -> AsyncGenerator[AnswerChunk, None]:
@@ -107,6 +110,7 @@ async def _warming(client: Client, arriving: Arriving, num_output_tokens: int) -
 
 
 async def _prompts(pieces: AsyncIterator[PromptChange] | Arriving) -> AsyncIterator[Prompt]:
+    """Yield the whole prompt after each piece."""
     prompt: tuple[int, ...] = ()
     async for piece in pieces:
         before, new = prompt, tuple(piece.token_ids)
@@ -116,6 +120,7 @@ async def _prompts(pieces: AsyncIterator[PromptChange] | Arriving) -> AsyncItera
 
 
 async def _stock_sessions(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
+    """Send each piece to vLLM's own session, and yield only the tokens that answer the last."""
     num_discarded = 0  # each chunk before the last is answered with one token, which is not part of the answer
 
     async def chunks() -> AsyncIterator[tuple[Sequence[int], int]]:
@@ -134,6 +139,7 @@ async def _stock_sessions(client: Client, arriving: Arriving, num_output_tokens:
 
 
 async def _streaming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
+    """Open a stream with the first piece, append or update the others, and yield the answer."""
     pieces = aiter(arriving)
     first = await anext(pieces)
     opened = client.stream(arriving.query.query_id, first.token_ids, num_output_tokens, is_complete=first.is_complete)

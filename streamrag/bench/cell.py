@@ -68,10 +68,7 @@ class CellSettings:
 
 
 def check_clock(clock: CellClock, profile: str | None, model: str | None) -> None:
-    """Check that no model is given for virtual time, and no profile for wall time.
-
-    :raises ConfigurationError: one is.
-    """
+    """Raise ConfigurationError if a model is given for virtual time, or a profile for wall time."""
     if clock == "virtual" and model is not None:
         raise ConfigurationError(f"model={model!r} is for wall time; virtual time takes a hardware profile")
     if clock == "wall" and profile is not None:
@@ -113,8 +110,6 @@ class StepPart:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A step of the engine."""
-
     start_s: float
     end_s: float
     num_tokens: int
@@ -149,8 +144,6 @@ class CopyTotals:
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """The result of a cell."""
-
     settings: CellSettings
     requests: tuple[RequestResult, ...]
     busy_s: float

@@ -80,6 +80,7 @@ class Grid:
         )
 
     def _variants(self) -> Iterator[dict[str, Any]]:
+        """Yield the settings of each arm: every policy with every eviction for streaming, one variant for others."""
         for arm in self.arms:
             if arm == "streaming":
                 for policy, eviction in product(self.policies, self.evictions):
@@ -121,6 +122,7 @@ def describe_qps(qps: float | None) -> str:
 
 
 def describe_load(settings: CellSettings) -> str:
+    """Describe a load by its workload's name and the settings that are not defaults."""
     usual = CellSettings(settings.clock, settings.workload, "streaming")
     name = settings.workload if settings.workload in GENERATED else Path(settings.workload).name
     unusual = (each for each in UNUSUAL if getattr(settings, each) != getattr(usual, each))

@@ -145,6 +145,7 @@ class _Cache:
 
 
 def _prompts(query: TracedQuery) -> Iterator[_Prompt]:
+    """Yield the query's prompts, the last one with question and template."""
     chunks: tuple[TracedChunk, ...] = ()
     num_tokens = 0
     for at_s, event, is_end in moments_of(query):

@@ -20,8 +20,7 @@ from streamrag.bench.store import CellStore, cell_key
 from streamrag.errors import StreamRagError
 from streamrag.support.parent_death import end_with_parent
 
-MIN_GAP_S = 0.1
-"""Minimum seconds between two progress reports of a cell."""
+MIN_GAP_S = 0.1  # minimum seconds between two progress reports of a cell
 PATIENCE_S = 10.0
 """Seconds for an interrupted cell to shut down, before it is killed; a real engine has to stop its own processes."""
 PARENT = "STREAMRAG_PARENT"
@@ -36,7 +35,7 @@ class CellStarted:
 
 @dataclass(frozen=True, slots=True)
 class CellProgressed:
-    """A progress report: `num_done` of the cell's `num_total` requests have been answered."""
+    """A report that `num_done` of the cell's `num_total` requests have been answered."""
 
     settings: CellSettings
     num_done: int
@@ -64,7 +63,7 @@ CellEvent: TypeAlias = CellStarted | CellProgressed | CellFinished | CellFailed
 
 
 def run_cell(settings: CellSettings, *, keep_steps: bool, progress: CellProgress) -> CellResult:
-    """Run one cell in this process, in virtual or wall time."""
+    """Run one cell in this process, in virtual or wall time, and return its result."""
     if settings.clock == "virtual":
         from streamrag.bench import simulate as clock  # imports vLLM: seconds
     else:
@@ -115,18 +114,21 @@ class _Running:
         return CellFailed(self.settings, f"its process died ({_cause(self.process.exitcode)})", self.log)
 
     def close(self) -> None:
+        """Wait for the process's end, and free its pipe."""
         self.process.join()
         self.connection.close()
         self.process.close()
 
 
 def _cause(exitcode: int | None) -> str:
+    """Describe why a process died, by its exit code."""
     if exitcode is not None and exitcode < 0:
         return f"killed by {signal.Signals(-exitcode).name}; out of memory?"
     return f"exit status {exitcode}"
 
 
 def _start(settings: CellSettings, store: CellStore, keep_steps: bool) -> _Running:
+    """Start the cell's process, with its output in a log; SIGINT is blocked until it can handle it."""
     logs = store.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{cell_key(settings)}.log"
@@ -155,6 +157,7 @@ def _context(clock: str) -> ForkServerContext | SpawnContext:
 
 
 def _stop(running: Sequence[_Running]) -> None:
+    """Interrupt the processes; kill those that have not ended after `PATIENCE_S` in total."""
     for each in running:
         _signal(each.process, signal.SIGINT)
     until_s = time.monotonic() + PATIENCE_S
@@ -168,6 +171,7 @@ def _stop(running: Sequence[_Running]) -> None:
 
 
 def _signal(process: BaseProcess, number: signal.Signals) -> None:
+    """Send a signal to the process and its children. A process that has ended is skipped."""
     assert process.pid is not None
     try:
         os.killpg(process.pid, number)

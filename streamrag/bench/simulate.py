@@ -36,10 +36,8 @@ from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.errors import ConfigurationError
 from streamrag.trace.values import Trace, TracedQuery
 
-HOST_KV_BYTES = 128 << 30
-"""Default host memory for KV per worker: a quarter of the 512 GiB per device of a usual node."""
-MAX_BLOCKS = 4_000_000
-"""Most KV blocks to simulate; each takes some 200 bytes of memory."""
+HOST_KV_BYTES = 128 << 30  # default host memory for KV per worker: a quarter of the 512 GiB per device of a usual node
+MAX_BLOCKS = 4_000_000  # most KV blocks to simulate; each takes some 200 bytes of memory
 
 
 def run_cell(
@@ -64,6 +62,7 @@ def run_cell(
 
 
 def _checked_profile(settings: CellSettings) -> StepProfile:
+    """Return the cell's hardware profile; raise ConfigurationError if the settings do not suit a simulation."""
     if settings.clock != "virtual":
         raise ConfigurationError(f"clock={settings.clock!r}: a simulation runs in virtual time only")
     if settings.profile is None:
@@ -126,6 +125,7 @@ class _Simulation:
         self._client = SimulatedClient(engine, delivery_s=profile.delivery_s, keep_steps=keep_steps)
 
     def _shape(self) -> EngineShape:
+        """Return the sizes that the load needs. Raises ConfigurationError if the KV cache does not suit."""
         settings, block_size, kv_tokens = self._settings, self._profile.block_size, self._kv_tokens
         longest = longest_prompt(self._load.queries) + settings.num_output_tokens + 1
         max_model_len = -(-longest // block_size) * block_size
@@ -151,6 +151,7 @@ class _Simulation:
         )
 
     def _scheduler_options(self) -> dict[str, Any]:
+        """Return our scheduler's options; none for other arms. The settings' own take precedence."""
         settings = self._settings
         if settings.arm != "streaming":
             return {}
@@ -166,6 +167,7 @@ class _Simulation:
         return {**options, **settings.scheduler_options}
 
     def run(self, progress: CellProgress) -> CellResult:
+        """Simulate the load, and return its result, even if vLLM's own sessions deadlock."""
         start_s = time.perf_counter()
         try:
             run_virtual(self._play(progress))
@@ -175,6 +177,7 @@ class _Simulation:
         return self._result(time.perf_counter() - start_s)
 
     async def _play(self, progress: CellProgress) -> None:
+        """Start a task for each query at its arrival, wait for all, and keep the times of those that were answered."""
         queries, settings, client = self._load.queries, self._settings, self._client
 
         async def play_one(query: TracedQuery) -> None:

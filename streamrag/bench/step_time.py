@@ -43,6 +43,7 @@ class StepTimes:
         self._num_saved = self._num_loaded = 0
 
     def __call__(self, step: MeasuredStep, start_s: float) -> float:
+        """Return the seconds of a step that begins at `start_s`, and count and log its copies."""
         parts = [part for _, part in self._parts_of(step)]
         compute_s = self._profile.step_s(parts) * next(self._factors) if parts else 0.0
         copies = step.kv_connector_metadata

@@ -45,6 +45,7 @@ def cell_key(settings: CellSettings) -> str:
 
 
 def _version_of_vllm() -> str | None:
+    """Return the version of vLLM, of whichever distribution; None if none is installed."""
     return next(iter(installed_versions(*DISTRIBUTIONS).values()), None)
 
 
@@ -85,6 +86,7 @@ class CellStore:
             raise ConfigurationError(f"{folder} is a file; --output names a folder")
 
     def path(self, settings: CellSettings, *, with_steps: bool = False) -> Path:
+        """Return the path of the cell's result file, which may not exist."""
         steps = ".steps" if with_steps else ""
         return self.cells / f"{_slug(settings)}-{cell_key(settings)}{steps}.json.gz"
 
@@ -94,10 +96,7 @@ class CellStore:
         return next((path for path in candidates if path.exists()), None)
 
     def write(self, result: CellResult) -> Path:
-        """Write a result atomically, and return its path.
-
-        :raises ConfigurationError: the file cannot be written.
-        """
+        """Write a result atomically, and return its path. Raises ConfigurationError if the file cannot be written."""
         self.cells.mkdir(parents=True, exist_ok=True)
         path = self.path(result.settings, with_steps=bool(result.steps))
         values = asdict(result)
@@ -127,10 +126,7 @@ class CellStore:
             yield read_cell(path)
 
     def check_clock(self, clock: str) -> None:
-        """Check that all results in the folder have this clock.
-
-        :raises ConfigurationError: one has another clock.
-        """
+        """Raise ConfigurationError if a result in the folder has another clock."""
         if {_read_settings(path).clock for path in self.cells.glob(FINISHED)} - {clock}:
             raise ConfigurationError(
                 f"{self.folder} would mix virtual and wall time, which cannot be compared; give another --output"
@@ -142,6 +138,7 @@ def _compact(values: Any) -> str:
 
 
 def _read_settings(path: Path) -> CellSettings:
+    """Read the settings on a result file's first line; raise ConfigurationError if it is none."""
     with _explained(path):
         header = parse_json(
             next(split_lines(iter(DecompressedFile(path, MAX_JSON_BYTES))), b"").rstrip().removesuffix(b",") + b"}"
@@ -150,10 +147,7 @@ def _read_settings(path: Path) -> CellSettings:
 
 
 def read_cell(path: Path) -> CellResult:
-    """Read a result file that `CellStore.write` wrote.
-
-    :raises ConfigurationError: the file does not exist, or is not a result.
-    """
+    """Read a result file that `CellStore.write` wrote. Raises ConfigurationError if there is none."""
     with _explained(path):
         values = parse_json(read_bytes(path, MAX_JSON_BYTES))
         if values["format"] != FORMAT:
@@ -165,6 +159,7 @@ def read_cell(path: Path) -> CellResult:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
+    """Translate errors of reading a result file in the block to ConfigurationError with a remedy."""
     try:
         yield
     except ConfigurationError:

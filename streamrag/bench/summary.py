@@ -48,16 +48,18 @@ def mean(values: Sequence[float]) -> float:
 def parse_slos(text: str) -> dict[str, float]:
     """Parse service-level objectives, as in `"ttft_after_retrieval_s=0.5,total_s=30"`.
 
-    :raises ConfigurationError: a name is not in `LIMITS`, or a limit is not a positive number.
+    :raises ConfigurationError: a name is unknown or given twice, or a limit is not a positive, finite number.
     """
     slos: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, limit = part.partition("=")
+        if name in slos:
+            raise ConfigurationError(f"SLO {part!r}: {name} has a limit already, {slos[name]:g} seconds; give it once")
         with suppress(ValueError):
             slos[name] = float(limit)
-        if name not in LIMITS or not slos.get(name, 0.0) > 0:
+        if name not in LIMITS or not 0 < slos.get(name, 0.0) < math.inf:
             raise ConfigurationError(
-                f"SLO {part!r} must be NAME=SECONDS, with more than 0 seconds and one of the names {', '.join(LIMITS)}"
+                f"SLO {part!r} must be NAME=SECONDS, with a finite number above 0 and a name of {', '.join(LIMITS)}"
             )
     return slos
 
@@ -150,6 +152,7 @@ def digest(result: CellResult) -> Digest:
 
 
 def _gaps(request: RequestResult) -> list[float]:
+    """Return the seconds between the request's chunks; none without an engine record."""
     if request.record is None:
         return []
     # The record's last entry may be the end of the prompt, without a chunk.
@@ -189,6 +192,7 @@ def _max_and_mean(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratio(value: float, reference: float) -> float:
+    """Return `value / reference`; NaN unless the reference is positive."""
     return value / reference if reference > 0 else math.nan
 
 

@@ -17,8 +17,7 @@ from streamrag.errors import ConfigurationError
 
 T = TypeVar("T")
 
-MOST_TURNS_AT_ONE_TIME = 200_000
-"""Iterations of the loop at one point in time, after which we report a busy loop."""
+MOST_TURNS_AT_ONE_TIME = 200_000  # iterations of the loop at one point in time, after which we report a busy loop
 
 
 class DeadlockError(RuntimeError):
@@ -40,7 +39,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return self._now_s
 
     def select(self, timeout: float | None) -> list[Any]:
-        """Advance the clock by `timeout`, which is None if no task is ready and no timer is scheduled."""
+        """Advance the clock by `timeout`; raise DeadlockError if it is None: no task is ready, and no timer is set."""
         if timeout is None:
             waiting = sorted(task.get_name() for task in asyncio.all_tasks(self))
             raise DeadlockError(f"at {self._now_s:.6f} s of virtual time all tasks wait for each other: {waiting}")
@@ -57,6 +56,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         pass
 
     def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Handle:
+        """Schedule a callback from this thread; raise ConfigurationError in another one."""
         if self._thread_id not in (None, threading.get_ident()):  # type: ignore[attr-defined]
             _refuse("another thread")
         return self.call_soon(callback, *args, **kwargs)  # asyncio's Ctrl-C handler calls this
@@ -81,6 +81,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
 
 def _refuse(what: str) -> NoReturn:
+    """Raise ConfigurationError: nothing outside the loop can be waited for."""
     raise ConfigurationError(f"cannot wait for {what} in virtual time; run this code on the wall clock")
 
 

@@ -59,6 +59,7 @@ def run_cell(
 
 
 def _checked_model(settings: CellSettings) -> str:
+    """Return the cell's model; raise ConfigurationError if the settings are not for a real engine."""
     if settings.clock != "wall":
         raise ConfigurationError(f"clock={settings.clock!r}: a real engine runs in wall time only")
     if settings.model is None:
@@ -69,6 +70,7 @@ def _checked_model(settings: CellSettings) -> str:
 
 
 async def _run(settings: CellSettings, load: FittedLoad, keep_steps: bool, progress: CellProgress) -> CellResult:
+    """Start the engine, measure its steps for the floors, and replay the load on an empty prefix cache."""
     queries = load.queries
     async with engine_for(settings, queries) as client:
         longest = max_model_len(settings, queries)
@@ -113,7 +115,7 @@ async def play_cell(
     keep_steps: bool = False,
     progress: CellProgress = _ignore_progress,
 ) -> CellResult:
-    """Replay the load on the engine, and return the result, with floors that are computed from `profile`."""
+    """Clear the engine's records, replay the load, and return the result, with floors by `profile`."""
     num_steps_before = len(client.steps)
     client.records.clear()
     start_s = asyncio.get_running_loop().time()
@@ -161,6 +163,7 @@ async def _play(
     start_s: float,
     progress: CellProgress,
 ) -> dict[str, QueryTiming]:
+    """Replay all queries at their times, and return the times of those that were answered."""
     timings: dict[str, QueryTiming] = {}
 
     async def play_one(query: TracedQuery) -> None:

@@ -48,10 +48,7 @@ def without_hints(workload: str) -> str:
 
 
 def check_workload(workload: str, *, has_rate: bool) -> None:
-    """Check that the workload exists, and that a generated one has a rate of arrivals.
-
-    :raises ConfigurationError: one of these does not hold.
-    """
+    """Raise ConfigurationError if the workload does not exist, or is generated and has no rate of arrivals."""
     if without_hints(workload) in BUDGETS:
         if not has_rate:
             raise ConfigurationError(
@@ -62,10 +59,7 @@ def check_workload(workload: str, *, has_rate: bool) -> None:
 
 
 def load_trace(settings: CellSettings) -> Trace:
-    """Generate or read the trace of a cell.
-
-    :raises ConfigurationError: as `check_workload`.
-    """
+    """Generate or read the trace of a cell. Raises ConfigurationError as `check_workload`."""
     check_workload(settings.workload, has_rate=settings.qps is not None)
     workload = without_hints(settings.workload)
     if workload not in BUDGETS:
@@ -110,6 +104,7 @@ def make_load(settings: CellSettings, trace: Trace) -> tuple[TracedQuery, ...]:
 
 
 def _stretched(query: TracedQuery, arrival_s: float, delay: float) -> TracedQuery:
+    """Return the query at this arrival, with the gaps between its events multiplied by `delay`."""
     if delay == 1.0 or not query.events:
         return replace(query, arrival_s=arrival_s)
     first_s, last_s = query.events[0].at_s, query.events[-1].at_s
@@ -131,6 +126,7 @@ class FittedLoad:
     """Number of contexts that lost chunks."""
 
     def provenance(self) -> dict[str, int]:
+        """Return the budget and the number of cut contexts; {} without a limit."""
         if self.max_context_tokens is None:
             return {}
         return {"max_context_tokens": self.max_context_tokens, "num_contexts_cut": self.num_cut}
@@ -191,6 +187,7 @@ def longest_prompt(queries: Sequence[TracedQuery]) -> int:
 
 
 def num_tokens_after(event: TracedEvent, num_before: int) -> int:
+    """Return the context's tokens after an event: an append adds to `num_before`, an update replaces it."""
     num_new = sum(chunk.num_tokens for chunk in chunks_of(event))
     return num_before + num_new if isinstance(event, TracedAppend) else num_new
 
@@ -219,6 +216,7 @@ class Tokens:
     num_in_vocabulary: int = 128_256
 
     def of_chunk(self, chunk: TracedChunk) -> list[int]:
+        """Return `num_tokens` ids that depend only on the chunk's key."""
         return self._of(chunk.key, chunk.num_tokens)
 
     def of_tail(self, query: TracedQuery) -> list[int]:
@@ -235,8 +233,6 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptChange:
-    """A change of a prompt."""
-
     token_ids: list[int]
     is_append: bool
     """Whether the tokens are appended to the prompt; otherwise they replace it."""
@@ -259,6 +255,7 @@ class Arriving:
         self._arrival_s = start_s + query.arrival_s
 
     async def __aiter__(self) -> AsyncIterator[PromptChange]:
+        """Yield the pieces when they are due; moments without tokens are skipped. Sets `end_s` before the last."""
         for at_s, event, is_end in moments_of(self.query):
             delay_s = self._arrival_s + at_s - asyncio.get_running_loop().time()
             if delay_s > 0:

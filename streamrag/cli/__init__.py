@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit(message: str, status: int) -> NoReturn:
-    """Exit without waiting for threads that cannot be stopped, such as the 20 s import of vLLM."""
+    """Print a message and exit without waiting for threads that cannot be stopped, such as the 20 s import of vLLM."""
     with suppress(OSError):  # the pipe's reader may have exited
         print(sanitize(message), file=sys.stderr)
         sys.stdout.flush()
@@ -58,6 +58,7 @@ class _Stop:
                 signal.signal(number, signal.SIG_DFL)
 
     def _like_ctrl_c(self, number: int, frame: FrameType | None) -> None:
+        """Note the signal, and call the handler of SIGINT, or raise KeyboardInterrupt if SIGINT is ignored."""
         self.number = signal.Signals(number)
         if number == signal.SIGHUP:
             self._detach_from_terminals()

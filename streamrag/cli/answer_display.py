@@ -102,7 +102,7 @@ def _describe(event: QueryEvent) -> Text | None:
 
 
 def print_sources(answer: Answer, console: Console) -> None:
-    """Print the passages in the prompt, with their numbers."""
+    """Print the passages in the prompt, with their numbers, below warnings if context is missing."""
     if not answer.has_context:
         console.print(markup("[yellow]This answer had no context."))
     for reason in (answer.source_error, answer.cut_short):

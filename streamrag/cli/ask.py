@@ -72,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _ask(arguments: argparse.Namespace) -> int:
+    """Start the pipeline, answer, and return the exit status: 1 if questions from a file or pipe failed."""
     progress, output = Output(stderr=True), Output(quiet=arguments.json)
     options = _query_options(arguments)
     is_conversation = arguments.question is None
@@ -117,6 +118,7 @@ def _query_options(arguments: argparse.Namespace) -> QueryOptions:
 
 
 def _make_backend(arguments: argparse.Namespace) -> Backend:
+    """Return the backend, not started; raise ConfigurationError for an option of the other kind."""
     if arguments.server is not None:
         for option in ("strategy", "policy"):
             if getattr(arguments, option) is not None:
@@ -140,5 +142,6 @@ def _make_backend(arguments: argparse.Namespace) -> Backend:
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
+    """Return the answer's fields, with the source's error as text."""
     error = answer.source_error
     return {**asdict(answer), "has_context": answer.has_context, "source_error": error and str(error)}

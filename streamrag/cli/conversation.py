@@ -36,7 +36,7 @@ class ChatHistory:
         self._max_characters = max_characters
 
     async def ask(self, question: str) -> Answer:
-        """Answer `question`, and add both to the turns. Errors of the query are raised."""
+        """Answer `question`, and add both to the turns; forget the oldest turns if they are too long."""
         while True:
             try:
                 answer = await self._ask(question, self.turns)
@@ -56,7 +56,7 @@ class ChatHistory:
 
 
 async def converse(conversation: ChatHistory, progress: Output, output: Output, *, file: int = 0) -> int:
-    """Answer every line of `file`, and return the number of questions without an answer.
+    """Answer every line of `file`, print errors of queries, and return the number of questions without an answer.
 
     Ctrl-C stops the current answer. If there is none, the first Ctrl-C prints how to leave, because it may have been
     meant for an answer that has just ended; the second ends the program.
@@ -120,6 +120,7 @@ async def questions(
 
 
 def _text(line: bytes) -> str:
+    """Decode a line, cut to the maximum, without surrounding white space."""
     return line[:MAX_LINE_BYTES].decode("utf-8-sig", "replace").strip()
 
 
@@ -148,6 +149,7 @@ class OnCtrlC:
         self._has_stopped = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Cancel the task; from the second signal on, call `otherwise` first."""
         if self._has_stopped and callable(self.otherwise):
             self.otherwise(number, frame)
         self._has_stopped = True

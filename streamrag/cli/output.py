@@ -16,8 +16,7 @@ from rich.text import Text
 from streamrag.errors import StreamRagError
 from streamrag.support.display_text import json_text, one_line, sanitize
 
-MIN_NAMES_WIDTH = 14
-"""Minimum width of a table's first column, in characters."""
+MIN_NAMES_WIDTH = 14  # minimum width of a table's first column, in characters
 MAX_WIDTH = 10_000
 
 
@@ -63,6 +62,7 @@ class Output(Console):
         self._write(text if _encodable(text, self.file) == text else json_text(values, only_ascii=True))
 
     def print_plain(self, text: str) -> None:
+        """Print a text with its line breaks, sanitized but neither wrapped nor styled."""
         self._write(sanitize(text).removesuffix("\n"))
 
     def _write(self, text: str) -> None:
@@ -88,6 +88,7 @@ class _StandardStream:
         return getattr(getattr(sys, self._name), name)
 
     def write(self, text: str) -> int:
+        """Write the text; raise OutputError if stdout fails, BrokenPipeError if its reader has left."""
         stream = getattr(sys, self._name)
         if stream is None and self._name == "stdout":  # closed before Python started
             raise OutputError("the standard output is closed")

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from streamrag.bench.report.canvas import require_matplotlib
 from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
 from streamrag.cli.progress import StepLines, bar
+from streamrag.demo.tiny_llama import make_tiny_llama
 from streamrag.errors import ConfigurationError
 from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 
@@ -58,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object; refuse arguments that have an option of their own."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -70,8 +73,8 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from streamrag.bench.profile.picture import draw_profile
-    from streamrag.bench.report.canvas import require_matplotlib
+    """Check what would fail only at the end, measure, and write the profile and its plot."""
+    from streamrag.bench.profile.picture import draw_profile  # this and the next two import pydantic: 0.25 s
     from streamrag.engine.costs.curve_fit import require_scipy
     from streamrag.engine.costs.profile_files import save_profile
 
@@ -100,11 +103,10 @@ def _file_name(model: str) -> str:
 
 @contextmanager
 def _model(name: str | None, console: Output) -> Iterator[str]:
+    """Give the model, or a tiny one in a temporary folder that is removed afterwards."""
     if name is not None:
         yield name
         return
-    from streamrag.testing import make_tiny_llama
-
     console.print_line("no --model: measuring a tiny one with random weights; other models have other times")
     remove_left_behind(SCRATCH)
     scratch = ScratchFolder(SCRATCH)
@@ -115,6 +117,7 @@ def _model(name: str | None, console: Output) -> Iterator[str]:
 
 
 def _measure(model: str, arguments: argparse.Namespace, console: Output) -> "TableProfile":
+    """Measure the machine with a progress bar on stderr; the arguments' own options are in NAMED."""
     from streamrag.bench.profile.machine import measure_machine
 
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=28), MofNCompleteColumn(), TimeElapsedColumn())

@@ -80,5 +80,6 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_error(kind: str, problem: str) -> int:
+    """Print an error on stderr, and return the exit status 1."""
     Output(stderr=True).print_line(markup(f"[red]streamrag: {kind}:[/] {{}}", problem))
     return 1

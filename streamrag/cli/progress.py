@@ -64,7 +64,7 @@ def step_bars(console: Output) -> Iterator[Callable[[int, int, str], None]]:
 
 @contextmanager
 def shown_starting(console: Output) -> Iterator[Callable[[str], None]]:
-    """Show a start-up status. Yields a function to call with each new line of the status."""
+    """Show a start-up status until the end of the block. Yields a function to call with each new line."""
     lines = StepLines(console)
     with console.status("starting") as status:
 

@@ -81,6 +81,7 @@ def make_counter(tokenizer: str | None) -> tuple[str, Callable[[str], int]]:
 
 
 def _questions_in(file: str | None) -> list[str]:
+    """Return the lines of a file or stdin that are not blank; raise ConfigurationError if it is unreadable."""
     if file is None:
         return []
     try:
@@ -110,6 +111,7 @@ def passage_counter(count: Callable[[str], int]) -> CountTokens:
 
 
 async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> int:
+    """Record, and remove a new trace if all retrievals failed. Return 1 if any failed, else 0."""
     console = Output(stderr=True)
     source = make_source(arguments)
     tokenizer, count = make_counter(arguments.tokenizer)
@@ -152,6 +154,7 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
 def _summary(
     output: Path, questions: Sequence[str], failed: Mapping[str, Exception], elapsed_s: float, *, is_new: bool
 ) -> Iterator[str]:
+    """Yield a line for each reason of failures, and one on what was recorded."""
     questions_of: dict[str, list[str]] = {}
     for question, error in failed.items():
         questions_of.setdefault(one_line(str(error)), []).append(one_line(question))

@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each setting that is no secret, with its short name if there is one."""
     from streamrag.serve.config.layers import SECTIONS
 
     for section, model in SECTIONS.items():
@@ -97,7 +98,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the settings, and serve until a signal arrives."""
+    """Check the settings, and print what was requested, or serve until a signal. Returns 1 for problems."""
     for module in ("starlette", "uvicorn", "sse_starlette"):
         if importlib.util.find_spec(module) is None:
             raise MissingDependencyError(module.replace("_", "-"), "pip install 'streamrag[serve]'")
@@ -131,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _make_demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the demo's index, and its model unless one is named; return the settings to serve them."""
+    """Make the demo's index, and a model unless one is named, or raise for missing packages; return the settings."""
     from streamrag.demo.demo_folder import demo_settings, missing_for_demo, prepare_demo
 
     with_model = "model.name" not in options
@@ -156,6 +157,7 @@ def _make_demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dic
 
 
 async def _serve(settings: "Settings") -> int:
+    """Start the service, serve it until a signal or the engine's death, and return the exit status."""
     from streamrag.serve import create_app
     from streamrag.serve.config.checks import permitted_hosts
     from streamrag.serve.config.factories import make_observers, make_service
@@ -200,6 +202,7 @@ def _on_ready(errors: Output, settings: "Settings", app: "Gate", host: str, port
 
 
 def _reload_keys(settings: "Settings", app: "Gate", errors: Output) -> None:
+    """Read the keys again; if they are invalid, print why and keep the old ones."""
     from streamrag.serve.config.keys import read_keys
 
     try:

@@ -36,8 +36,7 @@ examples:
 KEY = "STREAMRAG_API_KEY"
 """Environment variable with the API key."""
 TIMEOUT_S = 5.0
-NARROW = 100
-"""Width in columns below which less of each query is shown."""
+NARROW = 100  # width in columns below which less of each query is shown
 
 STYLES = {"queued": "yellow", "retrieving": "cyan", "prefilling": "magenta", "answering": "green", "answered": "green"}
 
@@ -59,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    """Print one snapshot, or refresh the view until Ctrl-C. A wrong URL raises ConfigurationError."""
     if arguments.json and not arguments.once:
         raise ConfigurationError("--json needs --once: only a snapshot can be printed as JSON")
     key = arguments.key or os.environ.get(KEY)
@@ -101,10 +101,7 @@ def watch(
 
 
 def look(client: httpx.Client) -> Mapping[str, Any]:
-    """Request a snapshot from the service.
-
-    :raises NoAnswerError: the service does not answer, or not with a snapshot.
-    """
+    """Request a snapshot from the service; raise NoAnswerError if it does not answer with one."""
     try:
         answer = client.get("/v1/live")
         if answer.status_code == 404:
@@ -140,6 +137,7 @@ def render(values: Mapping[str, Any], *, width: int, height: int = 10_000) -> Re
 
 
 def _head(values: Mapping[str, Any]) -> list[Text]:
+    """Return the lines above the queries: state, limits, rates, times and memory."""
     state = "[green]ready[/]" if values["is_ready"] else "[red]not ready[/]"
     state = "[yellow]stopping[/]" if values["is_draining"] else state
     minute, total = values["minute"], values["total"]
@@ -182,6 +180,7 @@ def _head(values: Mapping[str, Any]) -> list[Text]:
 
 
 def _memory(kv: Mapping[str, Any] | None) -> list[Text]:
+    """Return lines on KV memory; none if the engine reports nothing."""
     if kv is None:
         return []
     states = ", ".join(f"{name} {kv[name]['num_tokens']:,}" for name in ("running", "waiting", "idle"))
@@ -210,6 +209,7 @@ FIGURES = ("age", "ttft", "chunks", "prompt", "prefilled", "answer")
 
 
 def _queries(queries: Sequence[Mapping[str, Any]], *, width: int) -> Table:
+    """Return a table of queries, with fewer columns if `width` is below NARROW."""
     names = [name for name in COLUMNS if width >= NARROW or name not in WIDE_ONLY]
     left = width - sum(COLUMNS[name] + 1 for name in names)
     if left < 8 or not any("text" in query for query in queries):
@@ -251,6 +251,7 @@ def _short(at_s: float | None) -> str:
 
 
 def _span(seconds: float) -> str:
+    """Format a duration in its two largest units."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, _ = divmod(int(seconds), 60)

@@ -18,10 +18,7 @@ SHARE_IT = (
 
 
 async def start_all(parts: Iterable[object], progress: Progress) -> AsyncExitStack:
-    """Start all `Startable` parts concurrently, and return an exit stack that closes them.
-
-    If one fails to start, the others are closed. The one that failed is not: another owner may be using it.
-    """
+    """Start all `Startable` parts at once, and return a stack that closes them; if one fails, the others are closed."""
 
     async def start(part: Startable) -> None:
         await part.start(progress)

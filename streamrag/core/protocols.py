@@ -14,7 +14,9 @@ class Turn:
     """A message of a conversation."""
 
     role: Literal["system", "user", "assistant"]
+    """The author of the message."""
     text: str
+    """The message, as plain text."""
 
 
 def plain_chat(turns: Sequence[Turn]) -> str:
@@ -51,7 +53,9 @@ class ModelInfo:
     """The model behind a backend."""
 
     name: str
+    """Folder or name of the model, for messages and traces."""
     tokenizer: Tokenizer
+    """The model's tokenizer, which makes the prompts."""
     max_model_len: int
     """Most tokens of prompt and answer together."""
     is_exact: bool = True

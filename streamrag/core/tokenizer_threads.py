@@ -44,6 +44,7 @@ async def in_thread(tokenizer: Tokenizer, function: Callable[[], T], *, is_backg
 
 
 async def _run(function: Callable[[], T], limiters: _Limiters, is_background: bool, scope: anyio.CancelScope) -> T:
+    """Run in a thread once it is the caller's turn; cancelling `scope` raises CancelledError."""
     use, queue = limiters
     with scope:
         async with queue if is_background else nullcontext():

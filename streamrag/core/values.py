@@ -31,9 +31,11 @@ class Chunk:
     """
 
     text: str
+    """The passage, as the model reads it."""
     uri: str
     """URL or path of the document."""
     title: str = ""
+    """Title of the document; "" if unknown."""
     passage: int = 0
     """Number of the passage within its document, from 0."""
     score: float | None = None
@@ -55,6 +57,7 @@ class Append:
     """The context grows by one chunk, at its end."""
 
     chunk: Chunk
+    """The new last chunk of the context."""
     hint: Hint | None = None
 
 
@@ -63,6 +66,7 @@ class Update:
     """The context is replaced by these chunks, in prompt order."""
 
     chunks: tuple[Chunk, ...]
+    """The whole context, in prompt order."""
     hint: Hint | None = None
 
 
@@ -76,7 +80,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class CutShort:
-    """Retrieval ends early: its time is up, or a resource that it needs is busy.
+    """Retrieval ends early, because its time is up or a resource that it needs is busy.
 
     The chunks so far are usable, but relevant ones may be missing.
     """
@@ -118,9 +122,11 @@ class Prompt:
     """Token ids for the model. A prompt that is not `is_complete` is only prefilled; another prompt follows it."""
 
     token_ids: tuple[int, ...]
+    """The whole prompt so far."""
     num_shared: int
     """Leading tokens shared with the query's previous prompt (LCP); 0 for the first prompt."""
     is_complete: bool
+    """Whether this is the query's last prompt, which is answered."""
     hint: Hint | None = None
     """The retriever's forecast of the chunks still to come."""
     source_name: str = ""
@@ -141,13 +147,19 @@ class SamplingParams:
     """
 
     max_tokens: Annotated[Whole, Field(ge=1, le=MAX_INT)] = 256
+    """Most tokens of the answer, which then ends with `finish_reason` "length"."""
     temperature: NumberOrZero = 0.0
+    """0 always takes the most probable token; higher values sample more evenly."""
     top_p: PositiveFraction = 1.0
+    """Share of probability, above 0 and at most 1, of the most probable tokens that are considered."""
     top_k: Annotated[Whole, Field(ge=0, le=MAX_INT)] = 0
-    """0 considers all tokens."""
+    """Number of the most probable tokens that are considered; 0 for all."""
     seed: Annotated[Whole, Field(gt=-(1 << 63), lt=1 << 63)] | None = None
+    """Seed of the sampling, for repeatable answers; None leaves it to the engine."""
     stop: StopTexts = ()
+    """Texts at which the answer ends, without them: at most 16, of at most 256 characters."""
     ignore_eos: Flag = False
+    """Whether to continue after the model's end-of-sequence token, up to `max_tokens`."""
     extra: Annotated[Mapping[str, Any], Field()] = field(default_factory=dict)
     """Parameters that streamrag does not name, passed to the engine unchanged."""
 
@@ -167,8 +179,11 @@ class AnswerChunk:
     """
 
     text: str
+    """The new text; all texts together are the answer."""
     token_ids: tuple[int, ...]
+    """The text as tokens; empty if a server returns text only."""
     finish_reason: str | None = None
+    """"stop" or "length", or a server's own reason; None until the last chunk."""
     record: RequestRecord | None = None
     """The engine's record of the request, on the last chunk only; None if the engine keeps no records."""
     logprobs: Any = None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from streamrag.demo.smollm2 import INSTALL, PACKAGE, make_demo_model
+from streamrag.demo.tiny_llama import make_tiny_llama
 from streamrag.errors import MissingDependencyError
 from streamrag.modes import PromptTemplate
 from streamrag.sources.index.build import build_index
@@ -60,7 +61,7 @@ OnStep: TypeAlias = Callable[[str, int, int], None]
 
 
 def docs_folder() -> Path:
-    """Return the folder with the documentation in Markdown."""
+    """Return the folder with the documentation in Markdown: the checkout's, else the wheel's."""
     return next(folder for folder in DOCS if (folder / "index.md").exists())
 
 
@@ -70,10 +71,7 @@ def written_pages(docs: Path) -> list[Path]:
 
 
 def build_site(docs: Path, site: Path) -> int:
-    """Write an HTML page for each of `written_pages`, and return their number.
-
-    :raises MissingDependencyError: markdown-it-py is not installed.
-    """
+    """Write an HTML page for each of `written_pages`, and return their number. Raises without markdown-it-py."""
     try:
         from markdown_it import MarkdownIt
     except ImportError:
@@ -100,7 +98,7 @@ def _rewrite_link(link: re.Match[str], docs: Path) -> str:
 
 
 def missing_for_demo(*, with_model: bool) -> list[tuple[str, str]]:
-    """Return each package that is not installed, and how to install it."""
+    """Return each package that is not installed, and how to install it; those of the model only `with_model`."""
     return [
         (name.replace("_", "-"), how)
         for name, how in NEEDED.items()
@@ -155,8 +153,6 @@ def prepare_demo(
         on_progress=lambda num_done, total, step: on_step(f"index of the documentation: {step}", num_done, total),
     )
     if model == "tiny":
-        from streamrag.demo.tiny_llama import make_tiny_llama
-
         make_tiny_llama(folder / "model", corpus=texts, **TINY)
         on_step("made a tiny Llama with random weights: it writes noise", 1, 1)
     elif model == "smollm2":

@@ -81,7 +81,7 @@ def make_demo_model(
 
 
 def _packed_file() -> Path:
-    """Return the path of the GGUF file, without importing its package, a plugin that imports its host."""
+    """Return the GGUF file's path, without importing its package, which imports its host; raise if it is missing."""
     spec = importlib.util.find_spec(PACKAGE)
     folders = list(spec.submodule_search_locations or []) if spec else []
     if not folders:
@@ -90,7 +90,7 @@ def _packed_file() -> Path:
 
 
 def _open(path: Path, progress: OnProgress) -> Any:
-    """Return a reader of the GGUF file after checking its hash."""
+    """Return a reader of the GGUF file, whose hash is checked first; raise ModelError if it is another file."""
     try:
         from gguf import GGUFReader
     except ImportError:
@@ -115,6 +115,7 @@ def _value(gguf: Any, name: str) -> Any:
 
 
 def _write_tokenizer(folder: Path, gguf: Any) -> None:
+    """Write tokenizer.json and tokenizer_config.json, with the chat template, from the GGUF file's fields."""
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     except ImportError:
@@ -198,6 +199,7 @@ def _name(tensor: Any) -> str:
 
 
 def _weight(tensor: Any, gguf: Any, added: dict[str, tuple[Any, Any]]) -> Any:
+    """Return the dequantised weight in float32, with heads reordered and the adapter's product added."""
     from gguf import dequantize
 
     weight = dequantize(tensor.data, tensor.tensor_type)
@@ -220,7 +222,7 @@ def _reorder_heads(weight: Any, num_heads: int) -> Any:
 
 
 def _load_adapter() -> dict[str, tuple[Any, Any]]:
-    """Return the adapter's two factors for each layer."""
+    """Return the adapter's two factors for each layer; none if its file is missing. Raises without safetensors."""
     if not TAUGHT.exists():
         return {}
     try:

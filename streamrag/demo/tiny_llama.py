@@ -110,6 +110,7 @@ def make_tiny_llama(
 
 
 def _check_sizes(hidden_size: int, num_heads: int, num_kv_heads: int, vocab_size: int) -> None:
+    """Raise ConfigurationError for sizes that vLLM's CPU attention or the tokenizer cannot have."""
     if hidden_size % num_heads or (hidden_size // num_heads) % 32:
         raise ConfigurationError(
             f"hidden_size={hidden_size} must be num_heads={num_heads} times a multiple of 32: "
@@ -152,6 +153,7 @@ def _write_tokenizer(folder: Path, corpus: Iterable[str], vocab_size: int, max_m
 
 
 def _write_weights(path: Path, config: dict[str, Any], seed: int) -> None:
+    """Draw and write the weights, in float32; the same seed gives the same file."""
     try:
         import numpy as np
         from safetensors.numpy import save_file

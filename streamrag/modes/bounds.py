@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 from streamrag.core import Tokenizer
 
-CHARACTERS_PER_TOKEN = 8
-"""An upper bound for most texts; code with much white space has more."""
+CHARACTERS_PER_TOKEN = 8  # an upper bound for most texts; code with much white space has more
 
 
 def encode_bounded(

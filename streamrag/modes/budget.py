@@ -13,14 +13,10 @@ from typing import Protocol
 from streamrag.core import Chunk
 from streamrag.modes.bounds import CHARACTERS_PER_TOKEN
 
-PAGE_SHARE = 1 / 3
-"""Most of the budget that one arriving chunk may take, to leave room for later ones."""
-MIN_PAGE_TOKENS = 512
-"""Least tokens to which a chunk is shortened while there is room: fewer rarely answer a question."""
-MIN_LATE_TOKENS = 64
-"""Least room for another late chunk."""
-NUM_TRIES = 8
-"""Attempts to shorten a chunk: each one improves the estimate of tokens per character."""
+PAGE_SHARE = 1 / 3  # most of the budget that one arriving chunk may take, to leave room for later ones
+MIN_PAGE_TOKENS = 512  # least tokens to which a chunk is shortened while there is room: fewer rarely answer a question
+MIN_LATE_TOKENS = 64  # least room for another late chunk
+NUM_TRIES = 8  # attempts to shorten a chunk: each one improves the estimate of tokens per character
 
 
 class RelevanceJudge(Protocol):
@@ -68,13 +64,14 @@ class PassageBudget:
         self._reset()
 
     def _reset(self) -> None:
+        """Forget what was taken, and free the room that is not reserved for late chunks."""
         self._arrived: tuple[Chunk, ...] = ()
         self._taken: list[Included] = []
         self._waiting: list[Included] = []
         self._room = self._max_tokens - int(self._max_tokens * self._late_share)
 
     def by_rank(self, chunks: Sequence[Chunk]) -> list[Included]:
-        """Return the chunks that fit as a whole, in order of priority."""
+        """Return the chunks that fit as a whole, in order of priority. Smaller ones may follow one that does not."""
         taken: list[Included] = []
         room = self._max_tokens
         for chunk in chunks:
@@ -142,6 +139,7 @@ class PassageBudget:
         return self._shortened[key]
 
     def _shorten_text(self, relevance: RelevanceJudge, number: int, chunk: Chunk, max_tokens: int) -> Included | None:
+        """Return the chunk's most relevant part that fits, after at most `NUM_TRIES` attempts; None without one."""
         num_heading = self._count(number, replace(chunk, text=""))
         room = max_tokens - num_heading
         num_tokens = self._count(number, chunk) - num_heading  # of a long text, a lower bound

@@ -72,8 +72,8 @@ class AppendMode:
         unique = dict.fromkeys(event.chunks if isinstance(event, Update) else (event.chunk,))
         new = [chunk for chunk in unique if chunk not in chunks]
         if new and isinstance(event, Update):
-            first = {_passage(chunk): chunk for chunk in (*reversed(new), *chunks)}
-            new = [chunk for chunk in new if first[_passage(chunk)] is chunk]
+            first = {passage_key(chunk): chunk for chunk in (*reversed(new), *chunks)}
+            new = [chunk for chunk in new if first[passage_key(chunk)] is chunk]
         return (*chunks, *new) if new else chunks
 
 
@@ -81,9 +81,10 @@ def _in_old_order(chunks: tuple[Chunk, ...], ranked: tuple[Chunk, ...]) -> tuple
     """Sort `ranked`: first the passages that are in `chunks`, in their order there, then the others."""
     place_of: dict[tuple[str, int, str], int] = {}
     for place, chunk in enumerate(chunks):
-        place_of.setdefault(_passage(chunk), place)
-    return tuple(sorted(ranked, key=lambda chunk: place_of.get(_passage(chunk), len(chunks))))
+        place_of.setdefault(passage_key(chunk), place)
+    return tuple(sorted(ranked, key=lambda chunk: place_of.get(passage_key(chunk), len(chunks))))
 
 
-def _passage(chunk: Chunk) -> tuple[str, int, str]:
+def passage_key(chunk: Chunk) -> tuple[str, int, str]:
+    """Return what identifies a passage, whatever its title and score."""
     return chunk.uri, chunk.passage, chunk.text

@@ -89,6 +89,7 @@ class Conversation:
         return ConversationPrompt((*head, *tail), len(tail), num_shared)
 
     def _encode(self, key: tuple[str, bool], known: dict[tuple[str, bool], list[int]]) -> list[int]:
+        """Return the ids of a text, or of the template; they are cached for the next state only."""
         text, is_template = key
         ids = self._known.get(key) or known.get(key)
         if ids is None and is_template:

@@ -61,6 +61,7 @@ class PassageFormat:
         return self._marked(line if len(line) <= max_chars else line[: max_chars - 1] + "…")
 
     def _marked(self, text: str) -> str:
+        """Put a mark before each line of the text that imitates one of the prompt's own."""
         return "".join(
             self._mark(line) + line if self._is_own(line) else line for line in text.splitlines(keepends=True)
         )

@@ -29,7 +29,9 @@ class PromptTemplate:
         "Answer the question from the documents below, and cite them by their numbers in brackets. "
         "If they do not hold the answer, say so."
     )
+    """Text of the system message; "" for none."""
     before_context: str = "Documents:\n\n"
+    """Text before the passages, in the user's message."""
     passage: str = "[{number}] {title} ({uri})\n{text}\n\n"
     """Format of each chunk, with `number` (from 1), `title`, `uri` and `text`."""
     no_context: str = "(no documents were found)\n\n"
@@ -156,6 +158,7 @@ class PromptAssembler:
         )
 
     def _token_ids(self, fit: Sequence[Included], *, is_complete: bool, is_cut_short: bool) -> tuple[int, ...]:
+        """Join head and passages and, in a complete prompt, the notes on missing context and the tail."""
         ids = list(self.head)
         for number, included in enumerate(fit, 1):
             ids += self._encode_passage(number, included.part)
@@ -195,11 +198,7 @@ class PromptAssembler:
         return encode_bounded(self._tokenizer, text, self._max_model_len)
 
     def _split(self, history: Sequence[Turn]) -> tuple[tuple[int, ...], str]:
-        """Return the token ids before the context, and the text of the chat template behind the question.
-
-        The texts are tokenised separately from the chat template and without special tokens, so that they cannot
-        imitate the template.
-        """
+        """Return the token ids before the context, and the text of the chat template behind the question."""
         texts = [turn.text for turn in history]
         roles = [turn.role for turn in history]
         if self._template.system:
@@ -208,6 +207,7 @@ class PromptAssembler:
         pieces = chat_pieces(self._tokenizer, (*roles, "user"))
         self._format = self._template.passage_format("{text}".join(map(_escaped, pieces)) + "{answer}")
         head: list[int] = []
+        # Texts apart from the template and without special tokens, so that they cannot imitate it.
         for template_text, text in zip(pieces, (*texts, self._template.before_context), strict=False):
             head += self._tokenizer.encode(template_text, allow_special=True)
             head += self._encode(text)

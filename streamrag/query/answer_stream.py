@@ -17,8 +17,7 @@ from streamrag.errors import StreamRagError
 from streamrag.support.tasks import wait_shielded
 from streamrag.telemetry import Answer, Answered, QueryEvent, TokensGenerated
 
-MAX_UNREAD_EVENTS = 4096
-"""Unread events after which a query waits for its caller (backpressure)."""
+MAX_UNREAD_EVENTS = 4096  # unread events after which a query waits for its caller (backpressure)
 
 STOPPED = "there is no result: the query was stopped before its end"
 
@@ -63,6 +62,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         await wait_shielded([self._task])
 
     def _ensure_started(self) -> MemoryObjectReceiveStream[QueryEvent]:
+        """Start the query, unless it runs, and return its events. If starting raises, the next call tries again."""
         if self._events is None:
             send, self._events = anyio.create_memory_object_stream[QueryEvent](MAX_UNREAD_EVENTS)
 
@@ -86,6 +86,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
             self._events.close()
 
     async def _next_event(self) -> QueryEvent:
+        """Return the next event, or raise the query's error at its end. If cancelled, stop the query."""
         events = self._ensure_started()
         assert self._task is not None
         try:
@@ -115,6 +116,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         await self.aclose()
 
     def __del__(self) -> None:
+        """Stop a query that still runs, with a ResourceWarning, from whichever thread."""
         task = getattr(self, "_task", None)
         if task is None:
             return

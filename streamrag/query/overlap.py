@@ -12,17 +12,14 @@ from streamrag.telemetry import OverlapChoice, OverlapWay, Timings
 MIN_TURNS = 3
 """Turns that each way gets before any of them is judged. A turn is as many queries as run at once: queries slow each
 other down, so that a way shows its worth only if the others use it as well."""
-WINDOW = 128
-"""Newest queries that a way is judged by."""
-NUM_DEVIATIONS = 2.0
-"""A way is worse than the best one if their means differ by so many standard deviations of that difference."""
+WINDOW = 128  # newest queries that a way is judged by
+NUM_DEVIATIONS = 2.0  # standard deviations by which the mean of a worse way differs from that of the best one
 RECHECK_EVERY = 100
 """A worse way is tried again once in so many turns. With 1 % of the queries, P95 becomes what P96 was; with 2.5 %, it
 was 4 % longer in a simulation."""
 TRY_EVERY = 8
 """The same while learning, if retrieval and the model share no processors: waiting for retrieval rarely helps then."""
-NEGLIGIBLE = 0.03
-"""Share of the time to the first token that is not worth any work."""
+NEGLIGIBLE = 0.03  # share of the time to the first token that is not worth any work
 
 
 ALWAYS = OverlapChoice("immediate", "overlap=True")
@@ -93,6 +90,7 @@ class _Level:
         self._num_left = 0  # queries of the current turn
 
     def learn(self, outcome: OverlapOutcome) -> None:
+        """Keep an outcome's times. After one without overlap and with a forecast, "delayed" is a way, too."""
         seconds = outcome.ttft_s if self._shares_processors else outcome.ttft_after_retrieval_s
         self._logs[outcome.way].append(log(max(seconds, 1e-4)))
         self._gains.append(outcome.streaming_s / max(outcome.ttft_s, 1e-4))
@@ -102,6 +100,7 @@ class _Level:
                 self._num_turns.setdefault("delayed", 0)
 
     def choose(self, num_running: int) -> OverlapChoice:
+        """Return the way of the next query; a turn of `num_running` queries has the same."""
         if self._num_left == 0:
             way, reason = self._next()
             self._num_turns[way] += 1
@@ -128,6 +127,7 @@ class _Level:
         return best, self._advantage(best)
 
     def _mean(self, way: OverlapWay) -> float:
+        """Return the mean logarithm of a way's seconds; infinity if no query of it was answered."""
         return fmean(logs) if (logs := self._logs[way]) else inf  # no query of the way was answered
 
     def _is_worse(self, way: OverlapWay, best: OverlapWay) -> bool:
@@ -145,6 +145,7 @@ class _Level:
 
 
 def _variance_of_mean(values: Collection[float]) -> float:
+    """Return the squared standard error of the mean; infinity for fewer than two values."""
     if len(values) < 2:
         return inf
     mean = fmean(values)

@@ -23,7 +23,7 @@ from streamrag.core import (
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.modes import AssembledPrompt, PromptAssembler
-from streamrag.modes.context import Context
+from streamrag.modes.context import Context, passage_key
 from streamrag.query.options import Query
 from streamrag.query.relevance import Relevance
 from streamrag.query.retrieval import Retrieval, with_timeouts
@@ -91,7 +91,7 @@ class QueryPrompts:
         self.cut_short: str | None = None
 
     async def stream(self) -> AsyncGenerator[Prompt, None]:
-        """Yield partial prompts when `_due_s` says, then the complete prompt. Call it once."""
+        """Yield partial prompts when `_due_s` says, then the complete prompt; emit what changed. Call it once."""
         assembler = await self._in_thread(self._new_assembler)
         chunks = Context()
         is_ranked = False
@@ -123,16 +123,9 @@ class QueryPrompts:
 
     def citations(self, chunks: Sequence[Chunk]) -> tuple[Citation, ...]:
         """Return the citations of a prompt with these chunks, with their places in the last ranking."""
+        rank = self._rank_of.get
         return tuple(
-            Citation(
-                number,
-                chunk.uri,
-                chunk.title,
-                chunk.passage,
-                chunk.text,
-                chunk.score,
-                self._rank_of.get((chunk.uri, chunk.passage, chunk.text)),
-            )
+            Citation(number, chunk.uri, chunk.title, chunk.passage, chunk.text, chunk.score, rank(passage_key(chunk)))
             for number, chunk in enumerate(chunks, start=1)
         )
 
@@ -175,13 +168,14 @@ class QueryPrompts:
         )
 
     def _fold(self, chunks: Context, event: Append | Update) -> tuple[Chunk, ...]:
+        """Return the mode's new context; raise ConfigurationError if it is no tuple or list of chunks."""
         folded = self._mode.fold(chunks, event)
         if not isinstance(folded, tuple | list) or not all(isinstance(chunk, Chunk) for chunk in folded):
             raise ConfigurationError(f"{part_name(self._mode)}.fold must return a tuple of chunks")
         return tuple(folded)
 
     async def _retrieve(self, assembler: PromptAssembler) -> AsyncGenerator[Append | Update, None]:
-        """Yield the source's chunk events. Emit its other events, and raise or record its failure."""
+        """Yield the source's chunk events. Emit its other events, and raise or keep its failure."""
         try:
             async with aclosing(self._source_events(assembler)) as events:
                 async for event in events:
@@ -202,6 +196,7 @@ class QueryPrompts:
             await self._record_or_raise(failure)
 
     def _source_events(self, assembler: PromptAssembler) -> AsyncGenerator[SourceEvent, None]:
+        """Return the source's events, passed through the recorder if there is one."""
         events = self._retrieval.events()
         if self._recorder is None:
             return events
@@ -212,12 +207,14 @@ class QueryPrompts:
         return self._recorder.record(self._query.text, events, count_tokens, tokenizer=self._model.name)
 
     async def _record_or_raise(self, failure: SourceError) -> None:
+        """Raise the failure, or keep and emit it where the query answers despite it."""
         if not self._answers_despite_source_error:
             raise failure
         self.source_error = failure
         await self._emit(SourceFailed(self._now(), failure))
 
     async def _report(self, step: AssembledPrompt) -> None:
+        """Count a prompt's invalidated tokens, and emit it."""
         self.num_invalidated += step.num_invalidated
         prompt, included = step.prompt, step.included
         num_tokens = len(prompt.token_ids)
@@ -226,6 +223,7 @@ class QueryPrompts:
         )
 
     async def _report_complete(self, step: AssembledPrompt, max_context_tokens: int) -> None:
+        """Report a complete prompt, and emit what was shortened or left out, and that the context is complete."""
         await self._report(step)
         for kind, affected in ((ChunksShortened, step.shortened), (ChunksLeftOut, step.left_out)):
             if affected:
@@ -234,12 +232,13 @@ class QueryPrompts:
         await self._emit(ContextComplete(self._now(), len(step.included), num_tokens, step.included))
 
     def _update_ranks(self, event: Append | Update) -> None:
+        """Number an update's chunks by rank from 1; later appends follow them. Without an update there are no ranks."""
         if isinstance(event, Update):
             self._rank_of = {}
         elif not self._rank_of:
             return
         for chunk in event.chunks if isinstance(event, Update) else (event.chunk,):
-            self._rank_of.setdefault((chunk.uri, chunk.passage, chunk.text), len(self._rank_of) + 1)
+            self._rank_of.setdefault(passage_key(chunk), len(self._rank_of) + 1)
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         return await in_thread(self._model.tokenizer, function)

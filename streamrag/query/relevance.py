@@ -16,8 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 from streamrag.core import Chunk
 
-NUM_LETTERS = 5
-"""First letters by which words are compared, so that "cancelled" and "cancelling" are equal."""
+NUM_LETTERS = 5  # first letters by which words are compared, so that "cancelled" and "cancelling" are equal
 
 MIN_READ_CHARS = 200_000
 """Characters of a text that are scored, or twice as many as can be used if that is more: time must not grow with text
@@ -26,8 +25,7 @@ that cannot be used."""
 K1, B = 1.5, 0.75
 """BM25's usual weights of repeated words and of length."""
 
-TARGET_CHARS = 600
-"""A passage ends once it is this long: about what a question needs to be answered, with its context."""
+TARGET_CHARS = 600  # a passage ends once it is this long: about what a question needs to be answered, with its context
 
 MAX_BLOCK_CHARS = 2000
 MAX_HEADING_CHARS = 200
@@ -68,6 +66,7 @@ class TextPassage:
 
     @property
     def num_chars(self) -> int:
+        """Number of characters of the blocks and the innermost heading, with separators."""
         return sum(len(block) + 2 for block in (*self.blocks, *self.headings[-1:]))
 
 
@@ -79,11 +78,12 @@ class _Block(NamedTuple):
 
     @property
     def introduces(self) -> bool:
+        """Whether the next block belongs to this one, which is a term or ends with a colon."""
         return self.is_term or self.text.endswith(":")
 
 
 def split_markdown(markdown: str) -> list[TextPassage]:
-    """Split a page into passages, in order."""
+    """Split a page into passages, in order, at headings and where a passage has `TARGET_CHARS`."""
     passages: list[TextPassage] = []
     headings: list[str] = []
     blocks: list[_Block] = []
@@ -112,6 +112,7 @@ def split_markdown(markdown: str) -> list[TextPassage]:
 
 
 def _blocks(lines: Iterable[str]) -> Iterator[_Block]:
+    """Yield headings, fenced listings, and runs of lines between empty ones."""
     block: list[str] = []
     fence = ""
     for line in lines:
@@ -227,10 +228,7 @@ class Relevance:
         return best
 
     def _bm25(self, texts: Sequence[str]) -> list[float]:
-        """Return the BM25 score of each text, with Lucene's positive term weights.
-
-        Source: https://en.wikipedia.org/wiki/Okapi_BM25
-        """
+        """Return each text's BM25 score, with Lucene's positive weights (https://en.wikipedia.org/wiki/Okapi_BM25)."""
         documents = [Counter(terms(text, _stem)) for text in texts]
         lengths = [document.total() for document in documents]
         mean = sum(lengths) / max(len(lengths), 1) or 1.0
@@ -252,6 +250,7 @@ def _end_of(text: str, max_chars: int) -> int:
 
 
 def _read(chunk: Chunk) -> str:
+    """Return the part of the chunk's text that is scored."""
     return chunk.text[: _end_of(chunk.text, MIN_READ_CHARS)]
 
 
@@ -260,6 +259,7 @@ def _stem(word: str) -> str:
 
 
 def _joined(passages: Sequence[TextPassage]) -> str:
+    """Join passages, each under its innermost heading unless the passage before has the same."""
     text: list[str] = []
     heading = ""
     for passage in passages:

@@ -18,8 +18,7 @@ from streamrag.support.messages import is_number, is_whole, plain_text, short_re
 from streamrag.support.tasks import cancel_and_wait, is_cancelled
 
 _END = object()
-MAX_COUNT = (1 << 31) - 1
-"""The largest passage number that a trace can store."""
+MAX_COUNT = (1 << 31) - 1  # the largest passage number that a trace can store
 
 T = TypeVar("T")
 
@@ -110,11 +109,13 @@ class Retrieval:
             raise asyncio.CancelledError from error
 
     def _failed(self, error: BaseException) -> SourceError:
+        """Return the error for an exception that would end the query silently."""
         what = type_name(error) if isinstance(error, asyncio.CancelledError | GeneratorExit) else short_repr(error)
         return SourceError(f"{part_name(self.source)} failed: {what}, although the query was not stopped")
 
 
 def _stream(source: Source, query: str) -> AsyncIterator[SourceEvent]:
+    """Call the source's `stream`; raise SourceError if it returned something else than an async iterator."""
     events = source.stream(query)
     if iscoroutine(events):
         events.close()
@@ -164,7 +165,7 @@ async def _as_generator(iterator: AsyncIterator[T]) -> AsyncGenerator[T, None]:
 
 
 def _checked(source: Source, event: SourceEvent) -> SourceEvent:
-    """Return a valid event with plain types: a list of chunks as a tuple, NumPy numbers as Python's."""
+    """Return a valid event with plain types, such as tuples and Python's numbers; raise SourceError for others."""
     match event:
         case Append(chunk, hint) if not _chunk_fault(chunk) and not _hint_fault(hint):
             return event if (plain := _plain(chunk)) is chunk else replace(event, chunk=plain)
@@ -187,6 +188,7 @@ def checked_chunk(chunk: object) -> Chunk:
 
 
 def _plain(chunk: Chunk) -> Chunk:
+    """Return the chunk with plain str, int and float in place of their subclasses and NumPy's."""
     texts = (chunk.text, chunk.uri, chunk.title)
     if type(chunk.passage) is int and type(chunk.score) in (float, NoneType) and {*map(type, texts)} == {str}:
         return chunk

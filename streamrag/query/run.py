@@ -117,6 +117,7 @@ class QueryRun:
         return work.result()
 
     async def _end(self, work: "asyncio.Task[Answer]") -> None:
+        """Cancel the query's task; if it does not end within `LET_GO_S`, leave it behind with a ResourceWarning."""
         try:
             await cancel_and_wait([work], at_most_s=LET_GO_S)
         finally:
@@ -133,6 +134,7 @@ class QueryRun:
                 )
 
     async def _run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
+        """Wait for the start and a place, and answer. A cancellation that nobody asked for becomes a BackendError."""
         await started()
         self._phase = _Phase.WAITING
         await admission.acquire_on_behalf_of(self)
@@ -159,6 +161,7 @@ class QueryRun:
             ) from error
 
     async def _retrieve_and_answer(self) -> Answer:
+        """Answer and emit the first and the last event; raise BackendError for an unfinished answer."""
         queued_s = self._now()
         await self._emit(RetrievalStarted(queued_s, self._query.text, self._overlap))
         prompts = QueryPrompts(
@@ -195,7 +198,7 @@ class QueryRun:
         return answer
 
     async def _generate(self, prompts: QueryPrompts) -> tuple[list[AnswerChunk], float | None]:
-        """Return the backend's answer, and the time of its first token; None if it has none."""
+        """Emit the backend's events; return its answer and the first token's time, or None. Raises for other events."""
         first_token_s: float | None = None
         chunks: list[AnswerChunk] = []
         async with (

@@ -14,6 +14,7 @@ class BasicRouter:
     """Base of routers that ignore the outcome of queries."""
 
     def routed(self, opening: Opening, replica_id: str) -> int:
+        """Return all of the opening's tokens: nothing is known to be cached."""
         return len(opening.token_ids)
 
     def completed(self, token_ids: Sequence[int], replica_id: str) -> None: ...

@@ -43,6 +43,7 @@ class PrefixAffinity(PrefixRouter):
     def _first(
         self, matches: dict[str, int], num_tokens: int, replicas: Sequence[ReplicaState]
     ) -> Sequence[ReplicaState]:
+        """Return the replicas to prefer: with the best match, or those that hold least; none if imbalanced."""
         lengths = [replica.num_open for replica in replicas]
         if max(lengths) - min(lengths) > self._imbalance:
             return ()

@@ -62,7 +62,7 @@ class PrefixIndex:
         self._most_blocks_of[replica_id] = (num_kv_tokens or UNKNOWN_KV_TOKENS) // self.block_size
 
     def hold(self, keys: Sequence[int], replica_id: str) -> None:
-        """Record that the replica holds a prompt with these `keys`, most recently used."""
+        """Record that the replica holds a prompt with these `keys`, and forget the oldest blocks beyond the limits."""
         blocks = self._blocks_of.setdefault(replica_id, OrderedDict())
         most = self._most_blocks_of.get(replica_id, UNKNOWN_KV_TOKENS // self.block_size)
         most = min(most, self._max_blocks // len(self._blocks_of))
@@ -79,6 +79,7 @@ class PrefixIndex:
             self._drop_oldest(max(self._blocks_of, key=lambda other: len(self._blocks_of[other])))
 
     def forget(self, replica_id: str) -> None:
+        """Remove all that a replica holds, and its capacity. Does nothing for an unknown one."""
         for key in self._blocks_of.pop(replica_id, ()):
             self._remove_holder(key, replica_id)
         self._most_blocks_of.pop(replica_id, None)

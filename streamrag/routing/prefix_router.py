@@ -14,7 +14,7 @@ class PrefixRouter:
         self._last: tuple[Opening, list[int]] | None = None  # `rank` and `routed` need the same keys
 
     def matches(self, opening: Opening, replicas: Sequence[ReplicaState]) -> dict[str, int]:
-        """Return the length of the match in tokens by replica id; replicas without a match may be missing."""
+        """Return the matching tokens by replica id, without some zeros. Takes over the replicas' capacities."""
         for replica in replicas:
             self._index.resize(replica.id, replica.num_kv_tokens)
         return self._index.matches(self._keys(opening))
@@ -34,6 +34,7 @@ class PrefixRouter:
         self._index.forget(replica_id)
 
     def _keys(self, opening: Opening) -> list[int]:
+        """Return the keys of the opening's blocks, cached for the last opening."""
         if self._last is None or self._last[0] is not opening:
             self._last = opening, self._index.keys(opening.token_ids)
         return self._last[1]

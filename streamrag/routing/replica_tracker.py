@@ -62,6 +62,7 @@ class ReplicaTracker:
             self._add(query.replica_id, num_open=-1)
 
     def reported(self, replica_id: str, report: Report, now_s: float) -> None:
+        """Take over a replica's report; the counts that this tracker keeps stay."""
         values = {name: getattr(report, name) for name in REPORTED}
         self._states[replica_id] = replace(self._state(replica_id), measured_s=now_s, **values)
 

@@ -109,7 +109,6 @@ class Admission:
 
     @property
     def num_queries(self) -> int:
-        """Number of open queries."""
         return len(self._places)
 
     @property
@@ -120,7 +119,7 @@ class Admission:
     def enter(
         self, client: str, *, max_tokens: int, num_prompt_tokens: int | None = None, is_ahead: bool = False
     ) -> Reservation:
-        """Admit one query. The caller must `leave` the returned place.
+        """Admit one query, and charge its expected tokens. The caller must `leave` the returned place.
 
         max_tokens: bound on the answer's tokens.
         num_prompt_tokens: tokens of the prompt; if None, the mean of recent prompts is assumed.
@@ -146,7 +145,7 @@ class Admission:
         return place
 
     def leave(self, place: Reservation, *, stayed_s: float) -> None:
-        """Release a place. `stayed_s` is the query's duration, from which retry times are estimated."""
+        """Release a place. Its context's length and its duration `stayed_s` improve later estimates."""
         self._places.remove(place)
         self._num_open_by_client[place.client] -= 1
         if not self._num_open_by_client[place.client]:
@@ -157,6 +156,7 @@ class Admission:
         self._stays_s.append(stayed_s)
 
     def _check_places(self, client: str, limits: Limits, is_ahead: bool) -> None:
+        """Raise NotAdmittedError if no place is free for the client, or for anybody; the latter is remembered."""
         most, num_open = self._share_of(client, limits, is_ahead), self._num_open_by_client[client]
         if num_open >= most:
             why = "the most" if most == limits.max_queries_per_client else "your share while others find no place"
@@ -183,6 +183,7 @@ class Admission:
         return min(most, max(limits.max_queries // (len(refused_s) + num_others), 1))
 
     def _check_queue(self, client: str, limits: Limits, is_ahead: bool, num_tokens: int) -> None:
+        """Raise NotAdmittedError if the tokens exceed the queue's limit. Into an empty queue, any number fits."""
         queued = self._queued_before(client, is_ahead)
         if queued and queued + num_tokens > limits.max_queued_tokens:
             share = (queued + num_tokens - limits.max_queued_tokens) / queued
@@ -211,10 +212,12 @@ class Admission:
         return self._usage[client]
 
     def _charge(self, client: str, num_tokens: int) -> None:
+        """Add to the client's bucket of prompt tokens; the client counts as active for another minute."""
         self._usage_of(client).add_tokens(num_tokens, self._clock())
         self._usage.move_to_end(client)
 
     def _check_rate(self, usage: Usage, limits: Limits, is_ahead: bool) -> None:
+        """Raise NotAdmittedError if the client has used up its queries of the last minute, or second if ahead."""
         now_s, starts_s = self._clock(), usage.starts_s
         while starts_s and starts_s[0] <= now_s - MINUTE_S:
             starts_s.popleft()

@@ -83,6 +83,7 @@ def _status_routes(service: Service) -> list[BaseRoute]:
 
 
 async def _respond_to_error(request: Request, error: Exception) -> Response:
+    """Return the error in OpenAI's form; log it if it is internal, or an engine's that no query's log has."""
     failure = failure_of(error)
     is_logged = hasattr(error, QUERY_OF_ERROR)  # by the log of queries
     if failure.outcome == "internal_error" or (failure.status == 502 and not is_logged):
@@ -91,6 +92,7 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
 
 
 async def _respond_to_http_error(request: Request, error: Exception) -> Response:
+    """Return an error of Starlette, such as an unknown path, in OpenAI's form."""
     assert isinstance(error, HTTPException)
     path, method = f"{request.url.path:.80}", request.method
     message = {404: f"there is no {path} here", 405: f"{method} is not allowed for this path"}.get(error.status_code)
@@ -99,4 +101,5 @@ async def _respond_to_http_error(request: Request, error: Exception) -> Response
 
 
 async def _end_silently(request: Request, error: Exception) -> Response:
+    """Return a response that nobody gets: the client has disconnected."""
     return Response(status_code=499)  # the client has disconnected

@@ -20,7 +20,7 @@ Passage: TypeAlias = Chunk | Citation
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A citation: characters `start` to `end` of an answer cite passage `number`, counted from 1."""
+    """The place of a citation: characters `start` to `end` of an answer cite passage `number`, counted from 1."""
 
     start: int
     end: int
@@ -62,6 +62,6 @@ def file_id(passage: Passage) -> str:
 
 
 def file_name(passage: Passage) -> str:
-    """Return the last part of a document's path, or its title."""
+    """Return the last part of a document's path, or its title, or "document" if it has neither."""
     parts = unquote(passage.uri.rstrip("/")).rsplit("/", 1)
     return parts[-1] or passage.title or "document"

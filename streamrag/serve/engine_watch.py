@@ -61,7 +61,7 @@ class EngineWatch:
         self._queries = queries
 
     async def run(self, progress: Progress) -> None:
-        """Check the engine's health until it is given up. Returns at once if the backend has no health check."""
+        """Check the engine and restart it until it is given up. Returns at once without a health check."""
         while isinstance(self._backend, HasHealth):
             await asyncio.sleep(CHECK_S)
             if (error := self.death()) is None:
@@ -87,7 +87,7 @@ class EngineWatch:
         return None
 
     async def _restart(self, error: Exception, progress: Progress) -> bool:
-        """Restart the engine, repeatedly if that fails; return whether it runs again."""
+        """Close and start the engine until that works; return False if the budget is spent or the service drains."""
         while isinstance(self._backend, Startable) and self._queries.wants_engine:
             if (wait_s := self._budget.begin(time.monotonic())) is None:
                 break

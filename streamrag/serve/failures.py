@@ -20,7 +20,7 @@ ANONYMOUS = "anonymous"
 
 
 class RequestError(StreamRagError):
-    """An invalid request. `param` is the invalid field, and `line` the number of the line in a body of lines."""
+    """A request that is refused. `param` is the invalid field, and `line` the number of the line in a body of lines."""
 
     def __init__(
         self,
@@ -115,4 +115,5 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _unavailable(code: str, message: str, retry_after_s: float) -> Failure:
+    """Return a failure with status 503, which counts as "shut_down"."""
     return Failure(503, "service_unavailable", code, message, "shut_down", retry_after_s=retry_after_s)

@@ -140,12 +140,13 @@ class OpenQueries:
                 each.abort(EngineDeadError(str(error)))
 
     def engine_restarted(self) -> None:
-        """Admit queries again."""
+        """Admit queries again. Queries that were aborted when the engine died stay aborted."""
         self._admission.is_ready = True
 
     def _admit(
         self, caller: Caller, interface: Interface, text: str, max_tokens: int, num_prompt_tokens: int | None
     ) -> OpenQuery:
+        """Admit a query, or report its refusal to the observers and raise it."""
         client = caller.client
         try:
             place = self._admission.enter(client, max_tokens=max_tokens, num_prompt_tokens=num_prompt_tokens)
@@ -159,6 +160,7 @@ class OpenQueries:
         return opened
 
     def _end(self, opened: OpenQuery, error: BaseException | None) -> None:
+        """Release the query's place, and report its end to the observers."""
         del self._open[opened]
         if not self._open:
             self.is_empty.set()

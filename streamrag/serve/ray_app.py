@@ -55,6 +55,7 @@ class Front:
     async def __init__(  # type: ignore[misc]
         self, settings: Settings, engines: DeploymentHandle, sources: DeploymentHandle | None = None
     ) -> None:
+        """Make the service from its settings, and wait until it has started. Ray Serve awaits this."""
         bind_to_node_address()
         keys = read_keys(settings.keys)
         observers, self._close_observers = factories.make_observers(settings, keys)
@@ -89,7 +90,7 @@ def ray_application(options: dict[str, str]) -> Any:
 
 
 def application(settings: Settings, *, make_engine: MakeBackend | None = None) -> Any:
-    """Return the service with these settings; `make_engine` replaces their engine."""
+    """Return the service with these settings; `make_engine` replaces their engine. Raises without an engine replica."""
     replicas, limits = settings.replicas, settings.limits
     if not replicas.number:
         raise ConfigurationError("replicas.number=0: a Ray Serve application needs at least one engine")

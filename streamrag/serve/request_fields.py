@@ -34,7 +34,7 @@ def refuse_fields(request: BaseModel, harmless: AbstractSet[str], refused: Mappi
 
 
 def message_text(content: object, param: str) -> str:
-    """Return the text of a message's content: a string, or a list of text parts. Raises RequestError for others."""
+    """Return the text of a content: a str, None, or a list of text parts. Raises RequestError for others."""
     if isinstance(content, str):
         return content
     if content is None:
@@ -58,7 +58,7 @@ def parse_turn(role: str, content: object, param: str) -> Turn:
 
 
 def split_turns(turns: Sequence[Turn], param: str) -> tuple[str, tuple[Turn, ...], str]:
-    """Return the leading system text, the turns in between, and the last message, which must be a user's."""
+    """Return the leading system text, the turns between, and the last one. Raises RequestError if that is no user's."""
     if not turns or turns[-1].role != "user":
         raise RequestError("the last message must be a user's: it is the question", param=param)
     num_system = next(i for i, turn in enumerate(turns) if turn.role != "system")
@@ -67,7 +67,7 @@ def split_turns(turns: Sequence[Turn], param: str) -> tuple[str, tuple[Turn, ...
 
 
 def sampling(default: SamplingParams, *, extra: Mapping[str, Any] | None = None, **fields: Any) -> SamplingParams:
-    """Return `default` with the fields that are not None replaced."""
+    """Return `default` with the fields that are not None replaced. Raises ConfigurationError for invalid values."""
     changes = {name: value for name, value in fields.items() if value is not None}
     more = {name: value for name, value in (extra or {}).items() if value is not None}
     return replace(default, **changes, extra={**default.extra, **more})

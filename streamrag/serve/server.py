@@ -65,7 +65,7 @@ def listen(host: str, port: int, *, send_timeout_s: float = Limits().send_timeou
 
 
 def uvicorn_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
-    """Return uvicorn's configuration for `app`."""
+    """Return uvicorn's configuration for `app`, and silence a logger that would log the content of events."""
     logging.getLogger("sse_starlette").setLevel(logging.WARNING)  # it logs the content of events
     return uvicorn.Config(
         app,
@@ -83,7 +83,7 @@ def uvicorn_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
 
 
 class Signals:
-    """Handlers of SIGTERM, SIGINT and SIGHUP until the event loop ends; a third signal is ignored."""
+    """A handler of SIGTERM, SIGINT and SIGHUP, from now until the event loop ends; a third signal is ignored."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()  # set by the first signal

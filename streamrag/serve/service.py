@@ -34,7 +34,6 @@ class NoSource:
     name = "no source"
 
     async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
-        """Yield no events."""
         return
         yield
 
@@ -174,6 +173,7 @@ class Service:
         return not self._has_aborted
 
     async def _close(self) -> None:
+        """Stop the watch, abort open queries, call `closers`, and close the pipeline and the engine."""
         if self._watch_task is not None:
             if not self._engine.restarting and self._engine.death():  # may have died since the last health check
                 self.dead.set()
@@ -224,6 +224,7 @@ class Service:
             yield await stack.enter_async_context(aclosing(opened.noted(events)))
 
     def _make_pipeline(self, source: Source) -> Pipeline:
+        """Return a pipeline that shares the backend, and owns `source` only if it is the service's own."""
         return Pipeline(
             source,
             self.backend,

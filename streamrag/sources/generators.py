@@ -63,10 +63,7 @@ class GeneratorSource:
         self._threads = Threads(MAX_GENERATORS, f"retrieve {self.name}")
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an event for each item of the generator, whose own errors propagate.
-
-        :raises SourceError: the function returned no generator, or the generator yielded something else.
-        """
+        """Yield an event for each item; raise SourceError if they are invalid. The generator's own errors propagate."""
         reader = PassageReader(self.name)
         async with self._open(query) as iterable, closing(aiter(iterable)) as items:
             async for item in items:
@@ -76,6 +73,7 @@ class GeneratorSource:
 
     @asynccontextmanager
     async def _open(self, query: str) -> AsyncGenerator[AsyncIterable[Any], None]:
+        """Call the function, and give its items or raise SourceError. A thread's generator is stopped at the end."""
         if not is_async(self._find):
             generator = _ThreadedGenerator(partial(self._find, query), self._threads)
             try:
@@ -92,6 +90,7 @@ class GeneratorSource:
 
 
 def _ranking(reader: PassageReader, item: Any) -> Update:
+    """Make an Update of a list of passages, best first; raise SourceError if it is no list."""
     if not is_collection(item):
         raise SourceError(f"a ranking is {type_name(item)}, and must be a list of passages")
     return Update(tuple(map(reader.chunk, item)))
@@ -110,7 +109,7 @@ class _ThreadedGenerator:
         self._task.add_done_callback(lambda _: self._queue.put_nowait(_END))
 
     def _run(self) -> Any:
-        """Compute the items, in the thread; or return an async iterable, which belongs on the event loop."""
+        """Compute the items, in the thread; return an async iterable, for the event loop. Raises if it is neither."""
         items = self._make()
         if isinstance(items, AsyncIterable):
             return items
@@ -134,6 +133,7 @@ class _ThreadedGenerator:
         return self._items() if await self._queue.get() is _BEGIN else await self._task
 
     async def _items(self) -> AsyncGenerator[Any, None]:
+        """Yield the items, each requested when it is needed, and then raise the generator's own error."""
         self._requests.release()
         while (item := await self._queue.get()) is not _END:
             yield item

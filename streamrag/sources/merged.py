@@ -36,8 +36,10 @@ class MergedSource:
     hint. A source that fails is reported as `Skipped`, with the reason in the log; if all fail, the merged source
     fails. Starting and closing it starts and closes `sources`.
 
-    weights: a factor for the ranks of each source.
+    sources: the sources to query; with the same text from several of them, the first one's passage is used.
+    weights: a factor for the ranks of each source; 1 by default.
     k: the rank fusion's constant; the larger it is, the less the first ranks stand out.
+    name: name for errors and schedulers; by default it lists the names of `sources`.
 
     :raises ConfigurationError: there is no source, or `weights` or `k` is invalid.
     """
@@ -74,7 +76,7 @@ class MergedSource:
         await self._started.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the merged events of all sources.
+        """Yield the merged events of all sources. A failed one gives a `Skipped`, and the others continue.
 
         :raises SourceError: all sources failed.
         """
@@ -160,10 +162,7 @@ class _MergedContext:
         return Update(self._fused, self._hint()) if self._fused != before else None
 
     def _hint(self) -> Hint | None:
-        """Return the sum of the chunks that the running sources expect, and the latest of their ends, from now on.
-
-        Each is None if a running source does not know it; the hint is None if both are.
-        """
+        """Return the sum of expected chunks and the latest end from now; each None if a source does not know."""
         hints = [(at_s, hint or Hint()) for at_s, hint in self.running.values()]
         chunks = [hint.num_chunks for _, hint in hints if hint.num_chunks is not None]
         ends = [max(hint.end_s - (self._now() - at_s), 0.0) for at_s, hint in hints if hint.end_s is not None]
@@ -173,7 +172,7 @@ class _MergedContext:
 
 
 def _failed(source: Source, error: BaseException) -> Skipped:
-    """Return the event for a failed source. The error may name hosts and files, so it only goes to the log."""
+    """Log a source's error, and return an event that does not quote it. A program's mistake is raised."""
     if isinstance(error, StreamRagError) and not isinstance(error, SourceError):
         raise error  # a mistake of the program, not a failed retrieval
     log.warning("%s failed: %s: %s", part_name(source), type(error).__name__, message_of(error))

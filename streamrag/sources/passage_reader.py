@@ -24,10 +24,7 @@ class PassageReader:
         self._numbers: dict[str, dict[str, int]] = {}
 
     def chunk(self, passage: Any) -> Chunk:
-        """Convert one passage.
-
-        :raises SourceError: it is not a passage.
-        """
+        """Convert one passage, in any form of `WANTED`, or raise SourceError; a Chunk stays as it is."""
         match passage:
             case Chunk():
                 return passage
@@ -42,6 +39,7 @@ class PassageReader:
         raise self._error(passage)
 
     def _from_fields(self, fields: Mapping[str, Any], text: Any) -> Chunk:
+        """Make a chunk of `text` and the valid fields; raise SourceError without a text."""
         if not isinstance(text, str):
             raise self._error(fields)
         uri = str(next((fields[key] for key in URIS if fields.get(key)), self.name))
@@ -54,6 +52,7 @@ class PassageReader:
         return self._number(chunk)
 
     def _number(self, chunk: Chunk) -> Chunk:
+        """Return the chunk with the number of its text within its document, by first appearance."""
         numbers = self._numbers.setdefault(chunk.uri, {})
         return replace(chunk, passage=numbers.setdefault(chunk.text, len(numbers)))
 

@@ -52,6 +52,7 @@ class RetrieverSource:
         yield Update(tuple(map(PassageReader(self.name).chunk, passages)))
 
     def _check(self, result: Any) -> Iterable[Any]:
+        """Return `result` if it may hold passages; raise SourceError for anything else."""
         if isinstance(result, AsyncIterable):
             raise SourceError(
                 f"{self.name} returned an async iterator: streamrag.from_passages makes a source of such a function"

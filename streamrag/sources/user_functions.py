@@ -20,10 +20,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether `function` is an async function or async generator function, or an object or a partial of one.
-
-    Other functions may still return an awaitable, which is only known after the call.
-    """
+    """Whether `function`, or what a partial or object calls, is async. Others may still return an awaitable."""
     while isinstance(function, partial):
         function = function.func
     call = getattr(function, "__call__", None)  # noqa: B004 - an object's method may be async where it is not
@@ -61,10 +58,7 @@ def is_lazy(value: object) -> bool:
 
 
 async def read_in_thread(iterable: Iterable[Any], threads: Threads) -> list[Any]:
-    """Read all items in one of `threads`, which stops when the caller is cancelled.
-
-    :raises SourceError: a lazy iterable has more than `MAX_LAZY` items.
-    """
+    """Read all items in one of `threads`, which stops when the caller is cancelled. Raises as `read_all`."""
     is_stopped = threading.Event()
     try:
         return await threads.run(partial(read_all, iterable, is_stopped))
@@ -73,10 +67,7 @@ async def read_in_thread(iterable: Iterable[Any], threads: Threads) -> list[Any]
 
 
 def read_all(iterable: Iterable[Any], is_stopped: threading.Event) -> list[Any]:
-    """Return the items of `iterable`, or the first of them if `is_stopped` is set meanwhile.
-
-    :raises SourceError: a lazy iterable has more than `MAX_LAZY` items.
-    """
+    """Return the items, or the first if `is_stopped` is set; raise SourceError for more than `MAX_LAZY` lazy ones."""
     if not is_lazy(iterable):
         return list(iterable)
     items: list[Any] = []

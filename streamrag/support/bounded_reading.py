@@ -88,6 +88,7 @@ class DecompressedFile:
         self.is_torn = False
 
     def __iter__(self) -> Iterator[bytes]:
+        """Yield the content in blocks. Raises ValueError beyond `max_bytes`, or for damaged data."""
         num_bytes = 0
         with open_regular(self.path, follow_links=self._follow_links) as file:
             for block in self._blocks(file):
@@ -116,7 +117,7 @@ class DecompressedFile:
         unpack: Callable[[Any, bytes], Generator[bytes, None, bytes]],
         damaged: type[Exception],
     ) -> Iterator[bytes]:
-        """Decompress the file's gzip members or zstd frames, one after the other."""
+        """Decompress gzip members or zstd frames, or raise DamagedError; set `is_torn` if the last is incomplete."""
         decoder = None
         while block := file.read(READ_BYTES):
             while block:
@@ -150,10 +151,7 @@ def _unzstd(decoder: Any, block: bytes) -> Generator[bytes, None, bytes]:
 
 
 def import_zstandard() -> Any:
-    """Return the module `zstandard`.
-
-    :raises MissingDependencyError: it is not installed.
-    """
+    """Return the module `zstandard`. Raises MissingDependencyError if it is not installed."""
     try:
         import zstandard
     except ImportError:
@@ -162,10 +160,7 @@ def import_zstandard() -> Any:
 
 
 def split_lines(blocks: Iterator[bytes], max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Yield the lines of `blocks` with their newlines, which the last line may lack.
-
-    :raises ValueError: a line exceeds `max_line_bytes`, or all lines together exceed `MAX_FILE_BYTES` in memory.
-    """
+    """Yield the lines with newlines, which the last may lack; raise ValueError if one or all are too long."""
     parts: list[bytes] = []
     num_bytes = total_bytes = 0
     for block in blocks:
@@ -196,11 +191,7 @@ def memory_bytes(text: bytes | str) -> int:
 def read_bytes(
     path: str | os.PathLike[str], max_bytes: int = MAX_SMALL_FILE_BYTES, *, follow_links: bool = True
 ) -> bytes:
-    """Return the whole content of a file, decompressed if its name ends in .gz or .zst.
-
-    :raises OSError: the file cannot be read.
-    :raises ValueError: it exceeds `max_bytes`, or its compressed data is corrupt or truncated.
-    """
+    """Return a file's content, decompressed if .gz or .zst; raise OSError, or ValueError if damaged or too big."""
     unpacked = DecompressedFile(Path(path), max_bytes, follow_links=follow_links)
     content = b"".join(unpacked)
     if unpacked.is_torn:
@@ -209,10 +200,7 @@ def read_bytes(
 
 
 def parse_json(text: bytes | str, max_values: int = MAX_VALUES) -> Any:
-    """Parse JSON, allowing finite numbers of 18 digits and `MAX_DEPTH` levels; lone surrogates become U+FFFD.
-
-    :raises ValueError: `text` is not JSON, or exceeds a limit.
-    """
+    """Parse JSON of bounded size, depth and digits, or raise ValueError; lone surrogates become U+FFFD."""
     if memory_bytes(text) > MAX_JSON_BYTES:
         raise ValueError(f"its text takes more than {_size(MAX_JSON_BYTES)} of memory")
     if isinstance(text, bytes):
@@ -229,10 +217,7 @@ def parse_json(text: bytes | str, max_values: int = MAX_VALUES) -> Any:
 
 
 def as_dataclass(kind: type[T], values: Any) -> T:
-    """Return a `kind` with the fields `values`, checked against the annotations; unknown fields are an error.
-
-    :raises ValueError: a value does not match; the message names the field.
-    """
+    """Return a `kind` with these fields, checked by its annotations; raise ValueError for a wrong or unknown one."""
     from pydantic import ValidationError
 
     unknown = values.keys() - {each.name for each in fields(kind)} if isinstance(values, dict) else ()  # type: ignore[arg-type]
@@ -273,6 +258,7 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def _is_too_deep(value: Any) -> bool:
+    """Whether lists and objects are nested more than `MAX_DEPTH` deep."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [
@@ -285,6 +271,7 @@ def _is_too_deep(value: Any) -> bool:
 
 
 def _replace_surrogates(value: Any) -> Any:
+    """Return JSON values with U+FFFD for lone surrogates, in names too."""
     match value:
         case str():
             return without_lone_surrogates(value)

@@ -31,14 +31,12 @@ class CountedStream(httpcore.AsyncNetworkStream):
         self._max_bytes = max_bytes
 
     def check_overhead(self, num_body_bytes: int, max_bytes: int) -> None:
-        """Check that the response is mostly body.
-
-        :raises ResponseTooLargeError: beside the body, more than `num_body_bytes` + `max_bytes` bytes were sent.
-        """
+        """Raise ResponseTooLargeError if over `num_body_bytes` + `max_bytes` bytes were sent beside the body."""
         if self.num_bytes > 2 * num_body_bytes + max_bytes + MAX_HEAD_BYTES:
             raise ResponseTooLargeError(f"the server has sent {self.num_bytes} bytes for {num_body_bytes} of content")
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        """Read up to `max_bytes`, less before the head is complete. Raises ResponseTooLargeError beyond the limits."""
         if self._max_bytes is None:
             if self.num_bytes >= MAX_HEAD_BYTES or self._num_lines > MAX_HEAD_LINES:
                 raise ResponseTooLargeError(f"the head of the server's answer is larger than {MAX_HEAD_BYTES} bytes")
@@ -55,6 +53,7 @@ class CountedStream(httpcore.AsyncNetworkStream):
         return piece
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        """Write a request, which starts the counts anew."""
         self._max_bytes, self.num_bytes, self._num_lines = None, 0, 0
         try:
             await self._stream.write(buffer, timeout)

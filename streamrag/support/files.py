@@ -19,10 +19,7 @@ RENAME_EXCHANGE = RENAME_SWAP = 2  # flags of Linux and of macOS
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file atomically, text as UTF-8.
-
-    :raises ConfigurationError: it cannot be written; `path` is unchanged.
-    """
+    """Write a file atomically, text as UTF-8; raise ConfigurationError, and leave it unchanged, if that fails."""
     try:
         with atomic_replace(path) as unfinished:
             unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -102,7 +99,7 @@ def exchange_folders(one: Path, other: Path) -> None:
 
 
 def _exchange_at_once(one: Path, other: Path) -> bool:
-    """Exchange two folders atomically, or return False where this is not supported."""
+    """Exchange two folders atomically; return False where this is not supported, raise OSError for other failures."""
     exchange = _load_exchange()
     if exchange is None:
         return False
@@ -115,6 +112,7 @@ def _exchange_at_once(one: Path, other: Path) -> bool:
 
 
 def _load_exchange() -> Callable[[bytes, bytes], int] | None:
+    """Return the system's function that swaps two paths, 0 for success; None if it has none."""
     library = ctypes.CDLL(None, use_errno=True)
     if sys.platform == "darwin":
         swap = getattr(library, "renamex_np", None)

@@ -85,11 +85,7 @@ async def cancel_and_wait(tasks: Collection["asyncio.Future[Any]"], *, at_most_s
 
 
 async def end_or_leave(task: "asyncio.Future[Any]", what: str, *, at_most_s: float | None = None) -> None:
-    """Cancel a task that runs foreign code, and abandon it with a ResourceWarning if it does not end in time.
-
-    what: the task's description for the warning.
-    at_most_s: seconds to wait; `LET_GO_S` by default.
-    """
+    """Cancel a task of foreign code; leave it, with a ResourceWarning about `what`, after `at_most_s` (`LET_GO_S`)."""
     at_most_s = LET_GO_S if at_most_s is None else at_most_s
     try:
         await cancel_and_wait([task], at_most_s=at_most_s)

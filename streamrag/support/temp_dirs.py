@@ -19,10 +19,7 @@ HELD_FOR_S, HELD_TICK_S = 60, 0.05
 
 
 class ScratchFolder:
-    """A private folder in the system's temporary folder, named `streamrag-KIND-` and eight characters.
-
-    :raises OSError: it cannot be created.
-    """
+    """A private temporary folder, named `streamrag-KIND-` and eight characters. Raises OSError if it cannot be made."""
 
     def __init__(self, kind: str) -> None:
         owner = None
@@ -38,6 +35,7 @@ class ScratchFolder:
 
 
 def _remove(path: Path, owner: int, process_id: int) -> None:
+    """Remove the folder and unlock it, unless this process is a fork of its owner."""
     if os.getpid() == process_id:  # not in a fork
         shutil.rmtree(path, ignore_errors=True)
         os.close(owner)
@@ -67,10 +65,7 @@ def _create_and_lock(path: Path) -> int | None:
 
 
 def _lock(file: int, path: Path) -> bool:
-    """Lock an open file or folder, and return whether that succeeded and `path` still names it.
-
-    :raises OSError: locks are not supported here.
-    """
+    """Lock an open file or folder; return whether it worked and `path` still names it. Raises OSError without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(file), path.lstat())
@@ -126,6 +121,7 @@ def locked_folder(beside: Path, prefix: str, *, kept: Collection[str] = ()) -> I
 
 
 def _make_locked(beside: Path, prefix: str) -> tuple[Path, int]:
+    """Create a folder with a random name, and return it with its open lock."""
     while True:
         path = beside / f"{prefix}{secrets.token_hex(4)}"
         path.mkdir()
@@ -161,10 +157,7 @@ def _reuse_or_remove(beside: Path, prefix: str, kept: Collection[str]) -> tuple[
 
 
 def _clear(folder: Path, kept: Collection[str]) -> bool:
-    """Remove the content of `folder`, except for `kept` if all of these are regular files and none is empty.
-
-    Returns whether they were kept.
-    """
+    """Empty `folder`, but keep `kept` if all are regular files with content; return whether they were kept."""
     is_kept = bool(kept) and all(_has_content(folder / name) for name in kept)
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
@@ -175,6 +168,7 @@ def _clear(folder: Path, kept: Collection[str]) -> bool:
 
 
 def _has_content(path: Path) -> bool:
+    """Whether `path` is a regular file, no link, that is not empty."""
     with suppress(OSError):
         status = path.lstat()
         return stat.S_ISREG(status.st_mode) and status.st_size > 0
@@ -205,6 +199,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
 
 
 def _open_folder(path: Path) -> int | None:
+    """Return the open folder; None if there is none, or it is a link."""
     with suppress(OSError):  # removed meanwhile, a link, or not a folder
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     return None

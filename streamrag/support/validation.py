@@ -50,6 +50,7 @@ NonEmptyText = Annotated[Text, Field(min_length=1)]
 
 
 def _check_growing(values: Sequence[int]) -> Sequence[int]:
+    """Return the values; raise ValueError unless each is greater than the one before."""
     if any(a >= b for a, b in pairwise(values)):
         raise ValueError("must be growing")
     return values
@@ -91,10 +92,7 @@ def validated(checked: T) -> T:
 
 
 def check(name: str, value: Any, adapter: TypeAdapter[Any]) -> Any:
-    """Return `value` validated by `adapter`.
-
-    :raises ConfigurationError: it is invalid; the message begins with `name`.
-    """
+    """Return `value` validated by `adapter`; raise ConfigurationError, which begins with `name`, if it is invalid."""
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
@@ -127,4 +125,5 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 
 def _has_constraint(hint: Any) -> bool:
+    """Whether an annotation has an `Annotated` or a `Literal` at any depth."""
     return get_origin(hint) in (Annotated, Literal) or any(map(_has_constraint, get_args(hint)))

@@ -12,11 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, SourceEvent, Update
 
-MAX_SECONDS = 1e9
-"""Thirty years; above it, a float cannot represent microseconds."""
+MAX_SECONDS = 1e9  # thirty years; above it, a float cannot represent microseconds
 MAX_COUNT = 1 << 31
-MAX_CHUNKS = 4096
-"""Maximum number of chunks in one update over HTTP."""
+MAX_CHUNKS = 4096  # maximum number of chunks in one update over HTTP
 
 Seconds: TypeAlias = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
 TraceCount: TypeAlias = Annotated[int, Field(ge=0, lt=MAX_COUNT)]
@@ -134,8 +132,7 @@ def finite(score: float | None) -> float | None:
     return score if score is not None and isfinite(score) else None
 
 
-MAX_ERRORS = 1000
-"""Maximum number of errors to describe: pydantic describes either all of them or none."""
+MAX_ERRORS = 1000  # maximum number of errors to describe: pydantic describes either all of them or none
 
 
 def first_error(error: ValidationError, num_skipped: int = 0) -> tuple[str, str]:
@@ -167,20 +164,14 @@ class LineCodec(Generic[L]):
         self._extra: Literal["ignore"] | None = "ignore" if ignores_unknown else None
 
     def decode(self, line: bytes) -> L:
-        """Decode a line of JSON.
-
-        :raises LineError: it is not JSON, or violates the schema.
-        """
+        """Decode a line of JSON. Raises LineError if it is not JSON, or violates the schema."""
         try:
             return self._adapter.validate_json(line, extra=self._extra)
         except ValidationError as error:
             raise LineError(error, is_tagged=self._is_tagged) from None
 
     def decode_values(self, values: object) -> L:
-        """Decode a line from parsed JSON.
-
-        :raises LineError: it violates the schema.
-        """
+        """Decode a line from parsed JSON. Raises LineError if it violates the schema."""
         try:
             return self._adapter.validate_python(values, extra=self._extra)
         except ValidationError as error:

@@ -44,6 +44,7 @@ class LineWriter:
         self._compressed.write(line)
 
     def _compress(self) -> Any:
+        """Return the stream to write to: a new gzip member, a new zstd frame, or the file itself."""
         if self._suffix == ".gz":
             return gzip.GzipFile("", "wb", fileobj=self._file, mtime=0)
         if self._zstandard:
@@ -60,6 +61,7 @@ class LineWriter:
         return self._file.fileno()
 
     def abandon(self) -> None:
+        """Close the file without finishing the compressed stream, which stays torn."""
         self._file.close()
 
     def close(self) -> None:
@@ -94,6 +96,7 @@ class LineReader:
         """Whether the compressed stream was truncated."""
 
     def __iter__(self) -> Iterator[bytes]:
+        """Yield the complete lines without newlines; set `is_torn` if the end of the file is incomplete."""
         for line in self.lines():
             if line.endswith(b"\n"):
                 yield line[:-1]
@@ -102,7 +105,7 @@ class LineReader:
         self.is_torn |= self.is_cut_off
 
     def lines(self) -> Iterator[bytes]:
-        """Yield all lines with their newlines, including an incomplete last line."""
+        """Yield all lines with newlines, the last one perhaps incomplete. Raises as the class says."""
         path, num_lines = self._path, 0
         unpacked = DecompressedFile(path)
         try:
@@ -125,10 +128,7 @@ class LineReader:
 
 
 def replace_file(path: Path, lines: Iterable[bytes]) -> None:
-    """Replace the file atomically by these lines, which include their newlines.
-
-    :raises OSError: the file cannot be written.
-    """
+    """Replace the file atomically by these lines, with newlines; raise OSError if it cannot be written."""
     with atomic_replace(path) as unfinished, LineWriter(unfinished) as writer:
         for line in lines:
             writer.write(line)

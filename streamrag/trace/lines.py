@@ -25,8 +25,7 @@ VERSION = 1
 READER_KEYS = ("tokenizer", "text", "num_sessions", "notes")
 """Keys of a trace's provenance that the reader sets; values in the file are ignored."""
 
-MAX_NAMED = 5_000_000
-"""Maximum number of chunks in all updates of a trace; each takes some 200 bytes of memory."""
+MAX_NAMED = 5_000_000  # maximum number of chunks in all updates of a trace; each takes some 200 bytes of memory
 
 TextMode: TypeAlias = Literal["full", "hash"]
 """Record the texts of chunks ("full"), or only hashes and lengths ("hash")."""
@@ -44,8 +43,6 @@ class TraceHeader(Fields):
 
 
 class QueryLine(Fields):
-    """The arrival of a query."""
-
     kind: Literal["query"] = "query"
     id: str
     arrival_s: Seconds
@@ -119,10 +116,7 @@ _OTHERS = LineCodec[KindLine](KindLine, "kind", ignores_unknown=True)
 
 
 def encode(line: TraceLine) -> bytes:
-    """Encode the line as UTF-8 JSON with a newline, without fields that are None.
-
-    :raises TraceError: it exceeds the maximum length of a line.
-    """
+    """Encode the line as JSON in UTF-8 with a newline, without fields that are None; raise TraceError if too long."""
     fields = line.model_dump(exclude_none=True)
     encoded = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
     if len(encoded) > MAX_LINE_BYTES:
@@ -131,10 +125,7 @@ def encode(line: TraceLine) -> bytes:
 
 
 def decode(line: bytes) -> TraceLine:
-    """Decode a line of a trace.
-
-    :raises TraceError: it is not a line of a trace, or of a newer version.
-    """
+    """Decode a line of a trace. Raises TraceError if it is not a line of a trace, or of a newer version."""
     try:
         fields = parse_json(line)
     except ValueError as error:
@@ -160,10 +151,7 @@ class KeyQuota:
         self._num = 0
 
     def add(self, num_keys: int) -> None:
-        """Count the keys of an update.
-
-        :raises TraceError: the limit is exceeded.
-        """
+        """Count the keys of an update. Raises TraceError if the limit is exceeded."""
         self._num += num_keys
         if self._num > MAX_NAMED:
             raise TraceError(f"its updates have more than {MAX_NAMED:,} chunks; split it into several traces")

@@ -16,8 +16,7 @@ from streamrag.trace.values import Trace
 BARS, LINE = "#8fb8de", "#35618e"
 MAX_BINS = 30
 NUM_QUERIES_SHOWN = 40
-WIDE = 50
-"""A distribution gets a logarithmic axis if it spans this factor, and a fifth of it above the median."""
+WIDE = 50  # a distribution gets a logarithmic axis if it spans this factor, and a fifth of it above the median
 
 PANELS = (
     ("tokens_per_query", "Size of a query's final context", "tokens"),
@@ -66,6 +65,7 @@ def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: 
 
 
 def _draw_histogram(axes: Any, *, values: Distribution, title: str, unit: str) -> None:
+    """Draw a histogram with mean, P50 and P95. Its axis is logarithmic if the values spread wide."""
     positive = [value for value in values.values if value > 0]
     spread = values.max / positive[0] if len(positive) > 0.9 * values.num else 1.0
     is_wide = spread > WIDE and values.max > WIDE / 5 * values.percentile(50)

@@ -55,10 +55,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 def numbered_lines(path: Path, reader: LineReader) -> Iterator[tuple[int, TraceLine]]:
-    """Yield the decoded lines with their numbers, from 1 on. The first line is a header.
-
-    :raises TraceError: as `read_trace`.
-    """
+    """Yield the decoded lines with their numbers from 1, the first a header. Raises TraceError as `read_trace`."""
     is_first = True
     for number, data in enumerate(reader, start=1):
         try:
@@ -95,6 +92,7 @@ class _Assembly:
         self._session_s = 0.0  # start of the session on the trace's clock
 
     def add(self, line: TraceLine) -> None:
+        """Add a line; raise TraceError if it does not fit those before."""
         match line:
             case TraceHeader():
                 self._begin_session(line)
@@ -118,6 +116,7 @@ class _Assembly:
                 self._end(line)
 
     def finish(self, is_torn: bool) -> Trace:
+        """Return the trace by arrival, with notes on torn lines and queries without an end, which are left out."""
         notes = []
         if is_torn:
             notes.append("the file was torn: an incomplete line at its end is left out")
@@ -135,6 +134,7 @@ class _Assembly:
         return Trace(tuple(sorted(self._queries.values(), key=lambda query: query.arrival_s)), provenance)
 
     def _begin_session(self, header: TraceHeader) -> None:
+        """Begin a session after the last one, whose chunks and open queries are dropped; raise if it is too late."""
         self._headers.append(header)
         self._chunks.clear()
         self._num_lost += len(self._open)
@@ -144,6 +144,7 @@ class _Assembly:
             raise TraceError(f"its sessions last {self._session_s:.3g} s in total; the limit is {MAX_SECONDS:g} s")
 
     def _update(self, line: UpdateKeysLine) -> None:
+        """Add an update; raise TraceError for unequal numbers of keys and scores, or too many keys."""
         scores = line.scores or (None,) * len(line.keys)
         self._quota.add(len(line.keys))
         if len(scores) != len(line.keys):
@@ -168,6 +169,7 @@ class _Assembly:
         )
 
     def _open_query(self, query_id: str, at_s: float) -> _OpenQuery:
+        """Return an open query and set its last time; raise TraceError if it is not open, or `at_s` is before that."""
         query = self._open.get(query_id)
         if query is None:
             state = "has ended" if query_id in self._queries else "has not begun"
@@ -178,6 +180,7 @@ class _Assembly:
         return query
 
     def _chunk(self, key: str, score: float | None) -> TracedChunk:
+        """Return the chunk of this key, with this score if there is one; raise TraceError if it is not defined."""
         chunk = self._chunks.get(key)
         if chunk is None:
             raise TraceError(f"chunk {key!r} is used before its definition in this session")

@@ -22,8 +22,7 @@ from streamrag.trace.values import RetrievalOutcome, TracedAppend, TracedChunk, 
 from streamrag.trace.write import SessionEncoder, chunk_key, clean, make_header, seconds
 from streamrag.trace.writer_thread import WriterThread
 
-MAX_BEHIND = 256
-"""Maximum number of queued events; with more, retrieval waits for the disk (backpressure)."""
+MAX_BEHIND = 256  # maximum number of queued events; with more, retrieval waits for the disk (backpressure)
 
 CountTokens: TypeAlias = Callable[[Sequence[tuple[int, Chunk]]], Awaitable[Sequence[int]]]
 """Counts the tokens of chunks as formatted in the prompt. Each comes with its number in the prompt, from 1."""
@@ -84,6 +83,7 @@ class TraceRecorder:
         self._num_queries = 0
 
     async def _open(self) -> None:
+        """Open the file in a thread, and take over the tokenizer of its earlier sessions."""
         self._writer = await anyio.to_thread.run_sync(WriterThread, self.path)
         self._tokenizer = self._writer.tokenizer
 
@@ -116,13 +116,14 @@ class TraceRecorder:
         began_s = self._clock()
         writer, query_id = self._begin(query, tokenizer, began_s)
         outcome: RetrievalOutcome = "cancelled"
-        reasons: dict[str, str] = {}
+        error_text: str | None = None
+        cut_short: str | None = None
         num_chunks = 0
         try:
             async for event in events:
                 at_s = self._clock() - began_s
                 if isinstance(event, CutShort):
-                    reasons["cut_short"] = clean(event.reason)
+                    cut_short = clean(event.reason)
                 elif isinstance(event, Skipped):
                     writer.put(self._encoder.encode(query_id, TracedSkip(at_s, event.uri, event.reason)))
                 else:
@@ -136,17 +137,17 @@ class TraceRecorder:
                 yield event
             outcome = "complete"
         except Exception as error:
-            outcome, reasons["error"] = "failed", clean(message_of(error))
+            outcome, error_text = "failed", clean(message_of(error))
             raise
         finally:
             end_s = seconds(self._clock() - began_s)
-            error_text, cut_short = reasons.get("error"), reasons.get("cut_short")
             end = EndLine(query=query_id, end_s=end_s, outcome=outcome, error=error_text, cut_short=cut_short)
             writer.put([end], flush=True)
             if isinstance(events, AsyncGenerator):
                 await events.aclose()
 
     def _begin(self, query: str, tokenizer: str, began_s: float) -> tuple[WriterThread, str]:
+        """Write a header before the session's first query, then the query; return writer and id. Raises as `record`."""
         if not self._writer:
             raise TraceError("TraceRecorder is not started: use it in a Pipeline, or in `async with` first")
         if self._tokenizer not in (None, tokenizer):
@@ -164,6 +165,7 @@ class TraceRecorder:
         return self._writer, query_id
 
     def _encode(self, query_id: str, at_s: float, event: Append | Update, counts: Sequence[int]) -> Iterator[TraceLine]:
+        """Yield an event's lines; the writer's thread iterates over them."""
         chunks = (event.chunk,) if isinstance(event, Append) else event.chunks
         traced = tuple(map(_traced_chunk, chunks, counts))
         if isinstance(event, Append):
@@ -189,7 +191,7 @@ async def record_queries(
     progress: Progress = lambda line: None,
     on_recorded: OnRecorded = lambda num_queries, num_events: None,
 ) -> dict[str, SourceError]:
-    """Record retrieval for many queries without a model, and return the errors by failed query.
+    """Record retrieval for many queries without a model, and return the SourceErrors by failed query.
 
     Starts and closes both the source and the recorder.
 

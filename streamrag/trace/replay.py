@@ -62,7 +62,7 @@ class ReplaySource:
         self._clock = clock
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the recorded events of `query`.
+        """Yield the recorded events of `query` at their recorded times, skipped documents among them.
 
         :raises SourceError: the query is not in the trace, or its recorded retrieval failed.
         """
@@ -78,6 +78,7 @@ class ReplaySource:
             raise SourceError(f"the recorded retrieval failed: {recorded.error or 'the trace does not say why'}")
 
     def _find(self, query: str) -> TracedQuery:
+        """Return the query's next recording, in turn. A missing query raises SourceError, or gets any next one."""
         same = self._by_text.get(query)
         if same is None and not self._takes_next:
             raise SourceError(
@@ -92,6 +93,7 @@ class ReplaySource:
 
 
 def _check_texts(query: TracedQuery) -> None:
+    """Raise ConfigurationError if a chunk was recorded without its text."""
     for event in query.events:
         for chunk in chunks_of(event):
             if chunk.text is None:

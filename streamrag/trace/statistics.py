@@ -17,6 +17,7 @@ class Distribution:
     """A distribution, as values in ascending order. Without values, every figure is 0."""
 
     values: tuple[float, ...]
+    """The values in ascending order."""
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Distribution":
@@ -53,6 +54,7 @@ class Distribution:
         return below + (above - below) * (position - floor(position))
 
     def share_over(self, limit: float) -> float:
+        """Return the share of the values that are greater than `limit`; 0 without values."""
         return sum(value > limit for value in self.values) / len(self.values) if self.values else 0.0
 
     def summary(self) -> dict[str, float]:
@@ -69,7 +71,9 @@ class TraceStatistics:
     num_incomplete: int
     """Number of queries whose retrieval failed or was cancelled; all other figures include them."""
     num_skipped: int
+    """Places that retrieval could not use."""
     mode: TraceMode
+    """Kind of the chunk events; "plain" if no query has more than one."""
     has_text: bool
     """Whether every chunk has its text."""
     qps: float
@@ -77,6 +81,7 @@ class TraceStatistics:
     prefix_seen_share: float
     """Share of the tokens of all final contexts in prefixes that an earlier query's final context has too."""
     interarrival_s: Distribution
+    """Seconds between consecutive arrivals."""
     tokens_per_query: Distribution
     """Tokens of the final context."""
     chunks_per_query: Distribution
@@ -90,6 +95,7 @@ class TraceStatistics:
     first_chunk_s: Distribution
     """Seconds from the query's arrival to its first chunk event."""
     first_chunk_to_end_s: Distribution
+    """Seconds from the first chunk event to the end of retrieval."""
     gap_ms: Distribution
     """Milliseconds between consecutive chunk events of a query."""
     changed_share: Distribution
@@ -170,6 +176,7 @@ def _distinct_chunks(query: TracedQuery) -> Iterable[TracedChunk]:
 
 
 def _changed_shares(query: TracedQuery, states: Sequence[tuple[TracedChunk, ...]]) -> Iterator[float]:
+    """Yield the share of each update's tokens that changed, without appends and the first event."""
     for event, (old, new) in zip(query.events[1:], pairwise(states), strict=True):
         num_tokens = _num_tokens(new)
         if num_tokens and not isinstance(event, TracedAppend):
@@ -186,6 +193,7 @@ def _mode(queries: Iterable[TracedQuery]) -> TraceMode:
 
 
 def _prefix_seen_share(final: Iterable[tuple[TracedChunk, ...]]) -> float:
+    """Return the share of all tokens that are in a prefix of an earlier context."""
     nodes: dict[tuple[int, str], int] = {}  # a prefix tree: (node, key) -> child node
     num_seen = num_all = 0
     for chunks in final:

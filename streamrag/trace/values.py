@@ -18,12 +18,16 @@ class TracedChunk:
     key: str
     """A hash of its text, or another identifier that is unique to its tokens."""
     num_tokens: int
+    """Tokens of the passage in the prompt, by the trace's tokenizer."""
     text: str | None = None
     """The text; None if only hash and length were recorded."""
     uri: str = ""
+    """URL or path of the document; "" in generated traces."""
     title: str = ""
     passage: int = 0
+    """Number of the passage within its document, from 0."""
     score: float | None = None
+    """The retriever's own score at this event."""
     num_chars: int | None = None
     """Length of a text that was not recorded."""
 
@@ -68,9 +72,11 @@ class TracedQuery:
     """A query and its retrieval."""
 
     query_id: str
+    """Id that is unique in the trace."""
     arrival_s: float
     """Seconds since the start of the trace."""
     text: str
+    """The question."""
     events: tuple[TracedEvent, ...]
     """Events in order of time."""
     end_s: float
@@ -78,7 +84,9 @@ class TracedQuery:
     num_output_tokens: int | None = None
     """Length of the answer, if known."""
     skipped: tuple[TracedSkip, ...] = ()
+    """Places that retrieval could not use."""
     outcome: RetrievalOutcome = "complete"
+    """"failed" has an `error`; "cancelled" ended when its caller left."""
     error: str = ""
     """Reason why retrieval failed, if it did."""
     cut_short: str | None = None
@@ -91,6 +99,7 @@ class Trace:
 
     queries: tuple[TracedQuery, ...]
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    """JSON values on the trace's origin; `read_trace` adds some."""
 
 
 @validated

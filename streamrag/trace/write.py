@@ -30,8 +30,7 @@ from streamrag.trace.lines import (
 )
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedSkip, chunks_of
 
-KEY_BYTES = 12
-"""Bytes of a chunk's hash: large enough to exclude collisions."""
+KEY_BYTES = 12  # bytes of a chunk's hash: large enough to exclude collisions
 
 clean = without_lone_surrogates
 
@@ -60,10 +59,7 @@ def write_trace(
 
 
 def make_header(text: TextMode, tokenizer: str | None, provenance: Mapping[str, Any]) -> TraceHeader:
-    """Return the header of a session that begins now.
-
-    :raises TraceError: `provenance` has values that are not JSON values.
-    """
+    """Return the header of a session that begins now, without READER_KEYS; raise TraceError for values not of JSON."""
     made = {"created": datetime.now(UTC).isoformat(timespec="seconds"), "streamrag": __version__}
     kept = {name: value for name, value in provenance.items() if name not in READER_KEYS}
     try:
@@ -111,6 +107,7 @@ class SessionEncoder:
             yield UpdateKeysLine(query=query_id, at_s=at_s, keys=keys, scores=known, hint=hint)
 
     def _definition(self, chunk: TracedChunk) -> ChunkLine:
+        """Return the line that defines a chunk, with its text, or only the text's length."""
         full = chunk.text if self._text == "full" else None
         num_chars = chunk.num_chars if chunk.text is None else len(chunk.text)
         return ChunkLine(
@@ -125,6 +122,7 @@ class SessionEncoder:
 
 
 def _lines(trace: Trace, text: TextMode) -> Iterator[TraceLine]:
+    """Yield the lines of a trace as one session that begins now."""
     yield make_header(text, trace.provenance.get("tokenizer"), trace.provenance)
     encoder = SessionEncoder(text)
     for query in trace.queries:

@@ -49,16 +49,14 @@ class WriterThread:
         self._jobs.join()
 
     def close(self) -> None:
-        """Write the queued lines, and close the file.
-
-        :raises TraceError: a line could not be written.
-        """
+        """Write the queued lines, and close the file. Raises TraceError if a line could not be written."""
         self._jobs.put(None)
         self._thread.join()
         if self._failure:
             raise self._unwritable(self._failure) from self._failure
 
     def _open(self) -> LineWriter:
+        """Open and lock the file, count its sessions, and remove a torn end, which writes the file anew."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         writer = LineWriter(self._path)
         try:
@@ -80,13 +78,14 @@ class WriterThread:
         return writer
 
     def _lock(self, writer: LineWriter) -> None:
-        """Lock the file against other recorders: two writers would corrupt a compressed stream."""
+        """Lock the file, or raise TraceError: two recorders would corrupt a compressed stream."""
         try:
             fcntl.flock(writer.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise TraceError(f"{self._path} is open in another recorder: record to another file") from None
 
     def _write_all(self) -> None:
+        """Write jobs until None comes, and close the file. After a failure, jobs are only counted as done."""
         while job := self._jobs.get():
             if not self._failure:  # lines after a gap would make the file unreadable
                 try:

@@ -109,10 +109,16 @@ def test_objectives_are_read() -> None:
     assert parse_slos("") == {}
 
 
-@pytest.mark.parametrize("text", ["ttft=1", "ttft_s", "ttft_s=soon", "ttft_s=0", "ttft_s=nan"])
+@pytest.mark.parametrize("text", ["ttft=1", "ttft_s", "ttft_s=soon", "ttft_s=0", "ttft_s=nan", "ttft_s=inf"])
 def test_a_wrong_objective_is_explained(text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         parse_slos(text)
+
+
+@pytest.mark.parametrize("again", ["total_s=x", "total_s=30", "total_s"])
+def test_an_objective_is_given_once(again: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"SLO '{again}': total_s has a limit already, 5 seconds"):
+        parse_slos(f"total_s=5,{again}")
 
 
 def test_spread_does_not_mind_the_order() -> None:

@@ -44,9 +44,11 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     temperature: float | None = None
     """Temperature of sampling, which is greedy by default."""
     top_p: float | None = None
+    """Share of probability to sample from; 1 by default."""
     max_tokens: int | None = None
     """Maximum number of tokens of the answer; 256 by default."""
     seed: int | None = None
+    """Seed of the sampling; by default that of the engine."""
     stop: list[str] | None = None
     """Texts that end the answer."""
     timeout: float | None = None
@@ -122,6 +124,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     def _parse_messages(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]
     ) -> tuple[str, dict[str, Any]]:
+        """Return the query and its options: the call's, else the model's fields. `timeout` becomes `deadline_s`."""
         own = {name: getattr(self, name) for name in ("temperature", "top_p", "max_tokens", "seed", "stop", "timeout")}
         given = {
             name: value for name, value in {**own, **call, "stop": stop or own["stop"]}.items() if value is not None
@@ -139,6 +142,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         }
 
     def _chunk(self, part: AnswerChunk | Answer) -> ChatGenerationChunk:
+        """Return a chunk of text, or for the answer the last chunk, which has usage and metadata but no text."""
         if isinstance(part, AnswerChunk):
             return ChatGenerationChunk(message=AIMessageChunk(content=part.text))
         num_prompt, num_answer = part.num_prompt_tokens, len(part.token_ids)
@@ -163,6 +167,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
 async def _answer(
     pipeline: Pipeline, query: str, options: Mapping[str, Any]
 ) -> AsyncGenerator[AnswerChunk | Answer, None]:
+    """Yield the chunks with text, and then the whole answer."""
     async with pipeline.stream(query, **options) as stream:
         async for chunk in stream:
             if chunk.text:
@@ -171,7 +176,7 @@ async def _answer(
 
 
 def _conversation(messages: Sequence[BaseMessage]) -> tuple[str, list[Turn], str]:
-    """Return the system text, the history, and the query."""
+    """Return the system text, the history, and the query; raise ConfigurationError for other messages than text."""
     turns: list[Turn] = []
     for message in messages:
         match message:

@@ -68,6 +68,7 @@ class StreamragRetriever(PortalOwner, BaseRetriever):
         return found.documents()
 
     def _num_wanted(self, k: int | None) -> int | None:
+        """Return the call's `k`, else the retriever's; raise ConfigurationError if it is below 1."""
         if k is not None and k < 1:
             raise ConfigurationError(f"k={k!r} must be at least 1")
         return k or self.k
@@ -97,6 +98,7 @@ class _Found:
 
 
 def document_of(chunk: Chunk) -> Document:
+    """Return a document with a hash of uri and text as its id."""
     metadata = {"source": chunk.uri, "title": chunk.title, "passage": chunk.passage}
     if chunk.score is not None:
         metadata["score"] = chunk.score

@@ -67,6 +67,7 @@ class _Query:
         self._documents: dict[Chunk, Any] = {}
 
     async def events(self, found_by: Any) -> AsyncGenerator[SourceEvent, None]:
+        """Yield the events of a component by its kind; raise SourceError if it has none."""
         kind = _kind(found_by)
         if kind is None:
             raise SourceError(f"{self._reader.name} returned {short_repr(found_by)} instead of a loader or a retriever")
@@ -80,6 +81,7 @@ class _Query:
                 yield Append(self._chunk(document))
 
     async def ask_members(self, ensemble: Any) -> AsyncGenerator[SourceEvent, None]:
+        """Yield the fused events of an ensemble's members, which run concurrently."""
         members = [_Member(self, member) for member in ensemble.retrievers]
         merged = MergedSource(
             *members, weights=ensemble.weights, k=getattr(ensemble, "c", RRF_K), name=self._reader.name
@@ -89,6 +91,7 @@ class _Query:
                 yield event
 
     async def compress(self, retriever: Any) -> AsyncGenerator[SourceEvent, None]:
+        """Yield the base retriever's events, then an update with what the compressor makes of its documents."""
         chunks = Context()
         async with aclosing(self.events(retriever.base_retriever)) as events:
             async for event in events:
@@ -108,17 +111,20 @@ class _Query:
         yield self._update(await retriever.ainvoke(self._text))
 
     async def make(self, function: Callable[[str], Any]) -> AsyncGenerator[SourceEvent, None]:
+        """Call a function of the query, and yield the events of the component that it returns."""
         made = function(self._text)
         async with aclosing(self.events(await made if isawaitable(made) else made)) as events:
             async for event in events:
                 yield event
 
     def _update(self, documents: Any) -> Update:
+        """Return an update of a list of documents; raise SourceError for anything else."""
         if not isinstance(documents, list | tuple):
             raise SourceError(f"{self._reader.name} returned {type_name(documents)} instead of a list of documents")
         return Update(tuple(map(self._chunk, documents)))
 
     def _chunk(self, document: Any) -> Chunk:
+        """Convert a document, and remember it by its chunk without score, for a compressor."""
         chunk = self._reader.chunk(document)
         relevance: Any = (getattr(document, "metadata", None) or {}).get("relevance_score")
         if chunk.score is None and is_number(relevance):

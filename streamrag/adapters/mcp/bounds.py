@@ -17,18 +17,12 @@ from pydantic import ValidationError
 
 from streamrag.adapters.mcp.relay import MAX_VALUES, has_too_many_values
 
-MAX_OPEN_REQUESTS = 64
-"""Maximum number of the server's open requests; it may not read our answers."""
-MAX_ASKED = 10_000
-"""Maximum number of our requests to remember; some are never answered."""
-MESSAGE_BYTES = 1 << 10
-"""Overhead that is counted for a message, in bytes: each creates a task."""
-JUNK_BYTES = 1 << 16
-"""Overhead that is counted for an invalid message, in bytes: each is logged."""
-BYTES_PER_S = 1 << 20
-"""Maximum rate of unsolicited bytes (leaky bucket)."""
-MIN_BURST_BYTES = 1 << 23
-"""Minimum burst of unsolicited bytes; the burst is at least two messages of maximum length."""
+MAX_OPEN_REQUESTS = 64  # maximum number of the server's open requests; it may not read our answers
+MAX_ASKED = 10_000  # maximum number of our requests to remember; some are never answered
+MESSAGE_BYTES = 1 << 10  # overhead that is counted for a message, in bytes: each creates a task
+JUNK_BYTES = 1 << 16  # overhead that is counted for an invalid message, in bytes: each is logged
+BYTES_PER_S = 1 << 20  # maximum rate of unsolicited bytes (leaky bucket)
+MIN_BURST_BYTES = 1 << 23  # minimum burst of unsolicited bytes; the burst is at least two messages of maximum length
 
 _BLANK_LINE = re.compile(rb"(?:\r\n|\r(?!\n)|\n)(?:\r\n|\r(?!\n)|\n)")
 
@@ -67,7 +61,7 @@ class Traffic:
             self._num_open -= 1
 
     def came(self, item: Any) -> None:
-        """Count a message from the server, or a parse error."""
+        """Count a message from the server, or a parse error; drop the connection beyond the limits."""
         message: Any = getattr(item, "message", None)
         if isinstance(message, JSONRPCResponse | JSONRPCError) and str(message.id) in self._asked:
             del self._asked[str(message.id)]
@@ -85,6 +79,7 @@ class Traffic:
             self._end("it has sent too many unsolicited messages")
 
     def _end(self, reason: str) -> None:
+        """Drop the connection for this reason. From now on, nothing is read from it."""
         self.is_dropped = True
         self._drop(reason)
 
@@ -118,6 +113,7 @@ class _CountedRead(_Counted):
         return getattr(self._stream, "last_context", None)
 
     async def receive(self) -> Any:
+        """Return the next message, after it was counted; raise EndOfStream once the connection is dropped."""
         if not self._traffic.is_dropped:
             item = await self._stream.receive()
             self._traffic.came(item)
@@ -153,6 +149,7 @@ class BoundedTransport(httpx2.AsyncBaseTransport):
         self._max_bytes = max_bytes
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Send the request; reading the response's body raises StreamError beyond the limits."""
         response = await self._transport.handle_async_request(request)
         response.headers.pop("content-encoding", None)
         response.encoding = "utf-8"
@@ -181,6 +178,7 @@ class _BoundedBody(httpx2.AsyncByteStream):
             raise httpx2.StreamError(f"more than {MAX_VALUES:,} values in one answer")
 
     def _check_length(self, message: bytearray) -> None:
+        """Raise StreamError if a message has more than `max_bytes`."""
         if len(message) > self._max_bytes:
             raise httpx2.StreamError(f"more than {self._max_bytes:,} bytes in one answer")
 
@@ -205,6 +203,7 @@ class _BoundedEvents(_BoundedBody):
         self._check(event)  # the last event may lack a blank line
 
     def _check(self, event: bytearray) -> None:
+        """Raise an error if an event is too long, or has too many lines or values."""
         self._check_length(event)
         if len(event) <= MAX_VALUES:
             return

@@ -33,15 +33,14 @@ from streamrag.support.display_text import excerpt
 from streamrag.support.tasks import wait_shielded
 
 ROOT = Path(relay.__file__).resolve().parents[3]
-MAX_PENDING = 1024
-"""Maximum number of changed resources that wait to be read."""
+MAX_PENDING = 1024  # maximum number of changed resources that wait to be read
 FAREWELL_S = 1.0
 
 T = TypeVar("T")
 
 
 class McpConnection:
-    """A reconnecting client. A lost client stays open until the calls that use it have ended."""
+    """A client of one server that reconnects. A lost client stays open until the calls that use it have ended."""
 
     def __init__(
         self, server: Any, *, name: str, headers: Mapping[str, str] | None, timeout_s: float, max_bytes: int
@@ -69,10 +68,7 @@ class McpConnection:
 
     @asynccontextmanager
     async def client(self) -> AsyncGenerator[Client, None]:
-        """Yield a connected client; connect first if necessary.
-
-        :raises SourceError: in place of any error in the block.
-        """
+        """Yield a connected client; connect first if necessary. Errors of the block become SourceErrors."""
         held = await self._connected()
         assert held.client
         held.num_calls += 1
@@ -98,10 +94,7 @@ class McpConnection:
                 self._end(held)
 
     async def in_time(self, call: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `call`. After a timeout, the call is cancelled in the background, within seconds.
-
-        :raises TimeoutError: it took longer than `timeout_s`.
-        """
+        """Return the result of `call`; after `timeout_s`, raise TimeoutError and cancel it in the background."""
         task = self._begin_task(call)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -123,10 +116,7 @@ class McpConnection:
 
     @asynccontextmanager
     async def changes(self, client: Client, uris: Sequence[str]) -> AsyncGenerator["AsyncIterator[str]", None]:
-        """Yield an iterator of the resources in `uris` that change from now on.
-
-        :raises SourceError: the server does not support subscriptions.
-        """
+        """Yield an iterator of the resources in `uris` that change, or raise SourceError without subscriptions."""
         try:
             async with self._changes(client, uris) as changes:
                 yield changes
@@ -137,6 +127,7 @@ class McpConnection:
 
     @asynccontextmanager
     async def _changes(self, client: Client, uris: Sequence[str]) -> AsyncGenerator["AsyncIterator[str]", None]:
+        """Subscribe, and yield the changed resources. The old protocol's subscription is undone at the end."""
         if client.protocol_version in MODERN_PROTOCOL_VERSIONS:
             async with client.listen(resource_subscriptions=uris) as subscription:
                 yield (event.uri async for event in subscription if isinstance(event, ResourceUpdated))
@@ -167,10 +158,11 @@ class McpConnection:
                         await client.session.send_request(request, EmptyResult)
 
     def _is_used(self, client: Client) -> bool:
+        """Whether new calls get this client."""
         return self._held is not None and self._held.client is client and not self._held.is_lost
 
     async def _connected(self) -> "_Held":
-        """Return the current client, or connect. Concurrent callers share one attempt (single flight)."""
+        """Return the current client, or connect, in one attempt for all callers. Raises SourceError if it fails."""
         if self._held is not None and self._held.client is not None and not self._held.is_lost:
             return self._held
         if self._is_closed:
@@ -181,6 +173,7 @@ class McpConnection:
         return await asyncio.shield(self._opening)
 
     async def _opened(self) -> "_Held":
+        """Replace the client by a new one, and wait for its connection. Raises SourceError if it fails."""
         if self._is_closed:  # closed before this task's first step
             self._opening = None
             raise SourceError(f"{self._name}: the source was closed")
@@ -236,6 +229,7 @@ class McpConnection:
                 opened.set_exception(SourceError(f"{self._name}: the source was {why}"))
 
     def _cannot(self, error: BaseException) -> StreamRagError:
+        """Return the error to raise for a failed attempt to connect: our own, or a SourceError with the first cause."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, StreamRagError):
@@ -267,6 +261,7 @@ class McpConnection:
                 yield server
 
     def _relayed(self, server: StdioServerParameters) -> StdioServerParameters:
+        """Return the server behind the relay, on POSIX. Raises ConfigurationError without its program."""
         path = (server.env or {}).get("PATH")
         if server.cwd is None and shutil.which(server.command, path=path) is None:
             raise ConfigurationError(f"{self._name}: there is no program {server.command!r} to start the MCP server")
@@ -296,11 +291,13 @@ class _Held:
         """Reason why the client was dropped, if it was."""
 
     async def hear(self, message: object) -> None:
+        """Pass on a changed resource to all watches; other messages are ignored."""
         if isinstance(message, ResourceUpdatedNotification):
             for changes in self.watches:
                 changes.add(str(message.params.uri))
 
     def _drop(self, reason: str) -> None:
+        """Mark the client as lost, keep the first reason, and cancel it."""
         self.reason = self.reason or reason
         self.is_lost = True
         self.scope.cancel()
@@ -315,6 +312,7 @@ class _Changes:
         self._is_any = asyncio.Event()
 
     def add(self, uri: str) -> None:
+        """Queue a changed resource, unless too many wait; wake the reader."""
         if len(self._pending) < MAX_PENDING:
             self._pending[uri] = None
         self._is_any.set()
@@ -323,6 +321,7 @@ class _Changes:
         return self
 
     async def __anext__(self) -> str:
+        """Wait for a changed resource, and return the oldest. Never ends by itself."""
         await self._is_any.wait()
         uri = next(iter(self._pending))
         del self._pending[uri]

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
     from streamrag.adapters.mcp.connection import McpConnection
 
-MAX_TOOLS = 10_000
-"""Number of tools after which the search for a tool stops."""
-MAX_PAGES = 100
-"""Maximum number of pages of a server's list of tools."""
+MAX_TOOLS = 10_000  # number of tools after which the search for a tool stops
+MAX_PAGES = 100  # maximum number of pages of a server's list of tools
 
 
 class _McpSource:
@@ -77,6 +75,7 @@ class _McpSource:
         """Check that the server has what this source needs."""
 
     def _connection(self) -> "McpConnection":
+        """Return the connection; raise SourceError if the source is not started."""
         if self._opened is None:
             raise SourceError(f"{self.name} is not started: use it in a Pipeline, or await its start(print)")
         return self._opened
@@ -129,7 +128,7 @@ class McpToolSource(_McpSource):
         self._passages = passages
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Call the tool with `query`, and yield its passages as one `Update`.
+        """Call the tool, and yield a `Skipped` for each part that is no text, then its passages as one `Update`.
 
         :raises SourceError: the tool or the server failed, or did not answer in time.
         """
@@ -152,6 +151,7 @@ class McpToolSource(_McpSource):
         yield Update(chunks)
 
     async def _check(self, client: "Client") -> None:
+        """Raise ConfigurationError if the server has no such tool, or the tool lacks an argument."""
         names: list[str] = []
         cursor: str | None = None
         for _ in range(MAX_PAGES):
@@ -210,7 +210,7 @@ class McpResourceSource(_McpSource):
         self._watch_s = watch_s
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an `Update` after reading each resource, and for each change.
+        """Yield an `Update` after reading each resource, and for each change during `watch_s`.
 
         :raises SourceError: no resource can be read, or the connection is lost meanwhile.
         """
@@ -263,6 +263,7 @@ class McpResourceSource(_McpSource):
         known: dict[str, tuple[Chunk, ...]],
         reasons: list[str],
     ) -> SourceEvent:
+        """Read a resource into `known` and return an update of all, or a Skipped whose reason is added to `reasons`."""
         read = await self._read(client, uri)
         if isinstance(read, Skipped):
             reasons.append(read.reason)
@@ -271,6 +272,7 @@ class McpResourceSource(_McpSource):
         return Update(tuple(chunk for uri in uris for chunk in known.get(uri, ())))
 
     async def _read(self, client: "Client", uri: str) -> "tuple[Chunk, ...] | Skipped":
+        """Return a resource's texts as chunks, or why there are none. A lost connection raises MCPError."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -287,6 +289,7 @@ class McpResourceSource(_McpSource):
 
 
 def _structured(value: Any) -> list[Any] | None:
+    """Return structured content as passages; None if it is no list of mappings with text."""
     if isinstance(value, Mapping) and len(value) == 1:
         (inner,) = value.values()
         value = inner if isinstance(inner, list) else value

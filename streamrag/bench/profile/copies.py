@@ -81,7 +81,7 @@ def measure_copies(facts: EngineFacts, progress: Callable[[int], None] = lambda 
 
 
 def _kv(facts: EngineFacts, num_blocks: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the KV tensor of each layer, in the model's shape."""
+    """Yield the name and a newly allocated KV tensor of each layer, in the model's shape."""
     shape = (num_blocks, 2, facts.num_kv_heads, facts.block_size, facts.head_dim)
     dtype, device = getattr(torch, facts.kv_dtype), "cuda" if facts.is_cuda else "cpu"
     for layer in range(facts.num_layers):

@@ -22,16 +22,12 @@ StepProgress: TypeAlias = Callable[[str, int, int | None], None]
 """Called with the current step, the number of finished steps, and the number of all steps (None while unknown)."""
 
 NUM_BESIDE = 8
-MOST_TOGETHER = 16
-"""Maximum number of requests in a measured step."""
+MOST_TOGETHER = 16  # maximum number of requests in a measured step
 MAX_RECOMPUTE_CPU_S, MAX_RECOMPUTE_CUDA_S = 30.0, 90.0
 
 
 async def measure_machine(model: str, engine_args: Mapping[str, Any], progress: StepProgress) -> TableProfile:
-    """Start vLLM with its own scheduler, measure, and stop it: one or two minutes for a small model.
-
-    :raises StreamRagError: as `running_engine`.
-    """
+    """Start vLLM with its own scheduler, measure for a minute or two, and stop it. Raises as `running_engine`."""
     progress("starting the engine", 0, None)
     async with running_engine(model, engine_args, policy=None) as client:
         facts = client.facts
@@ -65,6 +61,7 @@ async def measure_machine(model: str, engine_args: Mapping[str, Any], progress: 
 
 
 def _described(profile: TableProfile, facts: EngineFacts, times: RecomputeTimes, copies: CopyTimes) -> TableProfile:
+    """Return the profile with the device, the sizes of the model, copy times and provenance."""
     profile = replace(
         profile,
         device=f"{facts.tensor_parallel_size} x {facts.device}" if facts.is_cuda else facts.device,
@@ -88,6 +85,7 @@ def _described(profile: TableProfile, facts: EngineFacts, times: RecomputeTimes,
 
 
 def _recompute_figures(profile: TableProfile, budget: int, times: RecomputeTimes) -> dict[str, Any]:
+    """Return the measured medians, and the median relative error of the fitted profile."""
     batch = ((1, NUM_CONTEXT_BESIDE),) * times.num_beside
     alone = {size: median(seconds) for size, seconds in times.alone.items()}
     beside = {size: median(seconds) for size, seconds in times.beside.items()}

@@ -15,11 +15,12 @@ NUM_POINTS = 120
 
 
 def step_budget(profile: StepProfile) -> int:
+    """Return the token budget of a step that was measured with, or the default."""
     return int(profile.provenance.get("max_num_batched_tokens", DEFAULT_BUDGET))
 
 
 def most_tokens(profile: StepProfile) -> int:
-    """Return the number of tokens of the longest possible prompt."""
+    """Return the number of tokens of the longest possible prompt, or the default if it is not recorded."""
     return int(profile.provenance.get("max_model_len", DEFAULT_MOST_TOKENS))
 
 

@@ -22,16 +22,11 @@ FIRST_SIZE = 64
 NUM_REPEATS, NUM_REPEATS_SMALL = 3, 9
 SMALL = 1_024
 """Prompts of up to this many tokens are repeated more often, because noise is a larger share of their time."""
-NUM_TRIES = 5
-"""Attempts to have a prompt computed in the expected steps."""
-NUM_WAITS = 1_000
-"""Maximum number of 1 ms waits until the engine has reported all steps."""
-NUM_IDLE = 5
-"""Number of steps that only decode, as the reference for the others."""
-NUM_CONTEXT_BESIDE = 32
-"""Prompt tokens of each request in the running batch."""
-GROWTH = 3.0
-"""Assumed growth of the time when the tokens double: attention grows faster than linearly."""
+NUM_TRIES = 5  # attempts to have a prompt computed in the expected steps
+NUM_WAITS = 1_000  # maximum number of 1 ms waits until the engine has reported all steps
+NUM_IDLE = 5  # number of steps that only decode, as the reference for the others
+NUM_CONTEXT_BESIDE = 32  # prompt tokens of each request in the running batch
+GROWTH = 3.0  # assumed growth of the time when the tokens double: attention grows faster than linearly
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +97,7 @@ class _Meter:
         self._tokens = FreshTokens(f"recomputed {len(client.steps)}")
 
     async def alone(self, size: int) -> tuple[float, list[StepTime]]:
-        """Time the prefill of `size` tokens, and return its seconds and its steps."""
+        """Time the prefill of `size` tokens: its seconds and steps. Raises BackendError after `NUM_TRIES`."""
         parts: list[StepPart] = [*_chunks(size + 1, self._budget), (1, size + 1)]
         for _ in range(NUM_TRIES):
             num_before = len(self._client.steps)
@@ -116,7 +111,7 @@ class _Meter:
         raise BackendError(f"{size + 1} tokens are not computed in {len(parts) - 1} steps of {self._budget}")
 
     async def beside(self, size: int) -> tuple[float, list[StepTime]]:
-        """Time the prefill of `size` tokens beside the batch, and return its seconds and its steps."""
+        """Time a prefill beside the batch: its seconds and steps. Raises BackendError after `NUM_TRIES`."""
         num_beside = self._num_beside
         chunks = list(_chunks(size, self._budget - num_beside))
         decodes = ((1, NUM_CONTEXT_BESIDE),) * num_beside
@@ -131,6 +126,7 @@ class _Meter:
         raise BackendError(f"{size} tokens beside {num_beside} decodes are not computed in {len(chunks)} steps")
 
     async def _computed_beside(self, size: int) -> tuple[list[tuple[MeasuredStep, MeasuredStep]], list[float]]:
+        """Prefill beside the batch; return steps as `_mixed_and_idle` does. Too few after `NUM_WAITS`."""
         num_before = len(self._client.steps)
         async with self._decoding():
             await answer(self._client, "recomputed", self._tokens.take(size), 1)
@@ -175,5 +171,6 @@ def _mixed_and_idle(
 
 
 def _chunks(num_tokens: int, size: int) -> Iterator[StepPart]:
+    """Yield the parts of a prefill in steps of at most `size`: new tokens, and tokens before them."""
     for num_before in range(0, num_tokens, size):
         yield min(size, num_tokens - num_before), num_before

@@ -23,8 +23,7 @@ from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.errors import BackendError
 from streamrag.trace.values import TracedChunk
 
-NUM_IN_VOCABULARY = 512
-"""Upper bound of token ids; every model's vocabulary is larger."""
+NUM_IN_VOCABULARY = 512  # upper bound of token ids; every model's vocabulary is larger
 NUM_BLOCKER_TOKENS = 128
 HEAD_START_S = 0.002
 """Seconds between the blocker and the batch, so that the blocker's step has begun when the batch arrives."""
@@ -34,8 +33,7 @@ LONE_SIZES = (16, 100, 200)
 NUM_DECODES = 3
 NUM_PASSES = 3
 PASSES_S = 10.0
-NUM_TRIES = 4
-"""Attempts to have a batch in one step, which is harder on a fast engine; then the batch is left out."""
+NUM_TRIES = 4  # attempts to have a batch in one step, which is harder on a fast engine; then the batch is left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +46,7 @@ class _Batch:
     num_output_tokens: int = 1
 
     def step_parts(self) -> Iterator[tuple[StepPart, ...]]:
+        """Yield the parts of each step of the batch: its prefill, then its decodes."""
         yield ((self.num_tokens, self.num_context),) * self.num_requests
         num_before = self.num_context + self.num_tokens
         for index in range(self.num_output_tokens - 1):
@@ -65,8 +64,6 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class MeasurementPass:
-    """A pass of measurements on one engine."""
-
     steps: tuple[StepTime, ...]
     beside_s: tuple[float, ...]
     """For each lone request: the seconds to its first token, minus the model's seconds."""
@@ -141,7 +138,7 @@ def slow_factors(one: MeasurementPass, usual_s: Mapping[tuple[StepPart, ...], fl
 
 
 async def warm_up(client: EngineClient, budget: int, max_model_len: int) -> None:
-    """Run an engine's first steps, which take seconds."""
+    """Run an engine's first steps, a largest and a smallest one, which take seconds."""
     for num_tokens in (min(budget, max_model_len - 2), 1):
         await answer(client, "warm-up", FreshTokens("warm-up").take(num_tokens), 1)
 
@@ -176,6 +173,7 @@ def _contexts(block_size: int, max_model_len: int) -> list[int]:
 
 
 def _batches(most: int, num_context: int, max_num_seqs: int) -> Iterator[_Batch]:
+    """Yield the batches to measure at this context: single ones, and up to ten requests, prefilling and decoding."""
     for num_tokens in _sizes(most):
         yield _Batch(1, num_tokens, num_context)
     for num_requests in (n for n in (1, 3, 10) if n <= max_num_seqs):
@@ -219,7 +217,7 @@ async def _beside_s(client: EngineClient, token_ids: list[int]) -> float:
 
 
 async def steps_since(client: EngineClient, num_before: int, num_tokens: int) -> Sequence[MeasuredStep]:
-    """Wait until the engine has reported steps of `num_tokens`; reports lag slightly behind the tokens."""
+    """Return the engine's steps from `num_before` on, when they have `num_tokens`; raise BackendError after 0.1 s."""
     for _ in range(100):
         steps = client.steps[num_before:]
         if sum(step.num_tokens for step in steps) >= num_tokens:
@@ -237,11 +235,13 @@ class FreshTokens:
         self._num_taken = 0
 
     def take(self, num_tokens: int) -> list[int]:
+        """Return pseudo-random token ids, other ones at each call."""
         self._num_taken += 1
         return Tokens(NUM_IN_VOCABULARY).of_chunk(TracedChunk(f"{self._name} {self._num_taken}", num_tokens))
 
 
 async def answer(client: EngineClient, query_id: str, token_ids: list[int], num_output_tokens: int) -> None:
+    """Send a request, and wait for the end of its answer."""
     async with aclosing(client.generate(query_id, token_ids, num_output_tokens)) as answer:
         async for _ in answer:
             pass

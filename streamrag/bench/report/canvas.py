@@ -72,10 +72,7 @@ def formatter(write: Callable[[float], str]) -> Any:
 
 
 def write_png(figure: Any, path: Path, title: str) -> None:
-    """Write the figure, with a title, as PNG.
-
-    :raises ConfigurationError: the file cannot be written.
-    """
+    """Write the figure, with a title, as PNG. Raises ConfigurationError if the file cannot be written."""
     figure.suptitle(for_picture(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=110)

@@ -33,6 +33,7 @@ def _figure(value: float, by_seed: Sequence[float]) -> Figure:
 
 
 def _statistic(name: str) -> Statistic:
+    """Return a function from values to their mean, or to the percentile of this name."""
     return mean if name == "mean" else lambda values: percentile(values, PERCENTILES[name])
 
 
@@ -56,6 +57,7 @@ class Pool:
         return Pool(tuple(digest for digest in self.digests if digest.settings.seed in wanted))
 
     def values(self, of: Values) -> list[float]:
+        """Return the values of all cells, one cell after the other."""
         return [value for digest in self.digests for value in of(digest)]
 
     def figure(self, of: Values, name: str) -> Figure:
@@ -123,6 +125,7 @@ def compare(digests: Iterable[Digest]) -> list[LoadComparison]:
 
 
 def _comparison(load: CellSettings, groups: dict[tuple[str, float | None], list[Digest]]) -> LoadComparison:
+    """Pool the cells of each variant and rate, sorted by seed."""
     pools = {
         key: Pool(tuple(sorted(digests, key=lambda digest: digest.settings.seed))) for key, digests in groups.items()
     }

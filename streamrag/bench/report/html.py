@@ -13,7 +13,7 @@ from streamrag.support.display_text import one_line
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A table cell: a text, and a smaller text below it."""
+    """A cell of a table: a text, and a smaller text below it."""
 
     text: str
     small: str = ""
@@ -54,10 +54,7 @@ def cell(value: Figure | float | None, unit: str = "") -> Cell:
 
 
 def render(**values: Any) -> str:
-    """Render the page as HTML. Every text is reduced to one line without control characters.
-
-    :raises MissingDependencyError: Jinja is not installed.
-    """
+    """Render the page as HTML, each text as one line without control characters. Raises without Jinja."""
     require_jinja()
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

@@ -79,6 +79,8 @@ def _table(
 
 
 def _speed_ups(comparison: LoadComparison) -> HtmlTable:
+    """Return the table of times, speed-ups and ratios, with the floors in each rate's head row."""
+
     def row(variant: str, pool: Pool) -> list[Cell]:
         num_unanswered = sum(digest.num_unfinished for digest in pool.digests)
         note = f"{num_unanswered:,} never answered, and not counted" if num_unanswered else ""
@@ -137,6 +139,7 @@ def _work(comparison: LoadComparison) -> HtmlTable:
 
 
 def _counts(pool: Pool, fates: Sequence[str], *, has_copies: bool) -> list[Cell]:
+    """Return a variant's cells for preemptions, tokens and copies; none without engine records."""
     if any(digest.num_preemptions is None for digest in pool.digests):
         return []
 
@@ -184,6 +187,7 @@ def _arrivals(comparison: LoadComparison) -> dict[str, Any]:
 
 
 def _provenance(digests: Iterable[Digest]) -> list[tuple[str, str]]:
+    """Return names and all their distinct values, at most 20, over all cells."""
     found: dict[str, set[str]] = {"report by": {f"streamrag {__version__}"}}
     for digest in digests:
         found.setdefault("seeds", set()).add(str(digest.settings.seed))
@@ -192,6 +196,7 @@ def _provenance(digests: Iterable[Digest]) -> list[tuple[str, str]]:
 
 
 def _collect(found: dict[str, set[str]], prefix: str, values: Mapping[str, Any]) -> None:
+    """Add the values to `found` by dotted names."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             _collect(found, f"{prefix}{name}.", value)

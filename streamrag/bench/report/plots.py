@@ -17,8 +17,7 @@ ARM_COLOURS = {"no-streaming": "#000000", "warming": "#e69f00", "stock-sessions"
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 FLOOR: dict[str, Any] = {"color": GREY, "linestyle": (0, (2, 2)), "linewidth": 1.1}
 MAX_POINTS = 300
-MIN_S = 1e-4
-"""Shorter times are clipped to this, because a logarithmic axis has no zero."""
+MIN_S = 1e-4  # shorter times are clipped to this, because a logarithmic axis has no zero
 TIMES: tuple[tuple[str, Values], ...] = (
     ("ttft_after_retrieval_s", lambda d: d.ttft_after_retrieval_s),
     ("ttft_s", lambda d: d.ttft_s),
@@ -66,6 +65,7 @@ def draw_ttft_by_qps(comparison: LoadComparison) -> str | None:
 
 
 def _style(comparison: LoadComparison, variant: str) -> dict[str, Any]:
+    """Return a variant's colour and dashes, which depend on the other variants of the comparison."""
     settings = {v: pool.settings for (v, _), pool in comparison.pools.items()}
     own = settings[variant]
     if own.arm != "streaming":
@@ -78,6 +78,7 @@ def _style(comparison: LoadComparison, variant: str) -> dict[str, Any]:
 
 
 def _ccdf(panel: Any, values: Sequence[float], **style: Any) -> None:
+    """Draw the share of values above each value, thinned out to about `MAX_POINTS`; nothing without values."""
     ordered = sorted(max(value, MIN_S) for value in values)
     num = len(ordered)
     if not num:
@@ -89,6 +90,7 @@ def _ccdf(panel: Any, values: Sequence[float], **style: Any) -> None:
 
 
 def _share_axis(panel: Any, num_requests: int) -> None:
+    """Make both axes logarithmic, and mark the percentiles that this number of requests can show."""
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_ylim(max(0.6 / num_requests, 1e-5), 1.15)

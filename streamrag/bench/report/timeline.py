@@ -86,6 +86,7 @@ def _request_events(result: CellResult) -> Iterator[TimelineEvent]:
 
 
 def _track(request: RequestResult, track: int, steps: list[_Span], copies: list[_Span]) -> Iterator[TimelineEvent]:
+    """Yield a request's phases, its states within them, and marks for chunks and preemptions."""
     phases = [
         _Span("retrieval", request.arrival_s, request.retrieval_end_s, {"num_chunks": request.num_chunks}),
         _Span("answering", request.retrieval_end_s, request.first_token_s, {"floor_s": request.floor_s}),

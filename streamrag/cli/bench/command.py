@@ -23,8 +23,7 @@ from streamrag.errors import ConfigurationError
 from streamrag.support.display_text import json_text
 from streamrag.support.files import write_atomic
 
-TABLE_WIDTH = 120
-"""Width of the table of figures without a terminal."""
+TABLE_WIDTH = 120  # width of the table of figures without a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_grid(arguments: argparse.Namespace) -> int:
+    """Run the cells without a result, print figures, and write the report. The status is 1 if a cell failed."""
     console = Output(stderr=True)
     grid, slos = grid_of(arguments), parse_slos(arguments.slo)
     require_report()  # before hours of work
@@ -99,6 +99,7 @@ def _publish(
 
 
 def _print_figures(digests: Sequence[Digest], console: Output) -> None:
+    """Print a table for each load on stdout, and notes on cut contexts on `console`."""
     table_to = Output()
     if not table_to.is_terminal:
         table_to = Output(width=TABLE_WIDTH)
@@ -158,6 +159,7 @@ def _timeline(arguments: argparse.Namespace) -> int:
 
 
 def _kept_cell(source: Path) -> CellResult:
+    """Read a result file, or the only one with steps in a folder; raise ConfigurationError if there is not one."""
     if not source.is_dir():
         return read_cell(source)
     kept = sorted(source.glob("cells/[!.]*.steps.json.gz"))
@@ -170,6 +172,7 @@ def _kept_cell(source: Path) -> CellResult:
 
 
 def _fresh_cell(arguments: argparse.Namespace) -> CellResult:
+    """Run the one cell that the options name, here, with its steps. Raises ConfigurationError if they name several."""
     cells = grid_of(arguments).cells()
     if len(cells) != 1:
         raise ConfigurationError(f"a timeline shows one cell, but these options name {len(cells)}")

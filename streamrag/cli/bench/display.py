@@ -55,6 +55,7 @@ class CellsView:
         self._progress.stop()
 
     def show(self, event: CellEvent) -> None:
+        """Update the bars, or print lines without a terminal. A repeated error is not printed again."""
         settings = event.settings
         match event:
             case CellStarted():
@@ -111,6 +112,7 @@ def print_comparison(comparison: LoadComparison, console: Output) -> None:
 
 
 def _figures(comparison: LoadComparison, pool: Pool, variant: str, with_spread: bool) -> Iterable[str | Text]:
+    """Yield a row's cells: time, speed-up and ratio for each percentile, then preemptions, tax and copies."""
     for name in PERCENTILES:
         yield _text(pool.figure(lambda d: d.ttft_after_retrieval_s, name), with_spread)
         up = comparison.speed_up(variant, pool.settings.qps, name)

@@ -112,10 +112,7 @@ VERBS = {
 
 
 def grid_of(arguments: argparse.Namespace) -> Grid:
-    """Return the grid that the options define.
-
-    :raises ConfigurationError: a value is invalid.
-    """
+    """Return the grid that the options define. Raises ConfigurationError if a value is invalid."""
     is_wall = arguments.model is not None
     seeds = arguments.seeds or ((1, 2, 3) if arguments.qps else (1,))
     profile = arguments.profile if is_wall else arguments.profile or DEFAULT_PROFILE
@@ -158,6 +155,7 @@ def _bytes(text: str) -> int:
 
 
 def _option(text: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE; a value that is not JSON is a text."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, e.g. can_partial_evict=true")

@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _context_length(text: str) -> int:
+    """Parse a number of tokens, at least `ROOM`."""
     if (value := positive(text)) < ROOM:
         raise argparse.ArgumentTypeError(f"{text} tokens are too few to measure a difference; give at least {ROOM}")
     return value
@@ -76,6 +77,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_machine(arguments: argparse.Namespace) -> int:
+    """Print the results of the machine's check, and return 1 if there are problems."""
     found = machine.examine(arguments.model, port=arguments.port)
     output = Output()
     if arguments.json:
@@ -92,6 +94,7 @@ def _check_machine(arguments: argparse.Namespace) -> int:
 
 
 async def _examine(arguments: argparse.Namespace) -> Finding:
+    """Measure the server within the time limit; raise DeadlineExceededError after it."""
     progress = Output(stderr=True)
     with shown_starting(progress) as show:
         backend = OpenAIBackend(

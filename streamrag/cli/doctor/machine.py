@@ -79,10 +79,7 @@ class Machine:
 
 
 def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine:
-    """Check this machine, in a second or two, without starting anything.
-
-    :raises ConfigurationError: the model's folder has no readable configuration.
-    """
+    """Check this machine in a second or two, starting nothing. Raises ConfigurationError for an unreadable model."""
     gpu, gpu_bytes = _gpu()
     capabilities = {} if gpu else cpu_capabilities()
     flags = [flag for flag in CPU_FLAGS if capabilities.get(flag)]
@@ -113,6 +110,7 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
 
 
 def _part(extra: str, what_for: str) -> InstalledExtra:
+    """Return what is installed of an extra, by the package's metadata; empty in a checkout."""
     try:
         lines = metadata.requires("streamrag") or []
     except metadata.PackageNotFoundError:  # run from a checkout
@@ -124,6 +122,7 @@ def _part(extra: str, what_for: str) -> InstalledExtra:
 
 
 def _dtype_rule(capabilities: Mapping[str, Any]) -> str:
+    """Describe the dtype that "auto" selects on this machine."""
     rule = "the dtype of the weights, but bfloat16 for weights in float32"
     for dtype in emulated_dtypes(capabilities):
         missing = " and ".join(name for name in DTYPE_INSTRUCTIONS[dtype] if name in capabilities)
@@ -132,6 +131,7 @@ def _dtype_rule(capabilities: Mapping[str, Any]) -> str:
 
 
 def _engine_problems(gpu: str | None, capabilities: Mapping[str, Any]) -> Iterator[str]:
+    """Yield problems of vLLM's version, its build for GPU or CPU, and the CPU's instructions."""
     try:
         check_version()
     except ConfigurationError as error:
@@ -161,6 +161,7 @@ def _gpu() -> tuple[str | None, int]:
 
 
 def _model_needs(folder: Path, emulated: Sequence[str]) -> ModelNeeds:
+    """Read a model's needs from its config.json, or raise ConfigurationError, and the sizes of its files."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         is_quantized = "quantization_config" in config
@@ -183,6 +184,7 @@ def _model_needs(folder: Path, emulated: Sequence[str]) -> ModelNeeds:
 
 
 def _memory_problems(found: Machine, *, is_gpu: bool) -> Iterator[str]:
+    """Yield a problem if weights, and on a CPU processes and KV, do not fit into memory."""
     assert found.model is not None
     weights = found.model.weights_bytes
     if not weights:
@@ -205,6 +207,7 @@ def _memory_problems(found: Machine, *, is_gpu: bool) -> Iterator[str]:
 
 
 def _port_problems(host: str, port: int) -> Iterator[str]:
+    """Yield a problem if the port cannot be bound, which is tried."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

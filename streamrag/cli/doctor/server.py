@@ -17,12 +17,9 @@ from streamrag.support.clock import Clock
 
 WORDS = "amber basin cedar delta ember fjord grove haven inlet jetty kelp lagoon marsh north ocean pebble quay river"
 QUESTION = " Which of these words comes first? Answer:"
-MIN_SAVED = 0.1
-"""Minimum share of the time that warming must save; smaller differences are noise."""
-CHARACTERS_PER_TOKEN = 4
-"""Approximate; for servers without a tokenizer."""
-ROOM = 64
-"""Tokens reserved for the question and the answer, and the minimum length of a context."""
+MIN_SAVED = 0.1  # minimum share of the time that warming must save; smaller differences are noise
+CHARACTERS_PER_TOKEN = 4  # approximate; for servers without a tokenizer
+ROOM = 64  # tokens reserved for the question and the answer, and the minimum length of a context
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +34,6 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The results of the measurement."""
-
     server: str
     model: str
     max_model_len: int
@@ -68,6 +63,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
+        """Sentence on whether warming helps."""
         if self.helps:
             return f"warming saves {self.saved:.0%} of the time to the first token: the server reuses prefixes"
         return (
@@ -89,10 +85,7 @@ class ServerExaminer:
 
     @classmethod
     async def of(cls, backend: OpenAIBackend, num_prompt_tokens: int, clock: Clock) -> "ServerExaminer":
-        """Return an examiner of a started backend.
-
-        :raises ConfigurationError: the model's limit is below this length.
-        """
+        """Return an examiner of a started backend. Raises ConfigurationError if its model takes no such length."""
         model = backend.model
         ids = await in_thread(model.tokenizer, partial(model.tokenizer.encode, QUESTION))
         counts_tokens = ids != list(map(ord, QUESTION))
@@ -118,7 +111,7 @@ class ServerExaminer:
         return tuple(pairs[1:])
 
     async def _measure(self, *, is_warm: bool) -> tuple[float, float]:
-        """Return the seconds to the first token with a new context, and the seconds of warming before."""
+        """Return the seconds to a new context's first token, and of sending it ahead before if `is_warm`."""
         context = await self._context()
         whole = (*context, *await self._encoded(QUESTION))
         is_warmed = asyncio.Event()
@@ -146,6 +139,7 @@ class ServerExaminer:
         return first_s - begin_s, times[0]
 
     async def _context(self) -> tuple[int, ...]:
+        """Return the ids of new random words; raise BackendError if the tokenizer returns too few."""
         words = WORDS.split()
         text = f"{self._random.getrandbits(64):x} " + " ".join(self._random.choices(words, k=self.num_tokens))
         ids = await self._encoded(text)
@@ -159,5 +153,6 @@ class ServerExaminer:
 
 
 def as_json(finding: Finding) -> dict[str, Any]:
+    """Return the finding's fields with the figures that follow from them."""
     derived = ("cold_ttft_s", "warm_ttft_s", "saved", "helps", "verdict")
     return {**asdict(finding), **{name: getattr(finding, name) for name in derived}}

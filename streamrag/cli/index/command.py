@@ -45,8 +45,7 @@ examples:
 """
 Tell: TypeAlias = Callable[[Sequence[str], Iterable[tuple[str, str]]], None]
 
-MAX_PATHS = 5
-"""Maximum number of files to name for each reason to skip files."""
+MAX_PATHS = 5  # maximum number of files to name for each reason to skip files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +124,7 @@ def run_remove(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
+    """Read and hash every file; a damaged index raises IndexCorruptError, which is status 1."""
     progress, console = Output(stderr=True), Output()
     sizes: list[int] = []
 

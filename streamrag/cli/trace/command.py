@@ -62,6 +62,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _draw(plot: Path, arguments: argparse.Namespace, trace: Trace, statistics: TraceStatistics) -> None:
+    """Draw the trace; without matplotlib, print a note, unless a plot was asked for."""
     console = Output(stderr=True)
     try:
         draw_trace(plot, trace, statistics, title=arguments.file.name)

@@ -32,6 +32,7 @@ OTEL_PACKAGES = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 
 
 def _has_source(*kinds: str) -> Callable[[Settings], bool]:
+    """Return a test whether the settings have a source of one of these kinds."""
     return lambda settings: not set(kinds).isdisjoint(_source_kinds(settings.source))
 
 
@@ -40,6 +41,7 @@ def _has_vllm(settings: Settings) -> bool:
 
 
 def _may_have_server(settings: Settings) -> bool:
+    """Whether settings of a server may have an effect: one is named, or no model is, so that one may follow."""
     return settings.model.server is not None or not settings.model.name
 
 
@@ -104,6 +106,7 @@ def permitted_hosts(settings: Settings, *, has_keys: bool) -> frozenset[str] | N
 
 
 def _without_effect(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
+    """Yield a problem for each setting given that has no effect by `RULES`."""
     for section, names, has_effect, complaint in RULES:
         if not has_effect(settings):
             for name in names:
@@ -116,6 +119,7 @@ def _source_kinds(source: SourceSettings) -> list[str]:
 
 
 def _source(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
+    """Yield the problems of the source, which is made, and its index checked, but not started."""
     source = settings.source
     kinds = _source_kinds(source)
     if len(kinds) > 1:
@@ -136,6 +140,7 @@ def _source(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
 
 
 def _model(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
+    """Yield the problems of the model and the engine: files, packages, and what the backend's constructor rejects."""
     model, engine = settings.model, settings.engine
     where = loaded.where("model", "name")
     if model.server is None:
@@ -151,6 +156,7 @@ def _model(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
 
 
 def _engines(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
+    """Yield the problems of the engine's log and of replicas."""
     log_path, replicas = settings.engine.log_path, settings.replicas
     if log_path is not None and not os.access(log_path.parent, os.W_OK):
         yield Problem(loaded.where("engine", "log_path"), f"nothing can be written to {log_path.parent}")
@@ -169,12 +175,14 @@ def _engines(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
 
 
 def _texts_and_keys(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
+    """Yield the problems of prompt texts and of the keys, whose file is read."""
     yield from _errors("prompt", lambda: make_template(settings.prompt))
     name = "file" if settings.keys.file is not None else "pairs"
     yield from _errors(loaded.where("keys", name), lambda: read_keys(settings.keys))
 
 
 def _server(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
+    """Yield a problem for an address that is open without keys, or that cannot be listened on: the port is tried."""
     server, keys = settings.server, settings.keys
     has_keys = keys.file is not None or keys.pairs is not None
     if not (is_loopback(server.host) or has_keys or server.no_keys):
@@ -188,6 +196,7 @@ def _server(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
 
 
 def _observe(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
+    """Yield the problems of the tracing endpoint: no web address, or packages that are missing."""
     endpoint = settings.observe.otel_endpoint
     if endpoint is None:
         return
@@ -201,6 +210,7 @@ def _observe(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
 
 
 def _packages(where: str, modules: Sequence[tuple[str, str]]) -> Iterator[Problem]:
+    """Yield a problem for each of these modules that is not installed; each has the extra that installs it."""
     for module, extra in modules:
         if importlib.util.find_spec(module) is None:
             name = module.replace("_", "-")
@@ -208,6 +218,7 @@ def _packages(where: str, modules: Sequence[tuple[str, str]]) -> Iterator[Proble
 
 
 def _errors(where: str, make: Callable[[], Any]) -> Iterator[Problem]:
+    """Yield the configuration error that `make` raises, if any, as a problem; other errors propagate."""
     try:
         make()
     except MissingDependencyError as error:

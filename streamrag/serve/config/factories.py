@@ -41,7 +41,7 @@ MAX_COUNTED_CLIENTS = 100
 
 
 def make_backend(model: ModelSettings, engine: EngineSettings) -> Backend:
-    """Return the backend, not started."""
+    """Return the backend, not started: for a server if the model has one, else an embedded vLLM."""
     if model.server is not None:
         from streamrag.backends.openai import OpenAIBackend
 
@@ -106,6 +106,7 @@ def make_sources(source: SourceSettings, replicas: ReplicaSettings) -> Any:
 
 
 def _make_cluster(make_application: Callable[[], Any], replicas: ReplicaSettings, app_name: str) -> "Cluster":
+    """Return the connection to replicas on Ray, not started; raise MissingDependencyError without Ray."""
     if importlib.util.find_spec("ray") is None:
         raise MissingDependencyError("ray", "pip install 'streamrag[ray]'")
     from streamrag.backends.ray.cluster import Cluster
@@ -146,7 +147,7 @@ def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> S
 def service_of(
     settings: Settings, backend: Backend, source: Source | None, observers: Sequence[Observer] = ()
 ) -> Service:
-    """Return the service with this backend and source, not started."""
+    """Return the service, not started. Raises ConfigurationError if its folder for sessions is unusable."""
     answers, server = settings.answers, settings.server
     if server.session_log_dir is not None:
         SessionFolder(server.session_log_dir)  # fails early, before an engine is started
@@ -169,7 +170,7 @@ def service_of(
 
 
 def make_observers(settings: Settings, keys: Mapping[str, str]) -> tuple[list[Observer], Callable[[], Awaitable[None]]]:
-    """Set up the process's log. Return the service's observers and a callback that closes them."""
+    """Set up the process's log on stderr. Return the service's observers and a callback that closes them."""
     observe = settings.observe
     log_to(sys.stderr, form=observe.logs, with_text=observe.content)
     observers: list[Observer] = [

@@ -43,7 +43,7 @@ class Problem:
 
 @dataclass(slots=True)
 class Loaded:
-    """Settings as loaded. Invalid values are left out of `sections` and listed in `wrong`."""
+    """Settings with their problems. Invalid values are left out of `sections` and listed in `wrong`."""
 
     sections: dict[str, BaseModel] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Loaded:
         return Settings.model_validate(self.sections)
 
     def validate(self, section: str, values: Mapping[str, Any]) -> None:
-        """Add the valid values of a section, and the problems of the others."""
+        """Add the valid values of a section, with defaults for the invalid ones, whose problems are added."""
         model = SECTIONS[section]
         try:
             self.sections[section] = model.model_validate(values)
@@ -82,7 +82,7 @@ def load(
     *,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Loaded:
-    """Load settings from a file, the environment and the command line.
+    """Load settings from a file, the environment and the command line, each of which replaces values of those before.
 
     environment: variables, such as `os.environ`.
     options: values by name, such as "limits.max_queries"; strings are parsed as in the environment.
@@ -107,6 +107,7 @@ def load(
 
 
 def _problem_of(loaded: Loaded, section: str, model: type[BaseModel], error: Any) -> Problem:
+    """Return pydantic's error as a problem at the value's place, with the value unless it is secret."""
     key = str(error["loc"][0])
     place = loaded.where(section, key)
     if error["type"] == "extra_forbidden":
@@ -119,11 +120,13 @@ def _problem_of(loaded: Loaded, section: str, model: type[BaseModel], error: Any
 
 
 def _suggested(name: str, known: Any) -> str:
+    """Return a remedy for an unknown name: the closest known one, or all."""
     close = get_close_matches(name, list(known), n=1)
     return f"Did you mean {close[0]}?" if close else f"There are {', '.join(known)}"
 
 
 def _read_environment(environment: Mapping[str, str], loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
+    """Yield name, place and text of each variable with our prefix; add a problem for an unknown section."""
     names = [f"{PREFIX}{name.upper()}__" for name in SECTIONS]
     for variable, text in environment.items():
         if not variable.startswith(PREFIX):
@@ -137,6 +140,7 @@ def _read_environment(environment: Mapping[str, str], loaded: Loaded) -> Iterato
 
 
 def _read_file(file: Path, loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
+    """Yield name, place and value of each setting; add a problem for a file or a section that cannot be used."""
     try:
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)

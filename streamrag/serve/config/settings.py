@@ -36,7 +36,7 @@ Table = Annotated[dict[str, Any], BeforeValidator(_parse_object)]  # a table, or
 
 
 class SourceSettings(Checked):
-    """The source: one of `urls`, `index`, `postgres` and `trace`; with none, clients bring their context."""
+    """The source of context: one of `urls`, `index`, `postgres`, `trace`; with none, clients bring their context."""
 
     urls: Words = Field(default=(), description="start addresses of a crawl")
     index: Path | None = Field(default=None, description="an index made by `streamrag index build`")
@@ -78,7 +78,7 @@ class ModelSettings(Checked):
 
 
 class EngineSettings(Checked):
-    """The embedded vLLM. Without a value, vLLM's own default holds."""
+    """The engine of an embedded vLLM. Without a value, vLLM's own default holds."""
 
     strategy: Literal["streaming", "warming"] = Field(default="streaming", description="how it prefills early")
     policy: str = Field(default=DEFAULT_POLICY, description="order in which it serves requests")
@@ -141,7 +141,7 @@ class PromptSettings(Checked):
 
 
 class AnswerSettings(Checked):
-    """Default sampling parameters."""
+    """Sampling parameters of answers, where a request has none, and how answers are made."""
 
     max_tokens: int = Field(default=256, ge=1, description="maximum tokens of an answer")
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy")
@@ -189,8 +189,6 @@ class ObserveSettings(Checked):
 
 
 class Settings(Checked):
-    """The settings of all sections."""
-
     source: SourceSettings = SourceSettings()
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()

@@ -7,6 +7,7 @@ from typing import Any
 from streamrag.core import Source
 from streamrag.errors import ConfigurationError
 from streamrag.serve.config.settings import SourceSettings
+from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
 
 CRAWL = (
     "max_depth", "max_pages", "crawl_timeout_s", "same_host", "allow_private", "obey_robots", "sitemaps",
@@ -27,7 +28,6 @@ def make_source(settings: SourceSettings) -> Source | None:
 
         return index_source(settings.index, **options)
     if settings.postgres is not None:
-        from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
         from streamrag.sources.postgres.source import PgVectorSource
 
         dsn = resolve_dsn(settings.postgres.get_secret_value())

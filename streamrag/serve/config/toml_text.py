@@ -37,7 +37,7 @@ def effective(settings: Settings) -> str:
 
 
 def toml_of(value: Any) -> str:
-    """Return a value as TOML."""
+    """Return a value as TOML; raise TypeError if it has no such form."""
     match value:
         case SecretStr():
             return toml_of(HIDDEN)

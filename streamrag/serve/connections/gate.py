@@ -82,6 +82,7 @@ class Gate:
         self._keys = {_digest(key.encode()): client for key, client in keys.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on to the application with its `CALLER`, or answer it with an error; count open requests."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -137,6 +138,7 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008, "reason": "this API key is no longer valid"})
 
     def _caller(self, scope: Scope, headers: Headers, request_id: str) -> Caller:
+        """Return the caller of a request; raise RequestError (401) if a key is required and missing or invalid."""
         if (client := self._client(scope)) is None:
             message = "an API key is required: send `Authorization: Bearer KEY`"
             raise RequestError(message, status=401, code="invalid_api_key")
@@ -156,18 +158,21 @@ class Gate:
         return self._keys.get(_digest(key)) if (key := _key(scope)) else None
 
     def _check_open(self, client: str) -> None:
+        """Raise RequestError (429) if the client, unless anonymous, has too many open requests."""
         most = self._limits.max_connections_per_client
         if client != ANONYMOUS and self._num_open[client] >= most:
             message = f"{most:,} requests of yours are open, which is the most"
             raise RequestError(message, status=429, code="too_many_connections")
 
     def _check_host(self, headers: Headers) -> None:
+        """Raise RequestError (421) unless the Host header has a permitted name."""
         host = _split(f"//{headers.get('host', '')}").hostname or ""
         if self._hosts is not None and host not in self._hosts:
             message = f"host {host[:80]!r} is not one of this service's names: add it to its configured hosts"
             raise RequestError(message, status=421, code="wrong_host")
 
     def _check_origin(self, headers: Headers) -> None:
+        """Raise RequestError (403) for pages of other origins than the listed ones and the service's own."""
         origin = headers.get("origin")
         if origin is None or self._is_listed(origin) or _split(origin).netloc == headers.get("host"):
             return
@@ -178,6 +183,7 @@ class Gate:
         return "*" in self._origins or origin in self._origins
 
     def _cors(self, origin: str | None) -> dict[str, str]:
+        """Return the headers that let a page of a listed origin read the response; none for others."""
         if origin is None or not self._is_listed(origin):
             return {}
         return {
@@ -258,6 +264,7 @@ def _split(url: str) -> SplitResult:
 
 
 async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Respond with the error, or close a WebSocket before its handshake."""
     failure = failure_of(error)
     if scope["type"] == "http":
         await JSONResponse(failure.body(), failure.status)(scope, receive, send)

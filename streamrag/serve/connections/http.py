@@ -119,7 +119,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._loop.call_later(LINGER_S, self._transport.abort)
 
     def close_once_read(self) -> None:
-        """Close after the client has read the response, or after `LINGER_S`; drop what it still sends."""
+        """Close after the client has read the response, or abort after `LINGER_S`; drop what it still sends."""
         if not self.is_closing():
             self._is_lingering = True
             self._flush()
@@ -133,11 +133,13 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._unsent.clear()
 
     def _pause(self, why: str) -> None:
+        """Stop reading until this reason is resumed. While lingering, reading goes on."""
         if not self._is_lingering:
             self._pauses.add(why)
             self._transport.pause_reading()
 
     def _resume(self, why: str) -> None:
+        """Remove this reason to pause, and read again if it was the last one."""
         self._pauses.discard(why)
         if not self._pauses:
             self._transport.resume_reading()
@@ -201,6 +203,7 @@ class BoundedProtocol(H11Protocol):
         self._refuse(400, msg)
 
     def _start_timer(self) -> None:
+        """Close the connection after `head_s`, unless the timer is stopped or runs already."""
         if self._timer is None:
             self._timer = self.loop.call_later(self.limits.head_s, self.transport.close)
 
@@ -220,6 +223,7 @@ class BoundedProtocol(H11Protocol):
         self._write(failure_of(RequestError(message, status=status, code="http")))
 
     def _write(self, failure: Failure) -> None:
+        """Write a whole response with the error, and close once it was read."""
         body = failure.json().encode()
         head = [
             f"HTTP/1.1 {failure.status} {HTTPStatus(failure.status).phrase}",
@@ -233,7 +237,7 @@ class BoundedProtocol(H11Protocol):
 
 
 def bounded_protocol(limits: Limits) -> Callable[..., asyncio.BaseProtocol]:
-    """Return a protocol factory for uvicorn."""
+    """Return a protocol factory for uvicorn, whose connections share the event loop fairly."""
     share = FairShare()
 
     def connect(*args: Any, **options: Any) -> HttpConnection:

@@ -85,6 +85,7 @@ async def parse_frame(frame: str | bytes, model: type[M], client: Account, socke
 
 
 async def _in_turn(work: Callable[[], T], account: Account) -> T:
+    """Return `work()` in the account's turn; raise RequestError (429) if `MAX_WAITING` others wait."""
     if account.num_waiting >= MAX_WAITING:
         message = f"{MAX_WAITING} large requests of yours wait to be parsed, which is the most"
         raise RequestError(message, status=429, code="too_many_waiting")

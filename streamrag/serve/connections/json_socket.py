@@ -103,10 +103,12 @@ class Frames:
                 await anyio.lowlevel.checkpoint()
 
     async def _send_close(self, code: int, reason: str) -> None:
+        """Close the socket, without an error if the client has left or does not read the frame in time."""
         with anyio.move_on_after(CLOSE_S), suppress(RuntimeError, WebSocketDisconnect):  # already disconnected
             await self._socket.close(code, reason)
 
     async def _accept(self) -> None:
+        """Accept the socket with our subprotocol if the client offers it, else with none."""
         await self._socket.accept(SUBPROTOCOL if SUBPROTOCOL in self._socket.scope["subprotocols"] else None)
 
     def _id_of(self, frame: str | bytes) -> str | None:

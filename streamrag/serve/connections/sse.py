@@ -69,6 +69,8 @@ async def respond(
 
 
 class _EventStream(EventSourceResponse):
+    """A response of events, the first one given, which ends with the task that produces them."""
+
     def __init__(
         self,
         first: ServerSentEvent,

@@ -113,11 +113,13 @@ class Live(Observer):
         self._minute.add(name, num)
 
     def _visible(self, description: dict[str, Any], client: str) -> dict[str, Any]:
+        """Return a query's description, without its text if it is another client's and every key may look."""
         if self._clients is not None or description["client"] == client:
             return description
         return {name: value for name, value in description.items() if name != "text"}
 
     def _describe(self, query: ServedQuery) -> dict[str, Any]:
+        """Return what is listed of a query, with the beginning of its question if `with_text` allows it."""
         overlap = query.progress.overlap
         return {
             "id": query.id,
@@ -146,13 +148,13 @@ class Minute:
         self._slots[-1][1][name] += num
 
     def count(self, name: str) -> int:
-        """Return the number of events in the last minute."""
+        """Return the number of events in the last 60 seconds, by slots of a second."""
         first = self._clock() - 60
         return sum(counts[name] for second, counts in self._slots if second > first)
 
 
 def percentiles(values_s: Iterable[float]) -> dict[str, float]:
-    """Return percentiles by name; empty if there are no values."""
+    """Return P50, P90 and P99 by name, without interpolation; empty if there are no values."""
     ordered = sorted(values_s)
     if not ordered:
         return {}

@@ -61,6 +61,7 @@ class QueryLog(Observer):
     def query_ended(
         self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
     ) -> None:
+        """Log the end of a query, as an error if it is the service's fault; mark the error as logged."""
         fields = {**_query_fields(query), **_error_fields(outcome, error)}
         if answer is not None:
             fields |= _answer_fields(answer)
@@ -93,6 +94,7 @@ def _query_fields(query: ServedQuery) -> dict[str, Any]:
 
 
 def _answer_fields(answer: Answer) -> dict[str, Any]:
+    """Return an answer's fields for the log, with the engine's counts if it has a record."""
     fields: dict[str, Any] = {"finish_reason": answer.finish_reason, "cut_short": answer.cut_short}
     if answer.source_error is not None:
         fields["source_error"] = str(answer.source_error)
@@ -103,6 +105,7 @@ def _answer_fields(answer: Answer) -> dict[str, Any]:
 
 
 def _error_fields(outcome: QueryOutcome, error: BaseException | None) -> dict[str, Any]:
+    """Return the status that the client got, 499 if it left, and the error's kind and text."""
     if outcome == "answered":
         return {"status": 200}
     if outcome == "left" or error is None:
@@ -180,6 +183,7 @@ def hide(text: str, question: str) -> str:
 
 
 def _split(text: str, form: str) -> list[str]:
+    """Split `text` at each occurrence of `form`, which is in lower case; letter case is ignored."""
     lower, pieces, start = _lower(text), [], 0
     while (index := lower.find(form, start)) >= 0:
         pieces.append(text[start:index])
@@ -196,7 +200,7 @@ def _lower(text: str) -> str:
 
 
 def log_to(stream: TextIO, *, form: Form = "json", level: int = logging.INFO, with_text: bool = False) -> None:
-    """Log everything in this process to `stream`, in place of the handlers set up before.
+    """Log everything from `level` on in this process to `stream`, in place of the handlers set up before.
 
     with_text: whether log lines may contain questions. Libraries that log addresses are silenced in any case.
     """

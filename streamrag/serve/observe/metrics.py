@@ -151,6 +151,7 @@ class Metrics(Observer):
             self.restores.labels(restore.choice).inc()
 
     def _client(self, client: str) -> tuple[str, ...]:
+        """Return the client's label as a tuple: `OTHER` if it is not distinguished, () if there is no such label."""
         if self._clients is None:
             return ()
         return (client if client in self._clients else OTHER,)
@@ -169,6 +170,7 @@ class Metrics(Observer):
         return await anyio.to_thread.run_sync(generate_latest, registries, limiter=self._rendering)
 
     def _read_state(self, service: Service) -> None:
+        """Set the gauges from the service, and count engine restarts since the last call."""
         phases = [query.progress.phase for query in service.queries]
         for phase in get_args(Phase):
             self.open_queries.labels(phase).set(phases.count(phase))
@@ -191,6 +193,7 @@ class Metrics(Observer):
         return Gauge(f"streamrag:{name}", f"{what}.", labels, registry=self.registry)
 
     def _kv_gauge(self, name: str, what: str, *labels: str) -> Gauge:
+        """Register a gauge that is exposed only once the engine reports its KV memory."""
         return Gauge(f"streamrag:{name}", f"{what}.", labels, registry=self._kv_registry)
 
     def _seconds(self, name: str, what: str) -> Histogram:

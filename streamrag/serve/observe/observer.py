@@ -100,7 +100,7 @@ class QueryProgress:
                 self.num_skipped += 1
 
     def end(self, answer: Answer | None) -> None:
-        """Take over the times of an answer, which are more precise."""
+        """Take over the times of an answer, if there is one, which are more precise."""
         if answer is not None:
             timings = answer.timings
             self.queued_s, self.first_chunk_s = timings.queued_s, timings.first_chunk_s
@@ -112,6 +112,7 @@ class QueryProgress:
         return None if self.ttft_s is None or self.retrieval_s is None else self.ttft_s - self.retrieval_s
 
     def _begin(self, at_s: float) -> None:
+        """Note the time at which retrieval, or the first prompt, began; later calls change nothing."""
         if self.queued_s is None:
             self.queued_s = at_s
             self.phase = "retrieving"
@@ -193,6 +194,7 @@ class Observers(Observer):
         self._notify("query_refused", client, interface, why)
 
     def _notify(self, method: str, *values: Any) -> None:
+        """Call this method of each observer. Exceptions are logged, once for each observer and method."""
         for observer in self._observers:
             try:
                 getattr(observer, method)(*values)

@@ -58,8 +58,6 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 
 @dataclass(slots=True)
 class _Traced:
-    """An open query and its spans."""
-
     query: ServedQuery
     span: Span
     before: Context  # the context that was current before the query
@@ -68,9 +66,11 @@ class _Traced:
     num_events: int = 0
 
     def at_ns(self, monotonic_s: float) -> int:
+        """Convert a time of `time.monotonic` to nanoseconds of the wall clock."""
         return self.wall_ns + int(monotonic_s * 1e9)
 
     def event_ns(self, at_s: float) -> int:
+        """Convert the `at_s` of one of the query's events to nanoseconds of the wall clock."""
         return self.at_ns(self.query.started_s + at_s)
 
 
@@ -103,6 +103,7 @@ class Tracing(Observer):
         await anyio.to_thread.run_sync(self._provider.shutdown)
 
     def query_started(self, query: ServedQuery) -> None:
+        """Start the query's span, and make it current for this task, its children and the source's requests."""
         wall_ns = time.time_ns() - time.monotonic_ns()
         operation = "retrieval" if query.interface == "retrieve" else "chat"
         span = self._tracer.start_span(
@@ -150,6 +151,7 @@ class Tracing(Observer):
     def query_ended(
         self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
     ) -> None:
+        """End the query's spans with the answer's figures or the error, and restore the context before it."""
         traced = self._traced.pop(id(query))
         attach(traced.before)
         trace_headers.set({})
@@ -203,6 +205,7 @@ class Tracing(Observer):
             decode.end(traced.at_ns(now_s if answer is None else started_s + answer.timings.total_s))
 
     def _add_preemptions(self, traced: _Traced, parent: Span, record: RequestRecord) -> None:
+        """Add a span for each preemption, up to `MAX_PREEMPTIONS`, that ends when its KV was restored."""
         for preemption in record.preemptions[:MAX_PREEMPTIONS]:
             again_s = next((each.at_s for each in record.restores if each.at_s >= preemption.at_s), preemption.at_s)
             attributes = {"streamrag.fate": preemption.fate, "streamrag.num_tokens": preemption.num_tokens_lost}
@@ -212,10 +215,12 @@ class Tracing(Observer):
     def _child(
         self, traced: _Traced, name: str, start_ns: int, attributes: Mapping[str, Any], parent: Span | None = None
     ) -> Span:
+        """Start a span below the query's, or below `parent`; attributes that are None are left out."""
         context = set_span_in_context(parent or traced.span)
         return self._tracer.start_span(name, context=context, start_time=start_ns, attributes=_without_none(attributes))
 
     def _end_retrieval(self, traced: _Traced, at_s: float) -> None:
+        """End the span of retrieval, if it is open, with its counts."""
         if traced.retrieval is None:
             return
         traced.retrieval.set_attribute("streamrag.num_chunks", traced.query.progress.num_chunks)
@@ -227,6 +232,7 @@ class Tracing(Observer):
     def _add_event(
         self, traced: _Traced, name: str, at_s: float, sizes: Mapping[str, Any], texts: Mapping[str, str] | None = None
     ) -> None:
+        """Add an event to the span of retrieval, or else the query's, up to `MAX_EVENTS`; texts only if allowed."""
         span = traced.retrieval or traced.span
         traced.num_events += 1
         if traced.num_events <= MAX_EVENTS:

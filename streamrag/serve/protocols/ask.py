@@ -51,8 +51,6 @@ class QueryRequest(StrictModel):
 
 
 class AskRequest(QueryRequest):
-    """A question with its options."""
-
     question: str
 
 

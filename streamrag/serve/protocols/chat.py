@@ -31,15 +31,11 @@ Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Message(BaseModel):
-    """A message of a conversation."""
-
     role: str
     content: Any = None
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream."""
-
     include_usage: bool = False
 
 
@@ -79,7 +75,7 @@ class ChatRequest(BaseModel):
     tool_choice: Any = None
 
     def params(self, default: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters."""
+        """Return the request's sampling parameters, `default`'s where it has none, as `sampling` does."""
         fields = self.model_dump(include=SAMPLING)
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = self.max_completion_tokens
@@ -126,7 +122,7 @@ def routes(service: Service) -> list[Route]:
 def conversation_options(
     service: Service, turns: Sequence[Turn], param: str, params: SamplingParams
 ) -> tuple[str, QueryOptions]:
-    """Return the question and the query options of a conversation whose last message is a user's."""
+    """Return a conversation's question and query options. Raises RequestError unless it ends with a user's turn."""
     system, history, question = split_turns(turns, param)
     options = QueryOptions(history=history, params=params)
     if system:
@@ -142,7 +138,7 @@ def check_model(service: Service, name: str | None) -> None:
 
 
 def encode_failure(failure: Failure) -> Sequence[ServerSentEvent]:
-    """Return the end of a failed stream, for which OpenAI's client raises APIError."""
+    """Return the last event of a failed stream, for which OpenAI's client raises APIError."""
     return [ServerSentEvent(failure.json())]
 
 

@@ -72,6 +72,7 @@ def event_values(event: QueryEvent, context: tuple[Chunk, ...] = ()) -> dict[str
 
 
 def _splice(before: tuple[Chunk, ...], after: tuple[Chunk, ...]) -> dict[str, Any]:
+    """Return where two contexts differ: the place, the number of chunks to remove there, and those to insert."""
     at = len(before)
     if after[:at] != before:  # the fast path: most contexts only grow
         at = _num_shared(before, after)
@@ -88,7 +89,7 @@ def _num_shared(one: Sequence[Chunk], other: Sequence[Chunk]) -> int:
 
 
 def encode_failure(failure: Failure) -> Sequence[ServerSentEvent]:
-    """Return the event that ends a failed stream."""
+    """Return the event `error` that ends a failed stream."""
     return [ServerSentEvent(failure.json(), event="error")]
 
 
@@ -101,7 +102,7 @@ async def respond_with_events(
 
 
 async def wait_for_answer(query: AbstractAsyncContextManager[AsyncIterator[QueryEvent]]) -> Answer:
-    """Wait for the complete answer to a query, and return it."""
+    """Return the complete answer to a query. Raises the query's error."""
     async with query as events:
         async for event in events:
             if isinstance(event, Answered):

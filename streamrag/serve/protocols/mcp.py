@@ -70,6 +70,7 @@ class _Endpoint:
         self._server = make_server(service)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one MCP request, whose size is checked first. If the client leaves, its query is cancelled."""
         from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 
         body = await checked_body(Request(scope, receive), MAX_VALUES)
@@ -132,7 +133,7 @@ def make_server(service: Service) -> "MCPServer[Any]":
 
 
 class _Progress:
-    """Progress messages: the number of passages found so far, and the start of the answer."""
+    """A counter of progress messages: the number of passages found so far, and the start of the answer."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -156,7 +157,7 @@ class _Progress:
 
 
 def _encode(answer: Answer) -> tuple[str, dict[str, Any]]:
-    """Return the answer with its sources, as text for a model and as values for a program."""
+    """Return the answer as text for a model, with the sources that it cites, and as values for a program, with all."""
     cited = {mark.number for mark in find_marks(answer.text, len(answer.citations))}
     sources = [
         CitedPassage(number=each.number, title=each.title, uri=each.uri, is_cited=each.number in cited)

@@ -39,6 +39,8 @@ class RetrieveRequest(StrictModel):
 
 
 def routes(service: Service) -> list[Route]:
+    """Return `POST /v1/retrieve`, which raises RequestError (404) if the service has no source."""
+
     async def retrieve(request: Request) -> Response:
         body = await read_body(request, RetrieveRequest)
         if service.source is None:

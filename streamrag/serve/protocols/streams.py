@@ -48,8 +48,6 @@ class OpenLine(QueryRequest):
 
 
 class FinishLine(StrictModel):
-    """The end of the context."""
-
     type: Literal["finish"]
 
 
@@ -135,7 +133,7 @@ class StreamBody:
             yield line.event()
 
     async def read(self) -> None:
-        """Read the body to its end, and then until the client has left."""
+        """Read the body to its end, and then until the client has left. An invalid line is queued as its error."""
         try:
             await self._read_lines()
             while not self._has_left.is_set():  # drops what follows the last line, to detect a disconnect
@@ -147,6 +145,7 @@ class StreamBody:
                 self._put(error, 0)
 
     async def _read_lines(self) -> None:
+        """Queue lines until `finish`, the body's end or a disconnect. Raises RequestError if one is bad."""
         unread = bytearray()
         while not self._is_finished:
             limits = self._limits
@@ -170,7 +169,7 @@ class StreamBody:
                 self._finish()
 
     def _finish(self) -> None:
-        """Treat the end of the body as `finish`, if the client wants that."""
+        """Treat the end of the body as `finish` if the client wants that; otherwise raise RequestError."""
         if not self._finishes_at_end:
             raise RequestError(
                 'the body ended without a line {"type":"finish"}, as if the client had been stopped; open the stream '
@@ -181,7 +180,7 @@ class StreamBody:
         self._put(FinishLine(type="finish"), 0)
 
     async def _fill(self, unread: bytearray) -> bool:
-        """Read into `unread` until it has a whole line or the body ends; return whether it has ended."""
+        """Read until `unread` has a line, or the body ends; return whether it ended. Raises if a line is too long."""
         most = self._limits.max_frame_bytes
         while True:
             message = await self._message()
@@ -196,12 +195,14 @@ class StreamBody:
                 return False
 
     async def _message(self) -> Message:
+        """Return the next message, and note whether the client has left."""
         message = await self._receive()
         if message["type"] == "http.disconnect":
             self._has_left.set()
         return message
 
     async def _take_all(self, lines: list[bytearray]) -> None:
+        """Parse lines without blank ones, pause for the time they cost, and wait until the queue has room."""
         start_s = time.thread_time()
         num_before = self._queue.qsize()
         for line in lines:
@@ -213,6 +214,7 @@ class StreamBody:
         await self._has_room.wait()
 
     def _take(self, line: bytes) -> None:
+        """Parse and queue a line. Raises RequestError unless exactly the first one is of type open."""
         if len(line) > self._limits.max_frame_bytes:
             raise bad_line(self._num_lines, "it is too long", status=413)
         parsed = parse_line(line, self._num_lines)
@@ -230,6 +232,7 @@ class StreamBody:
         self._count(num_bytes + LINE_BYTES)
 
     async def _next(self) -> Line:
+        """Wait for the next line, and return it. Raises the RequestError that `read` ended with."""
         line, num_bytes = await self._queue.get()
         self._count(-num_bytes)
         if isinstance(line, RequestError):
@@ -237,6 +240,7 @@ class StreamBody:
         return line
 
     def _count(self, num_bytes: int) -> None:
+        """Add to the size of the queue, and let `read` continue only below the limit."""
         self._num_queued_bytes += num_bytes
         if self._num_queued_bytes > self._limits.max_frame_bytes:
             self._has_room.clear()

@@ -25,8 +25,6 @@ UPDATE_GAP_S = 0.25  # minimum seconds between two `data_updated` events, becaus
 
 @dataclass(frozen=True, slots=True)
 class SessionEvent:
-    """An event of a session."""
-
     id: int
     name: str
     """"flash_ready": a watched answer changed; "flash_failed": it could not be computed; "data_updated": the version
@@ -43,8 +41,6 @@ class SessionEvent:
 
 @dataclass(eq=False)
 class ServedSession:
-    """A session of one client."""
-
     id: str
     client: str
     session: Session
@@ -95,7 +91,7 @@ class ServedSession:
         self.was_used = True
 
     def is_idle(self, limits: Limits) -> bool:
-        """Whether the session has been unused for too long."""
+        """Whether the session was unused for its timeout, which depends on its readers and on earlier use."""
         if self.num_users:
             return False
         idle_s = limits.session_idle_s if self.was_used else min(limits.session_idle_s, limits.session_unused_s)
@@ -104,7 +100,7 @@ class ServedSession:
         return self.used_s < time.monotonic() - idle_s
 
     async def touch(self) -> None:
-        """Write the time of last use to the log."""
+        """Write the time of last use to the log, if there is one and the time has changed."""
         if self.log is not None and self.used_s > self.touched_s:
             self.touched_s = self.used_s
             await self.log.touch(time.time() - (time.monotonic() - self.used_s))
@@ -152,14 +148,17 @@ class ServedSession:
         )
 
     async def end(self, *, forgets: bool) -> None:
-        """Close the session; with `forgets`, remove its log."""
+        """Close the session and its tasks, which ends its readers; with `forgets`, remove its log."""
         async with self.starting:
             await self.session.aclose(forgets=forgets)
         await cancel_and_wait([*(task for _, task in self.watches.values()), *self.reporters])
         self.news.wake()
 
     def watch(self, name: str, question: str, limits: Limits, **options: Any) -> None:
-        """Watch a question, in place of the watch with this name. Takes the options of `Session.watch`."""
+        """Watch a question, with the options of `Session.watch`, in place of the watch of this name, if any.
+
+        :raises RequestError: the question is too long, or there are too many watches.
+        """
         if len(name) > MAX_ID:
             raise RequestError(f"the name of a watch has at most {MAX_ID} characters")
         if len(question) + sum(map(len, options["answers"])) > MAX_WATCHED:
@@ -175,10 +174,12 @@ class ServedSession:
         self.watches.pop(name)[0].end()
 
     def _report(self, name: str, watch: Watch) -> None:
+        """Start the task that reports the watch's answers, and keep both under `name`."""
         task = asyncio.create_task(self._report_answers(name, watch), name="streamrag watch")
         self.watches[name] = watch, task
 
     async def _report_answers(self, name: str, watch: Watch) -> None:
+        """Note each answer as "flash_ready", until the watch ends; its error as "flash_failed"."""
         common = {"name": name, "question": watch.question[:MAX_SHOWN]}
         try:
             async for answer in watch:
@@ -188,6 +189,7 @@ class ServedSession:
             self.note("flash_failed", {**common, **failure_of(error).body()})
 
     async def _report_versions(self) -> None:
+        """Note "data_updated" when the version changes, at most every `UPDATE_GAP_S`, until the session is closed."""
         with suppress(StreamRagError):  # the session was closed
             async for _ in self.session.versions():
                 self.note("data_updated", asdict(self.session.state))

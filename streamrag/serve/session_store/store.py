@@ -53,7 +53,7 @@ class SessionFolder:
         return self._path / f"{id}.sqlite"
 
     def sessions(self) -> Iterator[tuple[str, SessionHeader, float]]:
-        """Yield each session's id, the header of its log, and the seconds since its last use. Skip unreadable logs."""
+        """Yield id, log header and seconds since the last use. Unreadable logs are logged, empty ones removed."""
         for path in sorted(self._path.iterdir()):
             match = _LOG_NAME.fullmatch(path.name)
             if match is None:
@@ -139,6 +139,7 @@ class SessionStore:
         return served
 
     def _add(self, id: str, client: str, num_tokens: int, options: dict[str, Any]) -> ServedSession:
+        """Make a session, with a log if there is a folder, and count it. It is not started."""
         session_log = None
         if self._folder is not None:
             session_log = SessionLog(
@@ -153,6 +154,7 @@ class SessionStore:
         return served
 
     async def _start(self, served: ServedSession) -> None:
+        """Start a session and its reports. Raises RequestError if its log is missing, open elsewhere, or unusable."""
         if served.log is not None and served.is_from_before and not await asyncio.to_thread(served.log.path.exists):
             self._forget(served)  # another service has closed it
             raise session_not_found(NO_SESSION)
@@ -177,6 +179,7 @@ class SessionStore:
         return lambda: admission.leave(place, stayed_s=time.monotonic() - start_s)
 
     def _check_not_draining(self) -> None:
+        """Raise NotAdmittedError if the service is stopping."""
         if self._service.admission.is_draining:
             raise NotAdmittedError("the service is stopping", "draining", 5.0)
 
@@ -200,10 +203,12 @@ class SessionStore:
         await asyncio.gather(*(each.touch() for each in sessions))
 
     async def _close(self, served: ServedSession, *, forgets: bool) -> None:
+        """Forget a session, and end it even if the caller is cancelled; with `forgets`, remove its log."""
         self._forget(served)
         await run_shielded(served.end(forgets=forgets), "streamrag session closes")
 
     def _forget(self, served: ServedSession) -> None:
+        """Remove a session from the store and the limits, and mark it as closed. It still runs."""
         self._sessions.pop(served.id, None)
         self._registry.remove(served.id)
         served.is_closed = True
@@ -213,6 +218,7 @@ class SessionStore:
             self._sweeper = asyncio.create_task(self._sweep(), name="streamrag sessions' expiry")
 
     async def _sweep(self) -> None:
+        """Every `SWEEP_S`, close idle sessions, wake readers to check their keys, and write times of last use."""
         limits = self._service.limits
         while True:
             await asyncio.sleep(SWEEP_S)

@@ -57,7 +57,7 @@ class Crawl:
         self._near_duplicates = NearDuplicates()
 
     def begin(self, urls: Iterable[str], *, may_be_unsafe: bool = False) -> Iterator[Skipped]:
-        """Launch the start URLs. If they `may_be_unsafe`, unsafe ones are skipped instead of raising an error."""
+        """Launch start URLs and sitemaps; yield URLs without a place. Unsafe ones raise unless they `may_be_unsafe`."""
         self._may_be_unsafe = may_be_unsafe
         for url in urls:
             if refusal := self._frontier.refusal(url):
@@ -92,6 +92,7 @@ class Crawl:
             yield self._absorb_page(visit, target)
 
     def _absorb_sitemaps(self, visit: _Visit, target: Target) -> Iterator[Skipped]:
+        """Launch the pages that a host's sitemaps list, then waiting links. Yield why sitemaps could not be read."""
         self._frontier.num_sitemaps -= 1
         problems: dict[str, str] = {}
         try:
@@ -109,6 +110,7 @@ class Crawl:
             yield Skipped(url, problem)
 
     def _absorb_page(self, visit: _Visit, target: Target) -> SourceEvent:
+        """Launch the page's links, and return its event: a Skipped for each error that does not end the crawl."""
         if visit.cancelled():
             return Skipped(target.url, f"its host is abandoned: {MAX_COSTLY_PAGES} of its pages exceeded their limits")
         try:
@@ -134,6 +136,7 @@ class Crawl:
         return self._to_event(page)
 
     def _to_event(self, page: dict[str, Any]) -> SourceEvent:
+        """Return an Append of the passages that no earlier page had, or a Skipped. Later pages lack them in turn."""
         if not page["passages"]:
             return Skipped(page["url"], "nothing on it matches the query" if page["num_passages"] else "it has no text")
         passages = (TextPassage(tuple(headings), tuple(blocks)) for headings, blocks in page["passages"])
@@ -160,7 +163,7 @@ class Crawl:
             raise kind(f"none of the {len(errors)} start URLs can be reached; {errors[0]}") from errors[0]
 
     def cut_short(self) -> CutShort | None:
-        """Return why existing information may not have been found. A model may see the reason: it is our text only."""
+        """Return why information may be missing, in our own words, since a model may read it; None if none is."""
         # Without a free place, more URLs would not have brought more pages.
         is_wanted = self._frontier.is_wanted if self._frontier.num_places else lambda url: False
         num_unread = sum(number for url, number in self._unread_sitemaps.items() if is_wanted(url))
@@ -189,6 +192,7 @@ class Crawl:
         await self._reader.aclose()
 
     def _follow(self, targets: Iterator[Target]) -> None:
+        """Launch visits until the deadline, and record whether one came too late."""
         for target in targets:
             if asyncio.get_running_loop().time() >= self._deadline:
                 self._is_late = True
@@ -202,6 +206,7 @@ class Crawl:
         visit.add_done_callback(self._finished.put_nowait)
 
     async def _visit(self, target: Target) -> Any:
+        """Read the page, or the host's sitemaps for a third of the time. Costly errors count against the host."""
         try:
             if not target.is_sitemaps:
                 return await self._reader.read(target.url, partial(self._frontier.check_redirect, target))

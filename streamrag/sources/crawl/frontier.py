@@ -15,14 +15,13 @@ MAX_DISALLOWED = 100  # pages disallowed by robots.txt that do not count towards
 
 
 class Target(NamedTuple):
-    """A URL to visit."""
-
     url: str
     depth: int  # number of links from a start URL, which has 0
     is_sitemaps: bool = False  # whether the target is not a page, but the sitemaps of the host with the origin `url`
 
     @property
     def host(self) -> str:
+        """Host of the URL, and its port if the URL has one."""
         return urlsplit(self.url).netloc
 
 
@@ -104,7 +103,7 @@ class Frontier:
             self._num_launched[target.host] -= 1
 
     def check_redirect(self, target: Target, url: str) -> None:
-        """Check that the redirect from `target` to `url` may be followed, and mark `url` as visited.
+        """Check a redirect from `target` to `url`, and mark `url` as visited. A start page may lead to a new host.
 
         :raises UnusablePageError: `url` is visited already, or outside of the crawl.
         """
@@ -128,4 +127,5 @@ class Frontier:
         return limit is not None and self._num_launched[urlsplit(url).netloc] >= limit
 
     def _has_place(self) -> bool:
+        """Whether a link may be launched. Half of the places are reserved while sitemaps are read."""
         return self.num_places > (self._options.max_pages // 2 if self.num_sitemaps else 0)

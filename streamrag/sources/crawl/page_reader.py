@@ -105,7 +105,7 @@ class PageReader:
         return await self._clean(page.url, page.kind, page.charset, page.body)
 
     async def named_sitemaps(self, origin: str) -> Sequence[str]:
-        """Return the URLs of sitemaps that a host's robots.txt lists."""
+        """Return the sitemaps that robots.txt lists, none if it is ignored. Sets the host's crawl delay."""
         if not self._robots:
             return ()
         rules = await self._robots.rules(origin + "/", self._fetcher)
@@ -113,7 +113,7 @@ class PageReader:
         return rules.sitemaps
 
     async def read_sitemap(self, url: str) -> SitemapAnswer:
-        """Read the sitemap at `url`, and return the worker's answer. Raises as `read` does."""
+        """Return a worker's answer for the sitemap at `url`, never on another host. Raises as `read` does."""
 
         def check(redirected_to: str) -> None:
             if urlsplit(redirected_to).netloc != urlsplit(url).netloc:
@@ -125,19 +125,20 @@ class PageReader:
         return answer, self.options.max_body_bytes if page.is_cut else None
 
     async def _check_robots(self, url: str) -> None:
+        """Set the host's crawl delay. Raises DisallowedError if robots.txt, unless ignored, disallows `url`."""
         if self._robots:
             rules = await self._robots.check(url, self._fetcher)
             self._turns.set_delay(url, rules.delay_s)
 
     async def _check_robots_of_target(self, url: str) -> None:
-        """Check a redirect target. If disallowed, the page still counts: its host has had a request."""
+        """Raise UnusablePageError if a redirect's target is disallowed. It still counts: its host has had a request."""
         try:
             await self._check_robots(url)
         except DisallowedError as error:
             raise UnusablePageError(str(error)) from None
 
     async def _browse(self, start: str, check_redirect: Callable[[str], None]) -> dict[str, Any]:
-        """Read the page with the browser, whose redirects are only known, and checked, afterwards."""
+        """Read the page with the browser, whose redirects are checked afterwards. Raises as `read` does."""
         await self._fetcher.check_address(start)
         await self._check_robots(start)
         answer = await self._turns.ask(start, partial(self._clean, start, "browser", "", b""))
@@ -154,6 +155,7 @@ class PageReader:
         return {**answer, "url": url}
 
     async def _clean(self, url: str, kind: Kind, charset: str, body: bytes, *, is_cut: bool = False) -> dict[str, Any]:
+        """Have a worker clean the page and return its answer. The worker's errors become those that `read` raises."""
         options = self.options
         job = {"url": url, "kind": kind, "charset": charset, "is_cut": is_cut}
         job |= {"query": self.query, "max_chars": options.max_page_chars}

@@ -51,6 +51,7 @@ def search_engine(url: str, *, num_results: Count = 5, timeout_s: Seconds = 10.0
 
 
 async def _ask(base: str, query: str) -> bytes:
+    """Return the body of the engine's response; raise SourceError for another status than 200 or too many bytes."""
     parameters = {"q": query[:MAX_QUERY_CHARS].encode(errors="replace").decode(), "format": "json"}
     headers = {"Accept": "application/json", "Accept-Encoding": "identity", **trace_headers.get()}
     async with (
@@ -70,6 +71,7 @@ async def _ask(base: str, query: str) -> bytes:
 
 
 def _addresses(answer: bytes, base: str) -> list[str]:
+    """Return the distinct URLs of the results in order; raise SourceError if `answer` is not in SearXNG's form."""
     try:
         results = json.loads(answer)["results"]
         return list(dict.fromkeys(result["url"] for result in results if isinstance(result["url"], str)))

@@ -33,10 +33,7 @@ class HostSitemaps:
         self.num_unread = 0  # number of sitemaps not fully read because of time or limits other than the user's
 
     async def read(self, until: float, late: str) -> None:
-        """Read the sitemaps until a time of the event loop's clock. The text `late` explains that time in reasons.
-
-        :raises WorkerError: a worker died.
-        """
+        """Read the sitemaps until a time of the event loop, called `late` in reasons. Raises for a dead worker."""
         reads: dict[asyncio.Task[SitemapAnswer], str] = {}
         try:
             async with asyncio.timeout_at(until):
@@ -74,6 +71,7 @@ class HostSitemaps:
         return f"{MAX_SITEMAPS} sitemaps of a host are" if self._num_begun >= MAX_SITEMAPS else ""
 
     def _absorb(self, task: "asyncio.Task[SitemapAnswer]", url: str) -> None:
+        """Add the pages and further sitemaps of a finished read, or its problem. Only listed sitemaps must exist."""
         try:
             answer, max_body_bytes = task.result()
         except COSTLY_ERRORS as error:

@@ -49,16 +49,14 @@ class StartUrlList:
 
 
 def _check(urls: object) -> Iterable[object]:
+    """Return `urls`; raise ConfigurationError if it is a text or not iterable."""
     if isinstance(urls, str | bytes) or not isinstance(urls, Iterable):
         raise ConfigurationError(f"WebSource: start URLs are a list, as in [{urls!r}]")
     return urls
 
 
 def _usable(urls: list[object]) -> tuple[list[str], list[Skipped]]:
-    """Return the usable URLs, and an event for each unusable one.
-
-    :raises SourceError: no URL is usable; an UnsafeUrlError if all are unsafe.
-    """
+    """Return the usable URLs, and an event for each other; raise SourceError, or UnsafeUrlError, if there is none."""
     usable: dict[str, None] = {}
     unusable: list[Skipped] = []
     errors: list[StreamRagError] = []

@@ -176,7 +176,7 @@ class WebSource:
         progress("crawl workers are ready")
 
     def _prepare(self) -> ssl.SSLContext:
-        """Import packages, create the SSL context, and do other setup that would block the event loop."""
+        """Import packages, open the cache folder, remove abandoned scratch folders; return the SSL context. Blocks."""
         import hishel  # noqa: F401
         import protego  # noqa: F401
         import rensa  # noqa: F401

@@ -35,10 +35,7 @@ class DiskStore:
         self._num_new_bytes = max_bytes  # so that the first entry sweeps what earlier programs left
 
     def open(self) -> None:
-        """Create the folder, private to this user, if it does not exist.
-
-        :raises ConfigurationError: it cannot be created or written to.
-        """
+        """Create the folder, private to this user, if necessary; raise ConfigurationError if it is unusable."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with atomic_replace(self._path(""), is_private=True):
@@ -50,7 +47,7 @@ class DiskStore:
             ) from error
 
     def get(self, key: str) -> bytes | None:
-        """Return the content stored under `key`, or None if it is missing or damaged."""
+        """Return the content under `key`, marking it as used; None if it is missing. A damaged entry is removed."""
         path = self._path(key)
         try:
             with open_regular(path, follow_links=False) as file:
@@ -68,7 +65,7 @@ class DiskStore:
         return None
 
     def put(self, key: str, content: bytes) -> None:
-        """Store `content` under `key`, unless it exceeds a sixteenth of the store or cannot be written."""
+        """Store `content`, unless it exceeds a sixteenth of the store or cannot be written; may evict old ones."""
         num_bytes = HEAD_BYTES + len(content)
         if num_bytes > self._max_bytes * SWEEP_SHARE:
             return
@@ -81,6 +78,7 @@ class DiskStore:
             self._sweep()
 
     def remove(self, key: str) -> None:
+        """Remove the entry under `key`; errors, and a missing entry, are ignored."""
         with suppress(OSError):
             self._path(key).unlink()
 

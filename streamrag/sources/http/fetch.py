@@ -142,6 +142,7 @@ class Fetcher:
             raise NoConnectionError(f"{url} cannot be reached: resolving its name takes too long") from None
 
     async def _follow(self, start: str, check_redirect: CheckRedirect, rules: ContentRules) -> Page:
+        """Return the page after at most `MAX_REDIRECTS` redirects. One to an unsafe address is an UnusablePageError."""
         budget = _TimeBudget(self.page_timeout_s)
         url = start
         for _ in range(MAX_REDIRECTS + 1):
@@ -175,6 +176,7 @@ class Fetcher:
         return await (self.cache.answer(url, rules.accept, send) if self.cache and rules.may_be_cached else send({}))
 
     async def _request(self, url: str, rules: ContentRules, validators: Mapping[str, str]) -> Response:
+        """Send one GET. A redirect or a 304 has no body; another status than 2xx is an HttpStatusError."""
         self._check_crawl_bytes()
         headers = {"Host": urlsplit(url).netloc, **self._headers, "Accept": rules.accept, **validators}
         # Latin-1 as when received: validators are the server's own fields, which need not be ASCII.
@@ -197,7 +199,7 @@ class Fetcher:
     async def _read(
         self, response: httpcore.Response, fields: Mapping[str, str], rules: ContentRules
     ) -> tuple[bytes, bool]:
-        """Return the body, and whether it was truncated."""
+        """Return the decompressed body, and whether it was truncated. Raises UnusablePageError if it is damaged."""
         encoding = fields.get("content-encoding", "").strip().lower() or "identity"
         if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
             raise UnusablePageError(f"it is compressed as {encoding[:50]!r}, which was not requested")
@@ -230,7 +232,7 @@ class Fetcher:
         return bytes(body), False
 
     def _page(self, url: str, response: Response, rules: ContentRules) -> Page:
-        """Check a response, which a program with other limits may have cached, and make a page of it."""
+        """Make a page of a response, which other limits may have cached. Raises UnusablePageError beyond our own."""
         kind = _kind(response.fields, rules)
         body, is_cut = response.body, response.is_cut
         if len(body) > self._max_bytes(rules):
@@ -245,11 +247,13 @@ class Fetcher:
         return min(self.max_body_bytes, rules.max_bytes or self.max_body_bytes)
 
     def _cut(self, body: bytes, rules: ContentRules) -> tuple[bytes, bool]:
+        """Return the body truncated, and True. Raises UnusablePageError unless the rules are lenient."""
         if not rules.is_lenient:
             raise UnusablePageError(f"it is larger than max_body_bytes={self.max_body_bytes}")
         return body[: self._max_bytes(rules)], True
 
     def _check_crawl_bytes(self) -> None:
+        """Raise OwnLimitError once the crawl has fetched more than `max_crawl_bytes`."""
         if self.max_crawl_bytes is not None and self._num_bytes > self.max_crawl_bytes:
             raise OwnLimitError(f"the crawl has reached max_crawl_bytes={self.max_crawl_bytes}")
 
@@ -269,6 +273,7 @@ def _decompress(decompressor: "zlib._Decompress", raw: bytes) -> Iterable[bytes]
 
 
 def _kind(fields: Mapping[str, str], rules: ContentRules) -> Kind:
+    """Return the kind of a media type, HTML by default. Raises UnusablePageError if the rules lack it."""
     if rules.kinds is None:
         return "text"
     media_type = fields.get("content-type", "text/html").partition(";")[0].strip().lower()
@@ -278,7 +283,7 @@ def _kind(fields: Mapping[str, str], rules: ContentRules) -> Kind:
 
 
 def _parse_retry_after(retry_after: str) -> float | None:
-    """Return the seconds to wait, for a number of seconds or a date."""
+    """Return the seconds to wait, for a number of seconds or a date; None if the field is neither."""
     if re.fullmatch(r"\d{1,9}", retry_after.strip()):
         return float(retry_after)
     try:

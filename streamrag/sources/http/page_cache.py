@@ -49,7 +49,7 @@ class PageCache:
         self._threads = Threads(MAX_THREADS, "page cache")
 
     async def answer(self, url: str, accept: str, send: SendRequest) -> Response:
-        """Return the stored response for `url`, or the response that `send` returns."""
+        """Return the stored response for `url` if valid, or that of `send`, stored where HTTP permits."""
         import hishel  # an optional dependency
 
         key = f"page {VERSION} {self._kind} {accept} {url}"

@@ -32,8 +32,6 @@ MAX_HOSTS = 1000  # hosts to remember while no crawl uses them
 
 
 class Host:
-    """The limits of one host."""
-
     def __init__(self, num_places: int) -> None:
         self.delays_s: dict[str, float] = {}
         """Seconds between two requests, from the robots.txt of each scheme; the longest applies."""
@@ -43,14 +41,11 @@ class Host:
         self._places = asyncio.Semaphore(num_places)
 
     def hold(self, seconds: float) -> None:
-        """Permit no request for `seconds`."""
+        """Permit no request for `seconds`, at most `MAX_HOLD_S`."""
         self.free_at = max(self.free_at, asyncio.get_running_loop().time() + min(seconds, MAX_HOLD_S))
 
     async def until_free(self, deadline: float) -> None:
-        """Wait until a request is permitted, one caller at a time.
-
-        :raises PutOffError: that is after `deadline`.
-        """
+        """Wait until a request is permitted, one caller at a time. Raises PutOffError if that is after `deadline`."""
         loop = asyncio.get_running_loop()
         async with self._next:
             while (wait_s := self.free_at - loop.time()) > 0:
@@ -60,7 +55,7 @@ class Host:
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[bool]:
-        """Hold one of the host's places, and give whether a request is still permitted: another crawl may be faster."""
+        """Hold one of the host's places; give whether a request is permitted now. If so, its delay begins."""
         loop = asyncio.get_running_loop()
         async with self._places:
             is_free = self.free_at <= loop.time()
@@ -89,6 +84,7 @@ class Hosts:
             host.num_users -= 1
 
     def _evict(self) -> None:
+        """Forget hosts beyond `MAX_HOSTS`, the least recently used first, unless they are in use or must wait."""
         if len(self._hosts) > MAX_HOSTS:
             now = asyncio.get_running_loop().time()
             for name, host in list(self._hosts.items())[: len(self._hosts) - MAX_HOSTS]:
@@ -118,7 +114,7 @@ class CrawlTurns:
         delays_s[parts.scheme] = delay_s
 
     async def ask(self, url: str, send: Callable[[], Awaitable[T]]) -> T:
-        """Call `send` when it is the turn of `url`, retry while the host is busy, and return the result.
+        """Call `send` at the turn of `url`, up to `MAX_ATTEMPTS` times while the host is busy; return the result.
 
         :raises PutOffError: the host's next permitted time is after the crawl's deadline.
         """
@@ -152,6 +148,7 @@ class CrawlTurns:
 
 
 def _retry_after_s(state: "RetryCallState") -> float:
+    """Return the seconds that the server asked to wait; 0 if it did not."""
     error = state.outcome.exception() if state.outcome else None
     return (error.retry_after_s or 0.0) if isinstance(error, HttpStatusError) else 0.0
 

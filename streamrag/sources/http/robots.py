@@ -61,8 +61,6 @@ OTHER_ROBOT = "user-agent: -"
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of one host."""
-
     parser: "Protego | None" = None  # None allows all pages
     num_bytes: int = 0
     delay_s: float = 0.0
@@ -80,6 +78,7 @@ class _Entry:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def set(self, result: Rules | UnusablePageError | UnreachableError) -> None:
+        """Set the result and its expiry: after a day for rules, a minute for failures, at once for a first silence."""
         self.result = result
         self.num_silent = self.num_silent + 1 if isinstance(result, CostlyPageError | UnreachableError) else 0
         failed_s = 0.0 if self.num_silent == 1 else FAILED_S
@@ -112,7 +111,7 @@ class Robots:
         return rules
 
     async def rules(self, url: str, fetcher: Fetcher) -> Rules:
-        """Return the rules of the host of `url`, or raise as `check` does, except for DisallowedError."""
+        """Return the rules of a URL's host, fetched unless known, or raise as `check`, but no DisallowedError."""
         origin = origin_of(url)
         entry = self._entries.setdefault(origin, _Entry())
         self._entries.move_to_end(origin)
@@ -150,6 +149,8 @@ class Robots:
         return await self._threads.run(partial(parse, page.body, self._user_agent))
 
     def _evict(self) -> None:
+        """Forget the least recently used hosts, except where a request runs, until the rest takes `MAX_BYTES`."""
+
         def num_bytes(entry: _Entry) -> int:
             return 1024 + (entry.result.num_bytes if isinstance(entry.result, Rules) else 0)
 
@@ -162,7 +163,7 @@ class Robots:
 
 
 def parse(body: bytes, user_agent: str) -> Rules:
-    """Parse a robots.txt. Call it in a thread: half a megabyte takes some tenths of a second."""
+    """Return a robots.txt's rules for `user_agent`. Call this in a thread: half a megabyte takes tenths of a second."""
     from protego import Protego  # an optional dependency
 
     tokens = {token.lower() for token in TOKEN.findall(user_agent)}

@@ -70,6 +70,7 @@ class GuardedBackend(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
+        """Connect to a checked address of `host` in time, or raise as httpcore does; other arguments are ignored."""
         timeout_s = self.connect_timeout_s
         try:
             async with asyncio.timeout(timeout_s):

@@ -65,10 +65,7 @@ def build_index(
 
 
 def refuse_event_loop(function: str) -> None:
-    """Check that no event loop runs in this thread, which the function of this name would block.
-
-    :raises ConfigurationError: the caller is a coroutine.
-    """
+    """Raise ConfigurationError if an event loop runs in this thread, which the function of this name would block."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -77,6 +74,7 @@ def refuse_event_loop(function: str) -> None:
 
 
 def _check_out(out: Path, force: bool) -> None:
+    """Raise IndexExistsError if `out` has something else than an index, or one and `force` is not set."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not out.is_dir() or not looks_like_index(out):

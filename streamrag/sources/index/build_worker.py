@@ -76,6 +76,7 @@ class _EmbeddingFile:
         about.write_text(json.dumps(made_by))
 
     def _valid_rows(self, keys: bytes) -> Iterator[tuple[bytes, int]]:
+        """Yield each key with its row, if the row is a unit vector."""
         import numpy as np
 
         vectors = self._vectors()
@@ -94,10 +95,7 @@ class _EmbeddingFile:
         return key in self._rows
 
     def add(self, keys: Sequence[bytes], vectors: "Vectors") -> None:
-        """Append vectors and their keys, and sync both files to disk.
-
-        :raises OSError: the disk is full.
-        """
+        """Append vectors and their keys, and sync both files to disk. Raises OSError if the disk is full."""
         for file, body in ((self._vectors_file, vectors.tobytes()), (self._keys_file, b"".join(keys))):
             file.write(body)
             file.flush()
@@ -193,7 +191,7 @@ class IndexBuilder(JobHandler):
         return {"graph_degree": diskann.GRAPH_DEGREE, "build_complexity": diskann.BUILD_COMPLEXITY}
 
     def _write_vectors(self, path: Path, num_passages: int) -> "Vectors":
-        """Write the vectors in passage order, and return the file mapped into memory."""
+        """Write the vectors in passage order, and return the file mapped into memory as (passages, dimension)."""
         import numpy as np
 
         rows, new = self._new.rows()

@@ -126,7 +126,7 @@ class _Change:
     def with_documents(
         self, documents: dict[Path, list[Path]], roots: list[Path], unfinished: Path
     ) -> Iterator[StoredPassage]:
-        """Yield the old passages that stay, then those of `documents`, which are grouped by base folder."""
+        """Yield the old passages that stay, then those of `documents` by base folder, or raise if these have none."""
         uris: set[str] = set()
         with (unfinished / ADDED).open("w", encoding="utf-8") as file:
             for base, files in documents.items():
@@ -152,7 +152,10 @@ class _Change:
 def _documents(
     path: Path, base_folder: Path | None, out: Path, max_file_bytes: int
 ) -> tuple[Path, list[Path], list[tuple[str, str]]]:
-    """Return the base folder of the document names, the files at or below `path`, and the skipped ones."""
+    """Return the base folder of the document names, the files at or below `path`, and the skipped ones.
+
+    :raises ConfigurationError: `path` does not exist, or is outside of `base_folder`.
+    """
     if not path.exists():
         raise ConfigurationError(f"{path} does not exist")
     absolute = path.absolute() if path.is_symlink() else path.resolve()

@@ -27,8 +27,7 @@ SEARCH_MEMORY_GB, BUILD_MEMORY_GB = 1.0, 2.0
 """Each searcher holds less than 1 GB of compressed vectors, lossless for 2.6 million passages of 384 dimensions."""
 NUM_DISKANN_THREADS = 2
 MAX_BEAM_WIDTH = 64
-NOISE = 1e-5
-"""Length of the noise that is added to each vector, and the most by which similarities change."""
+NOISE = 1e-5  # length of the noise that is added to each vector, and the most by which similarities change
 NO_CACHE = {"num_nodes_to_cache": 0, "cache_mechanism": 2}
 """Caching 1,000 nodes was measured to save under 0.2 ms of 1-5 ms; mechanism 1 takes 0.3 s to open."""
 BUILD_FILES = ("ann_vectors.bin", "ann_mem.index.data", "ann_sample_data.bin", "ann_sample_ids.bin")
@@ -43,8 +42,6 @@ VECTORS_HEADER = struct.Struct("<II")
 
 
 class DiskAnnSearcher(IndexSearcher):
-    """A searcher of DiskANN's graph."""
-
     def _open_index(self) -> Any:
         import diskannpy
 
@@ -63,6 +60,7 @@ class DiskAnnSearcher(IndexSearcher):
     def _search(  # type: ignore[override]
         self, index: Any, vector: Any, *, k: int, complexity: int, beam_width: int
     ) -> tuple[list[int], list[float]]:
+        """Return the results before the first invalid one; raise IndexCorruptError if fewer than two are valid."""
         options = {"k_neighbors": k, "complexity": complexity, "beam_width": beam_width}
         result = index.batch_search(vector[None], **options, num_threads=NUM_DISKANN_THREADS)
         ids, distances = result.identifiers[0].tolist(), result.distances[0].tolist()
@@ -77,10 +75,7 @@ class DiskAnnSearcher(IndexSearcher):
 
 
 def build_graph(folder: Path, vectors: "Vectors", num_threads: int) -> None:
-    """Write DiskANN's files into `folder`.
-
-    :raises OSError: they cannot be written.
-    """
+    """Write DiskANN's graph of the vectors into `folder`, with a little noise that tells equal ones apart."""
     import diskannpy
     import numpy as np
 
@@ -113,7 +108,7 @@ def build_graph(folder: Path, vectors: "Vectors", num_threads: int) -> None:
 
 
 def stored_vectors(folder: Path, num_passages: int, dimension: int) -> "Vectors | None":
-    """Return the vectors of an index in passage order; None for format 1, which stored none."""
+    """Return an index's vectors in passage order, mapped into memory; None for format 1. Raises if they are damaged."""
     import numpy as np
 
     path = folder / VECTORS

@@ -51,7 +51,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A file's text."""
+    """A file's title and its text, as blocks in order."""
 
     uri: str
     """Path within the folder, with slashes."""
@@ -137,10 +137,7 @@ def read_documents(
 
 
 def read_document(path: Path, folder: Path) -> Document:
-    """Read the file at `path`, without the markup that only affects its looks.
-
-    :raises UnusableDocumentError: it has no usable text; the message is the reason.
-    """
+    """Read a file, without markup for looks only. Raises UnusableDocumentError, the reason, without usable text."""
     try:
         with open_regular(path, follow_links=False) as file:
             body = file.read()
@@ -161,6 +158,7 @@ def read_document(path: Path, folder: Path) -> Document:
 
 
 def _decode(body: bytes) -> str:
+    """Decode UTF-8, or UTF-16 with a mark, with uniform line ends. Raises UnusableDocumentError for others."""
     try:
         text = body.decode("utf-16" if body.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig")
     except UnicodeDecodeError as error:
@@ -169,11 +167,12 @@ def _decode(body: bytes) -> str:
 
 
 def _read_text(text: str) -> tuple[str, list[Block]]:
+    """Return an empty title, and the paragraphs between empty lines."""
     return "", [Block(part.strip("\n")) for part in re.split(r"\n\s*\n", text) if part.strip()]
 
 
 def _read_markdown(text: str) -> tuple[str, list[Block]]:
-    """Return the title and blocks. Headings become plain text; other blocks keep their Markdown, which models read."""
+    """Return the title and blocks: headings as plain text, others with the Markdown, which models read."""
     try:
         from markdown_it import MarkdownIt
     except ImportError:
@@ -201,7 +200,7 @@ def _read_markdown(text: str) -> tuple[str, list[Block]]:
 
 
 def _read_html(body: bytes) -> tuple[str, list[Block]]:
-    """Return the title and the paragraphs of the main part."""
+    """Return the title and the paragraphs of the main part. Raises UnusableDocumentError if it is not HTML."""
     try:
         import lxml  # noqa: F401 - BeautifulSoup loads it by name
         from bs4 import BeautifulSoup, XMLParsedAsHTMLWarning

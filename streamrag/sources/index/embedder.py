@@ -134,10 +134,7 @@ class Embedder:
         self.identity = EmbedderIdentity(name, self.dimension, values)
 
     def require(self, made_with: EmbedderIdentity, vectors: str) -> None:
-        """Check that vectors were made with this embedder. `vectors` names them in the message.
-
-        :raises IndexMismatchError: they were made with another one.
-        """
+        """Raise IndexMismatchError if vectors were made with another embedder. `vectors` names them in the message."""
         if how := self.identity.difference(made_with):
             raise IndexMismatchError(
                 f"{vectors} were not made with embedder={self._name!r}: {how}. Name the embedder that they were made "
@@ -154,6 +151,7 @@ class Embedder:
         return vector
 
     def _units(self, texts: list[str], encode: Callable[[list[str]], Any]) -> "Vectors":
+        """Return vectors of length 1. Raises ConfigurationError if `encode` fails or gives no such vectors."""
         import numpy as np
 
         texts = [without_lone_surrogates(text) for text in texts]  # tokenizers reject them
@@ -183,7 +181,7 @@ def load_function(location: str) -> Callable[..., Any]:
 
 
 def _load(location: str, num_threads: int, device: str | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the functions that embed passages and queries, which differ for some models."""
+    """Load the model, or import the function; return functions that embed passages and queries, which may differ."""
     if FUNCTION.fullmatch(location):
         function = load_function(location)
         return function, function

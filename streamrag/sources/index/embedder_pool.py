@@ -59,24 +59,26 @@ class EmbedderPool:
 
 @dataclass
 class EmbedderHandler(JobHandler):
-    """A handler of the pool's jobs."""
-
     location: str
     embedder: str
     num_threads: int
     made_with: tuple[str, int, list[float]] | None
 
     def load(self) -> dict[str, Any]:
+        """Load the embedder, and return its `identity` as a list."""
         return {"identity": astuple(self._embedder.identity)}
 
     def query(self, text: str) -> dict[str, Any]:
+        """Return `vectors`: the query's vector, as a text for pgvector."""
         return {"vectors": _as_texts(self._embedder.query(text)[None])}
 
     def passages(self, texts: list[str]) -> dict[str, Any]:
+        """Return `vectors`: the texts' vectors, as texts for pgvector."""
         return {"vectors": _as_texts(self._embedder.passages(texts))}
 
     @cached_property
     def _embedder(self) -> Embedder:
+        """The embedder, loaded at first use and compared with `made_with`. With one thread it uses no GPU."""
         device = "cpu" if self.num_threads == 1 else None
         embedder = Embedder(self.location, self.embedder, num_threads=self.num_threads, device=device)
         if self.made_with:

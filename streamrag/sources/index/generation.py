@@ -52,15 +52,21 @@ class IndexSummary:
     """A summary of a build: what the index holds, and what was left out."""
 
     num_documents: int
+    """Documents in the index."""
     num_passages: int
+    """Passages in the index, which have different texts."""
     num_duplicates: int
     """Passages left out because an earlier one has the same text."""
     dimension: int
+    """Numbers in the vector of a passage."""
     skipped: tuple[tuple[str, str], ...]
     """Skipped files and folders: path within the folder, and the reason."""
     duration_s: float
+    """Seconds that the build took."""
     size_bytes: int
+    """Size of all files."""
     kind: IndexKind
+    """"diskann" is for `VectorSource`, "ivf" for `IvfSource`."""
     num_embedded: int
     """Passages that were embedded, because neither the old index nor a stopped build had their vectors."""
 
@@ -124,6 +130,7 @@ class Generation:
         )
 
     def _write_manifest(self, unfinished: Path, parameters: dict[str, Any]) -> Manifest:
+        """Remove the files of reusable embeddings, and write the manifest of the others with their hashes."""
         for name in EMBEDDINGS:
             (unfinished / name).unlink()
         library, _ = PACKAGES[LIBRARIES[self.kind]]
@@ -166,6 +173,7 @@ class Generation:
 
 
 async def _run(pool: WorkerPool, job: dict[str, Any]) -> dict[str, Any]:
+    """Return a worker's answer; raise VectorIndexError for a full disk, and our own error for the worker's."""
     try:
         return await pool.run(job)
     except WorkerJobError as error:

@@ -161,10 +161,7 @@ def check_index(folder: Path, *, on_file: OnFile | None = None) -> tuple[Manifes
 
 
 def check_unchanged(folder: Path, manifest_sha256: str) -> None:
-    """Check that the index still has the manifest with this SHA-256.
-
-    :raises IndexMismatchError: it was replaced.
-    """
+    """Check that the index still has the manifest with this SHA-256. Raises IndexMismatchError if it was replaced."""
     manifest = folder / MANIFEST
     if not manifest.exists() or _sha256(manifest) != manifest_sha256:
         raise IndexMismatchError(f"{folder} was replaced while it was in use: start the source again")
@@ -179,6 +176,7 @@ def kind_in_manifest(folder: Path) -> IndexKind:
 
 
 def _parse_manifest(folder: Path, text: bytes) -> Manifest:
+    """Parse the manifest; raise IndexMismatchError for another format version, IndexCorruptError for damage."""
     try:
         fields = parse_json(text)
         version = fields["format_version"]
@@ -197,6 +195,7 @@ def _parse_manifest(folder: Path, text: bytes) -> Manifest:
 
 
 def _check_file(folder: Path, name: str, entry: FileEntry, *, max_hashed_bytes: float) -> None:
+    """Raise IndexCorruptError unless the file has the size and, up to `max_hashed_bytes`, the hash of its entry."""
     if "\0" in name or name != Path(name).name:
         raise corrupt(folder, f"its {MANIFEST} names a file elsewhere, {name!r}")
     try:
@@ -224,10 +223,7 @@ def with_title(title: str, text: str) -> str:
 
 
 def read_passages(folder: Path, name: str) -> Iterator[StoredPassage]:
-    """Yield the passages of the file `name`, PASSAGES or DUPLICATES; nothing if there is no such file.
-
-    :raises IndexCorruptError: a line is no passage.
-    """
+    """Yield the passages of PASSAGES or DUPLICATES, if the file exists. Raises IndexCorruptError for a damaged line."""
     if not (folder / name).exists():
         return
     with open_regular(folder / name, follow_links=False) as file:
@@ -263,10 +259,7 @@ class PassageStore:
         return len(self._ends) - 1
 
     def read(self, ids: Iterable[int]) -> list[StoredPassage]:
-        """Return the passages with these numbers.
-
-        :raises IndexCorruptError: a line is no passage.
-        """
+        """Return the passages with these numbers. Raises IndexCorruptError if a line is no passage."""
         lines = (os.pread(self._file.fileno(), self._ends[i + 1] - self._ends[i], self._ends[i]) for i in ids)
         return [_parse_passage(self._folder, PASSAGES, line) for line in lines]
 

@@ -31,11 +31,11 @@ class IndexSearcher(JobHandler, ABC):
         return Path(self.folder)
 
     def load(self) -> dict[str, Any]:
-        """Load the embedder."""
+        """Load the embedder, and return its `dimension`; raise IndexMismatchError if it did not make the index."""
         return {"dimension": self._embedder.dimension}
 
     def open(self) -> dict[str, Any]:
-        """Open the index for searches."""
+        """Open the index for searches, and return its `num_passages`."""
         return {"num_passages": len(self._opened[1])}
 
     def search(self, query: str, **options: Any) -> dict[str, Any]:
@@ -53,6 +53,7 @@ class IndexSearcher(JobHandler, ABC):
 
     @cached_property
     def _opened(self) -> tuple[Any, PassageStore]:
+        """The library's index and its passages, opened at first use. Raises if the index was replaced meanwhile."""
         silence_stdout()
         # Checked before, for a replacement worker, and after, so that all opened files are of one index.
         check_unchanged(self._path, self.manifest_sha256)
@@ -63,7 +64,7 @@ class IndexSearcher(JobHandler, ABC):
 
     @abstractmethod
     def _open_index(self) -> Any:
-        """Open the index's files, and return the object that `_search` gets."""
+        """Open the index's files, and return the object that `_search` gets; raise IndexCorruptError for damage."""
 
     @abstractmethod
     def _search(self, index: Any, vector: Any, **options: Any) -> tuple[list[int], list[float]]:

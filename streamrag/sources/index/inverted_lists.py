@@ -31,8 +31,6 @@ BYTES_PER_LIST, SPARE_BYTES = 256, 64 << 20
 
 
 class FaissSearcher(IndexSearcher):
-    """A searcher of faiss's inverted lists."""
-
     def _open_index(self) -> tuple[Any, Callable[[bytes], tuple[Any, Any, Any]]]:
         """Return faiss's index, and a cached function that ranks its lists for a query vector."""
         import numpy as np
@@ -44,7 +42,7 @@ class FaissSearcher(IndexSearcher):
     def _search(  # type: ignore[override]
         self, index: Any, vector: Any, *, k: int, after: int, until: int, nearer_than: float | None
     ) -> tuple[list[int], list[float]]:
-        """Find the `k` nearest passages in the lists from `after` to `until`, up to the distance `nearer_than`."""
+        """Find the `k` nearest passages in the lists from `after` to `until`, at most `nearer_than` away."""
         import numpy as np
 
         faiss_index, rank = index
@@ -70,7 +68,7 @@ class FaissSearcher(IndexSearcher):
         return ids[order].tolist(), distances[order].tolist()
 
     def _rank_lists(self, index: Any, sizes: Any, query: bytes) -> tuple[Any, Any, Any]:
-        """Return all lists, nearest first, the distances of their centroids, and the cumulative number of vectors."""
+        """Return all lists, nearest first, their centroids' distances, and their cumulative sizes; raise if damaged."""
         import numpy as np
 
         vector = np.frombuffer(query, np.float32)
@@ -82,10 +80,7 @@ class FaissSearcher(IndexSearcher):
 
 
 def open_lists(folder: Path, num_passages: int, dimension: int, num_lists: int) -> Any:
-    """Open faiss's index with its lists mapped into memory.
-
-    :raises IndexCorruptError: the file does not match the manifest.
-    """
+    """Open faiss's index, its lists mapped into memory. Raises IndexCorruptError if it does not match the manifest."""
     import faiss
 
     faiss.omp_set_num_threads(1)  # a search of one query is sequential
@@ -147,10 +142,7 @@ def build_lists(folder: Path, vectors: "Vectors", num_threads: int, centroids: "
 
 
 def stored_vectors(folder: Path, num_passages: int, dimension: int, num_lists: int) -> "tuple[Vectors, Vectors]":
-    """Return the vectors of an index in passage order, and its centroids.
-
-    :raises IndexCorruptError: the file does not match the manifest.
-    """
+    """Return an index's vectors in passage order, and its centroids. Raises IndexCorruptError if they are damaged."""
     import faiss
     import numpy as np
 

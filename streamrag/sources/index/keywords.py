@@ -40,10 +40,8 @@ SCHEMA = ("CREATE TABLE lengths(lengths BLOB)", "CREATE TABLE postings(term TEXT
 MAX_LENGTH, MAX_COUNT = (1 << 16) - 1, (1 << 8) - 1
 K1, B = 1.2, 0.75
 """Lucene's defaults of BM25: saturation of the term frequency, and normalisation by length."""
-MAX_VALUE_BYTES = 1_000_000_000
-"""SQLite's highest limit of the size of a value."""
-MAX_QUERY_TERMS = 256
-"""Number of a query's first terms that are searched: a query may be a whole book."""
+MAX_VALUE_BYTES = 1_000_000_000  # SQLite's highest limit of the size of a value
+MAX_QUERY_TERMS = 256  # number of a query's first terms that are searched: a query may be a whole book
 
 
 def new_stem() -> "Stem":
@@ -55,10 +53,7 @@ def new_stem() -> "Stem":
 
 
 def write_keywords(folder: Path) -> None:
-    """Write the keyword index of the passages in `folder`. Takes about 5 bytes of memory for each term of a passage.
-
-    :raises OSError: it cannot be written.
-    """
+    """Write the keyword index of the passages in `folder`. Takes 5 bytes of memory for each term of a passage."""
     passages = read_passages(folder, PASSAGES)
     lengths, postings = _count(with_title(fields["title"], fields["text"]) for fields in passages)
     path = folder / KEYWORDS
@@ -78,6 +73,7 @@ def write_keywords(folder: Path) -> None:
 
 
 def _count(texts: Iterable[str]) -> "tuple[array[int], dict[str, tuple[array[int], array[int]]]]":
+    """Return the number of terms of each text, and for each term the numbers of its texts and its counts there."""
     stem = new_stem()
     lengths = array("H")
     postings: dict[str, tuple[array[int], array[int]]] = {}
@@ -122,10 +118,7 @@ class KeywordIndex:
         self._file.close()
 
     def search(self, query: str, k: int) -> tuple[list[int], list[float]]:
-        """Return the numbers and scores of the `k` best passages, best first. All scores are over 0.
-
-        :raises IndexCorruptError: the postings of a term are damaged.
-        """
+        """Return numbers and scores, over 0, of the `k` best passages, best first; IndexCorruptError for damage."""
         import numpy as np
 
         scores = np.zeros_like(self._norms)
@@ -139,6 +132,7 @@ class KeywordIndex:
         return hits.tolist(), scores[hits].tolist()
 
     def _postings(self, query_terms: list[str]) -> Iterator[tuple[Any, Any]]:
+        """Yield passage numbers and counts of each term that occurs; raise IndexCorruptError for damaged ones."""
         import numpy as np
 
         for term in query_terms:
@@ -162,8 +156,6 @@ class KeywordIndex:
 
 @dataclass
 class KeywordSearcher(JobHandler):
-    """A handler of keyword search jobs."""
-
     folder: str
     manifest_sha256: str
     num_passages: int

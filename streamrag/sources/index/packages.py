@@ -28,9 +28,6 @@ def is_installed(*modules: str) -> bool:
 
 
 def require_package(module: str) -> None:
-    """Check that a module of `PACKAGES` is installed.
-
-    :raises MissingDependencyError: it is not.
-    """
+    """Raise MissingDependencyError if a module of `PACKAGES` is not installed."""
     if not is_installed(module):
         raise MissingDependencyError(*PACKAGES[module])

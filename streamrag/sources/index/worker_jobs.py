@@ -12,8 +12,7 @@ from streamrag.sources.workers.pool import Share, WorkerJobError, WorkerPool
 from streamrag.support.validation import Count
 
 NumWorkers = Annotated[Count, Field(le=32)]
-JOB_TIMEOUT_S = 300.0
-"""A query takes milliseconds, but a worker that replaced another loads its model first."""
+JOB_TIMEOUT_S = 300.0  # a query takes milliseconds, but a worker that replaced another loads its model first
 
 
 class JobHandler:
@@ -66,7 +65,7 @@ async def run_job(
 
 
 async def run_in_each(workers: WorkerPool, job: Mapping[str, Any]) -> dict[str, Any]:
-    """Run the job once in each worker, and return one of the answers."""
+    """Run the job once in each worker; when all have ended, return one of the answers, or raise the first error."""
     jobs = [run_job(workers, job) for _ in range(workers.size)]
     answers = await asyncio.gather(*jobs, return_exceptions=True)
     for answer in answers:

@@ -46,6 +46,7 @@ def triples_of(words: list[str]) -> set[str]:
 
 
 def is_near_duplicate(one: list[str], other: list[str]) -> bool:
+    """Whether two paragraphs, as words, differ in few words, none of which can change the meaning."""
     most = min(MAX_DIFFERENT * (len(one) + len(other)), MAX_DIFFERENT_WORDS)
     if abs(len(one) - len(other)) > most:
         return False
@@ -71,6 +72,7 @@ def _is_replaced(one: Counter[str], other: Counter[str]) -> bool:
 
 
 def _are_forms(one: str, other: str) -> bool:
+    """Whether one word is the other with a short ending, or both begin with the same `FORM_CHARS` letters."""
     shorter, longer = sorted((one, other), key=len)
     has_ending = longer.startswith(shorter) and len(longer) - len(shorter) <= MAX_ENDING_CHARS < len(shorter)
     return has_ending or (len(shorter) >= FORM_CHARS and shorter[:FORM_CHARS] == longer[:FORM_CHARS])

@@ -126,6 +126,7 @@ class PageCleaner:
             os._exit(OUT_OF_MEMORY)  # the process's state is unknown, so the next page gets a new worker
 
     def _answer(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
+        """Return the page's passages and links for the job's query."""
         content = self._load_or_read(job, body)
         passages = split_markdown(content.text[:MAX_CONTENT_CHARS])
         is_cut = content.is_cut or len(content.text) > MAX_CONTENT_CHARS or len(passages) > MAX_PASSAGES
@@ -142,6 +143,7 @@ class PageCleaner:
         }
 
     def _load_or_read(self, job: dict[str, Any], body: bytes) -> PageContent:
+        """Return the page's content from the cache, or read it and cache it. A truncated PDF is not cached."""
         if self._store is None or job["kind"] == "browser":
             return self._read(job, body)
         key = f"{content_version()} {job['kind']} {job['charset']} {hashlib.sha256(body).hexdigest()} {job['url']}"
@@ -170,10 +172,7 @@ class PageCleaner:
 
 
 def _to_markdown(url: str, html: str) -> tuple[str, str]:
-    """Return the title and the Markdown of a pruned page.
-
-    :raises ValueError: crawl4ai cannot parse it.
-    """
+    """Return the title and the Markdown of a pruned page. Raises ValueError if crawl4ai cannot parse it."""
     scraped = SCRAPER.scrap(html=html, **{**SCRAPER_OPTIONS, "url": url})
     if not scraped.success:
         raise ValueError("crawl4ai cannot parse it")

@@ -23,18 +23,13 @@ SENTENCE_END = (".", "!", "?", ":", "。", "！", "？")
 
 
 class PdfText(NamedTuple):
-    """Title and text of a PDF."""
-
     title: str
     text: str  # paragraphs, separated by empty lines
     is_cut: bool  # whether the text is incomplete
 
 
 def read_pdf(body: bytes, *, max_chars: int, max_cpu_s: float) -> PdfText:
-    """Extract the title and the text of a PDF.
-
-    :raises UnusablePageError: the file is encrypted or damaged.
-    """
+    """Extract the title and the text of a PDF. Raises UnusablePageError if the file is encrypted or damaged."""
     import pypdf  # takes a sixth of a second, so only in workers that read a PDF
 
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns of every flaw
@@ -50,6 +45,7 @@ def read_pdf(body: bytes, *, max_chars: int, max_cpu_s: float) -> PdfText:
 
 
 def _read_pages(reader: "pypdf.PdfReader", max_chars: int, max_cpu_s: float) -> tuple[str, bool]:
+    """Return the text within the limits, and whether it lacks pages; raise UnusablePageError if no page is readable."""
     end_s = time.process_time() + max_cpu_s
     paragraphs: list[str] = []
     num_chars = num_pages = num_unreadable = 0
@@ -92,7 +88,7 @@ def _title(reader: "pypdf.PdfReader") -> str:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Split text into paragraphs, in linear time."""
+    """Split text at empty lines and, in long paragraphs, at sentence ends; join hyphenated words. Takes linear time."""
     text = text.encode(errors="replace").decode().replace("\x00", "")  # lone surrogates
     paragraphs: list[list[str]] = [[]]
     num_chars = 0

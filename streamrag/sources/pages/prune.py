@@ -33,8 +33,6 @@ NO_PAGE = re.compile(
 
 
 class PrunedPage(NamedTuple):
-    """The content of a page."""
-
     html: str
     links: dict[str, str]  # link texts by URL, for the whole page; links in the content come first
     is_cut: bool  # whether the page was truncated
@@ -73,6 +71,7 @@ def _truncate(document: Any) -> bool:
 
 
 def _drop_not_content(document: Any) -> None:
+    """Remove comments, elements that are not content, and attributes, except those of `meta` and abbreviations."""
     for element in reversed(list(document.iter(etree.Element))):
         if _is_not_content(element):
             element.tag = DROPPED
@@ -86,6 +85,7 @@ def _drop_not_content(document: Any) -> None:
 
 
 def _is_not_content(element: Any) -> bool:
+    """Whether an element is dropped because of its tag, place or attributes, or because it is empty."""
     tag, attributes = element.tag, element.attrib
     return bool(
         tag in NOT_CONTENT
@@ -116,6 +116,7 @@ def _is_empty(element: Any) -> bool:
 
 
 def _links(anchors: dict[Any, tuple[str, str]], content: set[Any], base: str) -> dict[str, str]:
+    """Return the link texts by URL, without files that are no pages; links in `content` come first."""
     links: dict[str, str] = {}
     for anchor in sorted(anchors, key=lambda anchor: anchor not in content)[:MAX_ANCHORS]:
         href, text = anchors[anchor]
@@ -126,6 +127,7 @@ def _links(anchors: dict[Any, tuple[str, str]], content: set[Any], base: str) ->
 
 
 def _link_text(anchor: Any) -> str:
+    """Return the text of a link's first elements on one line, at most 200 characters."""
     inside = itertools.islice(anchor.iter(), MAX_LINK_ELEMENTS)
     texts = ((part.text or "") + ("" if part is anchor else part.tail or "") for part in inside)
     return " ".join(" ".join(texts).split())[:200]

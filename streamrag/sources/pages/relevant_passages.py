@@ -46,6 +46,7 @@ def relevant_stems(query: str, stem: Stem) -> Stem:
 
 
 def _beginning(word: str) -> str:
+    """Return the first two letters, which words and their stems share if "y" counts as "i"."""
     return word[:2].replace("y", "i")
 
 
@@ -81,6 +82,7 @@ def select(
 
 
 def _take_fitting(passages: Sequence[TextPassage], ranked: Iterable[int], max_chars: int) -> list[TextPassage]:
+    """Return passages in page order, taken by rank while they fit `max_chars`; too long ones are passed over."""
     indices: list[int] = []
     for i in ranked:
         if passages[i].num_chars <= max_chars:
@@ -90,7 +92,10 @@ def _take_fitting(passages: Sequence[TextPassage], ranked: Iterable[int], max_ch
 
 
 def rank_links(links: Mapping[str, str], query: str, stem: Stem, *, min_matches: int = 0) -> list[str]:
-    """Return the URLs of `links` (texts by URL), sorted by the number of the query's terms in text and path."""
+    """Return at most `MAX_LINKS` URLs of `links` (texts by URL), those with most of the query's terms first.
+
+    min_matches: least number of terms in a link's text and path.
+    """
     wanted = set(relevant_terms(query, stem))
     num_matches = {
         url: len(wanted.intersection(terms(f"{text} {urlsplit(url).path}", stem))) for url, text in links.items()

@@ -72,7 +72,7 @@ def _is_xml(text: bytes) -> bool:
 
 
 def _addresses(text: bytes) -> Iterator[tuple[str, bool]]:
-    """Yield each URL, and whether it is that of a page, not of another sitemap."""
+    """Yield each URL, and whether it is that of a page, up to the first error; none if the file declares entities."""
     text = text.lstrip(SPACE)  # XML allows nothing before its declaration
     if not _is_xml(text):
         for line in io.BytesIO(text):

@@ -19,10 +19,7 @@ class StatementTimeoutError(SourceError):
 
 
 def require_psycopg() -> None:
-    """Check that psycopg, its pool and libpq are installed.
-
-    :raises MissingDependencyError: one of them is not.
-    """
+    """Raise MissingDependencyError if psycopg, its pool or libpq is not installed."""
     for module in ("psycopg", "psycopg_pool"):
         if not find_spec(module):
             raise MissingDependencyError(module.replace("_", "-"), INSTALL)
@@ -54,10 +51,7 @@ def storable(text: str) -> str:
 
 
 def checked_columns(columns: Mapping[str, str | None] | None) -> dict[str, str | None]:
-    """Return the caller's column of each field.
-
-    :raises ConfigurationError: a chunk has no such field, or a column has no valid name.
-    """
+    """Return the caller's column of each field; raise ConfigurationError for an unknown field or an invalid name."""
     checked = dict(columns or {})
     for field, column in checked.items():
         if field not in DEFAULT_COLUMNS:

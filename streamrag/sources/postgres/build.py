@@ -41,9 +41,11 @@ class TableSummary:
     num_removed: int
     """Removed passages of documents that changed and, with `prune`, of documents that are not in the folder."""
     dimension: int
+    """Numbers in the vector of a passage."""
     skipped: tuple[tuple[str, str], ...]
     """Skipped files and folders: path within the folder, and the reason."""
     duration_s: float
+    """Seconds that the build took."""
 
 
 @validated
@@ -98,7 +100,7 @@ class _Build:
         self._digests: set[bytes] = set()
 
     async def run(self, dsn: str, parts: tuple[str, ...], words: str, pool: EmbedderPool, prune: bool) -> "TableWriter":
-        """Fill the table, and return its writer, which has counted the changes."""
+        """Fill the table, and return its writer, which has counted the changes. Driver errors are translated."""
         import psycopg
 
         from streamrag.sources.postgres.link import Address
@@ -146,10 +148,7 @@ class _Build:
         return passages
 
     def summary(self, writer: "TableWriter", duration_s: float) -> TableSummary:
-        """Return the summary of the build.
-
-        :raises ConfigurationError: the folder has no passages.
-        """
+        """Return the summary of the build. Raises ConfigurationError if the folder has no passages."""
         if not self._digests:
             raise nothing_to_index(self.folder, self.skipped)
         return TableSummary(

@@ -16,10 +16,8 @@ from streamrag.support.tasks import cancel_and_wait, is_cancelled
 Connection: TypeAlias = psycopg.AsyncConnection[tuple[Any, ...]]
 SECRETS = {"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"}
 """Parts of a DSN that messages never show."""
-MAX_WAITING = 1_000
-"""Most searches that wait for a connection; further ones fail."""
-GRACE_S = 5.0
-"""Seconds beyond the statement timeout after which an unresponsive server is given up."""
+MAX_WAITING = 1_000  # most searches that wait for a connection; further ones fail
+GRACE_S = 5.0  # seconds beyond the statement timeout after which an unresponsive server counts as failed
 MAX_MESSAGE_CHARS = 500
 T = TypeVar("T")
 
@@ -77,7 +75,7 @@ class Address:
             raise self.explained(error) from None
 
     def explained(self, error: BaseException) -> SourceError:
-        """Translate an error of the driver."""
+        """Translate an error of the driver to a message without secrets and, where there is one, with the remedy."""
         message = self.without_password(message_of(error))
         match error:
             case SourceError():
@@ -170,6 +168,7 @@ class Link:
         settings: dict[str, str],
         timeout_s: float,
     ) -> T:
+        """Apply the settings and run `work` in one transaction; translate errors, among them no answer in time."""
         try:
             async with asyncio.timeout(self._pool_timeout_s + timeout_s + GRACE_S), pool.connection() as connection:
                 names = ", ".join(["set_config(%s, %s, true)"] * len(settings))

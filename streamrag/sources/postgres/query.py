@@ -27,10 +27,8 @@ _SELECT = f"""
     FROM {{rows}} WHERE {{where}} ORDER BY {{order}} LIMIT {{k}}"""
 _TRUE = sql.SQL("true")
 
-NUM_SAMPLED_ROWS = 10_000
-"""Number of rows whose dimensions are counted."""
-MAX_QUERY_CHARS = 10_000
-"""Characters of a query whose words are searched."""
+NUM_SAMPLED_ROWS = 10_000  # number of rows whose dimensions are counted
+MAX_QUERY_CHARS = 10_000  # characters of a query whose words are searched
 Row: TypeAlias = tuple[Any, ...]
 """Text, uri, title, passage, and distance or rank."""
 
@@ -125,11 +123,13 @@ class Search:
     def _select(
         self, score: sql.Composable, rows: sql.Composable, order: sql.Composable, condition: sql.Composable = _TRUE
     ) -> sql.Composed:
+        """Return the statement for the first `k` of `rows` in `order`, with the columns of a `Row`."""
         fields = {field: self._columns.get(field, sql.NULL) for field in ("text", "uri", "title", "passage")}
         parts = {"score": score, "rows": rows, "where": self._where(condition), "order": order}
         return sql.SQL(_SELECT).format(**fields, **parts, k=sql.Literal(self._k))
 
     def _where(self, condition: sql.Composable = _TRUE) -> sql.Composed:
+        """Return the condition that text and uri are there, `condition` holds, and the caller's filter matches."""
         tests = [sql.SQL("{} IS NOT NULL").format(self._columns[field]) for field in ("text", "uri")]
         return sql.SQL(" AND ").join([*tests, condition, *self._filter])
 
@@ -147,7 +147,7 @@ class Rows:
         """Truncated passages, by uri and passage, and whether they have been reported."""
 
     def nearest(self, rows: Iterable[Row]) -> tuple[Chunk, ...]:
-        """Return chunks, best first. Equal scores are ordered by uri and passage, so that stages agree."""
+        """Return chunks of defined distance, best first. Equal scores are ordered by uri and passage."""
         valid = (row for row in rows if row[4] is not None and isfinite(row[4]))  # vectors of zeros have no direction
         chunks = [self._chunk(row, 1 - row[4] if self._metric == "cosine" else -row[4]) for row in valid]
         return tuple(sorted(chunks, key=lambda chunk: (-(chunk.score or 0.0), chunk.uri, chunk.passage)))
@@ -157,6 +157,7 @@ class Rows:
         return tuple(self._chunk(row, row[4]) for row in rows)
 
     def _chunk(self, row: Row, score: float) -> Chunk:
+        """Convert a row, shortened to the limits; remember a truncated text for `newly_cut`."""
         text, uri, title, passage, _ = row
         fields = {"text": text[:MAX_TEXT_CHARS], "uri": uri[:MAX_URI_CHARS], "title": title, "score": score}
         if passage is not None and 0 <= passage <= MAX_COUNT:
@@ -175,6 +176,7 @@ class Rows:
 
 
 def _filter(where: Mapping[str, Any]) -> tuple[list[sql.Composed], list[Any]]:
+    """Return the conditions and values of a filter. Raises ConfigurationError for an invalid column."""
     tests, values = [], []
     for column, value in where.items():
         if not isinstance(column, str) or not column or "\0" in column:

@@ -38,8 +38,7 @@ log = logging.getLogger("streamrag.sources")
 NUM_STAGES = 5
 WORDS_TIMEOUT_S = 2.0
 """Timeout of the search by words. It is only useful as a quick first result, and is left out if it is slower."""
-FEW_ROWS = 1_000
-"""Number of rows up to which exact search is as fast as an index."""
+FEW_ROWS = 1_000  # number of rows up to which exact search is as fast as an index
 _AtMost1000 = Annotated[Count, Field(le=1_000)]
 _Timeout = Annotated[Number, Field(ge=0.001, le=3_600)]
 
@@ -173,7 +172,7 @@ class PgVectorSource:
         loaded: EmbedderIdentity,
         progress: Progress,
     ) -> None:
-        """Check that rows have the embedder's dimension, and report those that do not."""
+        """Raise IndexMismatchError if no row has the embedder's dimension; report the rows that have another one."""
         others = [str(dimension) for dimension in num_rows_by_dimension if dimension != loaded.dimension]
         if not others:
             return
@@ -192,6 +191,7 @@ class PgVectorSource:
         )
 
     async def _inspect(self) -> "tuple[PassageTable, Search, int, Mapping[int, int]]":
+        """Return the table, its search, and its estimated rows, in total and by dimension. Raises as `start`."""
         import psycopg
 
         from streamrag.sources.postgres.query import Search
@@ -258,7 +258,7 @@ class PgVectorSource:
             await cancel_and_wait([words, embedding])
 
     async def _stages(self, opened: _Opened) -> list[_Stage]:
-        """Return the stages of one query, which depend on the present size of the table."""
+        """Return the stages of one query for the present size of the table. Raises SourceError if none is possible."""
         num_rows = await opened.link.run(opened.search.estimate, {}, timeout_s=self._timeout_s)
         stages = []
         is_exact = num_rows <= self._exact_rows
@@ -292,6 +292,7 @@ class PgVectorSource:
             return []
 
     async def _find_nearest(self, opened: _Opened, stage: _Stage, embedding: "asyncio.Task[str]") -> "list[Row]":
+        """Wait for the query's vector, and return the rows that this stage finds."""
         vector = await embedding
         return await opened.link.run(
             lambda connection: opened.search.nearest(connection, vector, is_exact=stage.is_exact),
@@ -313,7 +314,7 @@ async def _words_before_embedding(words: "asyncio.Task[list[Row]]", embedding: "
 
 
 def _changes(rows: "Rows", best: tuple[Chunk, ...], before: tuple[Chunk, ...], num_left: int) -> list[SourceEvent]:
-    """Return the events of a stage: an update if the passages or their order have changed."""
+    """Return a stage's events: new truncations, and an update if the passages or their order changed."""
     events: list[SourceEvent] = [*rows.newly_cut()]
     old, new = ([(chunk.uri, chunk.passage, chunk.text) for chunk in chunks] for chunks in (before, best))
     if new != old:

@@ -40,7 +40,7 @@ def identifier(*parts: str) -> sql.Identifier:
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """The approximate index of a table."""
+    """An approximate index of a table, whose search a setting widens."""
 
     setting: str
     """The setting that widens its search: `hnsw.ef_search` or `ivfflat.probes`."""
@@ -154,7 +154,7 @@ async def fetch(connection: Connection, query: str, *values: Any) -> list[tuple[
 
 
 def _select_columns(table: str, columns: Mapping[str, str | None], existing: Mapping[str, Any]) -> dict[str, str]:
-    """Return the column of each field. Only columns that the caller named, or that a chunk needs, must exist."""
+    """Return each field's column; raise VectorIndexError if a named or necessary one is missing or of a wrong type."""
     selected: dict[str, str] = {}
     for field, default in DEFAULT_COLUMNS.items():
         column = columns.get(field, default)
@@ -219,8 +219,6 @@ class _Record(BaseModel):
 
 
 class _Comment(BaseModel):
-    """The comment of a table, as JSON."""
-
     streamrag: _Record
 
 

@@ -14,14 +14,11 @@ from streamrag.sources.index.index_folder import with_title
 from streamrag.sources.postgres.link import Address, Connection
 from streamrag.sources.postgres.table import fetch, identifier, read_record, record_of
 
-TEXTS_PER_JOB = 128
-"""Texts in one job of the embedding worker, and rows in one transaction, between progress reports."""
-MAX_INDEXED_DIMENSIONS = 2_000
-"""pgvector's limit for indexed vectors."""
+TEXTS_PER_JOB = 128  # texts in one job of the embedding worker, and rows in one transaction, between progress reports
+MAX_INDEXED_DIMENSIONS = 2_000  # pgvector's limit for indexed vectors
 MAX_PLAIN_DIMENSIONS = 1_000
 """Vectors of up to 4 KB are stored in the row, so that exact search reads one page for each instead of two."""
-LOCK_SPACE = 0x5247
-"""First key of our advisory locks; the second one identifies the table."""
+LOCK_SPACE = 0x5247  # first key of our advisory locks; the second one identifies the table
 _TABLE = """
     CREATE TABLE {name} (
         uri text NOT NULL,
@@ -67,17 +64,14 @@ class TableWriter:
         self.num_embedded = self.num_removed = self.dimension = 0
 
     async def lock(self) -> None:
-        """Lock the table against other builds until the connection is closed.
-
-        :raises VectorIndexError: another build holds the lock.
-        """
+        """Lock the table until the connection closes; raise VectorIndexError if another build has locked it."""
         schema = self._parts[0] if len(self._parts) > 1 else None
         ((is_ours,),) = await fetch(self._connection, _LOCK, LOCK_SPACE, schema, self._quoted, self._parts[-1])
         if not is_ours:
             raise VectorIndexError(f"{self._address}: another build fills table {'.'.join(self._parts)}: wait for it")
 
     async def make_table(self, embedder: EmbedderIdentity, words: str) -> None:
-        """Create the table with a record of its embedder, or check an existing table.
+        """Create pgvector's extension and the table with a record of its embedder, or check an existing table.
 
         words: the text search configuration of its full-text index.
 
@@ -107,6 +101,7 @@ class TableWriter:
                 await self._connection.execute(comment_on)
 
     def _check(self, made_with: EmbedderIdentity | None, embedder: EmbedderIdentity) -> None:
+        """Raise IndexExistsError unless streamrag made the table, IndexMismatchError if another embedder filled it."""
         if made_with is None:
             raise IndexExistsError(
                 f"{self._address}: there is a table {'.'.join(self._parts)} that streamrag did not make: name another "
@@ -119,7 +114,7 @@ class TableWriter:
             )
 
     async def add(self, pool: EmbedderPool, uri: str, title: str, passages: Mapping[int, str]) -> None:
-        """Queue the new and changed passages of a document for writing, and the others of it for removal."""
+        """Queue a document's changed passages for writing, and surplus ones for removal; write a full batch."""
         query = sql.SQL("SELECT passage, digest FROM {} WHERE uri = %s").format(self._name_beside_values)
         existing: dict[int, str] = dict(await (await self._connection.execute(query, [uri])).fetchall())
         for passage, text in passages.items():
@@ -154,7 +149,7 @@ class TableWriter:
         self.num_removed += (await self._connection.execute(query, [uris])).rowcount
 
     async def make_indexes(self) -> None:
-        """Create the missing indexes. After filling, this is faster than growing them row by row."""
+        """Create missing indexes, none of vectors over 2,000 dimensions, and analyze the table."""
         ((has_vectors, has_words),) = await fetch(self._connection, _HAS_INDEXES, self._quoted)
         self._report(0, 2, "indexing")
         if not has_words:

@@ -30,10 +30,8 @@ from streamrag.support.messages import short_repr
 from streamrag.support.tasks import cancel_and_wait
 from streamrag.support.validation import Count, Seconds, validated
 
-KEYWORD_TIMEOUT_S = 10.0
-"""A keyword search takes about a millisecond, or a second in a worker that replaced another."""
-MAX_WAITING_EVENTS = 16
-"""Bound of the queue of the vector search's events."""
+KEYWORD_TIMEOUT_S = 10.0  # a keyword search takes about a millisecond, or a second in a worker that replaced another
+MAX_WAITING_EVENTS = 16  # bound of the queue of the vector search's events
 _Events: TypeAlias = "asyncio.Queue[SourceEvent | Exception | None]"
 """Events of the vector search, its error if it fails, and None at its end."""
 _AtMost4096 = Annotated[Count, Field(le=1 << 12)]
@@ -162,6 +160,7 @@ class HybridSource:
         self._opened = _Opened(manifest.num_passages, keywords, reranker, parts)
 
     def _check(self) -> tuple[Manifest, str, RerankerPlace | None]:
+        """Check index and packages, or raise as `start`; return manifest, its hash and the reranker's place, if any."""
         manifest, manifest_sha256 = check_index(self._folder)
         require_package("snowballstemmer")
         if KEYWORDS not in manifest.files:
@@ -201,6 +200,7 @@ class HybridSource:
             yield CutShort("; ".join(failures.missing))
 
     async def _passages(self, opened: _Opened, query: str, failures: Failures) -> AsyncGenerator[SourceEvent, None]:
+        """Yield the updates of keywords, vectors and reranker. Raises if parts failed and none found anything."""
         refinement = Refinement(self._k)
         num_batches = ceil(min(self._candidates, opened.num_passages) / self._batch_size) if opened.reranker else 0
         queue: _Events = asyncio.Queue(MAX_WAITING_EVENTS)
@@ -232,6 +232,7 @@ class HybridSource:
         return tuple(Chunk(**fields) for fields in answer["passages"])
 
     async def _pull(self, query: str, queue: _Events) -> None:
+        """Put the events of the vector search into the queue, then its error, if any, then None."""
         try:
             async with aclosing(Retrieval(self._vectors, query).events()) as events:
                 async for event in events:
@@ -243,7 +244,7 @@ class HybridSource:
     async def _rerank(
         self, reranker: RerankerPool, refinement: Refinement, query: str, failures: Failures
     ) -> AsyncGenerator[Update, None]:
-        """Yield an update for each batch that changes the best passages. Each batch is a job, to share the workers."""
+        """Yield an update for each batch that changes the best passages, until one fails. Each batch is one job."""
         candidates = refinement.fused[: self._candidates]
         batches = [candidates[i : i + self._batch_size] for i in range(0, len(candidates), self._batch_size)]
         score = reranker.scorer(query, is_one_deadline=True)
@@ -260,6 +261,7 @@ class HybridSource:
                 yield Update(refinement.best, self._hint(0, began_s, len(batches) - number - 1))
 
     def _hint(self, num_stages: int | None, began_s: float, num_batches: int) -> Hint:
+        """Return the remaining steps, None if unknown, and their duration by recent queries."""
         num_chunks = None if num_stages is None else num_stages + num_batches
         search_s = max(0.0, self._search_duration.mean_s - (loop_time() - began_s)) if num_stages != 0 else 0.0
         batches_s = num_batches * self._batch_duration.mean_s if num_batches else 0.0

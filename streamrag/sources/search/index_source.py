@@ -26,8 +26,6 @@ NumPassages = Annotated[Count, Field(le=1 << 16)]
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A passage that a stage found."""
-
     distance: float
     """Squared distance to the query."""
     number: int
@@ -59,6 +57,7 @@ class IndexSource(ABC):
         """Return the options of each stage's job."""
 
     def _job(self, stage: Mapping[str, Any], best: Sequence[Hit], k: int) -> Mapping[str, Any]:
+        """Return the options of a stage's job, by default the stage's; they may depend on the results so far."""
         return stage
 
     @abstractmethod
@@ -95,6 +94,7 @@ class IndexSource(ABC):
         progress("the index is ready")
 
     def _check(self) -> tuple[Manifest, str, ModelPlace]:
+        """Check index and packages, or raise as `start`; return the manifest, its hash and the embedder's place."""
         manifest, manifest_sha256 = check_index(self._folder)
         if manifest.kind != self._kind:
             other = {"diskann": "VectorSource", "ivf": "IvfSource"}[manifest.kind]
@@ -103,6 +103,7 @@ class IndexSource(ABC):
         return manifest, manifest_sha256, embedder_of_index(self._folder, manifest.embedder, self._embedder)
 
     async def _open(self, workers: WorkerPool) -> None:
+        """Open the index in one worker; raise IndexCorruptError if that kills the process."""
         try:
             await run_job(workers, {"do": "open"})
         except WorkerTimeoutError:

@@ -14,8 +14,7 @@ from streamrag.support.messages import message_of
 
 log = logging.getLogger("streamrag.sources")
 
-NEWEST_WEIGHT = 0.2
-"""Weight of the newest duration in the moving average."""
+NEWEST_WEIGHT = 0.2  # weight of the newest duration in the moving average
 
 
 class Refinement:

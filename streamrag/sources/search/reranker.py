@@ -95,6 +95,7 @@ class RerankerPool:
         return score
 
     async def _score(self, query: str, texts: list[str], share: Share, end_s: float) -> list[float]:
+        """Score in a worker, or raise TooSlowError at `end_s`. After a failure, load the model in a new worker."""
         try:
             async with asyncio.timeout_at(end_s):
                 job = {"do": "score", "query": query, "texts": texts}
@@ -169,6 +170,7 @@ def _late_interaction(location: str, device: str) -> ScorePassages:
 
 
 def _is_text(output: dict[str, Any], special: Any) -> Any:
+    """Return a mask of the tokens that are neither padding nor special."""
     import torch
 
     ids = output["input_ids"].cpu()
@@ -184,8 +186,6 @@ _KINDS: dict[str, Callable[[str, str], ScorePassages]] = {
 
 @dataclass
 class RerankerHandler(JobHandler):
-    """A handler of the pool's jobs."""
-
     kind: str
     location: str
     reranker: str
@@ -196,7 +196,7 @@ class RerankerHandler(JobHandler):
         return self.score("What is this?", ["This is a passage.", "And another one."])
 
     def score(self, query: str, texts: list[str]) -> dict[str, Any]:
-        """Return a score for each text."""
+        """Return a finite score for each text, larger for better; raise ConfigurationError for anything else."""
         score = self._score
         try:
             values = score(without_lone_surrogates(query), [without_lone_surrogates(text) for text in texts])

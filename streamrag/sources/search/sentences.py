@@ -13,10 +13,8 @@ SENTENCE_END = re.compile(r"(?<=[.!?…])\s+(?=[^\W\d_a-z]|[a-z]\w*[_=(.]\w)|(?<
 """Before a capital, a letter of a script without case, or an identifier of code."""
 ITEMS = ("- ", "* ", "• ")
 """Markers of list items."""
-MAX_SENTENCES = 64
-"""Most sentences of one passage; the last one holds the rest."""
-MIN_WORDS_SHARE = 0.5
-"""Least share of letters, digits and spaces in a sentence; a line with fewer is a drawing."""
+MAX_SENTENCES = 64  # most sentences of one passage; the last one holds the rest
+MIN_WORDS_SHARE = 0.5  # least share of letters, digits and spaces in a sentence; a line with fewer is a drawing
 
 
 def split_sentences(text: str) -> list[str]:
@@ -85,4 +83,5 @@ class BestSentences:
 
 
 def _has_words(text: str) -> bool:
+    """Whether at least half of the characters are letters, digits or spaces."""
     return sum(c.isalnum() or c == " " for c in text) >= MIN_WORDS_SHARE * len(text)

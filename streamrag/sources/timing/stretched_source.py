@@ -25,12 +25,13 @@ _Arrival: TypeAlias = "tuple[float, SourceEvent | Exception | None]"
 class StretchedSource(SourceWrapper):
     """A source that delays the events of `source`, which runs at its own speed.
 
-    The first event is never delayed. With `gaps_s`, each later event is due the next gap after the one before it was
-    due (the last gap repeats), and the end is due `end_gap_s` after the last event. With `factor`, everything,
-    including the end, is due `factor` times as long after the first event as it arrived. An event that arrives after
-    it is due is passed on at once.
+    The first event is never delayed. An event that arrives after it is due is passed on at once. A hint's `end_s` is
+    multiplied by `factor`, or omitted.
 
-    Starting and closing it starts and closes `source`. A hint's `end_s` is multiplied by `factor`, or omitted.
+    source: the source to delay; it is started and closed with this one.
+    gaps_s: seconds from the time at which an event is due to that of the next one. The last gap repeats.
+    end_gap_s: with `gaps_s`, seconds from the last event to the end.
+    factor: instead of `gaps_s`: how many times as long after the first event everything is due, the end included.
 
     :raises ConfigurationError: not exactly one of `gaps_s` and `factor` is given, or a value is invalid.
     """
@@ -82,6 +83,7 @@ class StretchedSource(SourceWrapper):
             await cancel_and_wait([reader])
 
     async def _read(self, query: str, arrivals: "asyncio.Queue[_Arrival]") -> None:
+        """Put each event with the time of its arrival into the queue, then the source's error, or None at the end."""
         end: Exception | None = None
         try:
             async with aclosing(Retrieval(self._source, query).events()) as events:
@@ -92,6 +94,7 @@ class StretchedSource(SourceWrapper):
         await arrivals.put((self._clock(), end))
 
     def _with_hint(self, event: SourceEvent) -> SourceEvent:
+        """Return the event, whose hint has its `end_s` multiplied by `factor`, or none with `gaps_s`."""
         if isinstance(event, Skipped | CutShort) or not event.hint or event.hint.end_s is None:
             return event
         end_s = None if self._factor is None else event.hint.end_s * self._factor

@@ -75,7 +75,7 @@ class FairQueue(Generic[T]):
         self._is_closed = False
 
     def put(self, item: T) -> None:
-        """Add a free item."""
+        """Add a free item, which a waiting job gets at once."""
         self._free.append(item)
         self._serve()
 
@@ -133,6 +133,7 @@ class FairQueue(Generic[T]):
             self._waiters[share] = others
 
     def _serve(self) -> None:
+        """Give free items to waiting jobs: least used share first, in it the least used part, then by arrival."""
         self._update_level()
         while self._free and not self._is_closed and (share := self._next_share()):
             waiter = min(
@@ -145,6 +146,7 @@ class FairQueue(Generic[T]):
                 waiter.future.set_result(self._free.pop(0))
 
     def _next_share(self) -> Share | None:
+        """Return the waiting share that has used least. A share that was stopped gets at most half of the items."""
         max_held = max(1, self._size // 2)
         shares = [share for share in self._waiters if not share.was_stopped or share.num_held < max_held]
         return min(shares, key=lambda share: (share.used_s(self._now_s), self._waiters[share][0].number), default=None)

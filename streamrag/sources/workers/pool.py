@@ -40,6 +40,7 @@ class WorkerLimitError(WorkerError):
 
 
 def _started(slot: _Slot) -> WorkerProcess | None:
+    """Return the worker of a slot; None if it is starting or failed to."""
     return None if not slot.done() or slot.cancelled() or slot.exception() else slot.result()
 
 
@@ -142,6 +143,7 @@ class WorkerPool:
             await wait_shielded([self._closing])
 
     async def _end_all(self) -> None:
+        """Kill busy workers, let idle ones end, and wait for all of them and their jobs."""
         slots, self._slots = self._slots, set()
         for slot in slots:
             if (worker := _started(slot)) and not worker.is_idle:
@@ -165,7 +167,7 @@ class WorkerPool:
         return slot
 
     async def _take(self, share: Share, part: str) -> tuple[_Slot, WorkerProcess]:
-        """Wait for a free slot and its worker. A worker that died while it was free is replaced first."""
+        """Wait for a free slot and its worker, first replacing a dead one. Raises if it cannot start, or on closing."""
         slot = await self._free.get(share, part) if self._is_open else None
         if slot is None:
             raise self._closed()
@@ -187,6 +189,7 @@ class WorkerPool:
         self._free.give_back(slot, share, part)
 
     def _replace(self, slot: _Slot) -> _Slot:
+        """Return a new slot; the old one's worker is killed, and waited for in the background."""
         self._slots.discard(slot)
         if worker := _started(slot):
             worker.kill()
@@ -202,6 +205,7 @@ class WorkerPool:
         ask: Callable[[], Awaitable[dict[str, Any]]],
         timeout_s: float | None,
     ) -> dict[str, Any]:
+        """Return the answer of `ask`, or translate its error. Replaces an unusable worker, and frees the slot."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await ask()

@@ -33,7 +33,7 @@ class WorkerJobError(WorkerError):
 
 
 class WorkerStartError(WorkerJobError):
-    """Creating the handler failed."""
+    """A handler that could not be created."""
 
 
 class WorkerTimeoutError(WorkerError):
@@ -41,8 +41,6 @@ class WorkerTimeoutError(WorkerError):
 
 
 class WorkerProcess:
-    """A worker process and its pipes."""
-
     def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
         assert process.stdin
         assert process.stdout

@@ -12,13 +12,12 @@ from streamrag.trace.values import Trace, TracedAppend, TracedQuery
 
 HintKind: TypeAlias = Literal["estimated", "exact"]
 
-USUAL_GAP_S = 1.053
-"""Published mean gap between a crawl's pages, as a prior that counts as one gap."""
-USUAL_DURATION_S = 4.47
-"""Published mean duration of a search."""
+USUAL_GAP_S = 1.053  # published mean gap between a crawl's pages, as a prior that counts as one gap
+USUAL_DURATION_S = 4.47  # published mean duration of a search
 
 
 def with_hints(trace: Trace, kind: HintKind) -> Trace:
+    """Return the trace with new hints of this kind in place of its own."""
     return Trace(tuple(_hinted(query, kind) for query in trace.queries), {**trace.provenance, "hints": kind})
 
 
@@ -28,6 +27,7 @@ def _hinted(query: TracedQuery, kind: HintKind) -> TracedQuery:
 
 
 def _hint(query: TracedQuery, index: int, kind: HintKind) -> Hint:
+    """Return the hint of a query's event: of the true end, or of what a retriever could estimate then."""
     event = query.events[index]
     num_left = len(query.events) - 1 - index
     if kind == "exact":

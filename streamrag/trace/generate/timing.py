@@ -7,8 +7,7 @@ from random import Random
 
 from streamrag.trace.generate.distributions import Marginal, couple
 
-NUM_TRIES = 10_000
-"""Maximum number of attempts to exchange gaps for a query whose gaps exceed its duration."""
+NUM_TRIES = 10_000  # maximum number of attempts to exchange gaps for a query whose gaps exceed its duration
 
 
 @dataclass(frozen=True, slots=True)

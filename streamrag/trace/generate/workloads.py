@@ -22,8 +22,6 @@ LongWindow: TypeAlias = Literal["first", "last"]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The distributions of a workload."""
-
     name: WorkloadName
     num_queries: int
     tokens: Marginal
@@ -39,6 +37,7 @@ class Workload:
     """Maximum of a chunk's length above the median, in units of `sigma_chunk`, before scaling to its query."""
 
     def length(self, rng: Random) -> float:
+        """Draw a chunk's relative length: log-normal with median 1, cut at `max_sigmas`."""
         return exp(self.sigma_chunk * min(rng.gauss(), self.max_sigmas))
 
 
@@ -93,8 +92,7 @@ ANNS = Workload(
     sigma_query=0.4,
     max_sigmas=2.0,
 )
-NUM_DOCUMENTS = 10
-"""Documents in every pool of the ANNS workload."""
+NUM_DOCUMENTS = 10  # documents in every pool of the ANNS workload
 MAX_CONTEXT_TOKENS = 120_000
 """Maximum tokens of a pool of the ANNS workload, so that prompts fit the published model's 131,072."""
 
@@ -184,7 +182,7 @@ def _pools(num_pools: int, rank_bias: int, rng: Random) -> list[tuple[int, ...]]
 
 
 def _documents(query: int, total: int, lengths: Sequence[float], pools: Sequence[tuple[int, ...]]) -> list[TracedChunk]:
-    """Return the documents of all pools of a query; those of the last pool have `total` tokens in sum."""
+    """Return a query's documents: those of the last pool have `total` tokens, the others fit into their pools."""
     final = pools[-1]
     num_tokens = dict(zip(final, apportion(total, [lengths[j] for j in final]), strict=True))
     per_length = total / sum(lengths[j] for j in final)

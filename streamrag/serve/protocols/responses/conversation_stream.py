@@ -82,6 +82,7 @@ class ConversationStream:
         yield answered
 
     async def _prompts(self) -> AsyncGenerator[Prompt, None]:
+        """Yield the newest prompt whenever it has changed, and report it; the complete one is the last."""
         sent: tuple[int, ...] = ()
         is_complete = False
         while not is_complete:
@@ -103,9 +104,11 @@ class ConversationStream:
             yield Prompt(token_ids, num_shared, is_complete)
 
     def _now(self) -> float:
+        """Return the seconds since this stream was made."""
         return time.monotonic() - self._start_s
 
     def _answer(self, chunks: Sequence[AnswerChunk], first_token_s: float | None) -> Answer:
+        """Join the chunks and figures to an answer without citations: the conversation is the context."""
         last, model, total_s = chunks[-1], self._service.model, self._now()
         ttft_s = total_s if first_token_s is None else first_token_s
         timings = Timings(0.0, None, self._complete_s, ttft_s, ttft_s - self._complete_s, total_s)

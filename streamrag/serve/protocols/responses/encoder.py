@@ -114,11 +114,13 @@ class ResponseEncoder:
         ]
 
     def _add_item(self, item: dict[str, Any]) -> ServerEvent:
+        """Append an item to the response's output, and return its event. The event has a copy of the item."""
         self.response["output"].append(item)
         index = len(self.response["output"]) - 1
         return self._event("response.output_item.added", output_index=index, item=dict(item))
 
     def _add(self, text: str) -> list[ServerEvent]:
+        """Add text of the answer, and return its event and those of the citations that it completes."""
         num_before = len(self._text)
         self._text += text
         events = [self._event("response.output_text.delta", **self._at, delta=text, logprobs=[])]
@@ -132,6 +134,7 @@ class ResponseEncoder:
         return events
 
     def _complete(self, answer: Answer) -> list[ServerEvent]:
+        """Return the last events of an answer, and complete the response: "incomplete" if the answer was cut."""
         assert self._message is not None
         is_cut = answer.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
@@ -155,6 +158,7 @@ class ResponseEncoder:
 
     @property
     def _at(self) -> dict[str, Any]:
+        """The message's place in the output, as fields of its events."""
         assert self._message is not None
         return {"output_index": len(self.response["output"]) - 1, "item_id": self._message["id"], "content_index": 0}
 
@@ -162,6 +166,7 @@ class ResponseEncoder:
         return {"type": "output_text", "text": self._text, "annotations": list(self._annotations), "logprobs": []}
 
     def _event(self, kind: str, **values: Any) -> ServerEvent:
+        """Return an event with the next sequence number, and the request's `stream_id` if it has one."""
         event = {"type": kind, "sequence_number": self._num_events, **values}
         if self._request.body.stream_id is not None:
             event["stream_id"] = self._request.body.stream_id

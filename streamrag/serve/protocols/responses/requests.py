@@ -33,8 +33,6 @@ Id = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class CacheOptions(BaseModel):
-    """Options of the prompt cache."""
-
     prewarm: bool | None = None
 
 
@@ -75,7 +73,7 @@ class ResponseRequest(BaseModel):
         )
 
     def params(self, default: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters."""
+        """Return the request's sampling parameters, `default`'s where it has none, as `sampling` does."""
         return sampling(default, max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p)
 
     def check(self, *, is_socket: bool) -> None:

@@ -73,7 +73,7 @@ class ResponseRun:
         await self._send_all(self.encoder.begin())
 
     async def follow(self, events: AsyncIterator[QueryEvent]) -> None:
-        """Encode and send these events, except those of the complete answer, which `finish` sends."""
+        """Encode and send these events; keep the complete answer, whose events `finish` sends."""
         async for event in events:
             if not self.encoder.has_begun:
                 await self.begin()
@@ -102,6 +102,7 @@ class ResponseRun:
             self._on_complete(State(request.id, response, (*request.turns, *more), request.brings_context))
 
     async def _send_all(self, events: list[ServerEvent]) -> None:
+        """Send events in order; without `send`, as for a response in one piece, they are only encoded."""
         if self.send is not None:
             for event in events:
                 await self.send(event)

@@ -23,6 +23,7 @@ from streamrag.serve.service import Service
 
 
 def routes(service: Service) -> list[BaseRoute]:
+    """Return the routes of `/v1/responses`, which share one store of responses."""
     handlers = _Handlers(service)
     return [
         Route("/v1/responses", handlers.create, methods=["POST"]),
@@ -40,6 +41,7 @@ class _Handlers:
         self._states = StateStore(service.limits)
 
     async def create(self, request: Request) -> Response:
+        """Answer a request, whole or as SSE; a stored response is kept once it is complete."""
         caller: Caller = request.scope[CALLER]
         body = await read_body(request, ResponseRequest)
         previous = self._states.previous(body.previous_response_id, caller.client)
@@ -64,6 +66,7 @@ class _Handlers:
         return await respond(request, produce, on_failure=fail, send_timeout_s=timeout_s)
 
     async def stored(self, request: Request) -> Response:
+        """Return a stored response, or delete it. Raises RequestError (404) if the client has none."""
         id, client = request.path_params["id"], request.scope[CALLER].client
         if request.method == "DELETE":
             self._states.delete(id, client)
@@ -73,6 +76,7 @@ class _Handlers:
         return Response(self._states.get(id, client).response, media_type="application/json")
 
     async def cancel(self, request: Request) -> Response:
+        """Raise RequestError: a stored response is complete, so that none can be cancelled."""
         self._states.get(request.path_params["id"], request.scope[CALLER].client)
         message = "Cannot cancel a synchronous response. This service does not support background responses."
         raise RequestError(message, param="response_id")

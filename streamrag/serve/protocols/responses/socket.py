@@ -69,6 +69,7 @@ class ResponseSocket(Frames):
             self.states.forget(self.caller.client, self)
 
     def _stream(self, stream_id: str | None, tasks: TaskGroup) -> "SocketStream":
+        """Return the stream of this id, started if new. An idle one ends for it; without one, it is refused."""
         if stream_id in self._streams:
             return self._streams[stream_id]
         most = self.service.limits.max_queries_per_client
@@ -158,6 +159,7 @@ class SocketStream:
                 return None
 
     async def _prepare(self, response: ResponseRun, stream: ConversationStream) -> None:
+        """Set the conversation, and complete a response without an answer. Only the first prompt's error is raised."""
         is_first = stream.is_empty
         try:
             prompt = await stream.extend(response.request.conversation, is_complete=False)
@@ -177,6 +179,7 @@ class SocketStream:
         events: MemoryObjectReceiveStream[QueryEvent],
         reader: Reader,
     ) -> None:
+        """Set the whole conversation, and send its answer's events except the last; raise after the deadline."""
         deadline_s = self._service.limits.deadline_s
         prompt = await stream.extend(response.request.conversation, is_complete=True)
         response.encoder.num_shared = prompt.num_shared
@@ -213,6 +216,7 @@ class SocketStream:
                 return self._current
 
     def _check(self, body: CreateEvent) -> ResponseRun:
+        """Return a run of the request. Raises RequestError if it, or the response that it continues, is unusable."""
         socket, client = self._socket, self._socket.caller.client
         previous = socket.states.previous(body.previous_response_id, client, socket)
         request = check_request(self._service, body, previous, is_socket=True)

@@ -48,7 +48,6 @@ class StateStore:
 
     @property
     def num_states(self) -> int:
-        """Number of stored states."""
         return len(self._states)
 
     @property
@@ -72,7 +71,7 @@ class StateStore:
             self._evict_from(max(self._num_bytes, key=lambda each: self._num_bytes[each]))
 
     def get(self, id: str, client: str, connection: object = None) -> State:
-        """Return a state of a client or of its connection. Raises RequestError if there is none or it has expired."""
+        """Return a state of a client or connection, marked as used. Raises RequestError if there is none."""
         self._expire()
         for key in ((client, None, id), (client, connection, id)):
             if key in self._states:
@@ -83,7 +82,7 @@ class StateStore:
         raise RequestError(message, status=404, code="response_not_found")
 
     def previous(self, id: str | None, client: str, connection: object = None) -> State | None:
-        """Return the state that a request continues, if it names one. Raises RequestError if there is no such state."""
+        """Return the state that a request names, None if it names none. Raises RequestError if it is gone."""
         try:
             return None if id is None else self.get(id, client, connection)
         except RequestError as error:
@@ -101,6 +100,7 @@ class StateStore:
             self._remove(key)
 
     def _expire(self) -> None:
+        """Remove states that were not used for `state_s` seconds."""
         oldest_s = self._clock() - self._limits.state_s
         while self._states and next(iter(self._states.values()))[1] <= oldest_s:
             self._remove(next(iter(self._states)))

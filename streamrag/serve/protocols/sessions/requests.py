@@ -112,7 +112,7 @@ async def append_data(service: Service, served: ServedSession, request: Data) ->
 async def answer_events(
     service: Service, caller: Caller, served: ServedSession, question: QuestionBody
 ) -> AsyncGenerator[QueryEvent, None]:
-    """Yield the events of a question until it is answered."""
+    """Yield the events of a question until it is answered. Raises the error for a closed session if it is closed."""
     params = service.cap_params(
         sampling(service.params, max_tokens=question.max_tokens, temperature=question.temperature, seed=question.seed)
     )

@@ -54,6 +54,7 @@ MAX_DATA = 500  # maximum chunks that one request reads
 
 
 def routes(service: Service) -> list[BaseRoute]:
+    """Return the routes below `/v1/sessions`, which share one store of sessions."""
     handlers = _Handlers(service)
     one = "/v1/sessions/{id}"
     return [
@@ -79,6 +80,7 @@ class _Handlers:
         self._store = SessionStore(service)
 
     async def _find(self, request: Request, *, starts: bool = True) -> ServedSession:
+        """Return the client's session, used now, and resumed if `starts`. Raises RequestError without one."""
         return await self._store.find(request.path_params["id"], request.scope[CALLER].client, starts=starts)
 
     async def open(self, request: Request) -> Response:

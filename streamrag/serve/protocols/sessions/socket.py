@@ -57,7 +57,7 @@ class CancelFrame(StrictModel):
 
 
 class Frame(RootModel[Annotated[AppendFrame | AskFrame | CancelFrame, Field(discriminator="type")]]):
-    """A client's frame."""
+    """A frame of a client, told by its `type`: append, ask or cancel."""
 
 
 class SessionSocket(Frames):
@@ -86,6 +86,7 @@ class SessionSocket(Frames):
                     await self.send_error(error, request.id)
 
     async def _serve_frame(self, request: AppendFrame | AskFrame | CancelFrame, tasks: TaskGroup) -> None:
+        """Append data, begin to answer, or cancel; raise RequestError if it is invalid. Waits if answers are unread."""
         match request:
             case AppendFrame():
                 done: dict[str, Any] = {"type": "appended", **await append_data(self._service, self._served, request)}
@@ -102,6 +103,7 @@ class SessionSocket(Frames):
                 self._questions[request.id][0].cancel()
 
     def _check(self, id: str) -> None:
+        """Raise RequestError if a question with this id is open, or too many questions are."""
         if id in self._questions:
             raise RequestError("a question of this id is open", status=409, code="id_in_use", param="id")
         most = self._service.limits.max_queries_per_client
@@ -110,6 +112,7 @@ class SessionSocket(Frames):
             raise RequestError(what, status=429, code="too_many_asks")
 
     async def _answer(self, question: AskFrame) -> None:
+        """Answer a question and send its events; the last one is the answer, an error or "cancelled"."""
         scope, has_ended = self._questions[question.id]
         last: dict[str, Any] = {"type": "cancelled", "id": question.id}
         try:
@@ -132,6 +135,7 @@ class SessionSocket(Frames):
         has_ended.set()
 
     async def _send_events(self, last_event_id: int) -> None:
+        """Send the session's state and its events; close the socket when the session ends or the key is revoked."""
         await self.send({"type": "session", **encode_state(self._served)})
         num_before = self._served.num_events
         try:
