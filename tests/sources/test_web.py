@@ -786,7 +786,7 @@ async def test_closing_the_source_ends_its_crawls_with_an_error(site: Website) -
 
 async def test_what_is_not_installed_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match=r"crawl4ai is not installed.*pip install 'streamrag\[crawl\]'"):
+    with pytest.raises(MissingDependencyError, match=r"crawl4ai is not installed.*pip install '\.\[crawl\]'"):
         await WebSource(["http://docs.example/"]).start(lambda line: None)
 
 

@@ -12,7 +12,7 @@ import anyio.to_thread
 
 from streamrag.core import Chunk, CutShort, Progress, Skipped, SourceEvent, Update
 from streamrag.core.lifecycle import started_once
-from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
+from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError, install_line
 from streamrag.sources.passage_reader import TEXTS, PassageReader
 from streamrag.support.display_text import excerpt
 from streamrag.support.messages import short_repr
@@ -56,7 +56,7 @@ class _McpSource:
         :raises SourceError: the server cannot be started or reached, or does not answer.
         """
         if importlib.util.find_spec("mcp") is None:
-            raise MissingDependencyError("mcp", "pip install 'streamrag[mcp]'")
+            raise MissingDependencyError("mcp", install_line("mcp"))
         progress(f"{self.name}: connecting to its MCP server")
         connection = await anyio.to_thread.run_sync(import_module, "streamrag.adapters.mcp.connection")  # slow
         self._opened = connection.McpConnection(self._server, **self._options)

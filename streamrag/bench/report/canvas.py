@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from streamrag.errors import MissingDependencyError
+from streamrag.errors import MissingDependencyError, install_line
 from streamrag.support.display_text import for_picture
 from streamrag.support.files import write_atomic
 
@@ -16,7 +16,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise MissingDependencyError("matplotlib", "pip install 'streamrag[plot]'") from None
+        raise MissingDependencyError("matplotlib", install_line("plot")) from None
 
 
 def make_panels(num: int, height: float, num_columns: int = 3) -> tuple[Any, list[Any]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrag.bench.report.comparison import Figure
-from streamrag.errors import MissingDependencyError
+from streamrag.errors import MissingDependencyError, install_line
 from streamrag.support.display_text import one_line
 
 
@@ -83,4 +83,4 @@ def require_jinja() -> None:
     try:
         import jinja2  # noqa: F401
     except ImportError:
-        raise MissingDependencyError("jinja2", "pip install 'streamrag[bench]'") from None
+        raise MissingDependencyError("jinja2", install_line("bench")) from None

@@ -14,7 +14,7 @@ import httpcore
 
 from streamrag.core import Progress, SourceEvent
 from streamrag.core.lifecycle import started_once
-from streamrag.errors import ConfigurationError, MissingDependencyError, UnreachableError
+from streamrag.errors import ConfigurationError, MissingDependencyError, UnreachableError, install_line
 from streamrag.sources.crawl.crawl import Crawl
 from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.crawl.page_reader import PageReader, SharedState
@@ -32,7 +32,7 @@ from streamrag.support.versions import __version__
 MAX_LOOKUPS = 32  # names that all crawls together resolve concurrently; an unanswered one holds a thread for 30 s
 MAX_ROBOTS = 4  # robots.txt files that are parsed concurrently
 PACKAGES = ("crawl4ai", "rank_bm25", "hishel", "protego", "pypdf", "rensa", "tenacity")
-INSTALL = "pip install 'streamrag[crawl]'"
+INSTALL = install_line("crawl")
 SCRATCH = "crawl"
 
 CLEANER = "streamrag.sources.pages.page_cleaner:PageCleaner"

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TypeAlias
 
-from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
+from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError, install_line
 from streamrag.support.messages import short_repr
 
-INSTALL = "pip install 'streamrag[postgres]'"
+INSTALL = install_line("postgres")
 DEFAULT_COLUMNS = {name: name for name in ("text", "uri", "title", "passage", "embedding", "words")}
 """Default column of each field of a chunk. `words` holds the lexemes of the text, a tsvector."""
 NEEDED = ("text", "uri", "embedding")
