@@ -1,8 +1,9 @@
 """Resolve the documented combinations of extras on each supported Python; with --install, also install as documented.
 
-Prints one table per Python: rows are parts of streamrag, columns frameworks. A cell has the megabytes to download, or
-the number of the reason below the table why nothing can be installed. A last table has each extra alone. Needs uv, and
-downloads only metadata. Takes some minutes.
+Prints one table per Python: rows are parts of streamrag, columns frameworks. A cell has the megabytes to download. With
+a star, one command of uv installs the combination with overrides.txt, and pip needs the commands of docs/install.md. A
+cell may also have the number of the reason below the table why nothing can be installed. Then each extra alone. Needs
+uv, and downloads only metadata. Takes some minutes.
 
 With --install, the commands of docs/install.md run with pip and this Python, each block in an environment of its own.
 What the block's extras bring is imported, and `pip check` is shown. Takes about half an hour and some gigabytes.
@@ -33,11 +34,9 @@ INTEGRATIONS = ("", "langchain", "llamaindex", "haystack", "serve", "ray")
 NOT_LISTED = {"dev", "docs"}
 """Extras for those who work on streamrag."""
 
-CPU_TORCH = "torch==2.13.0"
-"""Resolved in place of its CPU build, which has the same dependencies but for CUDA's, and is on PyTorch's index."""
+CPU_TORCH = ("filelock", "fsspec>=0.8.5", "jinja2", "networkx>=2.5.1", "setuptools>=77.0.3", "sympy>=1.13.3")
+"""What torch's build for CPUs depends on. Resolved in its place, because it is on PyTorch's index."""
 CPU_TORCH_BYTES = 192_000_000
-FOR_CUDA = ("torch", "triton", "nvidia-", "cuda-")
-"""Beginnings of the names of the packages that the CPU build of torch replaces."""
 
 MODULES = {
     "crawl": "crawl4ai",
@@ -62,15 +61,14 @@ def main() -> int:
         )
         for part in PARTS:
             with ThreadPoolExecutor(4) as pool:
-                cells = list(pool.map(partial(resolve, python, part), INTEGRATIONS))
-            num_failed += sum(isinstance(cell, str) for cell in cells)
-            table.add_row(part or "core", *(show(cell, reasons) for cell in cells))
+                table.add_row(part or "core", *pool.map(partial(cell, python, reasons, part), INTEGRATIONS))
+        num_failed += len(reasons)
         console.print(table)
         for number, reason in enumerate(reasons, start=1):
             console.print(f"({number}) {reason}", markup=False)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra in sorted(extras.keys() - NOT_LISTED):
-        console.print(f"{extra}: {show(resolve(PYTHONS[0], extra), [])} MB")
+        console.print(f"{extra}: {cell(PYTHONS[0], [], extra)} MB")
     for block in documented_commands() if arguments.install else ():
         problem = install(block)
         num_failed += problem is not None
@@ -78,29 +76,32 @@ def main() -> int:
     return 1 if num_failed else 0
 
 
-def show(cell: int | str, reasons: list[str]) -> str:
-    """Return the text of a cell. Adds its reason to `reasons` if that is new."""
-    if isinstance(cell, int):
-        return f"{cell / 1e6:,.0f}"
-    if cell not in reasons:
-        reasons.append(cell)
-    return f"no ({reasons.index(cell) + 1})"
+def cell(python: str, reasons: list[str], *extras: str) -> str:
+    """Return the text of a cell. If nothing can be installed, adds the reason to `reasons` if it is new."""
+    for overrides, mark in (("", ""), (OVERRIDES.read_text(), " *")):
+        found = resolve(python, overrides, *extras)
+        if isinstance(found, int):
+            return f"{found / 1e6:,.0f}{mark}"
+    if found not in reasons:
+        reasons.append(found)
+    return f"no ({reasons.index(found) + 1})"
 
 
 def uv() -> str:
     return shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
 
 
-def resolve(python: str, *extras: str) -> int | str:
+def resolve(python: str, overrides: str, *extras: str) -> int | str:
     """Return the bytes to download for a combination of extras, or the reason why it cannot be installed."""
     named = [name for name in extras if name]
     has_cpu_torch = any(name.endswith("-cpu") for name in named)
     with tempfile.TemporaryDirectory() as folder:
-        lock, overrides = Path(folder, "pylock.toml"), Path(folder, "overrides.txt")
-        overrides.write_text(OVERRIDES.read_text() + (f"{CPU_TORCH}\n" if has_cpu_torch else ""))
-        command = [uv(), "pip", "compile", "--quiet", "--no-sources", "--no-config", "--override", str(overrides)]
+        lock, override, also = (Path(folder, name) for name in ("pylock.toml", "overrides.txt", "also.txt"))
+        override.write_text(overrides + ("torch ; sys_platform == 'never'\n" if has_cpu_torch else ""))
+        also.write_text("\n".join(CPU_TORCH) if has_cpu_torch else "")
+        command = [uv(), "pip", "compile", "--quiet", "--no-sources", "--no-config", "--override", str(override)]
         command += ["--python-version", python, *(f"--extra={name}" for name in named), "--output-file", str(lock)]
-        command += ["--format", "pylock.toml", str(ROOT / "pyproject.toml")]
+        command += ["--format", "pylock.toml", str(ROOT / "pyproject.toml"), str(also)]
         names = {"PIP_FIND_LINKS": "UV_FIND_LINKS", "PIP_INDEX_URL": "UV_DEFAULT_INDEX"}
         settings = {new: os.environ[old] for old, new in names.items() if old in os.environ}
         done = subprocess.run(command, capture_output=True, text=True, env={**settings, **os.environ}, check=False)
@@ -108,8 +109,6 @@ def resolve(python: str, *extras: str) -> int | str:
             reason = re.sub(r"^.*?because", "", done.stderr, flags=re.I | re.S)
             return " ".join(reason.split()).split(" and streamrag")[0]
         packages = tomllib.loads(lock.read_text())["packages"]
-    if has_cpu_torch:
-        packages = [package for package in packages if not package["name"].startswith(FOR_CUDA)]
     wheels = [wheel for package in packages for wheel in package.get("wheels", [])[:1]]
     return sum(wheel.get("size", 0) for wheel in wheels) + has_cpu_torch * CPU_TORCH_BYTES
 

@@ -65,7 +65,6 @@ def test_each_extra_has_its_packages_and_its_size() -> None:
 def test_the_cpu_builds_are_of_one_release_of_torch() -> None:
     pinned = [line.split(";")[0] for name in ("embed-cpu", "vllm-cpu") for line in EXTRAS[name] if "torch" in line]
     assert pinned == ["torch==2.13.0+cpu"] * 2
-    assert all(pinned[0].startswith(MATRIX["CPU_TORCH"]) for _ in pinned)
     assert pinned[0] in (ROOT / "Dockerfile").read_text()
 
 
