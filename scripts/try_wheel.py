@@ -5,17 +5,19 @@
 With each Python, in environments of their own: the command, every public name without any extra, what a type checker
 sees, and the packages of each extra; with that for faiss, an index is built with a toy embedder, searched and verified.
 A version of Python that is neither here nor to be had, and an extra that does not resolve with it, are told and are no
-failure; with `--all` they are one.
+failure; with `--all` they are one. At the end: the files' SHA-256, and what still keeps them from being released.
 """
 
 import argparse
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,6 +180,22 @@ def extras_of(wheel: Path) -> Sequence[str]:
     return [name for name in re.findall(r"^Provides-Extra: (.+)$", told, re.MULTILINE) if name not in NOT_TRIED]
 
 
+def left_to_do(root: Path) -> Iterator[str]:
+    """Yield what keeps a checkout from being released, by the first points of the checklist."""
+    version = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
+    if f'__version__ = "{version}"' not in (root / "streamrag" / "support" / "versions.py").read_text():
+        yield f"streamrag/support/versions.py has not the version {version} of pyproject.toml"
+    changes = (root / "CHANGELOG.md").read_text()
+    if not re.search(rf"^## {re.escape(version)}\b.*\d{{4}}-\d\d-\d\d$", changes, re.MULTILINE):
+        yield f"CHANGELOG.md has no section {version} with its date"
+    if re.search(r"^## Unreleased\n\s*[^#\s]|^## Unreleased\n\s*###", changes, re.MULTILINE):
+        yield "CHANGELOG.md has changes under Unreleased"
+    if run("git", "status", "--porcelain", cwd=root).strip():
+        yield "files are not committed"
+    if run("git", "tag", "--list", f"v{version}", cwd=root).strip():
+        yield f"v{version} has been released already"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", default=PYTHONS, metavar="VERSION")
@@ -207,6 +225,11 @@ def main() -> int:
     except Failed as error:
         print(f"failed: {error}")
         return 1
+    for file in (wheel, sdist):
+        print(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}")
+    for line in left_to_do(ROOT):
+        print(f"before a release: {line}")
+    print("the checklist of a release is in CONTRIBUTING.md")
     print(f"tried {num_tried} of {len(arguments.versions)} versions of Python; {num_left} things were not to be had")
     return 1 if not num_tried or (arguments.all and num_left) else 0
 

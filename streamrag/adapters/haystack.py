@@ -1,4 +1,4 @@
-"""Adapters for Haystack, both ways. Needs `pip install 'streamrag[haystack]'`.
+"""Adapters for Haystack, both ways. Needs the extra `haystack`.
 
 source = HaystackSource(InMemoryBM25Retriever(store), rankers=[ranker])
 pipeline = haystack.Pipeline()
@@ -21,7 +21,7 @@ from streamrag.adapters.portal import LoopPortal
 from streamrag.adapters.retrieved_chunks import FoundChunk
 from streamrag.core import Chunk, Progress, Skipped, SourceEvent, Turn, Update
 from streamrag.core.lifecycle import started_once
-from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
+from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError, install_line
 from streamrag.pipeline import Pipeline
 from streamrag.query.options import QueryOptions, check_options
 from streamrag.sources.fusion import reciprocal_rank_fusion
@@ -42,7 +42,7 @@ try:
         select_streaming_callback,
     )
 except ImportError:
-    raise MissingDependencyError("haystack-ai", "pip install 'streamrag[haystack]'") from None
+    raise MissingDependencyError("haystack-ai", install_line("haystack")) from None
 
 __all__ = ["HaystackSource", "StreamragGenerator"]
 

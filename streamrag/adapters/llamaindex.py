@@ -1,4 +1,4 @@
-"""Adapters for LlamaIndex, both ways. Needs `pip install 'streamrag[llamaindex]'`.
+"""Adapters for LlamaIndex, both ways. Needs the extra `llamaindex`.
 
 source = LlamaIndexSource(index.as_retriever(), node_postprocessors=[reranker])
 with StreamragQueryEngine(Pipeline(source, OpenAIBackend(url)), streaming=True) as engine:
@@ -17,7 +17,7 @@ from typing import Any, Literal, Unpack
 from streamrag.adapters.portal import LoopPortal, PortalOwner
 from streamrag.adapters.retrieved_chunks import FoundChunk, retrieve_all
 from streamrag.core import Chunk, Source, SourceEvent, Startable, Update
-from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.errors import ConfigurationError, MissingDependencyError, install_line
 from streamrag.pipeline import Pipeline
 from streamrag.query.options import QueryOptions, check_options
 from streamrag.sources.fusion import reciprocal_rank_fusion
@@ -39,7 +39,7 @@ try:
     from llama_index.core.retrievers import QueryFusionRetriever
     from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 except ImportError:
-    raise MissingDependencyError("llama-index-core", "pip install 'streamrag[llamaindex]'") from None
+    raise MissingDependencyError("llama-index-core", install_line("llamaindex")) from None
 
 __all__ = ["LlamaIndexSource", "StreamragNodeRetriever", "StreamragQueryEngine"]
 

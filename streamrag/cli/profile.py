@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from streamrag.bench.report.canvas import require_matplotlib
 from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
 from streamrag.cli.progress import StepLines, bar
 from streamrag.demo.tiny_llama import make_tiny_llama
-from streamrag.errors import ConfigurationError
+from streamrag.errors import ConfigurationError, require_modules
 from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 
 if TYPE_CHECKING:
@@ -74,8 +73,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _run(arguments: argparse.Namespace) -> int:
     """Check what would fail only at the end, measure, and write the profile and its plot."""
-    from streamrag.bench.profile.picture import draw_profile  # this and the next two import pydantic: 0.25 s
-    from streamrag.engine.costs.curve_fit import require_scipy
+    from streamrag.bench.profile.picture import draw_profile  # this and the next import pydantic: 0.25 s
     from streamrag.engine.costs.profile_files import save_profile
 
     console = Output(stderr=True)
@@ -83,9 +81,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if not output.parent.is_dir():
         raise ConfigurationError(f"there is no folder {output.parent}; create it, or name another place with --output")
     plot = None if arguments.no_plot else arguments.plot or output.with_suffix(".png")
-    require_scipy()  # before minutes of measurement
+    require_modules("bench", "scipy")  # before minutes of measurement
     if plot:
-        require_matplotlib()
+        require_modules("plot", "matplotlib")
     with _model(arguments.model, console) as model:
         profile = _measure(model, arguments, console)
     save_profile(profile, output)

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import importlib.util
 import os
 import signal
 import sys
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from streamrag.cli.output import Output, markup
 from streamrag.cli.progress import StepLines, shown_starting
-from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.errors import ConfigurationError, require_modules
 
 if TYPE_CHECKING:
     from streamrag.serve.config.settings import Settings
@@ -99,9 +98,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the settings, and print what was requested, or serve until a signal. Returns 1 for problems."""
-    for module in ("starlette", "uvicorn", "sse_starlette"):
-        if importlib.util.find_spec(module) is None:
-            raise MissingDependencyError(module.replace("_", "-"), "pip install 'streamrag[serve]'")
+    require_modules("serve", "starlette", "uvicorn", "sse_starlette")
     from streamrag.serve.config.checks import check
     from streamrag.serve.config.layers import SECTIONS, load
     from streamrag.serve.config.toml_text import commented_defaults, effective

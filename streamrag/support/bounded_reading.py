@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
-from streamrag.errors import MissingDependencyError
+from streamrag.errors import require_modules
 
 T = TypeVar("T")
 
@@ -152,10 +152,9 @@ def _unzstd(decoder: Any, block: bytes) -> Generator[bytes, None, bytes]:
 
 def import_zstandard() -> Any:
     """Return the module `zstandard`. Raises MissingDependencyError if it is not installed."""
-    try:
-        import zstandard
-    except ImportError:
-        raise MissingDependencyError("zstandard", "pip install 'streamrag[trace]'") from None
+    require_modules("trace", "zstandard")
+    import zstandard
+
     return zstandard
 
 

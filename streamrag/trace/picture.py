@@ -7,7 +7,7 @@ from math import log10
 from pathlib import Path
 from typing import Any
 
-from streamrag.errors import MissingDependencyError
+from streamrag.errors import require_modules
 from streamrag.support.display_text import for_picture
 from streamrag.support.files import write_atomic
 from streamrag.trace.statistics import Distribution, TraceStatistics
@@ -38,10 +38,9 @@ def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: 
     :raises MissingDependencyError: matplotlib is not installed.
     :raises ConfigurationError: the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingDependencyError("matplotlib", "pip install 'streamrag[plot]'") from None
+    require_modules("plot", "matplotlib")
+    from matplotlib.figure import Figure
+
     draw: list[Callable[[Any], None]] = [partial(_draw_arrivals, trace=trace, statistics=statistics)]
     if statistics.mode != "plain":
         draw.append(partial(_draw_events, trace=trace))

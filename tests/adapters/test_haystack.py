@@ -357,5 +357,5 @@ def test_what_is_used_of_haystack_is_as_it_was() -> None:
 def test_without_haystack_the_error_has_the_line_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "streamrag.adapters.haystack")
     monkeypatch.setitem(sys.modules, "haystack", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'streamrag\[haystack\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[haystack\]'"):
         importlib.import_module("streamrag.adapters.haystack")

@@ -484,7 +484,7 @@ async def test_options_are_the_models_the_calls_and_those_of_a_query(
 def test_without_langchain_the_error_has_the_install_line() -> None:
     code = "import sys; sys.modules['langchain_core'] = None; import streamrag.adapters.langchain"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "langchain-core is not installed. Install it with:  pip install 'streamrag[langchain]'" in ended.stderr
+    assert "langchain-core is not installed. Install it with:  pip install '.[langchain]'" in ended.stderr
 
 
 async def test_a_cache_for_all_models_does_not_keep_answers_from_documents(

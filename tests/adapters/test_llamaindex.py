@@ -442,5 +442,5 @@ def test_what_is_used_of_llamaindex_is_as_it_was() -> None:
 def test_without_llamaindex_the_error_has_the_line_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "streamrag.adapters.llamaindex")
     monkeypatch.setitem(sys.modules, "llama_index.core.base.base_query_engine", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'streamrag\[llamaindex\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[llamaindex\]'"):
         importlib.import_module("streamrag.adapters.llamaindex")

@@ -549,7 +549,7 @@ async def test_a_source_that_is_not_started_says_so() -> None:
 
 async def test_a_missing_package_names_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'streamrag\[mcp\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[mcp\]'"):
         await McpToolSource(STDIO, "search").start(print)
 
 

@@ -252,7 +252,7 @@ def test_what_is_not_installed_is_named_with_the_extra_that_has_it(missing: str)
         "except MissingDependencyError as error: print(error)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "pip install 'streamrag[otel]'" in ran.stdout
+    assert "pip install '.[otel]'" in ran.stdout
 
 
 class Collector(BaseHTTPRequestHandler):

@@ -168,7 +168,7 @@ def test_values_that_cannot_work_are_refused(options: dict[str, Any], message: s
 
 async def test_a_missing_package_is_named_with_its_install_line(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrag.sources.index.packages.find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match=r"faiss-cpu .*pip install 'streamrag\[faiss\]'"):
+    with pytest.raises(MissingDependencyError, match=r"faiss-cpu .*pip install '\.\[faiss\]'"):
         await IvfSource(built, embedder=EMBEDDER).start(lambda line: None)
 
 

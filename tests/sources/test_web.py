@@ -32,7 +32,6 @@ from streamrag.errors import (
     UnsafeUrlError,
     WorkerError,
 )
-from streamrag.sources.crawl import web
 from streamrag.sources.crawl.start_urls import StartUrls
 from streamrag.sources.crawl.web import WebSource
 from streamrag.sources.http import ssrf_guard
@@ -785,8 +784,8 @@ async def test_closing_the_source_ends_its_crawls_with_an_error(site: Website) -
 
 
 async def test_what_is_not_installed_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match=r"crawl4ai is not installed.*pip install 'streamrag\[crawl\]'"):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"crawl4ai is not installed.*pip install '\.\[crawl\]'"):
         await WebSource(["http://docs.example/"]).start(lambda line: None)
 
 

@@ -1,7 +1,6 @@
 """Sources on an MCP server: a tool that is called with the query, and resources that are read and watched."""
 
 import asyncio
-import importlib.util
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from importlib import import_module
@@ -12,7 +11,7 @@ import anyio.to_thread
 
 from streamrag.core import Chunk, CutShort, Progress, Skipped, SourceEvent, Update
 from streamrag.core.lifecycle import started_once
-from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
+from streamrag.errors import ConfigurationError, SourceError, require_modules
 from streamrag.sources.passage_reader import TEXTS, PassageReader
 from streamrag.support.display_text import excerpt
 from streamrag.support.messages import short_repr
@@ -53,8 +52,7 @@ class _McpSource:
         :raises ConfigurationError: the server has no such tool.
         :raises SourceError: the server cannot be started or reached, or does not answer.
         """
-        if importlib.util.find_spec("mcp") is None:
-            raise MissingDependencyError("mcp", "pip install 'streamrag[mcp]'")
+        require_modules("mcp", "mcp")
         progress(f"{self.name}: connecting to its MCP server")
         connection = await anyio.to_thread.run_sync(import_module, "streamrag.adapters.mcp.connection")  # slow
         self._opened = connection.McpConnection(self._server, **self._options)

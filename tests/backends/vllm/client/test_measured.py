@@ -35,7 +35,7 @@ async def test_without_vllm_the_install_line_is_named(monkeypatch: pytest.Monkey
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'streamrag\[vllm\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[vllm\]'"):
         async with running_engine(str(tmp_path), {}, policy=None):
             pass
 

