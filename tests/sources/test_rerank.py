@@ -90,7 +90,8 @@ def test_a_folder_without_a_model_is_refused_when_it_is_loaded(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("", "names nothing"),
+        ("", "it names nothing"),
+        ("late interaction", "there is no such folder. Name 'late-interaction', a sentence-transformers CrossEncoder"),
         ("/no/such/model", "there is no such folder"),
         ("./model", "there is no such folder"),
         ("late-interaction", "embedder='toy_embedder:embed' is a function, which gives none"),
