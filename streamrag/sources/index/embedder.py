@@ -80,10 +80,9 @@ def find_model(option: str, name: str) -> ModelPlace:
 def load_model(option: str, location: str, *, num_threads: int, device: str | None) -> Any:
     """Load a sentence-transformers model: for the option "reranker" a CrossEncoder, else a SentenceTransformer.
 
-    :raises ConfigurationError: neither this machine nor the hub has it.
+    :raises LookupError: neither this machine nor the hub has it.
     """
-    organization = "cross-encoder" if option == "reranker" else "sentence-transformers"
-    local_files_only = Path(location).is_dir() or _is_local(option, location, organization)  # before seconds of imports
+    local_files_only = Path(location).is_dir() or _is_local(option, location)  # before seconds of imports
     import sentence_transformers
     import torch
 
@@ -92,18 +91,17 @@ def load_model(option: str, location: str, *, num_threads: int, device: str | No
     return kind(location, device=device, local_files_only=local_files_only)
 
 
-def _is_local(option: str, name: str, organization: str) -> bool:
+def _is_local(option: str, name: str) -> bool:
     """Whether the hub does not give a model, but an earlier download did. Asks the hub once, for seconds at most.
 
     Loading asks the hub for each file several times, which without a network takes a minute.
 
-    organization: the owner of models that are named without one.
-
-    :raises ConfigurationError: neither this machine nor the hub has the model, or the hub does not answer.
+    :raises LookupError: neither this machine nor the hub has the model, or the hub does not answer.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     cache = os.environ.get("SENTENCE_TRANSFORMERS_HOME")
+    organization = "cross-encoder" if option == "reranker" else "sentence-transformers"
     for each in [name] if "/" in name else [f"{organization}/{name}", name]:
         try:
             HfApi().model_info(each, timeout=HUB_TIMEOUT_S)
@@ -113,9 +111,9 @@ def _is_local(option: str, name: str, organization: str) -> bool:
                 return True
         else:
             return False
-    raise ConfigurationError(
-        f"{option}={name!r} is no folder, was not downloaded to this machine before, and the Hugging Face hub does not "
-        f"give it ({problem}). Name {CHOICES[option]}, or module:function"
+    raise LookupError(
+        f"it is no folder, was not downloaded to this machine before, and the Hugging Face hub does not give it "
+        f"({problem}). Name {CHOICES[option]}, or module:function"
     )
 
 
@@ -182,8 +180,6 @@ class Embedder:
         self.dimension = 0
         try:
             self._encode_passages, self._encode_query = _load(location, num_threads, device)
-        except ConfigurationError:
-            raise
         except Exception as error:  # the caller's files or code may raise anything
             raise self._error(f"cannot be loaded: {type(error).__name__}: {message_of(error)}") from error
         self.query = lru_cache(NUM_CACHED_QUERIES)(self._query)

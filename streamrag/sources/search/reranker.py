@@ -212,8 +212,6 @@ class RerankerHandler(JobHandler):
     def _score(self) -> ScorePassages:
         try:
             return _KINDS[self.kind](self.location, self.device)
-        except ConfigurationError:
-            raise
         except Exception as error:  # the caller's files or code may raise anything
             raise self._error(f"cannot be loaded: {type(error).__name__}: {message_of(error)}") from error
 
