@@ -133,9 +133,7 @@ def test_a_model_that_is_nowhere_is_refused_before_anything_is_imported(
 ) -> None:
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)  # importing it would fail otherwise
     place = RerankerPlace(name, name, {}, "cross-encoder")
-    with pytest.raises(
-        ConfigurationError, match=r"not downloaded .* \(no route to host\). Name 'late-int"
-    ):
+    with pytest.raises(ConfigurationError, match=r"not downloaded .* \(no route to host\). Name 'late-int"):
         made(place)("load")
 
 
