@@ -121,7 +121,7 @@ def _read_pages(reader: "pypdf.PdfReader", max_chars: int, max_cpu_s: float, max
     left_out = ""
     for page in reader.pages:
         if num_pages == max_pages or num_chars > max_chars or time.process_time() > end_s:
-            left_out = f"all after page {num_pages}, because it is too long"
+            left_out = f"all after page {num_pages:,}, because it is too long"
             break
         num_pages += 1
         try:
@@ -137,7 +137,7 @@ def _read_pages(reader: "pypdf.PdfReader", max_chars: int, max_cpu_s: float, max
     if num_unreadable and num_unreadable == num_pages:
         raise UnusablePdfError("it is a damaged PDF: none of its pages can be read")
     if num_unreadable and not left_out:
-        left_out = f"{num_unreadable} damaged pages"
+        left_out = f"damaged pages: {num_unreadable}"
     return "\n\n".join(paragraphs), left_out
 
 
