@@ -76,8 +76,8 @@ def steps(site: Path, scratch: Path) -> dict[str, float]:
     from streamrag.sources.http.disk_store import DiskStore
     from streamrag.sources.pages.page_cleaner import PageCleaner, bm25
     from streamrag.sources.pages.page_content import JSON
-    from streamrag.sources.pages.pdf import read_pdf
     from streamrag.sources.pages.prune import prune
+    from streamrag.sources.workers.pdf import read_pdf
 
     options = {"page_timeout_s": 10.0, "max_page_cpu_s": 60.0, "max_page_memory_bytes": 1 << 30, "cdp_url": None}
     cleaner = PageCleaner(user_agent="streamrag", **options)  # type: ignore[arg-type]

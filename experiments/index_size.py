@@ -30,16 +30,11 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, track
 from rich.table import Table
 
 from streamrag.sources.index import diskann, inverted_lists
-from streamrag.sources.index.document_passages import (
-    UnusableDocumentError,
-    find_documents,
-    read_document,
-    split_document,
-)
+from streamrag.sources.index.document_passages import find_documents, read_documents
 from streamrag.sources.index.embedder import DEFAULT_EMBEDDER, Embedder, find_embedder
 from streamrag.sources.index.index_folder import (
     IVF,
@@ -50,6 +45,7 @@ from streamrag.sources.index.index_folder import (
     passage_line,
     with_title,
 )
+from streamrag.sources.workers.pdf import pdf_worker
 from streamrag.support.versions import installed_versions
 
 NUM_REAL, NUM_QUERIES, NUM_VECTORS, NUM_SLOW_QUERIES = 20_480, 200, 100_000, 30
@@ -91,13 +87,15 @@ def embed(documents: Path, work: Path) -> tuple[list[str], Any]:
 
 def _lines(documents: Path) -> Iterator[str]:
     paths, _ = find_documents(documents, max_file_bytes=10 << 20, leave_out=documents / ".none")
-    for path in track(paths, "reading"):
-        try:
-            document = read_document(path, documents)
-        except UnusableDocumentError:
-            continue
-        for number, text in enumerate(split_document(document, PASSAGE_WORDS)):
-            yield passage_line({"uri": document.uri, "title": document.title, "passage": number, "text": text})
+    with pdf_worker() as read_pdf, Progress() as progress:
+        task = progress.add_task("reading", total=len(paths))
+
+        def report(num_done: int) -> None:
+            progress.update(task, completed=num_done)
+
+        for document, texts in read_documents(documents, paths, [], PASSAGE_WORDS, report, read_pdf):
+            for number, text in enumerate(texts):
+                yield passage_line({"uri": document.uri, "title": document.title, "passage": number, "text": text})
 
 
 def prepare(lines: list[str], vectors: Any, work: Path) -> None:

@@ -29,9 +29,10 @@ from rich.table import Table
 from streamrag import PgVectorSource, Update
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
-from streamrag.sources.index.document_passages import read_document, split_document
+from streamrag.sources.index.document_passages import read_documents
 from streamrag.sources.index.embedder_pool import EmbedderPool
 from streamrag.sources.postgres.query import Rows
+from streamrag.sources.workers.pdf import pdf_worker
 from streamrag.sources.workers.pool import Share
 from streamrag.support.files import write_atomic
 
@@ -78,10 +79,11 @@ def server(dsn: str | None) -> Iterator[str]:
 def read_passages() -> list[tuple[str, str]]:
     """Titles and texts of the documentation's passages, each once."""
     found: dict[str, str] = {}
-    for path in sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]):
-        document = read_document(path, ROOT)
-        for text in split_document(document, 60):
-            found.setdefault(text, document.title)
+    paths = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
+    with pdf_worker() as read_pdf:
+        for document, texts in read_documents(ROOT, paths, [], 60, lambda num_done: None, read_pdf):
+            for text in texts:
+                found.setdefault(text, document.title)
     return [(title, text) for text, title in found.items()]
 
 

@@ -28,6 +28,7 @@ from streamrag.sources.index.document_passages import (
 )
 from streamrag.sources.index.keywords import new_stem
 from streamrag.sources.search.sentences import split_sentences
+from streamrag.sources.workers.pdf import pdf_worker
 
 NO_ANSWER = "The documents do not say."
 NO_ANSWER_SHARE = 0.02
@@ -81,19 +82,20 @@ def read_pages(folder: Path, rng: random.Random, num_pages: int) -> Iterator[Pag
     paths, _ = find_documents(folder, max_file_bytes=MAX_FILE_BYTES, leave_out=folder / "-")
     paths = [path for path in paths if path.suffix != ".txt"]
     rng.shuffle(paths)
-    for path in paths[:num_pages]:
-        try:
-            document = read_document(path, folder)
-        except UnusableDocumentError:
-            continue
-        texts = [with_items(text, rng) for text in split_document(document, rng.choice(PASSAGE_WORDS))]
-        if not (is_whole := rng.random() < WHOLE_SHARE):
-            found = (sentence for text in texts for sentence in split_sentences(text))
-            texts = [*dict.fromkeys(sentence for sentence in found if len(sentence.split()) >= MIN_WORDS)]
-        chunks = (Chunk(text, document.uri, document.title, number) for number, text in enumerate(texts))
-        page = Page(tuple(chunks), is_whole)
-        if any(usable_sentences(chunk.text) for chunk in page.passages):
-            yield page
+    with pdf_worker() as read_pdf:
+        for path in paths[:num_pages]:
+            try:
+                document = read_document(path, folder, read_pdf)
+            except UnusableDocumentError:
+                continue
+            texts = [with_items(text, rng) for text in split_document(document, rng.choice(PASSAGE_WORDS))]
+            if not (is_whole := rng.random() < WHOLE_SHARE):
+                found = (sentence for text in texts for sentence in split_sentences(text))
+                texts = [*dict.fromkeys(sentence for sentence in found if len(sentence.split()) >= MIN_WORDS)]
+            chunks = (Chunk(text, document.uri, document.title, number) for number, text in enumerate(texts))
+            page = Page(tuple(chunks), is_whole)
+            if any(usable_sentences(chunk.text) for chunk in page.passages):
+                yield page
 
 
 def usable_sentences(text: str) -> list[str]:

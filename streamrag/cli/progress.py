@@ -55,7 +55,8 @@ def step_bars(console: Output) -> Iterator[Callable[[int, int, str], None]]:
 
         def show(num_done: int, num_total: int, step: str) -> None:
             if step not in tasks:
-                tasks[step] = progress.add_task(step, total=num_total)
+                # What a resumed build had done before is no part of the speed.
+                tasks[step] = progress.add_task(step, total=num_total, completed=num_done)
             progress.update(tasks[step], completed=num_done, total=num_total)
             lines.show(step, f"{num_done:,} of {num_total:,}")
 

@@ -2,6 +2,7 @@ import os
 from pathlib import Path
 
 import pytest
+from fpdf import FPDF
 
 from streamrag.errors import ConfigurationError
 from streamrag.sources.index.document_passages import (
@@ -11,8 +12,15 @@ from streamrag.sources.index.document_passages import (
     count_words,
     find_documents,
     read_document,
+    read_documents,
     split_document,
 )
+from streamrag.sources.workers.pdf import PdfText, pdf_worker
+
+
+def no_pdf(body: bytes) -> PdfText:
+    raise AssertionError("it is no PDF by its name")
+
 
 MARKDOWN = """\
 ---
@@ -94,7 +102,7 @@ def test_what_is_not_read_is_listed_with_the_reason(tmp_path: Path) -> None:
     assert dict(skipped) == {
         ".git": "hidden",
         ".hidden.md": "hidden",
-        "image.png": "not text, Markdown or HTML by its name",
+        "image.png": "not text, Markdown, HTML or PDF by its name",
         "link.md": "symbolic link",
         "long.txt": "101 bytes, more than 100",
         "loop": "symbolic link",
@@ -111,7 +119,7 @@ def test_what_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_markdown_gives_its_headings_and_blocks(tmp_path: Path) -> None:
-    actual = read_document(text_file(tmp_path, "a/page.md", MARKDOWN), tmp_path)
+    actual = read_document(text_file(tmp_path, "a/page.md", MARKDOWN), tmp_path, no_pdf)
     assert (actual.uri, actual.title) == ("a/page.md", "From the front matter")
     assert actual.blocks == (
         Block("Top heading with code", is_heading=True),
@@ -124,7 +132,7 @@ def test_markdown_gives_its_headings_and_blocks(tmp_path: Path) -> None:
 
 
 def test_html_gives_the_text_of_its_main_part(tmp_path: Path) -> None:
-    actual = read_document(text_file(tmp_path, "page.html", HTML), tmp_path)
+    actual = read_document(text_file(tmp_path, "page.html", HTML), tmp_path, no_pdf)
     assert actual.title == "A title"
     assert actual.blocks == (
         Block("Head&ing", is_heading=True),
@@ -149,12 +157,12 @@ def test_html_gives_the_text_of_its_main_part(tmp_path: Path) -> None:
 def test_without_a_title_the_first_heading_or_the_name_stands_in(
     tmp_path: Path, name: str, content: str, title: str
 ) -> None:
-    assert read_document(text_file(tmp_path, name, content), tmp_path).title == title
+    assert read_document(text_file(tmp_path, name, content), tmp_path, no_pdf).title == title
 
 
 def test_html_nested_very_deeply_is_read(tmp_path: Path) -> None:
     path = text_file(tmp_path, "deep.html", "<div>" * 5000 + "deep" + "</div>" * 5000)
-    assert read_document(path, tmp_path).blocks == (Block("deep"),)
+    assert read_document(path, tmp_path, no_pdf).blocks == (Block("deep"),)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +176,7 @@ def test_html_nested_very_deeply_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_encodings_that_declare_themselves_are_understood(tmp_path: Path, name: str, content: bytes) -> None:
-    assert read_document(text_file(tmp_path, name, content), tmp_path).blocks == (Block("naïve 漢"),)
+    assert read_document(text_file(tmp_path, name, content), tmp_path, no_pdf).blocks == (Block("naïve 漢"),)
 
 
 @pytest.mark.parametrize(
@@ -183,18 +191,18 @@ def test_encodings_that_declare_themselves_are_understood(tmp_path: Path, name: 
 )
 def test_files_that_give_no_text_say_why(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
     with pytest.raises(UnusableDocumentError, match=reason):
-        read_document(text_file(tmp_path, name, content), tmp_path)
+        read_document(text_file(tmp_path, name, content), tmp_path, no_pdf)
 
 
 def test_a_file_that_is_gone_says_so(tmp_path: Path) -> None:
     with pytest.raises(UnusableDocumentError, match="cannot be read: No such file"):
-        read_document(tmp_path / "gone.md", tmp_path)
+        read_document(tmp_path / "gone.md", tmp_path, no_pdf)
 
 
 def test_names_that_are_not_text_become_text(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"bad\xff.txt")
     path.write_text("text")
-    assert read_document(path, tmp_path).uri == "bad\N{REPLACEMENT CHARACTER}.txt"
+    assert read_document(path, tmp_path, no_pdf).uri == "bad\N{REPLACEMENT CHARACTER}.txt"
 
 
 def test_passages_keep_the_heading_they_stand_under() -> None:
@@ -228,3 +236,33 @@ def test_a_long_paragraph_breaks_after_sentences() -> None:
     sentence = "This sentence has six words. "
     passages = list(split_document(document(sentence * 30), 50))
     assert all(passage.strip().endswith("words.") for passage in passages)
+
+
+def test_pdfs_are_read_and_what_is_wrong_with_them_is_listed(tmp_path: Path) -> None:
+    document = FPDF()
+    document.set_title("Penguins")
+    document.set_font("helvetica")
+    for page in ("They swim with their wings.", "They steer with their feet."):
+        document.add_page()
+        document.multi_cell(0, 6, page)
+    (tmp_path / "good.PDF").write_bytes(document.output())
+    (tmp_path / "text.pdf").write_text("They swim.")
+    scan = FPDF()
+    scan.add_page()
+    (tmp_path / "scan.pdf").write_bytes(scan.output())
+    paths, skipped = find_documents(tmp_path, max_file_bytes=1 << 20)
+    with pdf_worker() as read_pdf:
+        ((penguins, passages),) = read_documents(tmp_path, paths, skipped, 180, lambda num_done: None, read_pdf)
+    assert (penguins.uri, penguins.title) == ("good.PDF", "Penguins")
+    assert passages == ["They swim with their wings.\n\nThey steer with their feet."]
+    assert skipped == [("scan.pdf", "no text in it"), ("text.pdf", "it is no PDF")]
+
+
+def test_a_pdf_that_is_read_in_part_is_a_document_and_says_what_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "long.pdf").write_bytes(b"%PDF")
+    skipped: list[tuple[str, str]] = []
+    documents = read_documents(
+        tmp_path, [tmp_path / "long.pdf"], skipped, 180, lambda num_done: None, lambda body: PdfText("", "a", "page 2")
+    )
+    assert [document.title for document, _ in documents] == ["long"]
+    assert skipped == [("long.pdf", "page 2")]

@@ -225,6 +225,13 @@ async def test_what_cannot_be_used_is_an_error_of_start(
         await HybridSource(built, **{"embedder": EMBEDDER} | options).start(lambda line: None)
 
 
+@pytest.mark.parametrize("option", ["reranker", "embedder"])
+def test_a_model_that_cannot_be_is_refused_at_once(option: str, tmp_path: Path) -> None:
+    for name in ("", "./nowhere", "late interaction", "a/b/c"):
+        with pytest.raises(ConfigurationError, match=rf"{option}={name!r}: .*Name .*, or module:function"):
+            HybridSource(tmp_path, **{option: name})  # type: ignore[arg-type]
+
+
 async def test_a_missing_index_and_a_damaged_one_are_errors_of_start(index: Path, tmp_path: Path) -> None:
     with pytest.raises(IndexMissingError, match="streamrag index build"):
         await HybridSource(tmp_path / "none").start(lambda line: None)

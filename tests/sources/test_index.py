@@ -79,7 +79,7 @@ def test_an_index_is_built_from_a_folder_and_summed_up(tmp_path: Path) -> None:
     out = tmp_path / "made" / "here"
     summary = build_index(documents, out, embedder=EMBEDDER, on_progress=lambda *step: steps.append(step))
     assert (summary.num_documents, summary.num_passages, summary.num_duplicates, summary.dimension) == (8, 7, 1, 64)
-    assert summary.skipped == (("binary.txt", "binary"), ("image.png", "not text, Markdown or HTML by its name"))
+    assert summary.skipped == (("binary.txt", "binary"), ("image.png", "not text, Markdown, HTML or PDF by its name"))
     assert summary.duration_s > 0
     assert summary.size_bytes == sum(len(body) for name, body in contents(out).items() if name != "manifest.json")
     stored = [json.loads(line) for line in (out / "passages.jsonl").read_text().splitlines()]
@@ -144,7 +144,7 @@ def test_values_that_cannot_work_are_refused_and_leave_nothing(
 
 def test_a_folder_without_documents_is_refused(tmp_path: Path) -> None:
     (tmp_path / "documents").mkdir()
-    with pytest.raises(ConfigurationError, match=r"documents holds no text, Markdown or HTML .* nothing"):
+    with pytest.raises(ConfigurationError, match=r"documents holds no text, Markdown, HTML or PDF .* nothing"):
         build_index(tmp_path / "documents", tmp_path / "index", embedder=EMBEDDER)
     with pytest.raises(ConfigurationError, match="missing is not a folder"):
         build_index(tmp_path / "missing", tmp_path / "index", embedder=EMBEDDER)

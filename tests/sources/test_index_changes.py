@@ -7,15 +7,18 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from source_helpers import running, updates
-from toy_corpus import EMBEDDER, contents, exact_ranking, write_documents
+from toy_corpus import EMBEDDER, contents, exact_ranking, resign, write_documents
 
 from streamrag.errors import (
     ConfigurationError,
+    IndexCorruptError,
     IndexMismatchError,
     IndexMissingError,
     VectorIndexError,
@@ -23,6 +26,7 @@ from streamrag.errors import (
 )
 from streamrag.sources.index.build import build_index
 from streamrag.sources.index.changes import add_documents, remove_documents
+from streamrag.sources.index.diskann import keep_graph
 from streamrag.sources.index.index_folder import check_index
 from streamrag.sources.search.vector import IvfSource, index_source
 
@@ -83,7 +87,7 @@ def test_documents_are_added_and_replaced_and_only_they_are_embedded(index: Path
         index, paths, folder=documents, embedder=EMBEDDER, on_progress=lambda done, total, step: steps.append(step)
     )
     assert (summary.num_documents, summary.num_passages, summary.num_embedded) == (13, 13, 2)
-    assert summary.skipped == (("image.png", "not text, Markdown or HTML by its name"),)
+    assert summary.skipped == (("image.png", "not text, Markdown, HTML or PDF by its name"),)
     assert set(steps) == {"reading", "embedding", "indexing"}
     assert names(index.parent) == {"documents", "index"}
     manifest, _ = check_index(index)
@@ -131,6 +135,68 @@ def test_lists_are_used_again_until_there_are_many_more_passages(ivf: Path, tmp_
     assert found(ivf) == [name for name, _ in exact_ranking(ivf, QUERY)]
 
 
+GRAPH = "ann_disk.index"
+
+
+def test_a_graph_is_kept_until_a_tenth_has_changed(tmp_path: Path) -> None:
+    documents, index = write_documents(tmp_path / "documents", 200), tmp_path / "index"
+    build_index(documents, index, embedder=EMBEDDER, kind="diskann")
+    graph = (index / GRAPH).read_bytes()
+    (documents / "0003.txt").write_text(QUERY)
+    (documents / "new.txt").write_text(f"{QUERY} is new")
+    add_documents(index, [documents], embedder=EMBEDDER)
+    expected = [name for name, _ in exact_ranking(index, QUERY)]
+    assert {"0003.txt", "new.txt"} == set(expected[:2])
+    remove_documents(index, expected[2:17], embedder=EMBEDDER)  # more than the first list has
+    assert (index / GRAPH).read_bytes() == graph
+    assert found(index, k=5) == [*expected[:2], *expected[17:20]]
+    assert found(index, k=200) == [*expected[:2], *expected[17:]]
+    (documents / "0004.txt").write_text(f"{QUERY} too")
+    add_documents(index, [documents / "0004.txt"], embedder=EMBEDDER)  # moves passages once more
+    assert (index / GRAPH).read_bytes() == graph
+    assert found(index, k=5) == [name for name, _ in exact_ranking(index, QUERY)[:5]]
+    add_documents(index, [documents, write_documents(tmp_path / "more" / "more", 20, seed=1).parent], embedder=EMBEDDER)
+    assert (index / GRAPH).read_bytes() != graph
+    assert not (index / "nodes.i32").exists()
+    assert found(index, k=300) == [name for name, _ in exact_ranking(index, QUERY)]
+
+
+def test_a_graph_whose_files_have_changed_is_not_kept(tmp_path: Path) -> None:
+    """Opening an index hashes no files above 64 MiB."""
+    documents, index, new = write_documents(tmp_path / "documents", 50), tmp_path / "index", tmp_path / "new"
+    build_index(documents, index, embedder=EMBEDDER, kind="diskann")
+    manifest, _ = check_index(index)
+    nodes = np.arange(50)
+    new.mkdir()
+    assert keep_graph(index, manifest, new, nodes, 50)
+    assert (new / GRAPH).read_bytes() == (index / GRAPH).read_bytes()
+    with (index / GRAPH).open("r+b") as file:
+        file.seek(5000)
+        file.write(b"x")
+    (new / "nodes.i32").unlink()
+    assert not keep_graph(index, manifest, new, nodes, 50)
+    (index / GRAPH).unlink()
+    assert not keep_graph(index, manifest, new, nodes, 50)
+    assert names(new) == set()
+
+
+@pytest.mark.parametrize(
+    "change", [lambda nodes: nodes[:-1], lambda nodes: [*nodes[:-1], nodes[1]], lambda nodes: [*nodes[:-1], 99]]
+)
+def test_nodes_that_are_not_of_the_passages_are_refused(
+    change: Callable[[list[int]], list[int]], tmp_path: Path
+) -> None:
+    documents, index = write_documents(tmp_path / "documents", 30), tmp_path / "index"
+    build_index(documents, index, embedder=EMBEDDER, kind="diskann")
+    remove_documents(index, ["0000.txt"], embedder=EMBEDDER)
+    nodes = np.fromfile(index / "nodes.i32", np.int32).tolist()
+    assert nodes == [-1, *range(29)]
+    np.array(change(nodes), np.int32).tofile(index / "nodes.i32")
+    resign(index)
+    with pytest.raises(IndexCorruptError, match=r"nodes\.i32|does not describe"):
+        found(index)
+
+
 @pytest.mark.parametrize("index", ["diskann"], indirect=True)
 def test_an_index_of_format_1_is_searched_and_embedded_whole_when_it_changes(index: Path) -> None:
     manifest = json.loads((index / "manifest.json").read_text())
@@ -161,7 +227,7 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(index: Path, documen
         add_documents(index, [tmp_path / "nowhere"], embedder=EMBEDDER)
     with pytest.raises(ConfigurationError, match=r"index-documents|not within"):
         add_documents(index, [documents], folder=tmp_path / "empty", embedder=EMBEDDER)
-    with pytest.raises(ConfigurationError, match="holds no text, Markdown or HTML"):
+    with pytest.raises(ConfigurationError, match="holds no text, Markdown, HTML or PDF"):
         add_documents(index, [tmp_path / "empty"], embedder=EMBEDDER)
     with pytest.raises(ConfigurationError, match="has no document '000'"):
         remove_documents(index, ["0001.txt", "000"], embedder=EMBEDDER)
@@ -301,7 +367,10 @@ def test_a_build_that_was_killed_is_gone_on_with(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(documents), str(index), EMBEDDER]
     assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
     assert not index.exists()
-    assert build_index(documents, index, embedder=EMBEDDER, kind="ivf").num_embedded == 12
+    steps: list[tuple[int, int, str]] = []
+    summary = build_index(documents, index, embedder=EMBEDDER, kind="ivf", on_progress=lambda *step: steps.append(step))
+    assert summary.num_embedded == 12
+    assert [step for step in steps if step[2] == "embedding"] == [(128, 140, "embedding"), (140, 140, "embedding")]
     assert names(tmp_path) == {"documents", "index"}
 
 

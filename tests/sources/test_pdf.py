@@ -9,9 +9,8 @@ import pypdf
 import pytest
 from pypdf.generic import DecodedStreamObject, NameObject, NumberObject
 
-from streamrag.sources.http.page import UnusablePageError
-from streamrag.sources.pages import pdf as pdf_module
-from streamrag.sources.pages.pdf import PdfText, read_pdf
+from streamrag.sources.workers import pdf as pdf_module
+from streamrag.sources.workers.pdf import PdfText, UnusablePdfError, pdf_worker, read_pdf
 
 SENTENCE = "Penguins swim with their wings, and steer with their feet. "
 
@@ -45,7 +44,7 @@ def test_title_and_text_of_all_pages_are_read() -> None:
     assert paragraphs[0].startswith("The first page. Penguins swim")
     assert paragraphs[-1] == "The second page."
     assert len(paragraphs) == 3
-    assert not document.is_cut
+    assert document.left_out == ""
 
 
 def test_words_that_are_broken_at_the_end_of_a_line_are_whole() -> None:
@@ -55,17 +54,16 @@ def test_words_that_are_broken_at_the_end_of_a_line_are_whole() -> None:
     )
 
 
-def test_text_pages_and_time_are_bounded_and_what_was_read_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_pages_and_time_are_bounded_and_what_was_read_is_kept() -> None:
     pages = [f"Page {number}. " + SENTENCE * 5 for number in range(12)]
     short = read(pdf(*pages), max_chars=700)
-    assert short.is_cut
+    assert short.left_out == "all after page 3, because it is too long"
     assert "Page 1." in short.text
     assert "Page 5." not in short.text
     out_of_time = read(pdf(*pages), max_cpu_s=0.0)
-    assert out_of_time == PdfText("Penguins", "", True)
-    monkeypatch.setattr(pdf_module, "MAX_PDF_PAGES", 2)
-    few = read(pdf(*pages))
-    assert few.is_cut
+    assert out_of_time == PdfText("Penguins", "", "all after page 0, because it is too long")
+    few = read_pdf(pdf(*pages), max_chars=100_000, max_cpu_s=30.0, max_pages=2)
+    assert few.left_out == "all after page 2, because it is too long"
     assert "Page 1." in few.text
     assert "Page 2." not in few.text
 
@@ -74,23 +72,25 @@ def test_text_pages_and_time_are_bounded_and_what_was_read_is_kept(monkeypatch: 
 def test_encryption_with_an_empty_password_is_none_and_any_other_is_refused(algorithm: str) -> None:
     body = pdf("Penguins swim.")
     assert read(changed(body, lambda writer: writer.encrypt("", "owner", algorithm=algorithm))).text == "Penguins swim."
-    with pytest.raises(UnusablePageError, match="it is a PDF that needs a password"):
+    with pytest.raises(UnusablePdfError, match="it is a PDF that needs a password"):
         read(changed(body, lambda writer: writer.encrypt("secret", algorithm=algorithm)))
 
 
 def test_a_damaged_file_is_refused_or_read_as_far_as_it_goes() -> None:
-    """Cut anywhere, with bytes turned anywhere: nothing else ever comes out than a document or an UnusablePageError."""
+    """Cut anywhere, with bytes turned anywhere: nothing else ever comes out than a document or an UnusablePdfError."""
     body = pdf("Penguins swim.", SENTENCE * 9)
     num_refused = 0
     for number in range(0, len(body), len(body) // 60):
         for damaged in (body[:number], body[:number] + bytes(9) + body[number + 9 :], body[number:]):
             try:
                 assert isinstance(read(damaged), PdfText)
-            except UnusablePageError:
+            except UnusablePdfError:
                 num_refused += 1
     assert num_refused > 30
     for text in (b"", b"%PDF", b"%PDF-1.7\n%%EOF", b"<html>", b"%PDF-1.7\n" + b"[" * 100_000):
-        with pytest.raises(UnusablePageError, match="it is a damaged PDF"):
+        with pytest.raises(
+            UnusablePdfError, match="it is a damaged PDF" if text.startswith(b"%PDF-") else "it is no PDF"
+        ):
             read(text)
 
 
@@ -100,7 +100,7 @@ def test_a_title_that_leads_round_in_a_circle_is_none_and_the_text_is_read() -> 
         writer._objects[title.idnum - 1] = title
         writer._info[NameObject("/Title")] = title  # type: ignore[index]
 
-    assert read(changed(pdf("Penguins swim."), turn_round)) == PdfText("", "Penguins swim.", False)
+    assert read(changed(pdf("Penguins swim."), turn_round)) == PdfText("", "Penguins swim.", "")
 
 
 def with_content(content: bytes, num_deflated: int = 1) -> bytes:
@@ -123,7 +123,7 @@ def with_content(content: bytes, num_deflated: int = 1) -> bytes:
 def test_a_decompression_bomb_is_refused(num_deflated: int) -> None:
     bomb = with_content(bytes(80 << 20), num_deflated)
     assert len(bomb) < 1 << 20
-    with pytest.raises(UnusablePageError, match="none of its pages can be read"):
+    with pytest.raises(UnusablePdfError, match="none of its pages can be read"):
         read(bomb)
 
 
@@ -133,5 +133,43 @@ def test_a_page_tree_that_is_a_circle_ends() -> None:
         tree.get_object()["/Kids"].append(writer._root_object.raw_get("/Pages"))  # type: ignore[union-attr,index]
         tree.get_object()[NameObject("/Count")] = NumberObject(1_000_000_000)  # type: ignore[index]
 
-    with pytest.raises(UnusablePageError, match="it is a damaged PDF"):
+    with pytest.raises(UnusablePdfError, match="it is a damaged PDF"):
         read(changed(pdf("x"), turn_round))
+
+
+# ---------------------------------------------------------------------------------------------- files of a folder
+
+
+def endless_content() -> bytes:
+    """A page whose content takes pypdf minutes: a form that draws itself by many names."""
+    return with_content(b"BT /F1 9 Tf (x) Tj ET " * 3_000_000)
+
+
+def test_a_worker_reads_files_one_after_another_and_says_why_one_has_no_text() -> None:
+    with pdf_worker() as read_pdf:
+        for body, reason in (
+            (b"<html>", "it is no PDF"),
+            (changed(pdf("x"), lambda writer: writer.encrypt("secret")), "it is a PDF that needs a password"),
+            (with_content(bytes(80 << 20)), "none of its pages can be read"),
+        ):
+            with pytest.raises(UnusablePdfError, match=reason):
+                read_pdf(body)
+        assert read_pdf(pdf("Penguins swim.", title=" of  the\nsea ")) == PdfText("of the sea", "Penguins swim.", "")
+
+
+@pytest.mark.parametrize(
+    ("limit", "value", "reason"),
+    [
+        ("MAX_FILE_CPU_S", 0.5, "reading it takes more computing time than 0.5 s"),
+        ("MAX_FILE_BYTES", 32 << 20, "reading it takes more memory than 32 MiB"),
+    ],
+)
+def test_a_file_that_takes_too_much_is_refused_and_the_next_one_is_read(
+    limit: str, value: float, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = endless_content()
+    monkeypatch.setattr(pdf_module, limit, value)
+    with pdf_worker() as read_pdf:
+        with pytest.raises(UnusablePdfError, match=reason):
+            read_pdf(body)
+        assert read_pdf(pdf("Penguins swim.")).text == "Penguins swim."

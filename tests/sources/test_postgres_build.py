@@ -238,7 +238,7 @@ def test_what_cannot_work_is_refused(
 
 def test_a_folder_without_documents_is_refused(dsn: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigurationError, match="holds no text, Markdown or HTML"):
+    with pytest.raises(ConfigurationError, match="holds no text, Markdown, HTML or PDF"):
         build(tmp_path / "empty", dsn)
 
 

@@ -1,10 +1,12 @@
 """Rerankers as a worker has them. Models are made here, small and of random weights, but of the real classes."""
 
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import HfApi
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
 from streamrag.sources.index.embedder import ModelPlace, find_embedder
@@ -35,6 +37,16 @@ def make_cross_encoder(folder: Path, *, num_labels: int = 1) -> Path:
         AutoTokenizer.from_pretrained(find_embedder("all-MiniLM-L6-v2").location).save_pretrained(folder)
         model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub cannot be reached."""
+
+    def ask(self: HfApi, name: str, **options: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(HfApi, "model_info", ask)
 
 
 def test_late_interaction_scores_what_the_query_is_about_higher() -> None:
@@ -90,7 +102,8 @@ def test_a_folder_without_a_model_is_refused_when_it_is_loaded(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("", "names nothing"),
+        ("", "it names nothing"),
+        ("late interaction", "there is no such folder. Name 'late-interaction', a sentence-transformers CrossEncoder"),
         ("/no/such/model", "there is no such folder"),
         ("./model", "there is no such folder"),
         ("late-interaction", "embedder='toy_embedder:embed' is a function, which gives none"),
@@ -111,3 +124,25 @@ def test_a_missing_package_is_named_with_its_install_line(monkeypatch: pytest.Mo
     with pytest.raises(MissingDependencyError, match="pip install"):
         find_reranker("late-interaction", TOY)
     assert find_reranker("toy_reranker:backwards", TOY).kind == "function"
+
+
+@pytest.mark.parametrize("name", ["late_interaction", "someone/no-such-model"])
+@pytest.mark.usefixtures("no_hub")
+def test_a_model_that_is_nowhere_is_refused_before_anything_is_imported(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)  # importing it would fail otherwise
+    place = RerankerPlace(name, name, {}, "cross-encoder")
+    with pytest.raises(ConfigurationError, match=r"not downloaded .* \(no route to host\). Name 'late-int"):
+        made(place)("load")
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_downloaded_model_is_loaded_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's cache, with a model that it had given before."""
+    snapshot = tmp_path / "models--someone--cross" / "snapshots" / ("0" * 40)
+    make_cross_encoder(snapshot)
+    (tmp_path / "models--someone--cross" / "refs").mkdir()
+    (tmp_path / "models--someone--cross" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setenv("SENTENCE_TRANSFORMERS_HOME", str(tmp_path))
+    assert len(made(RerankerPlace("someone/cross", "someone/cross", {}, "cross-encoder"))("load")["scores"]) == 2

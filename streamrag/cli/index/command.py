@@ -16,7 +16,7 @@ from streamrag.sources.index.generation import IndexSummary
 from streamrag.sources.index.index_folder import check_index
 
 DESCRIPTION = """\
-Splits every text, Markdown and HTML file below FOLDER into passages, embeds
+Splits every text, Markdown, HTML and PDF file below FOLDER into passages, embeds
 them, and writes an index; or fills a PostgreSQL table with pgvector, or updates
 one that was filled before. The same command resumes an interrupted build.
 """
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             verb.add_argument("index", type=Path, metavar="INDEX", help="made by `streamrag index build`")
         return verb
 
-    what = "make an index from a folder of text, Markdown and HTML"
+    what = "make an index from a folder of text, Markdown, HTML and PDF files"
     build = add_verb("build", run, "FOLDER (--out INDEX | --to DSN) [options]", what, DESCRIPTION)
     _add_build(build)
     what = "add documents to an index, or replace them"

@@ -18,6 +18,7 @@ from streamrag.sources.http.robots import Robots
 from streamrag.sources.http.ssrf_guard import resolve
 from streamrag.sources.http.urls import normalize_url
 from streamrag.sources.threads import Threads
+from streamrag.sources.workers.pdf import UnusablePdfError
 from streamrag.sources.workers.pool import (
     Share,
     WorkerJobError,
@@ -175,6 +176,6 @@ class PageReader:
         except WorkerJobError as error:
             if error.kind == UnreachableError.__name__:
                 raise UnreachableError(f"{url} cannot be reached: {error.message}") from error
-            if error.kind == UnusablePageError.__name__:
+            if error.kind in (UnusablePageError.__name__, UnusablePdfError.__name__):
                 raise UnusablePageError(error.message) from error
             raise UnusablePageError(f"it cannot be read: {error.message}") from error

@@ -15,6 +15,7 @@ from streamrag.sources.index.embedder import DEFAULT_EMBEDDER, find_embedder
 from streamrag.sources.index.generation import Generation, IndexSummary
 from streamrag.sources.index.index_folder import IndexKind, StoredPassage, looks_like_index
 from streamrag.sources.index.packages import LIBRARIES, is_installed, require_package
+from streamrag.sources.workers.pdf import pdf_worker
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.validation import Count, validated
 
@@ -34,7 +35,7 @@ def build_index(
     on_progress: OnProgress | None = None,
     clock: Clock = monotonic,
 ) -> IndexSummary:
-    """Build the vector index `out` from the text, Markdown and HTML files below `folder`. Blocks for minutes.
+    """Build the vector index `out` from the text, Markdown, HTML and PDF files below `folder`. Blocks for minutes.
 
     `embedder` is the name or path of a sentence-transformers model, or `module:function` of a function from
     `list[str]` to a 2-D array of floats. `kind` is "diskann", for `VectorSource`, or "ivf", for `IvfSource`;
@@ -84,7 +85,7 @@ def _check_out(out: Path, force: bool) -> None:
 
 
 def read_passages_of(folder: Path, paths: list[Path], generation: Generation) -> Iterator[StoredPassage]:
-    """Yield the passages of these files, and add the files without text to `generation.skipped`.
+    """Yield the passages of these files, and add the files or pages without text to `generation.skipped`.
 
     Documents are named by their paths within `folder`.
     """
@@ -92,7 +93,9 @@ def read_passages_of(folder: Path, paths: list[Path], generation: Generation) ->
     def report(num_done: int) -> None:
         generation.report(num_done, len(paths), "reading")
 
-    for document, passages in read_documents(folder, paths, generation.skipped, generation.passage_words, report):
-        for number, text in enumerate(passages):
-            yield {"uri": document.uri, "title": document.title, "passage": number, "text": text}
+    words = generation.passage_words
+    with pdf_worker() as read_pdf:
+        for document, passages in read_documents(folder, paths, generation.skipped, words, report, read_pdf):
+            for number, text in enumerate(passages):
+                yield {"uri": document.uri, "title": document.title, "passage": number, "text": text}
     report(len(paths))

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +44,8 @@ def _key(text: str) -> bytes:
     return blake2b(text.encode(), digest_size=KEY_BYTES).digest()
 
 
-def _passage_key(fields: StoredPassage) -> bytes:
-    return _key(with_title(fields["title"], fields["text"]))
+def _embedded_text(fields: StoredPassage) -> str:
+    return with_title(fields["title"], fields["text"])
 
 
 class _EmbeddingFile:
@@ -121,6 +122,7 @@ class _OldVectors:
 
     def __init__(self, folder: Path, embedder: Embedder) -> None:
         manifest, _ = check_index(folder)
+        self.manifest = manifest
         made_with = EmbedderIdentity(manifest.embedder, manifest.dimension, manifest.probe)
         embedder.require(made_with, f"the vectors of {folder}")
         self.vectors: Any
@@ -133,17 +135,30 @@ class _OldVectors:
             )
         else:
             self.vectors = diskann.stored_vectors(folder, num_passages, dimension)
+            self._nodes = diskann.stored_nodes(folder, num_passages)
         self.rows: dict[bytes, int] = {}
         if self.vectors is not None:
-            keys = [_passage_key(fields) for fields in read_passages(folder, PASSAGES)]
+            keys = [_key(_embedded_text(fields)) for fields in read_passages(folder, PASSAGES)]
             if len(keys) != num_passages or not _are_units(self.vectors).all():
                 raise corrupt(folder, "its vectors are not those of its passages")
             self.rows = {key: row for row, key in enumerate(keys)}
 
+    def nodes(self, numbers: dict[bytes, int]) -> Any:
+        """Return the new passage of each node of DiskANN's graph, -1 for a removed one.
+
+        numbers: the number of the passage with each key.
+        """
+        import numpy as np
+
+        moved = np.full(self.manifest.num_passages + 1, -1, np.int32)  # the last entry is that of node -1
+        for key, row in self.rows.items():
+            moved[row] = numbers.get(key, -1)
+        return moved[self._nodes]
+
 
 @dataclass
 class IndexBuilder(JobHandler):
-    """A handler of the jobs of a build: `load`, then `embed` for each batch of texts, then `finish`."""
+    """A handler of the jobs of a build: `load`, then `embed` until nothing is missing, then `finish`."""
 
     folder: str
     kind: IndexKind
@@ -153,10 +168,11 @@ class IndexBuilder(JobHandler):
     old: str | None
 
     def load(self) -> dict[str, Any]:
-        """Load the embedder and open the reusable vectors. Return the embedder's dimension and probe."""
+        """Load the embedder. Return its dimension and probe, and the number of texts without a reusable vector."""
         silence_stdout()
-        identity, *_ = self._embedder.identity, self._old, self._new
-        return {"dimension": identity.dimension, "probe": identity.probe}
+        identity = self._embedder.identity
+        num_missing = len({key for key, _ in self._missing()})
+        return {"dimension": identity.dimension, "probe": identity.probe, "num_missing": num_missing}
 
     @cached_property
     def _embedder(self) -> Embedder:
@@ -170,13 +186,23 @@ class IndexBuilder(JobHandler):
     def _new(self) -> _EmbeddingFile:
         return _EmbeddingFile(Path(self.folder), self._embedder, self.location)
 
-    def embed(self, texts: list[str]) -> dict[str, Any]:
-        """Embed the texts that have no vector yet, and return their number."""
-        old = self._old.rows if self._old else {}
-        missing = {key: text for text in texts if (key := _key(text)) not in old and key not in self._new}
+    def embed(self, num_texts: int) -> dict[str, Any]:
+        """Embed the next texts that have no vector yet, and return their number."""
+        missing = dict(islice(self._queue, num_texts))
         if missing:
             self._new.add(list(missing), self._embedder.passages(list(missing.values())))
         return {"num_embedded": len(missing)}
+
+    @cached_property
+    def _queue(self) -> Iterator[tuple[bytes, str]]:
+        return self._missing()
+
+    def _missing(self) -> Iterator[tuple[bytes, str]]:
+        """Yield each text without a vector, behind its key."""
+        old = self._old.rows if self._old else {}
+        for text in map(_embedded_text, read_passages(Path(self.folder), PASSAGES)):
+            if (key := _key(text)) not in old and key not in self._new:
+                yield key, text
 
     def finish(self, num_passages: int) -> dict[str, Any]:
         """Write the library's files, and return their parameters for the manifest."""
@@ -187,8 +213,16 @@ class IndexBuilder(JobHandler):
             num_lists = inverted_lists.build_lists(folder, vectors, self.num_threads, centroids)
             (folder / VECTORS).unlink()
             return {"num_lists": num_lists}
-        diskann.build_graph(folder, vectors, self.num_threads)
+        if not self._keep_graph(folder, num_passages):
+            diskann.build_graph(folder, vectors, self.num_threads)
         return {"graph_degree": diskann.GRAPH_DEGREE, "build_complexity": diskann.BUILD_COMPLEXITY}
+
+    def _keep_graph(self, folder: Path, num_passages: int) -> bool:
+        if not self._old:
+            return False
+        passages = enumerate(read_passages(folder, PASSAGES))
+        nodes = self._old.nodes({_key(_embedded_text(fields)): number for number, fields in passages})
+        return diskann.keep_graph(Path(str(self.old)), self._old.manifest, folder, nodes, num_passages)
 
     def _write_vectors(self, path: Path, num_passages: int) -> "Vectors":
         """Write the vectors in passage order, and return the file mapped into memory as (passages, dimension)."""
@@ -197,6 +231,6 @@ class IndexBuilder(JobHandler):
         rows, new = self._new.rows()
         with path.open("wb") as file:  # writing to a memory map would kill the process on a full disk
             for fields in read_passages(path.parent, PASSAGES):
-                key = _passage_key(fields)
+                key = _key(_embedded_text(fields))
                 file.write(new[rows[key]] if key in rows or not self._old else self._old.vectors[self._old.rows[key]])
         return np.memmap(path, np.float32, "r", shape=(num_passages, self._embedder.dimension))

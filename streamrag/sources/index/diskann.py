@@ -9,13 +9,15 @@ diskannpy holds the GIL while it searches, and prints to C stdout. Further fault
 - A truncated `_disk.index` opens and returns nonsense: `check_index` checks the sizes before.
 """
 
+import shutil
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamrag.sources.index.index_folder import VECTORS, corrupt
+from streamrag.sources.index.index_folder import NODES, VECTORS, Manifest, corrupt, sha256_of
 from streamrag.sources.index.index_searcher import IndexSearcher
-from streamrag.sources.workers.memory_limit import memory_limited
+from streamrag.sources.workers.limits import memory_limited
 
 if TYPE_CHECKING:
     from streamrag.sources.index.embedder import Vectors
@@ -37,40 +39,72 @@ METADATA, METADATA_FIELDS = "ann_metadata.bin", struct.Struct("<QQQQ")
 """DiskANN's element type (0: float32), metric (0: L2), number of vectors and dimension, which it does not check."""
 SPARE_BYTES = 256 << 20
 """Memory for opening an index beside one byte per number of a compressed vector; 18 MiB were measured."""
+MAX_CHANGED_SHARE = 0.1
+"""Largest share of passages beside the graph, and of removed ones in it, with which a graph is kept."""
 VECTORS_HEADER = struct.Struct("<II")
 """DiskANN's number of vectors and dimension; float32 rows follow."""
 
 
 class DiskAnnSearcher(IndexSearcher):
-    def _open_index(self) -> Any:
-        import diskannpy
+    """A searcher of DiskANN's graph."""
 
+    def _open_index(self) -> tuple[Any, Any, Any, Any]:
+        """Return DiskANN's index, the passages of its nodes, and the passages beside it with their vectors."""
+        import diskannpy
+        import numpy as np
+
+        nodes = stored_nodes(self._path, self.num_passages)
+        added = np.setdiff1d(np.arange(self.num_passages), nodes)
+        vectors = stored_vectors(self._path, self.num_passages, self.dimension) if len(added) else None
+        if vectors is None and len(added):
+            raise corrupt(self._path, f"it has no {VECTORS}")
         with (self._path / METADATA).open("rb") as file:
             metadata = file.read(METADATA_FIELDS.size)
-        if metadata != METADATA_FIELDS.pack(0, 0, self.num_passages, self.dimension):
-            raise corrupt(self._path, f"{METADATA} does not describe {self.num_passages} passages")
+        if metadata != METADATA_FIELDS.pack(0, 0, len(nodes), self.dimension):
+            raise corrupt(self._path, f"{METADATA} does not describe {len(nodes)} passages")
         try:
-            with memory_limited(self.num_passages * self.dimension + SPARE_BYTES):
-                return diskannpy.StaticDiskIndex(
+            with memory_limited(len(nodes) * self.dimension + SPARE_BYTES):
+                graph = diskannpy.StaticDiskIndex(
                     str(self._path), num_threads=NUM_DISKANN_THREADS, index_prefix="ann", **NO_CACHE
                 )
         except Exception as error:  # RuntimeError, MemoryError, IndexError and others have been seen
             raise corrupt(self._path, f"DiskANN cannot open it, {type(error).__name__}: {error}") from error
+        return graph, nodes, added, None if vectors is None else vectors[added]
 
     def _search(  # type: ignore[override]
         self, index: Any, vector: Any, *, k: int, complexity: int, beam_width: int
     ) -> tuple[list[int], list[float]]:
-        """Return the results before the first invalid one; raise IndexCorruptError if fewer than two are valid."""
+        import numpy as np
+
+        graph, nodes, added, vectors = index
+        length = min(complexity, len(nodes))
+        num_live = int(np.count_nonzero(nodes >= 0))
+        while True:
+            num_results = min(k, length) if num_live == len(nodes) else length
+            ids, distances = self._search_graph(graph, len(nodes), vector, num_results, length, beam_width)
+            found = [(distance, int(nodes[id])) for id, distance in zip(ids, distances, strict=True) if nodes[id] >= 0]
+            if num_live == len(nodes) or len(found) >= min(k, num_live) or length == len(nodes):
+                break
+            length = min(2 * length, len(nodes))  # too many of the nearest were removed
+        if len(added):
+            found += zip(np.maximum(2 - 2 * (vectors @ vector), 0).tolist(), added.tolist(), strict=True)
+        best = sorted(found)[:k]
+        return [passage for _, passage in best], [distance for distance, _ in best]
+
+    def _search_graph(
+        self, graph: Any, num_nodes: int, vector: Any, k: int, complexity: int, beam_width: int
+    ) -> tuple[list[int], list[float]]:
+        """Return the nearest nodes that DiskANN finds, and their distances."""
         options = {"k_neighbors": k, "complexity": complexity, "beam_width": beam_width}
-        result = index.batch_search(vector[None], **options, num_threads=NUM_DISKANN_THREADS)
+        result = graph.batch_search(vector[None], **options, num_threads=NUM_DISKANN_THREADS)
         ids, distances = result.identifiers[0].tolist(), result.distances[0].tolist()
         num_valid = 0
-        while num_valid < k and ids[num_valid] < self.num_passages and ids[num_valid] not in ids[:num_valid]:
+        while num_valid < k and ids[num_valid] < num_nodes and ids[num_valid] not in ids[:num_valid]:
             if num_valid and distances[num_valid] < distances[num_valid - 1]:
                 break
             num_valid += 1
         if num_valid < min(k, 2):
-            raise corrupt(self._path, f"it answers with passages {ids} of {self.num_passages}")
+            raise corrupt(self._path, f"it answers with nodes {ids} of {num_nodes}")
         return ids[:num_valid], distances[:num_valid]
 
 
@@ -105,6 +139,44 @@ def build_graph(folder: Path, vectors: "Vectors", num_threads: int) -> None:
         raise OSError(f"DiskANN failed: {error}. Is there room for its files?") from error
     for name in BUILD_FILES:
         (folder / name).unlink(missing_ok=True)
+
+
+def keep_graph(old: Path, manifest: Manifest, folder: Path, nodes: Any, num_passages: int) -> bool:
+    """Copy the graph of the index `old` into `folder`, unless too much has changed, or its files have.
+
+    nodes: the new passage of each node of the graph, -1 for a removed one.
+    """
+    import numpy as np
+
+    if np.count_nonzero(nodes >= 0) < (1 - MAX_CHANGED_SHARE) * max(len(nodes), num_passages):
+        return False
+    names = [name for name in manifest.files if name.startswith("ann_")]
+    with suppress(FileNotFoundError):  # another program has changed the index
+        for name in names:
+            shutil.copyfile(old / name, folder / name)
+        if all(sha256_of(folder / name) == manifest.files[name].sha256 for name in names):
+            nodes.astype(np.int32).tofile(folder / NODES)
+            return True
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    return False
+
+
+def stored_nodes(folder: Path, num_passages: int) -> Any:
+    """Return the passage of each node of an index's graph, -1 for a removed one.
+
+    :raises IndexCorruptError: there are no such passages.
+    """
+    import numpy as np
+
+    path = folder / NODES
+    if not path.is_file():
+        return np.arange(num_passages, dtype=np.int32)
+    nodes = np.fromfile(path, np.int32, count=2 * num_passages)
+    passages = nodes[nodes >= 0]
+    if not len(passages) or passages.max() >= num_passages or len(np.unique(passages)) < len(passages):
+        raise corrupt(folder, f"{NODES} is not of {num_passages} passages")
+    return nodes
 
 
 def stored_vectors(folder: Path, num_passages: int, dimension: int) -> "Vectors | None":

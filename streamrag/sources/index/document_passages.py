@@ -1,4 +1,4 @@
-"""Find text, Markdown and HTML documents in a folder, read them, and split them into passages.
+"""Find text, Markdown, HTML and PDF documents in a folder, read them, and split them into passages.
 
 folder ──find_documents──▶ paths ──read_document──▶ Document ──split_document──▶ passages
 """
@@ -14,12 +14,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
-from streamrag.sources.index.packages import EMBED
+from streamrag.sources.index.packages import EMBED, require_package
+from streamrag.sources.workers.pdf import ReadPdf, UnusablePdfError
 from streamrag.support.bounded_reading import open_regular
 
 OnProgress: TypeAlias = Callable[[int, int, str], None]
 """A callback with the number of finished items, the number of all items, and the step."""
-TEXT, MARKDOWN, HTML = {".txt", ".text"}, {".md", ".markdown"}, {".html", ".htm", ".xhtml"}
+TEXT, MARKDOWN, HTML, PDF = {".txt", ".text"}, {".md", ".markdown"}, {".html", ".htm", ".xhtml"}, {".pdf"}
 CJK = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+|[^\w\s]")
 """A run of letters and digits, a CJK character, or a sign: each begins a new piece of a wordpiece tokenizer."""
@@ -57,6 +58,8 @@ class Document:
     """Path within the folder, with slashes."""
     title: str
     blocks: tuple[Block, ...]
+    left_out: str = ""
+    """The pages of a PDF that are missing in `blocks`, with the reason; empty if there are none."""
 
 
 def find_documents(
@@ -97,8 +100,8 @@ def reason_to_skip(path: Path, max_file_bytes: int, leave_out: Path | None) -> s
         return "is the index" if path == leave_out else None
     if not path.is_file():
         return "not a regular file"
-    if path.suffix.lower() not in TEXT | MARKDOWN | HTML:
-        return "not text, Markdown or HTML by its name"
+    if path.suffix.lower() not in TEXT | MARKDOWN | HTML | PDF:
+        return "not text, Markdown, HTML or PDF by its name"
     num_bytes = path.stat().st_size
     return f"{num_bytes} bytes, more than {max_file_bytes}" if num_bytes > max_file_bytes else None
 
@@ -112,7 +115,9 @@ def nothing_to_index(folder: Path | str, skipped: Iterable[tuple[str, str]]) -> 
     """Return the error for a folder or file without passages."""
     counts = Counter(reason for _, reason in sorted(skipped))
     reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
-    return ConfigurationError(f"{folder} holds no text, Markdown or HTML to index (skipped: {reasons or 'nothing'})")
+    return ConfigurationError(
+        f"{folder} holds no text, Markdown, HTML or PDF to index (skipped: {reasons or 'nothing'})"
+    )
 
 
 def read_documents(
@@ -121,6 +126,7 @@ def read_documents(
     skipped: list[tuple[str, str]],
     passage_words: int,
     report: Callable[[int], None],
+    read_pdf: ReadPdf,
 ) -> Iterator[tuple[Document, list[str]]]:
     """Yield the documents at `paths`, each with its passages, and add the files without text to `skipped`.
 
@@ -129,24 +135,33 @@ def read_documents(
     for number, path in enumerate(paths):
         report(number)
         try:
-            document = read_document(path, folder)
+            document = read_document(path, folder, read_pdf)
         except UnusableDocumentError as error:
             skipped.append((relative_name(path, folder), str(error)))
         else:
+            if document.left_out:
+                skipped.append((document.uri, document.left_out))
             yield document, list(split_document(document, passage_words))
 
 
-def read_document(path: Path, folder: Path) -> Document:
+def read_document(path: Path, folder: Path, read_pdf: ReadPdf) -> Document:
     """Read a file, without markup for looks only. Raises UnusableDocumentError, the reason, without usable text."""
     try:
         with open_regular(path, follow_links=False) as file:
             body = file.read()
     except OSError as error:
         raise UnusableDocumentError(f"cannot be read: {error.strerror}") from error
-    if not body.startswith((b"\xff\xfe", b"\xfe\xff")) and b"\0" in body[:8192]:
+    suffix, left_out = path.suffix.lower(), ""
+    if suffix in PDF:
+        require_package("pypdf")
+        try:
+            title, text, left_out = read_pdf(body)
+        except UnusablePdfError as error:
+            raise UnusableDocumentError(str(error)) from error
+        blocks = _read_text(text)[1]
+    elif not body.startswith((b"\xff\xfe", b"\xfe\xff")) and b"\0" in body[:8192]:
         raise UnusableDocumentError("binary")
-    suffix = path.suffix.lower()
-    if suffix in HTML:
+    elif suffix in HTML:
         title, blocks = _read_html(body)
     else:
         title, blocks = (_read_markdown if suffix in MARKDOWN else _read_text)(_decode(body))
@@ -154,7 +169,7 @@ def read_document(path: Path, folder: Path) -> Document:
         raise UnusableDocumentError("no text in it")
     uri = relative_name(path, folder)
     heading = next((block.text for block in blocks if block.is_heading), "")
-    return Document(uri, title or heading or PurePosixPath(uri).stem, tuple(blocks))
+    return Document(uri, title or heading or PurePosixPath(uri).stem, tuple(blocks), left_out)
 
 
 def _decode(body: bytes) -> str:

@@ -1,6 +1,7 @@
 """Embedders, from texts to unit vectors. `find_embedder` runs in the caller's process, `Embedder` in workers only."""
 
 import importlib
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,13 @@ NUM_PROBE_VALUES = 16
 PROBE_TOLERANCE = 0.01
 """Between CPUs, batch sizes and versions of PyTorch the values differ by 1e-6, between models by about 0.05."""
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+ON_HUB = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+HUB_TIMEOUT_S = 5.0
+CHOICES = {
+    "embedder": "a sentence-transformers model",
+    "reranker": "'late-interaction', a sentence-transformers CrossEncoder",
+}
+"""The names that each option takes beside `module:function`."""
 
 
 @dataclass(frozen=True)
@@ -41,25 +49,72 @@ class ModelPlace:
     """Environment variables of the worker."""
 
 
+def check_model_name(option: str, name: str) -> None:
+    """Check that a model or function may have this name, without the network.
+
+    :raises ConfigurationError: the name is empty, or that of a folder that does not exist.
+    """
+    if not name or not (ON_HUB.fullmatch(name) or FUNCTION.fullmatch(name) or Path(name).expanduser().is_dir()):
+        problem = "there is no such folder" if name else "it names nothing"
+        raise ConfigurationError(f"{option}={name!r}: {problem}. Name {CHOICES[option]}, or module:function")
+
+
 def find_model(option: str, name: str) -> ModelPlace:
     """Return where the model or function of this name is. The caller chose the name: it may be imported or downloaded.
 
     option: the caller's option, for messages.
 
-    :raises ConfigurationError: the name is empty, or a path that does not exist.
+    :raises ConfigurationError: the name is empty, or that of a folder that does not exist.
     :raises MissingDependencyError: a package is not installed.
     """
-    if not name:
-        raise ConfigurationError(f"{option}='' names nothing: name a sentence-transformers model, or module:function")
+    check_model_name(option, name)
     path = Path(name).expanduser()
     if FUNCTION.fullmatch(name) and not path.exists():
         return ModelPlace(name, name, {})
     require_package("sentence_transformers")
     if path.is_dir():
         return ModelPlace(str(path.resolve()), str(path.resolve()), OFFLINE)
-    if name.startswith(("/", "./", "../", "~")):
-        raise ConfigurationError(f"{option}={name!r}: there is no such folder. Name a sentence-transformers model")
     return ModelPlace(name, name, {"TOKENIZERS_PARALLELISM": "false"})
+
+
+def load_model(option: str, location: str, *, num_threads: int, device: str | None) -> Any:
+    """Load a sentence-transformers model: for the option "reranker" a CrossEncoder, else a SentenceTransformer.
+
+    :raises LookupError: neither this machine nor the hub has it.
+    """
+    local_files_only = Path(location).is_dir() or _is_local(option, location)  # before seconds of imports
+    import sentence_transformers
+    import torch
+
+    torch.set_num_threads(num_threads)
+    kind = sentence_transformers.CrossEncoder if option == "reranker" else sentence_transformers.SentenceTransformer
+    return kind(location, device=device, local_files_only=local_files_only)
+
+
+def _is_local(option: str, name: str) -> bool:
+    """Whether the hub does not give a model, but an earlier download did. Asks the hub once, for seconds at most.
+
+    Loading asks the hub for each file several times, which without a network takes a minute.
+
+    :raises LookupError: neither this machine nor the hub has the model, or the hub does not answer.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    cache = os.environ.get("SENTENCE_TRANSFORMERS_HOME")
+    organization = "cross-encoder" if option == "reranker" else "sentence-transformers"
+    for each in [name] if "/" in name else [f"{organization}/{name}", name]:
+        try:
+            HfApi().model_info(each, timeout=HUB_TIMEOUT_S)
+        except Exception as error:  # of the HTTP client that the installed version uses
+            problem = message_of(error).splitlines()[0]
+            if any(try_to_load_from_cache(each, file, cache_dir=cache) for file in ("modules.json", "config.json")):
+                return True
+        else:
+            return False
+    raise LookupError(
+        f"it is no folder, was not downloaded to this machine before, and the Hugging Face hub does not give it "
+        f"({problem}). Name {CHOICES[option]}, or module:function"
+    )
 
 
 def find_embedder(embedder: str) -> ModelPlace:
@@ -185,9 +240,5 @@ def _load(location: str, num_threads: int, device: str | None) -> tuple[Callable
     if FUNCTION.fullmatch(location):
         function = load_function(location)
         return function, function
-    import torch
-    from sentence_transformers import SentenceTransformer
-
-    torch.set_num_threads(num_threads)
-    model = SentenceTransformer(location, device=device)
+    model = load_model("embedder", location, num_threads=num_threads, device=device)
     return partial(model.encode_document, show_progress_bar=False), partial(model.encode_query, show_progress_bar=False)

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,6 @@ from streamrag.sources.index.index_folder import (
     StoredPassage,
     describe_files,
     passage_line,
-    read_passages,
-    with_title,
 )
 from streamrag.sources.index.keywords import write_keywords
 from streamrag.sources.index.packages import LIBRARIES, PACKAGES
@@ -156,14 +153,12 @@ class Generation:
         pool = new_pool(builder, size=1, name="index building worker", env=place.env)
         try:
             await pool.start()
-            self.report(0, total, "embedding")
             parameters = await _run(pool, {"do": "load"})
-            num_done = num_embedded = 0
-            texts = (with_title(fields["title"], fields["text"]) for fields in read_passages(unfinished, PASSAGES))
-            while batch := list(islice(texts, TEXTS_PER_JOB)):
-                num_embedded += (await _run(pool, {"do": "embed", "texts": batch}))["num_embedded"]
-                num_done += len(batch)
-                self.report(num_done, total, "embedding")
+            num_reused, num_embedded = total - parameters.pop("num_missing"), 0
+            self.report(num_reused, total, "embedding")
+            while num_new := (await _run(pool, {"do": "embed", "num_texts": TEXTS_PER_JOB}))["num_embedded"]:
+                num_embedded += num_new
+                self.report(num_reused + num_embedded, total, "embedding")
             self.report(0, total, "indexing")
             parameters |= await _run(pool, {"do": "finish", "num_passages": total})
             self.report(total, total, "indexing")

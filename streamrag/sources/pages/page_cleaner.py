@@ -4,7 +4,7 @@
                └────▶ links, the most relevant first
 
 Pages may be hostile. crawl4ai gets small and well-formed HTML, because some of its regular expressions and loops take
-time quadratic in raw pages; and the kernel ends a worker that exceeds its CPU limit (`_cpu_limit`), whatever it does.
+time quadratic in raw pages; and the kernel ends a worker that exceeds its CPU limit (`job_limits`), whatever it does.
 
 Importing this module takes two seconds, writes to CRAWL4_AI_BASE_DIRECTORY and reads a `.env` file, so only worker
 processes import it.
@@ -14,11 +14,9 @@ import codecs
 import functools
 import hashlib
 import math
-import os
 import re
-import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import snowballstemmer  # type: ignore[import-untyped,unused-ignore]
@@ -29,12 +27,11 @@ from streamrag.query.relevance import split_markdown
 from streamrag.sources.http.disk_store import DiskStore
 from streamrag.sources.pages.browser import Browser
 from streamrag.sources.pages.page_content import JSON, PageContent, content_version
-from streamrag.sources.pages.pdf import read_pdf
 from streamrag.sources.pages.prune import MAX_CONTENT_CHARS, prune
 from streamrag.sources.pages.relevant_passages import rank_links, relevant_stems, select
 from streamrag.sources.pages.sitemap import read_sitemap
-from streamrag.sources.workers.memory_limit import data_bytes, limit_memory
-from streamrag.sources.workers.worker_main import OUT_OF_MEMORY
+from streamrag.sources.workers.limits import data_bytes, job_limits
+from streamrag.sources.workers.pdf import read_pdf
 
 MAX_PASSAGES = 8000  # passages of a page; each is ranked with all of its headings, which may be much longer than itself
 MAX_LEFT_BYTES = 256 << 20  # memory that pages may leak in a worker before it is replaced
@@ -76,16 +73,6 @@ def bm25(documents: Sequence[Sequence[str]], query: Sequence[str]) -> list[float
     return [float(score) for score in _Bm25(documents).get_scores(query)] if any(documents) else [0.0] * len(documents)
 
 
-@contextmanager
-def _cpu_limit(limit_s: float) -> Iterator[None]:
-    """End this process with SIGPROF after `limit_s` CPU seconds: code in C cannot be interrupted otherwise."""
-    signal.setitimer(signal.ITIMER_PROF, limit_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
 class PageCleaner:
     """A handler for the jobs of `WebSource`. With `cdp_url`, the browser there fetches the pages."""
 
@@ -105,7 +92,6 @@ class PageCleaner:
         self._browser = Browser(cdp_url, user_agent=user_agent, page_timeout_s=page_timeout_s) if cdp_url else None
         self._max_page_cpu_s = max_page_cpu_s
         self._max_page_memory_bytes = max_page_memory_bytes
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # an ignored signal is inherited from the parent
         self._first_bytes = data_bytes()
 
     def is_worn(self) -> bool:
@@ -118,12 +104,8 @@ class PageCleaner:
         The answer's `url` is the URL after a browser's redirects; `num_passages` includes irrelevant ones. A sitemap
         (kind "xml") has the answer of `read_sitemap`.
         """
-        try:
-            limit_memory(self._max_page_memory_bytes)  # relative to the memory that earlier pages have leaked
-            with _cpu_limit(self._max_page_cpu_s):
-                return read_sitemap(job, body, self._stem) if job["kind"] == "xml" else self._answer(job, body)
-        except MemoryError:
-            os._exit(OUT_OF_MEMORY)  # the process's state is unknown, so the next page gets a new worker
+        with job_limits(self._max_page_cpu_s, self._max_page_memory_bytes):
+            return read_sitemap(job, body, self._stem) if job["kind"] == "xml" else self._answer(job, body)
 
     def _answer(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
         """Return the page's passages and links for the job's query."""
@@ -160,7 +142,7 @@ class PageCleaner:
             return PageContent(url, "", decode(body, job["charset"])[: MAX_CONTENT_CHARS + 1], {}, False)
         if kind == "pdf":
             document = read_pdf(body, max_chars=MAX_CONTENT_CHARS, max_cpu_s=self._max_page_cpu_s)
-            return PageContent(url, _clean_title(document.title), document.text, {}, document.is_cut)
+            return PageContent(url, _clean_title(document.title), document.text, {}, bool(document.left_out))
         if kind == "browser":
             assert self._browser
             url, html = self._browser.fetch(url)

@@ -19,6 +19,7 @@ from streamrag.sources.index.document_passages import OnProgress, find_documents
 from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
 from streamrag.sources.index.embedder_pool import NUM_BUILD_THREADS, EmbedderPool
 from streamrag.sources.postgres.arguments import TableName, require_psycopg, storable, table_parts
+from streamrag.sources.workers.pdf import ReadPdf, pdf_worker
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.validation import Count, validated
 
@@ -62,7 +63,7 @@ def build_table(
     on_progress: OnProgress | None = None,
     clock: Clock = monotonic,
 ) -> TableSummary:
-    """Fill a table with the text, Markdown and HTML files below `folder`, for `PgVectorSource`. Blocks.
+    """Fill a table with the text, Markdown, HTML and PDF files below `folder`, for `PgVectorSource`. Blocks.
 
     The table is created if it does not exist, with an HNSW index of the vectors and a GIN index of the words; so is the
     extension, if the user is allowed to. Unchanged passages are kept, changed documents are replaced, and a stopped
@@ -85,7 +86,8 @@ def build_table(
     report = on_progress or (lambda done, total, step: None)
     build = _Build(Path(folder).resolve(), passage_words, max_file_bytes, report)
     pool = EmbedderPool(embedder, size=1, num_threads=NUM_BUILD_THREADS)
-    writer = asyncio.run(build.run(dsn, table_parts(table), words, pool, prune))
+    with pdf_worker() as read_pdf:
+        writer = asyncio.run(build.run(dsn, table_parts(table), words, pool, prune, read_pdf))
     return build.summary(writer, clock() - started_s)
 
 
@@ -99,7 +101,9 @@ class _Build:
         self.num_duplicates = 0
         self._digests: set[bytes] = set()
 
-    async def run(self, dsn: str, parts: tuple[str, ...], words: str, pool: EmbedderPool, prune: bool) -> "TableWriter":
+    async def run(
+        self, dsn: str, parts: tuple[str, ...], words: str, pool: EmbedderPool, prune: bool, read_pdf: ReadPdf
+    ) -> "TableWriter":
         """Fill the table, and return its writer, which has counted the changes. Driver errors are translated."""
         import psycopg
 
@@ -111,7 +115,7 @@ class _Build:
         def report(num_done: int) -> None:
             self._report(num_done, len(self._paths), "filling")
 
-        documents = read_documents(self.folder, self._paths, self.skipped, self._passage_words, report)
+        documents = read_documents(self.folder, self._paths, self.skipped, self._passage_words, report, read_pdf)
         try:
             async with AsyncExitStack() as stack:
                 connection = await stack.enter_async_context(await address.connect(autocommit=True))

@@ -16,7 +16,7 @@ from streamrag.core import Chunk, CutShort, Hint, Progress, Skipped, Source, Sou
 from streamrag.core.lifecycle import start_all, started_once
 from streamrag.errors import ConfigurationError, IndexMismatchError
 from streamrag.query.retrieval import Retrieval
-from streamrag.sources.index.embedder import embedder_of_index
+from streamrag.sources.index.embedder import check_model_name, embedder_of_index
 from streamrag.sources.index.index_folder import KEYWORDS, Manifest, check_index, kind_in_manifest, with_title
 from streamrag.sources.index.keywords import KeywordSearcher
 from streamrag.sources.index.packages import require_package
@@ -125,6 +125,8 @@ class HybridSource:
             raise ConfigurationError("sentences need a reranker to score them: name one")
         if vectors is not None and (isinstance(vectors, type) or not callable(getattr(vectors, "stream", None))):
             raise ConfigurationError(f"vectors={short_repr(vectors)} is no source")
+        if reranker is not None:
+            check_model_name("reranker", reranker)
         self._reranker = reranker
         self._sentences = sentences
         self._batch_size = batch_size

@@ -13,7 +13,7 @@ from pydantic import Field
 from streamrag.core import Chunk, CutShort, Hint, Progress, SourceEvent, Update
 from streamrag.core.lifecycle import started_once
 from streamrag.errors import ConfigurationError, IndexMismatchError, WorkerError
-from streamrag.sources.index.embedder import ModelPlace, embedder_of_index
+from streamrag.sources.index.embedder import ModelPlace, check_model_name, embedder_of_index
 from streamrag.sources.index.index_folder import IndexKind, Manifest, StoredPassage, check_index, corrupt
 from streamrag.sources.index.index_searcher import IndexSearcher
 from streamrag.sources.index.packages import LIBRARIES, require_package
@@ -46,6 +46,8 @@ class IndexSource(ABC):
     _searcher: ClassVar[type[IndexSearcher]]
 
     def __init__(self, index: str | os.PathLike[str], *, k: int, num_workers: int, embedder: str | None) -> None:
+        if embedder is not None:
+            check_model_name("embedder", embedder)
         self._folder = Path(index).absolute()
         self._k = k
         self._num_workers = num_workers

@@ -9,7 +9,14 @@ from typing import Any, TypeAlias
 
 from streamrag.core import Progress
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.sources.index.embedder import FUNCTION, NUM_CACHED_QUERIES, ModelPlace, find_model, load_function
+from streamrag.sources.index.embedder import (
+    FUNCTION,
+    NUM_CACHED_QUERIES,
+    ModelPlace,
+    find_model,
+    load_function,
+    load_model,
+)
 from streamrag.sources.index.worker_jobs import JobHandler, new_pool, run_in_each, run_job, start_and_load
 from streamrag.sources.workers.pool import Share
 from streamrag.support.bounded_reading import without_lone_surrogates
@@ -121,11 +128,7 @@ def loop_time() -> float:
 
 
 def _cross_encoder(location: str, device: str) -> ScorePassages:
-    import torch
-    from sentence_transformers import CrossEncoder
-
-    torch.set_num_threads(1)
-    model = CrossEncoder(location, device=device)
+    model = load_model("reranker", location, num_threads=1, device=device)
 
     def score(query: str, texts: list[str]) -> Sequence[float]:
         pairs = [(query, text) for text in texts]
@@ -142,11 +145,9 @@ def _late_interaction(location: str, device: str) -> ScorePassages:
     Source: Khattab and Zaharia, "ColBERT", SIGIR 2020. ColBERT trains token embeddings for this; here they are those
     of a model for whole texts.
     """
+    model = load_model("embedder", location, num_threads=1, device=device)
     import torch
-    from sentence_transformers import SentenceTransformer
 
-    torch.set_num_threads(1)
-    model = SentenceTransformer(location, device=device)
     special = torch.tensor(model.tokenizer.all_special_ids)
 
     def tokens(encode: Callable[..., Any], texts: list[str]) -> list[Any]:

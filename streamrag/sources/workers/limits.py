@@ -1,9 +1,13 @@
-"""Memory limits of a worker process, on Linux; elsewhere there is no limit."""
+"""Limits of a worker process: memory on Linux, CPU time everywhere."""
 
+import os
 import resource
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from streamrag.sources.workers.worker_main import OUT_OF_MEMORY
 
 
 def data_bytes() -> int | None:
@@ -31,3 +35,20 @@ def memory_limited(num_more_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+@contextmanager
+def job_limits(cpu_s: float, num_more_bytes: int) -> Iterator[None]:
+    """End this process if the block takes more CPU time or memory; the pool of this worker then says which.
+
+    SIGPROF ends the process, because code in C cannot be interrupted otherwise.
+    """
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # an ignored signal is inherited from the parent
+    limit_memory(num_more_bytes)  # relative to the memory that earlier jobs have leaked
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    try:
+        yield
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)  # the process's state is unknown, so the next job gets a new worker
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
