@@ -256,8 +256,8 @@ class QueryRun:
         for kind, affected in ((ChunksShortened, step.shortened), (ChunksLeftOut, step.left_out)):
             if affected:
                 await self._emit(kind(self._now(), affected, assembler.max_context_tokens))
-        num_tokens = len(step.prompt.token_ids)
-        await self._emit(ContextComplete(self._now(), len(step.included), num_tokens, step.included))
+        num_tokens, unit = len(step.prompt.token_ids), self._backend.model.unit
+        await self._emit(ContextComplete(self._now(), len(step.included), num_tokens, step.included, unit))
         self._complete = step
         yield step.prompt
 
@@ -323,15 +323,25 @@ class QueryRun:
         prompt, included = step.prompt, step.included
         num_tokens = len(prompt.token_ids)
         await self._emit(
-            ContextChanged(self._now(), len(included), num_tokens, prompt.num_shared, step.num_invalidated, included)
+            ContextChanged(
+                self._now(),
+                len(included),
+                num_tokens,
+                prompt.num_shared,
+                step.num_invalidated,
+                included,
+                self._backend.model.unit,
+            )
         )
 
     def _answer(self, chunks: list[AnswerChunk], last: AssembledPrompt, timings: Timings) -> Answer:
-        finish_reason = chunks[-1].finish_reason
+        finish_reason, model = chunks[-1].finish_reason, self._backend.model
         assert finish_reason is not None
+        text = "".join(chunk.text for chunk in chunks)
+        token_ids = tuple(token_id for chunk in chunks for token_id in chunk.token_ids)
         return Answer(
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+            text=text,
+            token_ids=token_ids,
             finish_reason=finish_reason,
             citations=tuple(
                 Citation(
@@ -349,13 +359,15 @@ class QueryRun:
             shortened=last.shortened,
             num_prompt_tokens=len(last.prompt.token_ids),
             num_invalidated=self._num_invalidated,
-            is_exact=self._backend.model.is_exact,
+            is_exact=model.is_exact,
             source_error=self._source_error,
             cut_short=self._cut_short,
             submitted_s=self._submitted_s,
             timings=timings,
             record=chunks[-1].record,
-            breaks_look_alikes=self._backend.model.breaks_look_alikes,
+            breaks_look_alikes=model.breaks_look_alikes,
+            usage=model.usage(len(last.prompt.token_ids), len(token_ids), text, chunks[-1].usage),
+            unit=model.unit,
         )
 
     def _update_ranks(self, event: Append | Update) -> None:

@@ -101,7 +101,7 @@ class MergedSource:
                     del context.running[number]
                     if event is not None:
                         errors.append(event)
-                        yield _failed(self._sources[number], event)
+                        yield skip_failed(self._sources[number], event)
                 is_processed.set()
         finally:
             await cancel_and_wait(pulls)
@@ -172,7 +172,7 @@ class _MergedContext:
         return None if num_chunks is None and end_s is None else Hint(num_chunks, end_s)
 
 
-def _failed(source: Source, error: BaseException) -> Skipped:
+def skip_failed(source: object, error: BaseException) -> Skipped:
     """Return the event for a failed source. The error may name hosts and files, so it only goes to the log."""
     if isinstance(error, StreamRagError) and not isinstance(error, SourceError):
         raise error  # a mistake of the program, not a failed retrieval
