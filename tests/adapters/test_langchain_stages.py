@@ -166,7 +166,7 @@ def test_a_streamrag_retriever_is_its_own_source_unless_it_cuts_it() -> None:
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
-        (OWN, "User: Answer from these documents:\nDOCUMENTS\nQuestion: Why?\n\nAssistant:"),
+        (OWN, "User: Answer from these documents:\nDOCUMENTSQuestion: Why?\n\nAssistant:"),
         (
             ChatPromptTemplate.from_messages([("system", "Use {context} only."), ("human", "{input}")]),
             "Use DOCUMENTS only.\n\nUser: Why?\n\nAssistant:",
@@ -262,7 +262,7 @@ async def test_variables_may_have_other_names() -> None:
 async def test_a_prompt_that_arrives_as_the_query_is_warned_of(query: str) -> None:
     pipeline = Pipeline(from_langchain(staged_retriever(lambda query: [LONG])), ScriptedBackend())
     async with StreamragChatModel(pipeline=pipeline) as model:
-        with pytest.warns(UserWarning, match="looks like a prompt .* from_retriever") as warned:
+        with pytest.warns(UserWarning, match="looks like a prompt .*from_retriever") as warned:
             await model.ainvoke(query)
         assert f"has {len(query):,} characters" in str(warned[0].message)
         assert len(warned) == 1

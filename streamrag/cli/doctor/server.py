@@ -94,8 +94,7 @@ class ServerExaminer:
         :raises ConfigurationError: the model's limit is below this length.
         """
         model = backend.model
-        ids = await in_thread(model.tokenizer, partial(model.tokenizer.encode, QUESTION))
-        counts_tokens = ids != list(map(ord, QUESTION))
+        counts_tokens = model.unit == "tokens"
         per_token = 1 if counts_tokens else CHARACTERS_PER_TOKEN
         most = model.max_model_len // per_token - ROOM
         if num_prompt_tokens > most:

@@ -105,7 +105,7 @@ async def test_the_key_is_sent_and_never_shown(server: Server) -> None:
 
 
 async def test_a_prompt_that_is_too_long_is_never_sent(server: Server, backend: OpenAIBackend) -> None:
-    with pytest.raises(PromptTooLongError, match="1000 tokens leaves no room for an answer: max_model_len is 1000"):
+    with pytest.raises(PromptTooLongError, match="1000 characters leaves no room for an answer: max_model_len is 1000"):
         await collect(backend, prompt("x" * 1000))
     assert server.requests == []
 

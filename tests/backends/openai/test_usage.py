@@ -80,7 +80,8 @@ async def test_an_answer_has_the_servers_numbers_and_not_those_of_characters(
 ) -> None:
     server.handlers = [stream(chunk("It is Paris."), chunk("", "stop"), REPORTED, "[DONE]")]
     source = ScriptedSource([Append(Chunk("Paris is the capital.", "a.md"))])
-    async with Pipeline(source, backend, owns_backend=False) as pipeline, pipeline.stream("Why?") as chunks:
+    pipeline = Pipeline(source, backend, owns_backend=False, overlap=False)
+    async with pipeline, pipeline.stream("Why?") as chunks:
         async for _ in chunks:
             pass
     answer = chunks.result
