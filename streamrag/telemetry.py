@@ -93,7 +93,7 @@ class ContextChanged:
     chunks: tuple[Chunk, ...] = ()
     """The passages of the new prompt, in prompt order."""
     unit: LengthUnit = "tokens"
-    """What the three lengths count."""
+    """Unit of the three lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class ContextComplete:
     chunks: tuple[Chunk, ...]
     """The passages of the prompt, in prompt order; the answer's `citations` refer to them."""
     unit: LengthUnit = "tokens"
-    """What `num_tokens` counts."""
+    """Unit of `num_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ class Answer:
     usage: TokenUsage = field(default_factory=TokenUsage)
     """The tokens of prompt and answer, as the backend reports them or as they were counted; None where unknown."""
     unit: LengthUnit = "tokens"
-    """What `num_prompt_tokens` and `num_invalidated` count: characters if the model's tokenizer is not available."""
+    """Unit of `num_prompt_tokens` and `num_invalidated`: characters if the model's tokenizer is not available."""
 
     @property
     def is_in_rank_order(self) -> bool:

@@ -71,7 +71,7 @@ class ModelInfo:
     has_logprobs: bool = True
     """Whether the backend can return log-probabilities."""
     unit: LengthUnit = "tokens"
-    """What the tokenizer's ids are, and so what all lengths count, `max_model_len` included."""
+    """Unit of the tokenizer's ids, and so of all lengths, `max_model_len` included."""
 
     def usage(self, num_prompt: int, num_output: int, text: str, counted: TokenUsage | None) -> TokenUsage:
         """Return the backend's own count of an answer, or else the numbers of ids, where these are tokens."""

@@ -109,7 +109,7 @@ def common_prefix_len(a: Sequence[int], b: Sequence[int], start: int = 0) -> int
 
 
 LengthUnit: TypeAlias = Literal["tokens", "characters"]
-"""What lengths of prompts count. Characters are counted for a server whose tokenizer is not available."""
+"""Unit of the lengths of prompts: characters for a server whose tokenizer is not available."""
 
 RequestClass: TypeAlias = Literal["session", "pool", "stream"]
 """Urgency classes, the most urgent first: a session's question, any other query, and a session's data, for which no

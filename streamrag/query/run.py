@@ -321,18 +321,8 @@ class QueryRun:
     async def _report(self, step: AssembledPrompt) -> None:
         self._num_invalidated += step.num_invalidated
         prompt, included = step.prompt, step.included
-        num_tokens = len(prompt.token_ids)
-        await self._emit(
-            ContextChanged(
-                self._now(),
-                len(included),
-                num_tokens,
-                prompt.num_shared,
-                step.num_invalidated,
-                included,
-                self._backend.model.unit,
-            )
-        )
+        lengths = len(prompt.token_ids), prompt.num_shared, step.num_invalidated
+        await self._emit(ContextChanged(self._now(), len(included), *lengths, included, self._backend.model.unit))
 
     def _answer(self, chunks: list[AnswerChunk], last: AssembledPrompt, timings: Timings) -> Answer:
         finish_reason, model = chunks[-1].finish_reason, self._backend.model
