@@ -128,6 +128,9 @@ bench-near-end: .venv/installed ## a search on the model's own processors: what 
 bench-one-user: .venv/installed ## one user whose context changes faster than a step takes: does streaming make anybody wait? real engine, two minutes
 	$(RUN) experiments/one_user.py --json experiments/results/one_user.json
 
+bench-auto: .venv/installed ## overlap="auto" against always and never, and what learning costs; real engine, quarter of an hour
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/auto_overlap.py --json experiments/results/auto_overlap.json
+
 bench-crawl: .venv/installed ## milliseconds of each step of a crawl, pages a second, the first page's delay, memory; near-duplicates
 	$(RUN) experiments/crawling.py --json experiments/results/crawling.json
 	$(RUN) experiments/near_duplicates.py

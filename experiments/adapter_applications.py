@@ -207,7 +207,9 @@ def llamaindex_with_streamrag(retriever: QueryFusionRetriever, mode: Mode | None
     @asynccontextmanager
     async def application(backend: Backend) -> AsyncIterator[Ask]:
         source = LlamaIndexSource(retriever)
-        async with Pipeline(source, backend, mode=mode, template=TEMPLATE, owns_backend=False) as pipeline:
+        async with Pipeline(
+            source, backend, mode=mode, template=TEMPLATE, owns_backend=False, overlap=True
+        ) as pipeline:
             yield _asked_of(StreamragQueryEngine(pipeline, streaming=True, params=SAMPLING))
 
     return application
@@ -290,7 +292,9 @@ def haystack_with_streamrag(retriever: MultiRetriever) -> Application:
 
     @asynccontextmanager
     async def application(backend: Backend) -> AsyncIterator[Ask]:
-        async with Pipeline(HaystackSource(retriever), backend, template=TEMPLATE, owns_backend=False) as inner:
+        async with Pipeline(
+            HaystackSource(retriever), backend, template=TEMPLATE, owns_backend=False, overlap=True
+        ) as inner:
             pipeline = haystack.Pipeline()
             pipeline.add_component("llm", StreamragGenerator(inner, params=SAMPLING))
 

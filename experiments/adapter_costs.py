@@ -148,7 +148,7 @@ def of(source: Source) -> Work:
 async def tokens() -> AsyncIterator[Things]:
     """What answers, and the pipeline inside it."""
     source = ScriptedSource([Append(Chunk("The printer jams.", "a document"))])
-    async with Pipeline(source, ScriptedBackend("x" * NUM_TOKENS)) as pipeline:
+    async with Pipeline(source, ScriptedBackend("x" * NUM_TOKENS), overlap=True) as pipeline:
         model = StreamragChatModel(pipeline=pipeline)
         engine = StreamragQueryEngine(pipeline, streaming=True, params=PARAMS)
         generator = StreamragGenerator(pipeline, params=PARAMS)

@@ -99,10 +99,13 @@ async def measure(num_questions: int) -> list[dict[str, Any]]:
 
         arms: dict[str, tuple[StreamragChatModel, dict[str, Any]]] = {
             "list, then prompt": (chat(staged_retriever(searches.at_once)), {"overlap": False}),
-            "list at once": (chat(staged_retriever(searches.at_once)), {}),
-            "stages, UpdateMode()": (chat(staged_retriever(*stages)), {}),
-            'stages, UpdateMode(order="stable")': (chat(staged_retriever(*stages), UpdateMode(order="stable")), {}),
-            "stages, AppendMode()": (chat(staged_retriever(*stages), AppendMode()), {}),
+            "list at once": (chat(staged_retriever(searches.at_once)), {"overlap": True}),
+            "stages, UpdateMode()": (chat(staged_retriever(*stages)), {"overlap": True}),
+            'stages, UpdateMode(order="stable")': (
+                chat(staged_retriever(*stages), UpdateMode(order="stable")),
+                {"overlap": True},
+            ),
+            "stages, AppendMode()": (chat(staged_retriever(*stages), AppendMode()), {"overlap": True}),
         }
         for made, _ in arms.values():
             await stack.enter_async_context(made)

@@ -95,7 +95,7 @@ async def ask(source: Source, backend: ReadingBackend, question: str, num_querie
         async for _ in pipeline.stream(question):
             pass
 
-    async with Pipeline(source, backend) as pipeline:
+    async with Pipeline(source, backend, overlap=True) as pipeline:
         await asyncio.gather(*(one() for _ in range(num_queries)))
 
 

@@ -29,8 +29,8 @@ from rich.console import Console
 from streamrag import VectorSource, WebSource
 from streamrag.cli.record import make_counter, passage_counter
 from streamrag.core import Append, Chunk, CutShort, Hint, Progress, Skipped, Source, SourceEvent, Update
+from streamrag.sources.emission.wrapper import SourceWrapper
 from streamrag.sources.index.build import build_index
-from streamrag.sources.wrapper import SourceWrapper
 from streamrag.testing import StretchedSource
 from streamrag.trace.recorder import TraceRecorder, record_queries
 

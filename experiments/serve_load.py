@@ -94,7 +94,7 @@ async def run_service(kind: str, model: str, num_places: int) -> int:
         drain_s=1,
     )
     source = ScriptedSource(steps)
-    service = Service(backend, source, limits=limits, model_name=kind)
+    service = Service(backend, source, limits=limits, model_name=kind, overlap=True)
 
     async def library(request: Request) -> JSONResponse:
         asked = await request.json()

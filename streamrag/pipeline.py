@@ -17,11 +17,12 @@ from streamrag.errors import ConfigurationError, PipelineClosedError, TooManyQue
 from streamrag.modes import PromptTemplate, UpdateMode
 from streamrag.query.answer_stream import AnswerStream, Emit, EventStream
 from streamrag.query.options import Query, QueryOptions, check_options
+from streamrag.query.overlap import OverlapChooser
 from streamrag.query.run import QueryRun
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.messages import plain_text, short_repr, type_name
 from streamrag.support.tasks import is_cancelled, wait_shielded
-from streamrag.support.validation import Count, SecondsOrZero, validated
+from streamrag.support.validation import Count, Flag, SecondsOrZero, validated
 from streamrag.telemetry import Answer
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ class Pipeline:
     owns_backend: whether the pipeline starts and closes the backend; False to share it between pipelines.
     mode: turns chunk events into a context; the default, `UpdateMode`, follows the source.
     template: the words around the context.
-    overlap: whether to prefill while retrieval runs; False retrieves everything first, the baseline of all
-        measurements.
+    overlap: whether to prefill while retrieval runs. "auto" learns from the queries which way brings the first token
+        sooner, see `Answer.overlap`; False retrieves everything first, the baseline of all measurements.
     max_concurrent_queries: most queries that run at the same time; beyond that, `when_full` decides.
     when_full: "wait" queues the query, "refuse" raises TooManyQueriesError.
     on_source_error: "raise", or "answer" from the chunks that had arrived and tell the model that retrieval failed.
@@ -67,7 +68,7 @@ class Pipeline:
         owns_backend: bool = True,
         mode: Mode | None = None,
         template: PromptTemplate | None = None,
-        overlap: bool = True,
+        overlap: Flag | Literal["auto"] = "auto",
         max_concurrent_queries: Count = 64,
         when_full: Literal["wait", "refuse"] = "wait",
         on_source_error: Literal["raise", "answer"] = "raise",
@@ -98,6 +99,7 @@ class Pipeline:
         self._on_progress = on_progress or (lambda line: None)
         self._clock = clock
         self._admission = anyio.CapacityLimiter(self.max_concurrent_queries)
+        self._overlap_chooser = OverlapChooser()
         self._starting: asyncio.Task[None] | None = None
         self._process_id: int | None = None
         self._claiming = threading.RLock()
@@ -303,6 +305,7 @@ class Pipeline:
             backend=self.backend,
             mode=self._mode,
             answers_despite_source_error=self._answers_despite_source_error,
+            overlap_chooser=self._overlap_chooser,
             clock=self._clock,
             emit=emit,
             recorder=self._recorder,

@@ -5,7 +5,7 @@ Every `at_s` is in seconds since the query was submitted, on the pipeline's cloc
 """
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from streamrag.core import Chunk, LengthUnit, TokenUsage
 from streamrag.errors import SourceError
@@ -22,6 +22,8 @@ __all__ = [
     "ContextChanged",
     "ContextComplete",
     "DocumentSkipped",
+    "OverlapChoice",
+    "OverlapWay",
     "PreemptionRecord",
     "PrefillProgressed",
     "QueryEvent",
@@ -37,12 +39,28 @@ __all__ = [
 ]
 
 
+OverlapWay: TypeAlias = Literal["immediate", "delayed", "none"]
+"""Prefill each context as it comes, only the newest shortly before retrieval ends, or only the complete one."""
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapChoice:
+    """The way in which retrieval and prefill of one query overlap, and the reason for it."""
+
+    way: OverlapWay
+    reason: str
+    lead_s: float | None = None
+    """Seconds before the expected end of retrieval at which prefill starts; only for "delayed"."""
+
+
 @dataclass(frozen=True, slots=True)
 class RetrievalStarted:
     """The query was admitted, and its source starts to retrieve."""
 
     at_s: float
     query: str
+    overlap: OverlapChoice | None = None
+    """The way in which prefill will overlap with retrieval; None if there is no prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +233,8 @@ class Answer:
 
     version: int | None = None
     """Version of the session's data that the answer belongs to; None outside sessions."""
+    overlap: OverlapChoice | None = None
+    """The way in which retrieval and prefill overlapped, and the reason for it; None in sessions."""
     gap: float | None = None
     """Lead of the first token over the next best, as a difference of log-probabilities; None unless a session's
     question was asked with `with_margin`."""

@@ -28,7 +28,7 @@ from streamrag.core import (
     SourceEvent,
 )
 from streamrag.core.lifecycle import started_once
-from streamrag.sources.delays import StretchedSource
+from streamrag.sources.emission.stretched_source import StretchedSource
 from streamrag.support.lazy_imports import attributes
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ RING = [
     {"__main__"},
     {"cli"},
     {"serve"},
-    {"adapters", "bench", "demo"},
+    {"adapters", "bench", "demo", "testing"},
     {"backends/ray"},
     {"backends/simulated", "routing"},
     {"sources/crawl", "sources/emission", "sources/postgres", "sources/search"},
@@ -25,7 +25,6 @@ RING = [
     {"sessions", "trace"},
 ]
 CORE = [
-    {"testing"},
     {"pipeline"},
     {"backends/openai", "backends/vllm", "sources"},
     {"backends"},
@@ -38,7 +37,7 @@ CORE = [
 ]
 """What the first page promises: it imports nothing of the ring, and can be read in a day."""
 
-MAX_CORE_LINES = 14_600
+MAX_CORE_LINES = 14_750
 
 LATE = {("pipeline", "sessions")}
 """The only import of the ring in the core: inside a function, for who asks for sessions."""

@@ -39,7 +39,7 @@ class PausingSource:
 
 async def main(has_keys: bool) -> int:
     """Serve until SIGTERM, with the default limits; the exit status is the service's."""
-    service = Service(SteppedBackend(), PausingSource(), model_name="stepped")
+    service = Service(SteppedBackend(), PausingSource(), model_name="stepped", overlap=True)
     sock = listen("127.0.0.1", 0)
     await service.start()
     port = sock.getsockname()[1]

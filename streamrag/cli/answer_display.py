@@ -71,7 +71,8 @@ def _line(at_s: float, template: str, *values: object) -> Text:
 def _describe(event: QueryEvent) -> Text | None:
     match event:
         case RetrievalStarted():
-            return _line(event.at_s, "retrieving for {}", repr(event.query))
+            way = f"; overlap {event.overlap.way}, {event.overlap.reason}" if event.overlap else ""
+            return _line(event.at_s, "retrieving for {}[dim]{}", repr(event.query), way)
         case ChunkArrived():
             chunk = event.chunk
             title = f"{chunk.title[:60]}  " if chunk.title else ""

@@ -179,6 +179,9 @@ def _head(values: Mapping[str, Any]) -> list[Text]:
             lines.append(
                 markup("{}: {}", label, ", ".join(f"{share} {_short(at_s)}" for share, at_s in values[name].items()))
             )
+    newest = next((query for query in (*values["open"][::-1], *values["ended"]) if query.get("overlap")), None)
+    if newest is not None:
+        lines.append(markup("overlap: {}, {}", newest["overlap"], newest["overlap_reason"]))
     return [*lines, *_memory(values["kv"]), Text()]
 
 
@@ -192,10 +195,21 @@ def _memory(kv: Mapping[str, Any] | None) -> list[Text]:
     return lines
 
 
-COLUMNS = {"id": 12, "by": 9, "client": 12, "doing": 13, "age": 7, "ttft": 7, "chunks": 6, "prompt": 7, "prefilled": 9}
+COLUMNS = {
+    "id": 12,
+    "by": 9,
+    "client": 12,
+    "doing": 13,
+    "age": 7,
+    "ttft": 7,
+    "overlap": 9,
+    "chunks": 6,
+    "prompt": 7,
+    "prefilled": 9,
+}
 COLUMNS |= {"answer": 6, "question": 0}
 """Columns with their widths; the question has the remaining width."""
-WIDE_ONLY = ("by", "client", "ttft", "chunks", "question")
+WIDE_ONLY = ("by", "client", "ttft", "overlap", "chunks", "question")
 FIGURES = ("age", "ttft", "chunks", "prompt", "prefilled", "answer")
 
 
@@ -223,6 +237,7 @@ def _cells(query: Mapping[str, Any]) -> dict[str, Text]:
         "client": query["client"],
         "age": _short(query["age_s"]),
         "ttft": _short(query["ttft_s"]),
+        "overlap": query.get("overlap") or "",
         "chunks": str(query["num_chunks"]),
         "prompt": _count(num_prompt),
         "prefilled": UNKNOWN if num_prefilled is None else f"{num_prefilled / (num_prompt or 1):.0%}",

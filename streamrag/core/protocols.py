@@ -70,6 +70,8 @@ class ModelInfo:
     """Whether text that looks like a special token gets a space inserted, because a server tokenises the text."""
     has_logprobs: bool = True
     """Whether the backend can return log-probabilities."""
+    shares_processors: bool = False
+    """Whether the model computes on this machine's CPU, which retrieval may need at the same time."""
     unit: LengthUnit = "tokens"
     """Unit of the tokenizer's ids, and so of all lengths, `max_model_len` included."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Annotated, TypedDict
+from typing import Annotated, Literal, TypedDict
 
 from pydantic import Field, InstanceOf, PlainValidator
 
@@ -44,7 +44,7 @@ class Query:
     params: InstanceOf[SamplingParams] = field(default_factory=SamplingParams)
     max_context_tokens: CountOrZero | None = None
     deadline_s: Seconds | None = None
-    overlap: Flag = True
+    overlap: Flag | Literal["auto"] = "auto"
     reserve_fraction: Annotated[Number, Field(ge=0, lt=1)] = RESERVE_FRACTION
 
     def __post_init__(self) -> None:
@@ -73,8 +73,8 @@ class QueryOptions(TypedDict, total=False):
     deadline_s: float
     """Most seconds from submission to the last token, including the wait for the engine and for admission; no limit by
     default."""
-    overlap: bool
-    """Whether to prefill while retrieval runs; as the pipeline by default."""
+    overlap: bool | Literal["auto"]
+    """Whether to prefill while retrieval runs: always, never, or "auto"; as the pipeline by default."""
     reserve_fraction: float
     """Share of the token budget that is reserved for the most relevant of the chunks that no longer fit, in a context
     that grows chunk by chunk; a quarter by default. With 0, chunks are added whole, in order of arrival."""

@@ -10,13 +10,14 @@ from inspect import isawaitable, iscoroutine
 from math import isfinite
 from numbers import Real
 from types import NoneType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, SourceEvent, Update, part_name
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.support.messages import is_number, is_whole, plain_text, short_repr, type_name
 from streamrag.support.tasks import cancel_and_wait, is_cancelled
 
+_END = object()
 MAX_COUNT = (1 << 31) - 1
 """The largest passage number that a trace can store."""
 
@@ -33,7 +34,7 @@ class Retrieval:
     """
 
     def __init__(self, source: Source, query: str, *, let_go_s: float | None = None) -> None:
-        self._source = source
+        self.source = source
         self._query = query
         self._let_go_s = let_go_s
         self._pulled: asyncio.Queue[SourceEvent | None] = asyncio.Queue()
@@ -69,7 +70,7 @@ class Retrieval:
             if not self._task.done():
                 warnings.warn(
                     f"retrieval that was stopped has not ended within {self._let_go_s:g} s and is left behind: "
-                    f"{part_name(self._source)} swallows CancelledError, or waits where it cannot be cancelled",
+                    f"{part_name(self.source)} swallows CancelledError, or waits where it cannot be cancelled",
                     ResourceWarning,
                     stacklevel=1,
                     source=self,
@@ -77,7 +78,7 @@ class Retrieval:
 
     async def _pull(self) -> None:
         """Queue each event when the previous one was used. A cancellation in between is thrown into the source."""
-        async with closing(_stream(self._source, self._query)) as events:
+        async with closing(_stream(self.source, self._query)) as events:
             resume: Callable[[], Awaitable[SourceEvent]] = events.__anext__
             while True:
                 try:
@@ -96,7 +97,7 @@ class Retrieval:
                         raise
                     raise self._failed(error) from error
                 self._raise_swallowed()
-                self._pulled.put_nowait(_checked(self._source, event))
+                self._pulled.put_nowait(_checked(self.source, event))
                 resume = events.__anext__
                 try:
                     await self._pulled.join()
@@ -110,7 +111,7 @@ class Retrieval:
 
     def _failed(self, error: BaseException) -> SourceError:
         what = type_name(error) if isinstance(error, asyncio.CancelledError | GeneratorExit) else short_repr(error)
-        return SourceError(f"{part_name(self._source)} failed: {what}, although the query was not stopped")
+        return SourceError(f"{part_name(self.source)} failed: {what}, although the query was not stopped")
 
 
 def _stream(source: Source, query: str) -> AsyncIterator[SourceEvent]:
@@ -121,6 +122,31 @@ def _stream(source: Source, query: str) -> AsyncIterator[SourceEvent]:
     if not isinstance(events, AsyncIterable):
         raise SourceError(f"{part_name(source)}.stream returned {type_name(events)}: it must return an async iterator")
     return events
+
+
+async def with_timeouts(
+    events: AsyncGenerator[T, None], timeout_s: Callable[[], float | None]
+) -> AsyncGenerator[T | None, None]:
+    """Yield each event, and None whenever `timeout_s()` seconds pass without one. Close this before `events`."""
+    pending: asyncio.Task[Any] | None = None
+    try:
+        while True:
+            pending = pending or asyncio.create_task(_next(events), name="streamrag next event")
+            await asyncio.wait([pending], timeout=timeout_s())
+            if not pending.done():
+                yield None
+                continue
+            event, pending = pending.result(), None
+            if event is _END:
+                return
+            yield event
+    finally:
+        if pending is not None:
+            await cancel_and_wait([pending])
+
+
+async def _next(events: AsyncGenerator[T, None]) -> object:
+    return await anext(events, _END)
 
 
 def closing(iterator: AsyncIterator[T]) -> "aclosing[AsyncGenerator[T, None]]":

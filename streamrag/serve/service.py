@@ -67,7 +67,7 @@ class Service:
         *,
         mode: Mode | None = None,
         template: PromptTemplate | None = None,
-        overlap: bool = True,
+        overlap: bool | Literal["auto"] = "auto",
         on_source_error: Literal["raise", "answer"] = "raise",
         limits: Limits | None = None,
         params: SamplingParams | None = None,

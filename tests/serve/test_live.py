@@ -17,6 +17,8 @@ from streamrag.cli.top import NoAnswerError, look, view, watch
 from streamrag.records import KvHeld, KvUse
 from streamrag.serve import Limits
 from streamrag.serve.observe.live import NUM_ENDED, Live, Minute, percentiles
+from streamrag.serve.observe.logs import FIELDS, QueryLog
+from streamrag.serve.observe.metrics import Metrics
 from streamrag.testing import ScriptedBackend
 from tests.serve.serving import CHUNKS, PARIS, Serving, serving
 from tests.serve.test_metrics import RecordingBackend
@@ -266,3 +268,25 @@ async def test_nothing_that_strangers_wrote_is_obeyed_or_makes_another_line(
     assert not set("\x1b\x07\x9b\r\u2028\u202e\u2066\u200b") & set(shown)
     assert not any(line.startswith("05:00") for line in shown.splitlines())
     assert len(shown.splitlines()) - num_lines <= 2 * (len(HOSTILE) // width + 1), "only what is in the head is folded"
+
+
+async def test_everyone_is_told_how_a_query_was_prefilled_and_why(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = Metrics(with_default_registry=False)
+    caplog.set_level("INFO", logger="streamrag.serve")
+    async with serving(observers=[Live(), metrics, QueryLog()]) as served:
+        for overlap in (False, True, "auto", None):
+            asked = {"question": "Why?"} | ({} if overlap is None else {"overlap": overlap})
+            assert (await served.http.post("/v1/ask", json=asked)).status_code == 200
+        assert (await served.http.post("/v1/ask", json={"question": "Why?", "overlap": "maybe"})).status_code == 400
+        values = await snapshot(served)
+    ended = values["ended"][::-1]
+    assert [query["overlap"] for query in ended] == ["none", *["immediate"] * 3]
+    assert [query["overlap_reason"] for query in ended[:2]] == ["overlap=False", "overlap=True"]
+    for way, num in (("none", 1), ("immediate", 3)):
+        assert metrics.registry.get_sample_value("streamrag:overlaps_total", {"way": way}) == num
+    logged = [getattr(record, FIELDS)["overlap"] for record in caplog.records if hasattr(record, FIELDS)]
+    assert logged == [query["overlap"] for query in ended]
+    Output(width=140).print(view(values, width=140))
+    assert f"overlap: immediate, {ended[-1]['overlap_reason']}" in capsys.readouterr().out.splitlines()

@@ -7,7 +7,7 @@ import pytest
 
 from streamrag.core import Append, Chunk, Hint, Skipped, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
-from streamrag.sources.delays import StretchedSource
+from streamrag.sources.emission.stretched_source import StretchedSource
 from streamrag.sources.retriever import RetrieverSource
 from streamrag.testing import ScriptedSource
 

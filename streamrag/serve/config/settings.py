@@ -147,7 +147,9 @@ class AnswerSettings(Checked):
     temperature: float = Field(default=0.0, ge=0, description="0 is greedy")
     top_p: float = Field(default=1.0, gt=0, le=1, description="the share of probability to sample from")
     top_k: int = Field(default=0, ge=0, description="number of tokens to sample from; 0 for all")
-    overlap: bool = Field(default=True, description="prefill while retrieval runs")
+    overlap: Literal["auto"] | bool = Field(
+        default="auto", description='prefill while retrieval runs; "auto" learns whether that is faster'
+    )
     on_source_error: Literal["raise", "answer"] = Field(default="raise", description="what to do if retrieval fails")
 
 

@@ -123,12 +123,15 @@ class Live(Observer):
         return {name: value for name, value in description.items() if name != "text"}
 
     def _describe(self, query: ServedQuery) -> dict[str, Any]:
+        overlap = query.progress.overlap
         return {
             "id": query.id,
             "interface": query.interface,
             "client": query.client,
             "age_s": round(query.age_s, 3),
             **{name: getattr(query.progress, name) for name in QUERY_FIELDS},
+            "overlap": None if overlap is None else overlap.way,
+            "overlap_reason": None if overlap is None else overlap.reason,
             **({"text": query.text[:MAX_TEXT]} if self._with_text else {}),
         }
 

@@ -82,11 +82,13 @@ class QueryLog(Observer):
 
 def _query_fields(query: ServedQuery) -> dict[str, Any]:
     times_s = {"total_s": query.age_s} | {name: getattr(query.progress, name) for name in TIMES_S}
+    overlap = query.progress.overlap
     return {
         "interface": query.interface,
         "client": query.client,
         **{name: None if time_s is None else round(time_s, 4) for name, time_s in times_s.items()},
         **{name: getattr(query.progress, name) for name in COUNTS},
+        "overlap": None if overlap is None else overlap.way,
     }
 
 

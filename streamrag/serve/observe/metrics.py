@@ -106,6 +106,7 @@ class Metrics(Observer):
         self.ready = self._gauge("ready", "1 if queries are admitted, else 0")
         self.open_queries = self._gauge("open_queries", "Queries that are open, by what they are doing", "phase")
         self.queued_tokens = self._gauge("queued_tokens", "Tokens of prompts and answers still to be computed")
+        self.overlaps = self._counter("overlaps", "Queries that retrieved, by when they were prefilled", "way")
         self.total = self._seconds("query", "From a query's admission to its end, however it ended")
         self.times = {field: self._seconds(*what) for field, what in TIMES.items()}
         self.sizes = {field: self._sizes(*what) for field, what in SIZES.items()}
@@ -132,6 +133,8 @@ class Metrics(Observer):
                 histogram.observe(num)
         for field, counter in self.totals.items():
             counter.inc(getattr(query.progress, field) or 0)
+        if query.progress.overlap is not None:
+            self.overlaps.labels(query.progress.overlap.way).inc()
         if answer is not None and answer.record is not None:
             self._count_work(answer.record)
 

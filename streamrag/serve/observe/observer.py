@@ -13,6 +13,7 @@ from streamrag.telemetry import (
     ContextChanged,
     ContextComplete,
     DocumentSkipped,
+    OverlapChoice,
     PrefillProgressed,
     QueryEvent,
     RetrievalStarted,
@@ -67,6 +68,7 @@ class QueryProgress:
     num_invalidated: int | None = 0  # number of tokens invalidated by the next prompt, over all prompts
     num_prefilled: int | None = 0  # number of leading tokens of the newest prompt whose KV is known to be computed
     num_output_tokens: int | None = 0
+    overlap: OverlapChoice | None = None
 
     def follow(self, event: QueryEvent) -> None:
         """Update the progress from an event."""
@@ -101,6 +103,7 @@ class QueryProgress:
                 self.phase = "prefilling"
             case RetrievalStarted():
                 self._begin(event.at_s)
+                self.overlap = event.overlap
             case DocumentSkipped():
                 self.num_skipped += 1
 

@@ -5,7 +5,7 @@
 The last event is `answered`, or `error`.
 """
 
-from typing import cast
+from typing import Literal, cast
 
 from pydantic import Field
 from starlette.requests import Request
@@ -38,7 +38,7 @@ class QueryRequest(StrictModel):
     max_context_tokens: int | None = None
     deadline_s: float | None = None
     reserve_fraction: float | None = None
-    overlap: bool | None = None
+    overlap: bool | Literal["auto"] | None = None
 
     def query_options(self, service: Service) -> QueryOptions:
         """Return the options for the pipeline. Raises RequestError or ConfigurationError for invalid options."""

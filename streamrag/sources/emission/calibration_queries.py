@@ -12,8 +12,8 @@ from typing import TypeAlias
 from streamrag.core import Source, SourceEvent, Update, part_name
 from streamrag.errors import ConfigurationError
 from streamrag.query.retrieval import Retrieval
+from streamrag.sources.emission.wrapper import SourceWrapper
 from streamrag.sources.index.index_folder import PASSAGES, read_passages
-from streamrag.sources.wrapper import SourceWrapper
 from streamrag.support.bounded_reading import read_bytes
 
 MIN_WORDS, MAX_WORDS = 5, 30

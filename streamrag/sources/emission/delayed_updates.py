@@ -1,20 +1,16 @@
 """The base of sources that hold back updates, and one that sends its updates shortly before it ends."""
 
-import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 from math import inf
 
 from streamrag.core import Skipped, Source, SourceEvent, Update
-from streamrag.query.retrieval import Retrieval
-from streamrag.sources.wrapper import SourceWrapper
+from streamrag.query.retrieval import Retrieval, with_timeouts
+from streamrag.sources.emission.wrapper import SourceWrapper
 from streamrag.support.clock import Clock, monotonic
-from streamrag.support.tasks import cancel_and_wait
 from streamrag.support.validation import SecondsOrZero, validated
-
-_END = object()
 
 
 class HeldUpdates(ABC):
@@ -49,7 +45,7 @@ class HoldingSource(SourceWrapper, ABC):
         async with aclosing(Retrieval(self._source, query).events()) as events:
             updates = self._new_updates()
             try:
-                async with aclosing(_with_timeouts(events, updates.timeout_s)) as arrivals:
+                async with aclosing(with_timeouts(events, updates.timeout_s)) as arrivals:
                     async for event in arrivals:
                         for each in updates.reconsider() if event is None else updates.take(event):
                             yield each
@@ -59,31 +55,6 @@ class HoldingSource(SourceWrapper, ABC):
                 raise
             for each in updates.rest():
                 yield each
-
-
-async def _with_timeouts(
-    events: AsyncGenerator[SourceEvent, None], timeout_s: Callable[[], float | None]
-) -> AsyncGenerator[SourceEvent | None, None]:
-    """Yield each event, and None whenever `timeout_s()` seconds pass without one. Close this before `events`."""
-    pending: asyncio.Task[object] | None = None
-    try:
-        while True:
-            pending = pending or asyncio.create_task(_next(events), name="streamrag held back")
-            await asyncio.wait([pending], timeout=timeout_s())
-            if not pending.done():
-                yield None
-                continue
-            event, pending = pending.result(), None
-            if event is _END:
-                return
-            yield event  # type: ignore[misc]
-    finally:
-        if pending is not None:
-            await cancel_and_wait([pending])
-
-
-async def _next(events: AsyncGenerator[SourceEvent, None]) -> object:
-    return await anext(events, _END)
 
 
 class DelayedUpdates(HoldingSource):

@@ -173,7 +173,8 @@ class VllmBackend:
         max_model_len, dtype = model_config.max_model_len, str(model_config.dtype).removeprefix("torch.")
         # Without a prefix cache there is nothing to warm: no prompt fills a block of this size.
         self._block_size = cache.block_size if cache.enable_prefix_caching else max_model_len
-        self._info = ModelInfo(self._model_name, tokenizer, max_model_len)
+        is_on_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
+        self._info = ModelInfo(self._model_name, tokenizer, max_model_len, shares_processors=is_on_cpu)
         num_kv_tokens = cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size
         progress(f"ready in {time.monotonic() - began_s:.0f} s, KV cache of {num_kv_tokens:,} tokens, {dtype}")
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from streamrag.core import Append, CutShort, Skipped, Source, SourceEvent, Update
 from streamrag.errors import ConfigurationError
 from streamrag.query.retrieval import Retrieval
-from streamrag.sources.wrapper import SourceWrapper
+from streamrag.sources.emission.wrapper import SourceWrapper
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.tasks import cancel_and_wait
 from streamrag.support.validation import Number, SecondsOrZero, validated

@@ -1,0 +1,243 @@
+"""Turn what a source retrieves for one query into prompts."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, TypeVar
+
+from streamrag.core import (
+    Append,
+    Chunk,
+    CutShort,
+    Hint,
+    Mode,
+    ModelInfo,
+    Prompt,
+    Skipped,
+    SourceEvent,
+    Update,
+    part_name,
+)
+from streamrag.core.tokenizer_threads import in_thread
+from streamrag.errors import ConfigurationError, SourceError, StreamRagError
+from streamrag.modes import AssembledPrompt, PromptAssembler
+from streamrag.modes.context import Context
+from streamrag.query.options import Query
+from streamrag.query.relevance import Relevance
+from streamrag.query.retrieval import Retrieval, with_timeouts
+from streamrag.support.messages import message_of
+from streamrag.telemetry import (
+    ChunkArrived,
+    ChunksLeftOut,
+    ChunksShortened,
+    Citation,
+    ContextChanged,
+    ContextComplete,
+    DocumentSkipped,
+    OverlapChoice,
+    QueryEvent,
+    RetrievalCutShort,
+    SourceFailed,
+)
+
+if TYPE_CHECKING:
+    from streamrag.trace.recorder import TraceRecorder
+
+T = TypeVar("T")
+
+
+class QueryPrompts:
+    """The prompts of one query: partial ones while its source retrieves, then the complete one.
+
+    overlap: says which partial prompts there are. The complete prompt is the same in any case.
+    now: returns the seconds since the query was submitted.
+    """
+
+    def __init__(
+        self,
+        query: Query,
+        retrieval: Retrieval,
+        model: ModelInfo,
+        *,
+        mode: Mode,
+        overlap: OverlapChoice,
+        answers_despite_source_error: bool,
+        now: Callable[[], float],
+        emit: Callable[[QueryEvent], Awaitable[None]],
+        recorder: "TraceRecorder | None",
+    ) -> None:
+        self._query = query
+        self._retrieval = retrieval
+        self._source_name = part_name(retrieval.source)
+        self._model = model
+        self._mode = mode
+        self._overlap = overlap
+        self._answers_despite_source_error = answers_despite_source_error
+        self._now = now
+        self._emit = emit
+        self._recorder = recorder
+        self._rank_of: dict[tuple[str, int, str], int] = {}  # in the last ranking, by uri, passage and text
+        self.first_chunk_s: float | None = None
+        self.retrieval_s: float | None = None
+        """Time at which retrieval ended; None before."""
+        self.complete: AssembledPrompt | None = None
+        """The complete prompt, once it was sent."""
+        self.num_invalidated = 0
+        self.has_forecast = False
+        """Whether the source said when it would end."""
+        self.source_error: SourceError | None = None
+        self.cut_short: str | None = None
+
+    async def stream(self) -> AsyncGenerator[Prompt, None]:
+        """Yield partial prompts when `_due_s` says, then the complete prompt. Call it once."""
+        assembler = await self._in_thread(self._new_assembler)
+        chunks = Context()
+        is_ranked = False
+        hint: Hint | None = None
+        due_s = inf  # for a partial prompt with the newest chunks
+        async with (
+            aclosing(self._retrieve(assembler)) as retrieved,
+            aclosing(with_timeouts(retrieved, lambda: None if due_s == inf else due_s - self._now())) as events,
+        ):
+            async for event in events:
+                if event is not None:
+                    chunks = await self._add(event, chunks)
+                    is_ranked = is_ranked or isinstance(event, Update)  # an Append after an Update keeps the ranking
+                    hint, due_s = event.hint, self._due_s(event.hint)
+                if due_s <= self._now():
+                    due_s = inf
+                    assemble = partial(assembler.assemble, chunks, is_complete=False, is_ranked=is_ranked)
+                    step = await self._in_thread(assemble)
+                    await self._report(step)
+                    yield replace(step.prompt, hint=hint, source_name=self._source_name)
+        self.retrieval_s = self._now()
+        is_cut_short = self.cut_short is not None or self.source_error is not None
+        step = await self._in_thread(
+            partial(assembler.assemble, chunks, is_complete=True, is_cut_short=is_cut_short, is_ranked=is_ranked)
+        )
+        await self._report_complete(step, assembler.max_context_tokens)
+        self.complete = step
+        yield step.prompt
+
+    def citations(self, chunks: Sequence[Chunk]) -> tuple[Citation, ...]:
+        """Return the citations of a prompt with these chunks, with their places in the last ranking."""
+        return tuple(
+            Citation(
+                number,
+                chunk.uri,
+                chunk.title,
+                chunk.passage,
+                chunk.text,
+                chunk.score,
+                self._rank_of.get((chunk.uri, chunk.passage, chunk.text)),
+            )
+            for number, chunk in enumerate(chunks, start=1)
+        )
+
+    async def _add(self, event: Append | Update, chunks: Context) -> Context:
+        """Return the context after an event of the source, and report its new chunks."""
+        at_s = self._now()
+        new = event.chunks if isinstance(event, Update) else (event.chunk,)
+        for chunk in dict.fromkeys(new):
+            if chunk not in chunks:
+                await self._emit(ChunkArrived(at_s, chunk))
+        chunks = chunks.with_chunks(self._fold(chunks, event))
+        self._update_ranks(event)
+        if self.first_chunk_s is None and chunks:
+            self.first_chunk_s = at_s
+        return chunks
+
+    def _due_s(self, hint: Hint | None) -> float:
+        """Return when to send a context to the backend if no other follows; infinity if not before the complete one."""
+        end_s = None if hint is None else hint.end_s
+        self.has_forecast = self.has_forecast or end_s is not None
+        match self._overlap:
+            case OverlapChoice("none"):
+                return inf
+            case OverlapChoice("delayed", lead_s=float(lead_s)) if end_s is not None:
+                return self._now() + max(end_s - lead_s, 0.0)
+        return self._now()
+
+    def _new_assembler(self) -> PromptAssembler:
+        query, model = self._query, self._model
+        return PromptAssembler(
+            model.tokenizer,
+            query.template,
+            query.text,
+            max_model_len=model.max_model_len,
+            max_tokens=query.params.max_tokens,
+            max_context_tokens=query.max_context_tokens,
+            history=query.history,
+            relevance=Relevance(query.text) if query.reserve_fraction else None,
+            reserve_fraction=query.reserve_fraction,
+        )
+
+    def _fold(self, chunks: Context, event: Append | Update) -> tuple[Chunk, ...]:
+        folded = self._mode.fold(chunks, event)
+        if not isinstance(folded, tuple | list) or not all(isinstance(chunk, Chunk) for chunk in folded):
+            raise ConfigurationError(f"{part_name(self._mode)}.fold must return a tuple of chunks")
+        return tuple(folded)
+
+    async def _retrieve(self, assembler: PromptAssembler) -> AsyncGenerator[Append | Update, None]:
+        """Yield the source's chunk events. Emit its other events, and raise or record its failure."""
+        try:
+            async with aclosing(self._source_events(assembler)) as events:
+                async for event in events:
+                    if isinstance(event, Skipped):
+                        await self._emit(DocumentSkipped(self._now(), event.uri, event.reason))
+                    elif isinstance(event, CutShort):
+                        self.cut_short = event.reason
+                        await self._emit(RetrievalCutShort(self._now(), event.reason))
+                    else:
+                        yield event
+        except SourceError as error:
+            await self._record_or_raise(error)
+        except StreamRagError:
+            raise
+        except Exception as error:  # a source is foreign code: any exception means that retrieval failed
+            failure = SourceError(f"{self._source_name} failed: {type(error).__name__}: {message_of(error)}")
+            failure.__cause__ = error
+            await self._record_or_raise(failure)
+
+    def _source_events(self, assembler: PromptAssembler) -> AsyncGenerator[SourceEvent, None]:
+        events = self._retrieval.events()
+        if self._recorder is None:
+            return events
+
+        async def count_tokens(chunks: Sequence[tuple[int, Chunk]]) -> list[int]:
+            return await self._in_thread(partial(assembler.count_tokens, chunks))
+
+        return self._recorder.record(self._query.text, events, count_tokens, tokenizer=self._model.name)
+
+    async def _record_or_raise(self, failure: SourceError) -> None:
+        if not self._answers_despite_source_error:
+            raise failure
+        self.source_error = failure
+        await self._emit(SourceFailed(self._now(), failure))
+
+    async def _report(self, step: AssembledPrompt) -> None:
+        self.num_invalidated += step.num_invalidated
+        prompt, included = step.prompt, step.included
+        lengths = len(prompt.token_ids), prompt.num_shared, step.num_invalidated
+        await self._emit(ContextChanged(self._now(), len(included), *lengths, included, self._model.unit))
+
+    async def _report_complete(self, step: AssembledPrompt, max_context_tokens: int) -> None:
+        await self._report(step)
+        for kind, affected in ((ChunksShortened, step.shortened), (ChunksLeftOut, step.left_out)):
+            if affected:
+                await self._emit(kind(self._now(), affected, max_context_tokens))
+        num_tokens, unit = len(step.prompt.token_ids), self._model.unit
+        await self._emit(ContextComplete(self._now(), len(step.included), num_tokens, step.included, unit))
+
+    def _update_ranks(self, event: Append | Update) -> None:
+        if isinstance(event, Update):
+            self._rank_of = {}
+        elif not self._rank_of:
+            return
+        for chunk in event.chunks if isinstance(event, Update) else (event.chunk,):
+            self._rank_of.setdefault((chunk.uri, chunk.passage, chunk.text), len(self._rank_of) + 1)
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await in_thread(self._model.tokenizer, function)
