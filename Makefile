@@ -94,6 +94,9 @@ bench-bfloat16: .venv/installed ## how often rounding changes an answer in bfloa
 bench-context: .venv/installed ## which pages are in a context that cannot hold all of them, and do they hold the answer? two minutes
 	$(RUN) experiments/context_choice.py --json experiments/results/context_choice.json
 
+bench-langchain: .venv/installed ## a LangChain retriever that returns its list at once, and one in stages: embedded engine, five minutes
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/langchain_stages.py --json experiments/results/langchain_stages.json
+
 bench-adapters: .venv/installed ## LangChain, LlamaIndex and Haystack on vLLM, with streamrag and without; what adapters cost
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/adapters.py --json experiments/results/adapters.json
 

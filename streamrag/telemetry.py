@@ -4,10 +4,10 @@ Every `at_s` is in seconds since the query was submitted, on the pipeline's cloc
 `time.monotonic`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from streamrag.core import Chunk
+from streamrag.core import Chunk, LengthUnit, TokenUsage
 from streamrag.errors import SourceError
 from streamrag.records import ChunkRecord, PreemptionRecord, RequestRecord, RestoreRecord, read_records
 
@@ -33,6 +33,7 @@ __all__ = [
     "RetrievalStarted",
     "SourceFailed",
     "Timings",
+    "TokenUsage",
     "TokensGenerated",
     "read_records",
 ]
@@ -110,6 +111,8 @@ class ContextChanged:
     """Tokens of the previous prompt behind these, whose KV is no longer valid."""
     chunks: tuple[Chunk, ...] = ()
     """The passages of the new prompt, in prompt order."""
+    unit: LengthUnit = "tokens"
+    """Unit of the three lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,8 @@ class ContextComplete:
     """Length of the complete prompt."""
     chunks: tuple[Chunk, ...]
     """The passages of the prompt, in prompt order; the answer's `citations` refer to them."""
+    unit: LengthUnit = "tokens"
+    """Unit of `num_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +224,9 @@ class Answer:
     shortened: tuple[Chunk, ...]
     """Chunks that fit it only in part, whole as they arrived; `citations` has the parts."""
     num_prompt_tokens: int
-    """Length of the complete prompt."""
+    """Length of the prompt that was sent, in `unit`. For the tokens that the model read, see `usage`."""
     num_invalidated: int
-    """Tokens that were sent to the backend and replaced by a later prompt, over all prompts of the query."""
+    """Tokens that were sent to the backend and replaced by a later prompt, over all prompts of the query, in `unit`."""
     is_exact: bool
     """Whether the model saw exactly the tokens of the prompt; False for a server that takes only text."""
     source_error: SourceError | None
@@ -246,6 +251,10 @@ class Answer:
     gap: float | None = None
     """Lead of the first token over the next best, as a difference of log-probabilities; None unless a session's
     question was asked with `with_margin`."""
+    usage: TokenUsage = field(default_factory=TokenUsage)
+    """The tokens of prompt and answer, as the backend reports them or as they were counted; None where unknown."""
+    unit: LengthUnit = "tokens"
+    """Unit of `num_prompt_tokens` and `num_invalidated`: characters if the model's tokenizer is not available."""
 
     @property
     def is_in_rank_order(self) -> bool:

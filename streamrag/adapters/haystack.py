@@ -168,15 +168,15 @@ class StreamragGenerator:
         )
 
     def _outputs(self, answer: Answer, documents: list[Document]) -> dict[str, Any]:
-        num_tokens = len(answer.token_ids)
+        usage = answer.usage
         meta = {
             "model": self._pipeline.backend.model.name,
             "index": 0,
             "finish_reason": answer.finish_reason,
             "usage": {
-                "prompt_tokens": answer.num_prompt_tokens,
-                "completion_tokens": num_tokens,
-                "total_tokens": answer.num_prompt_tokens + num_tokens,
+                "prompt_tokens": usage.num_prompt_tokens,
+                "completion_tokens": usage.num_output_tokens,
+                "total_tokens": usage.num_tokens,
             },
             "retrieval_s": answer.timings.retrieval_s,
             "ttft_s": answer.timings.ttft_s,

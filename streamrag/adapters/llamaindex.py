@@ -163,8 +163,8 @@ class StreamragQueryEngine(PortalOwner, BaseQueryEngine):
         answer = events.result
         metadata["streamrag"] = {
             "finish_reason": answer.finish_reason,
-            "num_prompt_tokens": answer.num_prompt_tokens,
-            "num_tokens": len(answer.token_ids),
+            "num_prompt_tokens": answer.usage.num_prompt_tokens,
+            "num_tokens": answer.usage.num_output_tokens,
             "retrieval_s": answer.timings.retrieval_s,
             "ttft_s": answer.timings.ttft_s,
             "total_s": answer.timings.total_s,

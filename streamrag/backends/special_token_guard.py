@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from unicodedata import category, normalize
 
-from streamrag.core import Tokenizer, Turn
+from streamrag.core import LengthUnit, Tokenizer, Turn
 
 _ASCII_SPACES = " \t\n\r"
 # Not all of `str.isspace`, which includes control characters that some tokenizers drop.
@@ -105,6 +105,7 @@ class TextTokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.bos_text: str = getattr(tokenizer, "bos_text", "")
+        self.unit: LengthUnit = getattr(tokenizer, "unit", "tokens")
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Return the token ids of `text`, with look-alikes broken unless `allow_special`."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrag.backends.special_token_guard import break_matches, folded
-from streamrag.core import Turn, plain_chat
+from streamrag.core import LengthUnit, Turn, plain_chat
 from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
 from streamrag.support.bounded_reading import without_lone_surrogates
 
@@ -170,6 +170,8 @@ class CodePointTokenizer:
     Lengths then count characters. A text has at least as many characters as tokens in all common vocabularies, so a
     model's length in tokens is never exceeded. There are no special tokens and no chat template.
     """
+
+    unit: LengthUnit = "characters"
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Return the code points of `text`; lone surrogates become U+FFFD."""

@@ -87,7 +87,7 @@ def _describe(event: QueryEvent) -> Text | None:
             changed = f", {event.num_invalidated} invalidated" if event.num_invalidated else ""
             return _line(
                 event.at_s,
-                f"  [dim]context of {event.num_chunks} chunks, {event.num_tokens} tokens: "
+                f"  [dim]context of {event.num_chunks} chunks, {event.num_tokens} {event.unit}: "
                 f"{event.num_shared} shared with the last{changed}",
             )
         case ChunksLeftOut() | ChunksShortened():
@@ -97,7 +97,7 @@ def _describe(event: QueryEvent) -> Text | None:
         case ContextComplete() if event.num_chunks == 0:
             return _line(event.at_s, "[yellow]retrieval complete: the answer has no context")
         case ContextComplete():
-            return _line(event.at_s, f"retrieval complete: {event.num_chunks} chunks, {event.num_tokens} tokens")
+            return _line(event.at_s, f"retrieval complete: {event.num_chunks} chunks, {event.num_tokens} {event.unit}")
     return None
 
 
@@ -121,7 +121,12 @@ def print_timings(answer: Answer, console: Console) -> None:
         markup(
             f"[dim]retrieval {timings.retrieval_s:.2f} s, ttft_s {timings.ttft_s:.2f}, "
             f"ttft_after_retrieval_s {timings.ttft_after_retrieval_s:.2f}, total {timings.total_s:.2f} s; "
-            f"{answer.num_prompt_tokens} prompt tokens, {answer.num_invalidated} invalidated on the way, "
-            f"{len(answer.token_ids)} generated"
+            f"{_tokens(answer.usage.num_prompt_tokens, 'prompt tokens')}, {answer.num_invalidated} "
+            f"{'' if answer.unit == 'tokens' else 'characters '}invalidated on the way, "
+            f"{_tokens(answer.usage.num_output_tokens, 'generated')}"
         )
     )
+
+
+def _tokens(number: int | None, what: str) -> str:
+    return f"unknown {what}" if number is None else f"{number} {what}"

@@ -38,6 +38,9 @@ KEY = "STREAMRAG_API_KEY"
 TIMEOUT_S = 5.0
 NARROW = 100  # width in columns below which less of each query is shown
 
+UNKNOWN = "?"
+"""Stands for a number of tokens that the model's server does not report."""
+
 STYLES = {"queued": "yellow", "retrieving": "cyan", "prefilling": "magenta", "answering": "green", "answered": "green"}
 
 
@@ -153,12 +156,13 @@ def _head(values: Mapping[str, Any]) -> list[Text]:
             f"{values['max_queued_tokens']:,}",
         ),
         markup(
-            "last minute: {} started, {} ended, {} answered, {} refused, {} tokens/s",
+            "last minute: {} started, {} ended, {} answered, {} refused, {} tokens/s{}",
             minute["started"],
             minute["ended"],
             minute["answered"],
             minute["refused"],
             f"{minute['output_tokens'] / 60:.1f}",
+            f" without {num} answers of unknown length" if (num := minute.get("uncounted")) else "",
         ),
         markup(
             "in all: {} ended, {} answered, {} refused{}",
@@ -226,7 +230,7 @@ def _queries(queries: Sequence[Mapping[str, Any]], *, width: int) -> Table:
 
 def _cells(query: Mapping[str, Any]) -> dict[str, Text]:
     doing = query.get("outcome", query["phase"])
-    share = query["num_prefilled"] / query["num_prompt_tokens"] if query["num_prompt_tokens"] else 0.0
+    num_prompt, num_prefilled = query["num_prompt_tokens"], query["num_prefilled"]
     texts = {
         "id": query["id"],
         "by": query["interface"],
@@ -235,13 +239,17 @@ def _cells(query: Mapping[str, Any]) -> dict[str, Text]:
         "ttft": _short(query["ttft_s"]),
         "overlap": query.get("overlap") or "",
         "chunks": str(query["num_chunks"]),
-        "prompt": f"{query['num_prompt_tokens']:,}",
-        "prefilled": f"{share:.0%}",
-        "answer": f"{query['num_output_tokens']:,}",
+        "prompt": _count(num_prompt),
+        "prefilled": UNKNOWN if num_prefilled is None else f"{num_prefilled / (num_prompt or 1):.0%}",
+        "answer": _count(query["num_output_tokens"]),
         "question": query.get("text", ""),
     }
     style = STYLES.get(doing, "red" if doing.endswith("error") else "dim")
     return {"doing": Text(one_line(doing), style=style), **{name: Text(one_line(text)) for name, text in texts.items()}}
+
+
+def _count(num: int | None) -> str:
+    return UNKNOWN if num is None else f"{num:,}"
 
 
 def _short(at_s: float | None) -> str:

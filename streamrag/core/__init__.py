@@ -26,11 +26,13 @@ from streamrag.core.values import BackendEvent as BackendEvent
 from streamrag.core.values import Chunk as Chunk
 from streamrag.core.values import CutShort as CutShort
 from streamrag.core.values import Hint as Hint
+from streamrag.core.values import LengthUnit as LengthUnit
 from streamrag.core.values import Prefilled as Prefilled
 from streamrag.core.values import Prompt as Prompt
 from streamrag.core.values import RequestClass as RequestClass
 from streamrag.core.values import SamplingParams as SamplingParams
 from streamrag.core.values import Skipped as Skipped
 from streamrag.core.values import SourceEvent as SourceEvent
+from streamrag.core.values import TokenUsage as TokenUsage
 from streamrag.core.values import Update as Update
 from streamrag.core.values import common_prefix_len as common_prefix_len

@@ -4,7 +4,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from streamrag.core.values import Append, BackendEvent, Chunk, Prompt, SamplingParams, SourceEvent, Update
+from streamrag.core.values import (
+    Append,
+    BackendEvent,
+    Chunk,
+    LengthUnit,
+    Prompt,
+    SamplingParams,
+    SourceEvent,
+    TokenUsage,
+    Update,
+)
 
 MAX_NAME_CHARS = 80
 
@@ -62,8 +72,18 @@ class ModelInfo:
     """Whether the model sees exactly the tokens that are sent."""
     breaks_look_alikes: bool = False
     """Whether text that looks like a special token gets a space inserted, because a server tokenises the text."""
+    has_logprobs: bool = True
+    """Whether the backend can return log-probabilities."""
     shares_processors: bool = False
     """Whether the model computes on this machine's CPU, which retrieval may need at the same time."""
+    unit: LengthUnit = "tokens"
+    """Unit of the tokenizer's ids, and so of all lengths, `max_model_len` included."""
+
+    def usage(self, num_prompt: int, num_output: int, text: str, counted: TokenUsage | None) -> TokenUsage:
+        """Return the backend's own count of an answer, or else the numbers of ids, where these are tokens."""
+        if counted is not None:
+            return counted
+        return TokenUsage(num_prompt if self.unit == "tokens" else None, num_output if num_output or not text else None)
 
 
 class Source(Protocol):

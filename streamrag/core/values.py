@@ -112,6 +112,9 @@ def common_prefix_len(a: Sequence[int], b: Sequence[int], start: int = 0) -> int
     return shared
 
 
+LengthUnit: TypeAlias = Literal["tokens", "characters"]
+"""Unit of the lengths of prompts: characters for a server whose tokenizer is not available."""
+
 RequestClass: TypeAlias = Literal["session", "pool", "stream"]
 """Urgency classes, the most urgent first: a session's question, any other query, and a session's data, for which no
 caller waits. Source: arXiv 2605.13784, section 3.6, where watched questions are a class before all others."""
@@ -172,6 +175,21 @@ class Prefilled:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenUsage:
+    """The tokens that the model read and wrote for an answer; None where their number is unknown."""
+
+    num_prompt_tokens: int | None = None
+    num_output_tokens: int | None = None
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Number of tokens of the prompt and the answer together."""
+        if self.num_prompt_tokens is None or self.num_output_tokens is None:
+            return None
+        return self.num_prompt_tokens + self.num_output_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerChunk:
     """New text of the answer, with the tokens it was decoded from.
 
@@ -188,6 +206,8 @@ class AnswerChunk:
     """The engine's record of the request, on the last chunk only; None if the engine keeps no records."""
     logprobs: Any = None
     """Log-probabilities in the engine's own format, one entry per token, if `SamplingParams.extra` asks for them."""
+    usage: TokenUsage | None = None
+    """The backend's own count, on the last chunk only; None if the ids of prompt and answer are tokens to count."""
 
 
 BackendEvent: TypeAlias = Prefilled | AnswerChunk

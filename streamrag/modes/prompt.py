@@ -57,6 +57,12 @@ class PromptTemplate:
             if "@@needed@@" not in formatted:
                 raise ConfigurationError(f"PromptTemplate.{name}={getattr(self, name)!r} must use {{{needed}}}")
 
+    def messages(self, question: str, history: Sequence[Turn]) -> tuple[list[Turn], list[Turn]]:
+        """Return the messages up to the passages and from there on, which both have the message around the passages."""
+        system = [Turn("system", self.system)] if self.system else []
+        after = self.after_context.format(question=question)
+        return [*system, *history, Turn("user", self.before_context)], [Turn("user", after)]
+
     def passage_format(self, chat: str = "") -> PassageFormat:
         """Return the formatter of chunks, which protects the lines of this template and of the format `chat`."""
         words = (self.before_context, self.no_context, self.cut_short)
@@ -109,8 +115,12 @@ class PromptAssembler:
         self._passages: dict[tuple[int, Chunk], list[int]] = {}
         self._previous: tuple[int, ...] = ()
         self._fit: list[Included] | None = None  # of the previous prompt, if that was partial
-        self.head, self._end = self._split(history)
-        """Token ids before the passages, and the text of the chat template behind the question."""
+        self._history = tuple(history)
+        before, after = template.messages(question, self._history)
+        self._pieces = chat_pieces(tokenizer, [turn.role for turn in (*before, *after[1:])])
+        self._format = template.passage_format("{text}".join(map(_escaped, self._pieces)) + "{answer}")
+        self.head = self._encode_messages(self._pieces[: len(before)], before)
+        """Token ids before the passages."""
         self._tail = self.tail_of(question)
         self._no_context = tokenizer.encode(template.no_context)
         self._cut_short = tokenizer.encode(template.cut_short)
@@ -172,8 +182,10 @@ class PromptAssembler:
 
     def tail_of(self, question: str) -> tuple[int, ...]:
         """Return the token ids behind the passages for this question."""
-        tail = self._encode(self._template.after_context.format(question=question))
-        return (*tail, *self._tokenizer.encode(self._end, allow_special=True))
+        before, after = self._template.messages(question, self._history)
+        pieces = ["", *self._pieces[len(before) :]]
+        end = self._tokenizer.encode(pieces.pop(), allow_special=True)
+        return (*self._encode_messages(pieces, after), *end)
 
     def count_tokens(self, chunks: Sequence[tuple[int, Chunk]]) -> list[int]:
         """Return the number of tokens of each chunk as the passage of this number, and cache the token ids."""
@@ -197,23 +209,19 @@ class PromptAssembler:
         """Return the token ids of a plain text, or of its beginning if it cannot fit."""
         return encode_bounded(self._tokenizer, text, self._max_model_len)
 
-    def _split(self, history: Sequence[Turn]) -> tuple[tuple[int, ...], str]:
-        """Return the token ids before the context, and the text of the chat template behind the question."""
-        texts = [turn.text for turn in history]
-        roles = [turn.role for turn in history]
-        if self._template.system:
-            texts.insert(0, self._template.system)
-            roles.insert(0, "system")
-        pieces = chat_pieces(self._tokenizer, (*roles, "user"))
-        self._format = self._template.passage_format("{text}".join(map(_escaped, pieces)) + "{answer}")
-        head: list[int] = []
-        # Texts apart from the template and without special tokens, so that they cannot imitate it.
-        for template_text, text in zip(pieces, (*texts, self._template.before_context), strict=False):
-            head += self._tokenizer.encode(template_text, allow_special=True)
-            head += self._encode(text)
-            if len(head) > self._max_model_len:
+    def _encode_messages(self, pieces: Sequence[str], messages: Sequence[Turn]) -> tuple[int, ...]:
+        """Return the token ids of messages, each behind its piece of the chat template.
+
+        The texts are tokenised separately from the chat template and without special tokens, so that they cannot
+        imitate the template.
+        """
+        token_ids: list[int] = []
+        for piece, message in zip(pieces, messages, strict=True):
+            token_ids += self._tokenizer.encode(piece, allow_special=True) if piece else []
+            token_ids += self._encode(message.text)
+            if len(token_ids) > self._max_model_len:
                 break  # too long already
-        return tuple(head), pieces[-1]
+        return tuple(token_ids)
 
 
 def _escaped(text: str) -> str:

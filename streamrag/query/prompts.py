@@ -217,10 +217,8 @@ class QueryPrompts:
         """Count a prompt's invalidated tokens, and emit it."""
         self.num_invalidated += step.num_invalidated
         prompt, included = step.prompt, step.included
-        num_tokens = len(prompt.token_ids)
-        await self._emit(
-            ContextChanged(self._now(), len(included), num_tokens, prompt.num_shared, step.num_invalidated, included)
-        )
+        lengths = len(prompt.token_ids), prompt.num_shared, step.num_invalidated
+        await self._emit(ContextChanged(self._now(), len(included), *lengths, included, self._model.unit))
 
     async def _report_complete(self, step: AssembledPrompt, max_context_tokens: int) -> None:
         """Report a complete prompt, and emit what was shortened or left out, and that the context is complete."""
@@ -228,8 +226,8 @@ class QueryPrompts:
         for kind, affected in ((ChunksShortened, step.shortened), (ChunksLeftOut, step.left_out)):
             if affected:
                 await self._emit(kind(self._now(), affected, max_context_tokens))
-        num_tokens = len(step.prompt.token_ids)
-        await self._emit(ContextComplete(self._now(), len(step.included), num_tokens, step.included))
+        num_tokens, unit = len(step.prompt.token_ids), self._model.unit
+        await self._emit(ContextComplete(self._now(), len(step.included), num_tokens, step.included, unit))
 
     def _update_ranks(self, event: Append | Update) -> None:
         """Number an update's chunks by rank from 1; later appends follow them. Without an update there are no ranks."""

@@ -234,25 +234,29 @@ class QueryRun:
     def _answer(
         self, chunks: list[AnswerChunk], prompts: QueryPrompts, last: AssembledPrompt, timings: Timings
     ) -> Answer:
-        finish_reason = chunks[-1].finish_reason
+        finish_reason, model = chunks[-1].finish_reason, self._backend.model
         assert finish_reason is not None
+        text = "".join(chunk.text for chunk in chunks)
+        token_ids = tuple(token_id for chunk in chunks for token_id in chunk.token_ids)
         return Answer(
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+            text=text,
+            token_ids=token_ids,
             finish_reason=finish_reason,
             citations=prompts.citations(last.included),
             left_out=last.left_out,
             shortened=last.shortened,
             num_prompt_tokens=len(last.prompt.token_ids),
             num_invalidated=prompts.num_invalidated,
-            is_exact=self._backend.model.is_exact,
+            is_exact=model.is_exact,
             source_error=prompts.source_error,
             cut_short=prompts.cut_short,
             submitted_s=self._submitted_s,
             timings=timings,
             record=chunks[-1].record,
             overlap=self._overlap,
-            breaks_look_alikes=self._backend.model.breaks_look_alikes,
+            breaks_look_alikes=model.breaks_look_alikes,
+            usage=model.usage(len(last.prompt.token_ids), len(token_ids), text, chunks[-1].usage),
+            unit=model.unit,
         )
 
     def _now(self) -> float:

@@ -17,7 +17,7 @@ from functools import partial
 from math import inf, isfinite
 from typing import Any, TypeAlias
 
-from streamrag.core import AnswerChunk, Backend, ModelInfo, Prompt, SamplingParams, Tokenizer
+from streamrag.core import AnswerChunk, Backend, ModelInfo, Prompt, SamplingParams, Tokenizer, TokenUsage
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import BackendError, ConfigurationError
 from streamrag.query.answer_stream import Emit
@@ -53,12 +53,14 @@ class _Draft:
         self._emit = emit
         self._waited_s = clock() - submitted_s
         self._pieces: list[TokensGenerated] = []
+        self._usage: TokenUsage | None = None
         self.chunks: list[AnswerChunk] = []
         """Chunks of the newest request."""
 
     async def put(self, chunk: AnswerChunk) -> None:
         """Append a piece of the answer, and emit it."""
         at_s = self._clock() - self._submitted_s
+        self._usage = chunk.usage
         self._pieces.append(TokensGenerated(at_s, chunk.text, chunk.token_ids, chunk.finish_reason))
         await self._emit(self._pieces[-1])
 
@@ -66,9 +68,11 @@ class _Draft:
         """Return the whole answer."""
         total_s = self._clock() - self._submitted_s
         first_s = next((piece.at_s for piece in self._pieces if piece.text or piece.token_ids), total_s)
+        text = "".join(piece.text for piece in self._pieces)
+        token_ids = tuple(token_id for piece in self._pieces for token_id in piece.token_ids)
         return Answer(
-            text="".join(piece.text for piece in self._pieces),
-            token_ids=tuple(token_id for piece in self._pieces for token_id in piece.token_ids),
+            text=text,
+            token_ids=token_ids,
             finish_reason=self._pieces[-1].finish_reason or "",
             citations=(),
             left_out=(),
@@ -84,6 +88,8 @@ class _Draft:
             breaks_look_alikes=model.breaks_look_alikes,
             version=self._snapshot.version,
             gap=gap,
+            usage=model.usage(num_prompt_tokens, len(token_ids), text, self._usage),
+            unit=model.unit,
         )
 
 

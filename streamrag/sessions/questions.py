@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable
 from contextlib import aclosing
@@ -9,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, TypedDict
 
-from streamrag.core import Backend, SamplingParams
+from streamrag.core import Backend, SamplingParams, part_name
 from streamrag.core.trace_context import conversation
 from streamrag.errors import ConfigurationError
 from streamrag.query.answer_stream import Emit, StartQuery
@@ -109,6 +110,23 @@ class Questions:
             return self._tasks.start(partial(self._answer, question, at_least, emit), "question", deadline_s)
 
         return start
+
+    def check_logprobs(self) -> None:
+        """Warn, or raise ConfigurationError, if the backend has no log-probabilities to compare answers with."""
+        model = self._backend.model
+        if model.has_logprobs:
+            return
+        lack = f"{part_name(self._backend)} has no log-probabilities from its server"
+        remedy = "use VllmBackend, or watch without answers, and name them in the question"
+        if not model.is_exact:
+            raise ConfigurationError(
+                f"{lack}, and sends it text: `answers` and `with_margin` cannot work. To have them, {remedy}"
+            )
+        warnings.warn(
+            f"{lack}: `answers` follow the tokens that it samples, and `gap` is None. For a comparison, {remedy}",
+            UserWarning,
+            stacklevel=3,
+        )
 
     async def _answer(self, question: Question, at_least: int, emit: Emit) -> Answer:
         conversation.set(self._conversation_id)  # this task has its own context

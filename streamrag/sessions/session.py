@@ -271,10 +271,15 @@ class Session:
         name: its key in `watches`; replaces a watch of the same name. A session that resumes from a log restores named
             watches, unless they were closed before the session.
 
-        :raises ConfigurationError: values that cannot work.
+        A backend without log-probabilities (`OpenAIBackend`) follows the tokens that its server samples, which a
+        warning says for `answers` and `with_margin`.
+
+        :raises ConfigurationError: values that cannot work, such as `answers` for a server that takes only text.
         :raises SessionLogError: it has a name, and is too long for the log.
         """
         self._data.check_open()
+        if answers or with_margin:
+            self._questions.check_logprobs()
         params = SamplingParams(max_tokens=64) if params is None else params
         options = WatchOptions(question, answers, min_interval_s, priority, with_margin, decisive_margin, params, name)
         return self._watches.add(options)

@@ -103,7 +103,7 @@ class MergedSource:
                     del context.running[number]
                     if event is not None:
                         errors.append(event)
-                        yield _failed(self._sources[number], event)
+                        yield skip_failed(self._sources[number], event)
                 is_processed.set()
         finally:
             await cancel_and_wait(pulls)
@@ -171,7 +171,7 @@ class _MergedContext:
         return None if num_chunks is None and end_s is None else Hint(num_chunks, end_s)
 
 
-def _failed(source: Source, error: BaseException) -> Skipped:
+def skip_failed(source: object, error: BaseException) -> Skipped:
     """Log a source's error, and return an event that does not quote it. A program's mistake is raised."""
     if isinstance(error, StreamRagError) and not isinstance(error, SourceError):
         raise error  # a mistake of the program, not a failed retrieval

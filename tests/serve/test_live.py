@@ -64,7 +64,14 @@ async def test_an_open_query_is_shown_in_each_phase_and_then_among_the_ended() -
     (ended,) = values["ended"]
     assert (ended["id"], ended["outcome"]) == ("mine", "left")
     assert values["minute"] == values["total"]
-    assert values["total"] == {"started": 1, "ended": 1, "answered": 0, "refused": 0, "output_tokens": 6}
+    assert values["total"] == {
+        "started": 1,
+        "ended": 1,
+        "answered": 0,
+        "refused": 0,
+        "output_tokens": 6,
+        "uncounted": 0,
+    }
     assert "text" not in ended
 
 

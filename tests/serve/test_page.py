@@ -90,7 +90,7 @@ async def test_passages_and_an_answer_appear_while_they_come_about() -> None:
         await expect(seen.page.locator(".counts .prefilled dd")).to_have_text(f"{len(prompt.token_ids):,}")
         await expect(seen.page.locator(".overlap")).to_have_text(
             f"When retrieval ended, {prompt.num_shared:,} of the prompt’s {len(prompt.token_ids):,} tokens "
-            "had been prefilled."
+            f"had been prefilled. The model read {len(prompt.token_ids):,} tokens and wrote 33."
         )
         await expect(seen.page.locator("#spoken")).to_contain_text("It is Paris [1]")
 
@@ -227,6 +227,15 @@ async def test_what_is_read_does_not_jump(width: int) -> None:
             await expect(seen.page.locator(".bar")).to_have_count(number)
         await seen.answered("It is Paris [1].")
         assert await seen.page.evaluate(where) == before
+
+
+async def test_on_a_phone_the_answer_stands_above_the_passages() -> None:
+    async with serving() as served, browsing(served.url, viewport={"width": 390, "height": 844}) as seen:
+        await seen.ask()
+        await seen.answered("It is Paris [1].")
+        places = "['.turn h2', '.answer', '.passages', '.flow'].map(e => document.querySelector(e).offsetTop)"
+        tops = await seen.page.evaluate(places)
+        assert tops == sorted(tops)
 
 
 async def test_everything_can_be_done_with_the_keyboard() -> None:

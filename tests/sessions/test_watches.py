@@ -1,6 +1,8 @@
 """Questions that are kept answered."""
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import anyio
 import pytest
@@ -69,6 +71,26 @@ async def test_a_fast_vocabulary_takes_one_token() -> None:
         assert answered.answer.token_ids == (ord("y"),)
         assert params[-1].max_tokens == 1
         assert params[-1].extra["allowed_token_ids"] == sorted((ord("y"), ord("n")))
+
+
+class Server(ScriptedBackend):
+    """A model behind a server, which has no log-probabilities."""
+
+    def __init__(self, *, is_exact: bool) -> None:
+        super().__init__(answer="yes")
+        self.model = replace(self.model, has_logprobs=False, is_exact=is_exact)
+
+
+@pytest.mark.parametrize("options", [{"answers": ("yes", "no")}, {"with_margin": True}])
+async def test_a_watch_says_at_once_that_a_server_has_no_log_probabilities(options: dict[str, Any]) -> None:
+    async with Pipeline(ScriptedSource([]), Server(is_exact=False)) as pipeline, pipeline.session() as session:
+        with pytest.raises(ConfigurationError, match=r"Server has no log-probabilities .* use VllmBackend"):
+            session.watch("Any?", **options)
+        assert (await anext(session.watch("Any?"))).text == "yes"
+    async with Pipeline(ScriptedSource([]), Server(is_exact=True)) as pipeline, pipeline.session() as session:
+        with pytest.warns(UserWarning, match="follow the tokens that it samples"):
+            watch = session.watch("Any?", **options)
+        assert (await anext(watch)).text == "yes"
 
 
 async def test_answers_that_begin_alike_are_refused() -> None:

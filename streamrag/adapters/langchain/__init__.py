@@ -8,8 +8,8 @@ from streamrag.errors import MissingDependencyError, install_line
 try:
     from streamrag.adapters.langchain.chat_model import StreamragChatModel
     from streamrag.adapters.langchain.retriever import StreamragRetriever
-    from streamrag.adapters.langchain.source import from_langchain
+    from streamrag.adapters.langchain.source import from_langchain, staged_retriever
 except ImportError as error:
     raise MissingDependencyError("langchain-core", install_line("langchain")) from error
 
-__all__ = ["StreamragChatModel", "StreamragRetriever", "from_langchain"]
+__all__ = ["StreamragChatModel", "StreamragRetriever", "from_langchain", "staged_retriever"]

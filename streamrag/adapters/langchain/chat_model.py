@@ -1,27 +1,44 @@
 """A pipeline as a LangChain chat model."""
 
+import warnings
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, fields, replace
-from typing import Any
+from typing import Any, NoReturn, Self
 
 from langchain_core.caches import BaseCache
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams
 from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from pydantic import Field
 
+from streamrag.adapters.langchain.prompt import template_of, turn_of
+from streamrag.adapters.langchain.source import from_langchain
 from streamrag.adapters.portal import LoopPortal, PortalOwner
-from streamrag.core import AnswerChunk, SamplingParams, Turn, part_name
+from streamrag.core import AnswerChunk, Backend, Mode, SamplingParams, Turn, part_name
 from streamrag.errors import ConfigurationError
+from streamrag.modes import PromptTemplate
 from streamrag.pipeline import Pipeline
-from streamrag.support.messages import type_name
-from streamrag.telemetry import Answer
+from streamrag.telemetry import Answer, TokenUsage
 
 SAMPLING = {field.name for field in fields(SamplingParams)}
+LONG_QUERY_CHARS = 2_000
+"""A longer query is probably a prompt with documents: questions are shorter, and six short documents are longer."""
+QUOTED_CHARS = 40
+"""A query that contains a passage of this length is a prompt, too."""
+NO_TOOLS = (
+    "StreamragChatModel has no tools, because it retrieves and answers in one request. Let the agent keep its own chat "
+    "model, and give it this retrieval as a tool: create_retriever_tool(StreamragRetriever(source=source), name, "
+    "description)"
+)
+NO_STRUCTURE = (
+    "StreamragChatModel has no structured output. If the model's server constrains answers, as vLLM's does, send it "
+    'the schema: model.bind(extra={"response_format": {"type": "json_schema", "json_schema": {"name": NAME, "schema": '
+    "SCHEMA}}}) | JsonOutputParser(). Otherwise let another chat model extract the fields from the answer's text"
+)
 
 
 class StreamragChatModel(PortalOwner, BaseChatModel):
@@ -30,9 +47,9 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     Leading system messages replace the template's system text; the messages between them and the query are the
     history. A call may override all fields, and the options of `SamplingParams` and `QueryOptions`.
 
-    The answer streams in chunks. The last one has `usage_metadata`, and in `response_metadata` the
-    `citations` (number, uri, title, passage, text and score of each passage in the prompt), `finish_reason`,
-    `model_name`, `timings`, and `cut_short` and `source_error` if retrieval ended early.
+    The answer streams in chunks. The last one has `usage_metadata`, if the numbers of tokens are known, and in
+    `response_metadata` the `citations` (number, uri, title, passage, text and score of each passage in the prompt),
+    `finish_reason`, `model_name`, `timings`, and `cut_short` and `source_error` if retrieval ended early.
 
     A pipeline that has been started is used in its event loop. Otherwise `async with` starts it in the current loop, or
     the first call starts it in a thread with its own loop, until `close()`, the end of a `with` block, or garbage
@@ -57,6 +74,37 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     """LangChain's cache; off by default, because the answer depends on the retrieved documents."""
     portal: Any = Field(default=None, exclude=True, repr=False)
     """The portal to the pipeline's event loop; copies of the model share it."""
+
+    @classmethod
+    def from_retriever(
+        cls,
+        retriever: Any,
+        backend: Backend,
+        prompt: Any = None,
+        *,
+        mode: Mode | None = None,
+        context: str = "context",
+        question: str | None = None,
+        passage: str = PromptTemplate().passage,
+        **options: Any,
+    ) -> Self:
+        """Return a model that answers with a retriever's documents, in the words of the application's own prompt.
+
+        Its input is the question; earlier messages before it fill the prompt's `MessagesPlaceholder`.
+
+        retriever: anything that `from_langchain` takes.
+        backend: the model or its server.
+        prompt: a `ChatPromptTemplate` with the documents, in any message; by default streamrag's own words.
+        mode: how an update changes the documents in the prompt; by default as the retriever ranks them.
+        context, question: the prompt's variables; the question's is by default the only other one.
+        passage: the format of a document, as in `PromptTemplate`.
+        options: fields of the model, such as `max_tokens`.
+
+        :raises ConfigurationError: the retriever or the prompt cannot be used.
+        """
+        own = None if prompt is None else template_of(prompt, context=context, question=question, passage=passage)
+        template = own or PromptTemplate(passage=passage)
+        return cls(pipeline=Pipeline(from_langchain(retriever), backend, mode=mode, template=template), **options)
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
@@ -107,7 +155,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     ) -> Iterator[ChatGenerationChunk]:
         query, options = self._parse_messages(messages, stop, kwargs)
         for part in self.portal.iterate(lambda: _answer(self.pipeline, query, options)):
-            yield self._chunk(part)
+            yield self._chunk(query, part)
 
     async def _astream(
         self,
@@ -119,7 +167,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         query, options = self._parse_messages(messages, stop, kwargs)
         async with aclosing(self.portal.aiterate(lambda: _answer(self.pipeline, query, options))) as parts:
             async for part in parts:
-                yield self._chunk(part)
+                yield self._chunk(query, part)
 
     def _parse_messages(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]
@@ -134,6 +182,8 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         sampling = {name: given.pop(name) for name in SAMPLING & given.keys()}
         params = given.pop("params", SamplingParams())
         system, history, query = _conversation(messages)
+        if len(query) > LONG_QUERY_CHARS:
+            _warn_of_prompt(query)
         return query, {
             "params": replace(params, **sampling) if isinstance(params, SamplingParams) else params,
             **({"system": system} if system else {}),
@@ -141,11 +191,21 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
             **given,
         }
 
-    def _chunk(self, part: AnswerChunk | Answer) -> ChatGenerationChunk:
+    def bind_tools(self, tools: Any, **kwargs: Any) -> NoReturn:
+        """Raise ConfigurationError, which says what to do instead."""
+        raise ConfigurationError(NO_TOOLS)
+
+    def with_structured_output(self, schema: Any, **kwargs: Any) -> NoReturn:
+        """Raise ConfigurationError, which says what to do instead."""
+        raise ConfigurationError(NO_STRUCTURE)
+
+    def _chunk(self, query: str, part: AnswerChunk | Answer) -> ChatGenerationChunk:
         """Return a chunk of text, or for the answer the last chunk, which has usage and metadata but no text."""
         if isinstance(part, AnswerChunk):
             return ChatGenerationChunk(message=AIMessageChunk(content=part.text))
-        num_prompt, num_answer = part.num_prompt_tokens, len(part.token_ids)
+        texts = [citation.text.strip() for citation in part.citations]
+        if len(query) <= LONG_QUERY_CHARS and any(len(text) >= QUOTED_CHARS and text in query for text in texts):
+            _warn_of_prompt(query)
         about = {
             "citations": [asdict(citation) for citation in part.citations],
             "finish_reason": part.finish_reason,
@@ -154,14 +214,31 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
             "cut_short": part.cut_short,
             "source_error": part.source_error and str(part.source_error),
         }
-        usage = UsageMetadata(input_tokens=num_prompt, output_tokens=num_answer, total_tokens=num_prompt + num_answer)
         message = AIMessageChunk(
             content="",
-            usage_metadata=usage,
+            usage_metadata=_usage_metadata(part.usage),
             response_metadata={name: value for name, value in about.items() if value is not None},
             chunk_position="last",
         )
         return ChatGenerationChunk(message=message)
+
+
+def _usage_metadata(usage: TokenUsage) -> UsageMetadata | None:
+    num_input, num_output = usage.num_prompt_tokens, usage.num_output_tokens
+    if num_input is None or num_output is None:
+        return None
+    return UsageMetadata(input_tokens=num_input, output_tokens=num_output, total_tokens=num_input + num_output)
+
+
+def _warn_of_prompt(query: str) -> None:
+    warnings.warn(
+        f"the query has {len(query):,} characters and looks like a prompt that already contains documents: it is what "
+        "streamrag retrieves with, and retrieved documents are added to it. Replace the whole chain, not only the "
+        "model: StreamragChatModel.from_retriever(retriever, backend, prompt) | StrOutputParser(), which keeps your "
+        "prompt and takes the question",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 async def _answer(
@@ -177,22 +254,7 @@ async def _answer(
 
 def _conversation(messages: Sequence[BaseMessage]) -> tuple[str, list[Turn], str]:
     """Return the system text, the history, and the query; raise ConfigurationError for other messages than text."""
-    turns: list[Turn] = []
-    for message in messages:
-        match message:
-            case SystemMessage():
-                role = "system"
-            case HumanMessage():
-                role = "user"
-            case AIMessage() if not message.tool_calls:
-                role = "assistant"
-            case _:
-                raise ConfigurationError(
-                    f"{type_name(message)} for tools is not supported: use system, human and AI messages with text"
-                )
-        if role != "assistant" and any(block["type"] != "text" for block in message.content_blocks):
-            raise ConfigurationError(f"{type_name(message)} has content other than text, which is not supported")
-        turns.append(Turn(role, str(message.text)))  # type: ignore[arg-type]
+    turns = list(map(turn_of, messages))
     if not turns or turns[-1].role != "user":
         raise ConfigurationError("the last message must be a human message: it is the query")
     *earlier, query = turns

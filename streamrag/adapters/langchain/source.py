@@ -1,22 +1,30 @@
 """LangChain's retrievers, vector stores and document loaders as sources."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from inspect import getattr_static, isawaitable
+from functools import partial
+from inspect import getattr_static, isawaitable, signature
 from typing import Any
 
-from streamrag.core import Append, Chunk, SourceEvent, Update
+from streamrag.adapters.langchain.retriever import StreamragRetriever
+from streamrag.core import Append, Chunk, Source, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.modes.context import Context, UpdateMode
 from streamrag.query.retrieval import closing
 from streamrag.sources.fusion import RRF_K
-from streamrag.sources.merged import MergedSource
+from streamrag.sources.merged import MergedSource, skip_failed
 from streamrag.sources.passage_reader import PassageReader
-from streamrag.support.messages import is_number, short_repr, type_name
+from streamrag.sources.threads import Threads
+from streamrag.sources.user_functions import call_for_list, name_of
+from streamrag.support.messages import is_number, message_of, short_repr, type_name
+from streamrag.support.tasks import cancel_and_wait
+
+MAX_CALLS = 32  # concurrent calls of one stage
 
 
-def from_langchain(found_by: Any, *, name: str = "") -> "LangchainSource":
+def from_langchain(found_by: Any, *, name: str = "") -> Source:
     """Return a source that retrieves with a LangChain component. Stages overlap with prefill where possible:
 
     - A document loader appends each document that its `alazy_load` yields. For a loader that depends on the query, pass
@@ -25,6 +33,7 @@ def from_langchain(found_by: Any, *, name: str = "") -> "LangchainSource":
       member's answer, fused with the ensemble's weights and constant. A failing member is skipped, and reported.
     - A retriever that compresses or reranks (`ContextualCompressionRetriever`) yields the events of its base retriever,
       and then an update with the compressor's documents.
+    - A `StreamragRetriever` without `k`, such as that of `staged_retriever`, is its own source.
     - Any other retriever, vector store, or Runnable from a query to documents yields one update.
 
     These can be nested. A document's metadata `source` or `url` becomes the chunk's `uri`, and `relevance_score` its
@@ -33,7 +42,100 @@ def from_langchain(found_by: Any, *, name: str = "") -> "LangchainSource":
 
     :raises ConfigurationError: `found_by` is none of these.
     """
+    if isinstance(found_by, StreamragRetriever) and found_by.k is None and found_by.owns_source:
+        return found_by.source  # type: ignore[no-any-return]
     return LangchainSource(found_by, name)
+
+
+def staged_retriever(*stages: Any, name: str = "staged retriever") -> StreamragRetriever:
+    """Return a retriever whose stages answer one after another, each with a better list of documents.
+
+    `staged_retriever(keyword_search, vector_search, rerank)` is a LangChain retriever, whose documents are those of the
+    last stage. With `from_langchain`, it is a source that yields an update after each stage, so that the model reads
+    the documents of one stage while the next is at work.
+
+    stages: functions of the query that return documents, the fastest first, or LangChain retrievers. Async ones are
+        awaited, others run in threads. They start together. A function of two parameters, the query and the documents
+        of the stages before it, starts when these have ended. A stage that fails is skipped and reported, unless all
+        fail.
+    name: the source's name.
+
+    :raises ConfigurationError: a stage is neither, or the first one needs documents.
+    """
+    return StreamragRetriever(source=StagedSource(stages, name))
+
+
+class StagedSource:
+    """The source of a `staged_retriever`."""
+
+    def __init__(self, stages: Sequence[Any], name: str) -> None:
+        self.name = name
+        self._stages = list(map(_Stage, stages))
+        if not stages or self._stages[0].documents:
+            raise ConfigurationError(
+                f"stages={short_repr(stages)} must begin with a function of the query, whose documents others can rank"
+            )
+
+    async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
+        """Yield an update after each stage.
+
+        :raises SourceError: all stages failed.
+        """
+        found = _Query(query, self.name)
+        documents: list[Any] = []
+        errors: list[Exception] = []
+        searches = {
+            stage: asyncio.create_task(stage.call(query, None)) for stage in self._stages if not stage.documents
+        }
+        try:
+            for stage in self._stages:
+                search = searches.get(stage) or asyncio.create_task(stage.call(query, documents))
+                searches[stage] = search
+                try:
+                    documents = await search
+                    update = found.update(documents)
+                except Exception as error:
+                    errors.append(error)
+                    yield skip_failed(stage, error)
+                else:
+                    yield update
+        finally:
+            await cancel_and_wait(list(searches.values()))
+        if len(errors) == len(self._stages):
+            raise SourceError(f"{self.name} failed: {'; '.join(map(message_of, errors))}") from errors[0]
+
+
+class _Stage:
+    def __init__(self, stage: Any) -> None:
+        call = stage.as_retriever() if _has(stage, "as_retriever") else stage
+        self._call = call.ainvoke if _has(call, "ainvoke") else call
+        if isinstance(stage, type) or not callable(self._call):
+            raise ConfigurationError(f"{short_repr(stage)} is no stage: give a function of the query, or a retriever")
+        self.name = name_of(stage)
+        self.documents = _second_parameter(self._call)
+        """Name of the parameter for the documents of earlier stages; None for a stage that needs none."""
+        self._threads = Threads(MAX_CALLS, f"retrieve {self.name}")
+
+    async def call(self, query: str, documents: list[Any] | None) -> list[Any]:
+        """Return the documents of this stage."""
+        call = partial(self._call, **{self.documents: documents}) if self.documents else self._call
+        return await call_for_list(call, query, self._check, self._threads)
+
+    def _check(self, result: Any) -> Any:
+        if not isinstance(result, list | tuple):
+            raise SourceError(f"{self.name} returned {type_name(result)} instead of a list of documents")
+        return result
+
+
+def _second_parameter(function: Callable[..., Any]) -> str | None:
+    try:
+        parameters = signature(function).parameters.values()
+    except (TypeError, ValueError):  # of a function in C
+        return None
+    required = [
+        each.name for each in parameters if each.default is each.empty and each.kind == each.POSITIONAL_OR_KEYWORD
+    ]
+    return required[1] if len(required) > 1 else None
 
 
 class LangchainSource:
@@ -100,7 +202,7 @@ class _Query:
                 yield event
         if chunks:
             documents = [self._documents[replace(chunk, score=None)] for chunk in chunks]
-            yield self._update(await retriever.base_compressor.acompress_documents(documents, self._text))
+            yield self.update(await retriever.base_compressor.acompress_documents(documents, self._text))
 
     async def search(self, store: Any) -> AsyncGenerator[SourceEvent, None]:
         async with aclosing(self.ask(store.as_retriever())) as events:
@@ -108,7 +210,7 @@ class _Query:
                 yield event
 
     async def ask(self, retriever: Any) -> AsyncGenerator[SourceEvent, None]:
-        yield self._update(await retriever.ainvoke(self._text))
+        yield self.update(await retriever.ainvoke(self._text))
 
     async def make(self, function: Callable[[str], Any]) -> AsyncGenerator[SourceEvent, None]:
         """Call a function of the query, and yield the events of the component that it returns."""
@@ -117,7 +219,7 @@ class _Query:
             async for event in events:
                 yield event
 
-    def _update(self, documents: Any) -> Update:
+    def update(self, documents: Any) -> Update:
         """Return an update of a list of documents; raise SourceError for anything else."""
         if not isinstance(documents, list | tuple):
             raise SourceError(f"{self._reader.name} returned {type_name(documents)} instead of a list of documents")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from streamrag.backends.openai.http import clean
-from streamrag.core import AnswerChunk
+from streamrag.core import AnswerChunk, TokenUsage
 from streamrag.errors import ServerError
 from streamrag.support.bounded_reading import without_lone_surrogates
 
@@ -49,6 +49,13 @@ def answer_chunk(choice: dict[str, Any], *, server: str) -> AnswerChunk:
     ids = tuple(token_ids(choice.get("token_ids"), server=server))
     whole_text = without_lone_surrogates(text or "")  # JSON may contain halves of characters
     return AnswerChunk(whole_text, ids, None if not reason else clean(reason)[:MAX_REASON_CHARS])
+
+
+def token_usage(value: Any) -> TokenUsage:
+    """Return the counts in the `usage` of a response. What is missing or malformed is unknown."""
+    counts = value if isinstance(value, dict) else {}
+    found = [counts.get(name) for name in ("prompt_tokens", "completion_tokens")]
+    return TokenUsage(*(count if _is_number(count) else None for count in found))
 
 
 def _is_number(value: Any) -> bool:

@@ -2,20 +2,21 @@
 
 import os
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 import anyio.to_thread
 
-from streamrag.backends.openai.answers import answer_chunk, length, objects
+from streamrag.backends.openai.answers import answer_chunk, length, objects, token_usage
 from streamrag.backends.openai.http import MAX_ANSWER_BYTES, RequestRejectedError, Server, clean
 from streamrag.backends.openai.server_tokenizer import ServerTokenizer, ask_for_tokenizer
 from streamrag.backends.special_token_guard import TextTokenizer
 from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenizer
 from streamrag.backends.warming import warm_then_generate
-from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
+from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer, TokenUsage
 from streamrag.core.lifecycle import started_once
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import BackendError, ConfigurationError, PromptTooLongError, ServerError
@@ -46,8 +47,9 @@ class OpenAIBackend:
     Untrusted text never becomes a special token. It is unchanged in token ids of the model's own tokenizer; where the
     server tokenizes, a space breaks look-alikes first (`model.breaks_look_alikes`).
 
-    Answers have token ids only if the server sends them. The size of a response is limited by `max_tokens` and the
-    length of the prompt. Proxies and other settings in the environment are not used.
+    Answers have token ids only if the server sends them. Their `usage` is the server's, which each request asks for;
+    where it reports none, tokens are counted with the tokenizer, and unknown without one. The size of a response is
+    limited by `max_tokens` and the length of the prompt. Proxies and other settings in the environment are not used.
 
     base_url: where `/completions` is found, as in "http://127.0.0.1:8000/v1"; without a path, `/v1` is added.
     model: the model's name at the server. By default the only one that the server has.
@@ -99,6 +101,8 @@ class OpenAIBackend:
         self._takes_ids = False
         self._optional: dict[str, Any] = {}
         """Parameters beyond OpenAI's that the server is known to support."""
+        self._asks_for_usage = True
+        """Whether answers are requested with their usage, as long as the server does not refuse that."""
 
     @property
     def model(self) -> ModelInfo:
@@ -124,7 +128,13 @@ class OpenAIBackend:
             raise
         breaks = isinstance(tokenizer, TextTokenizer)
         self._info = ModelInfo(
-            self._model_name, tokenizer, max_model_len, is_exact=self._takes_ids, breaks_look_alikes=breaks
+            self._model_name,
+            tokenizer,
+            max_model_len,
+            is_exact=self._takes_ids,
+            breaks_look_alikes=breaks,
+            has_logprobs=False,
+            unit=tokenizer.unit if breaks else "tokens",
         )
         progress(
             f"{self._model_name} is served, prompts are sent as {'token ids' if self._takes_ids else 'text'}"
@@ -133,7 +143,7 @@ class OpenAIBackend:
 
     async def _make_tokenizer(self, server: Server) -> Tokenizer:
         """Return the tokenizer for this server. Sets `_takes_ids`."""
-        self._takes_ids, self._optional = False, {}
+        self._takes_ids, self._optional, self._asks_for_usage = False, {}, True
         given: Tokenizer | None
         if isinstance(self._given_tokenizer, str | os.PathLike):
             given = await anyio.to_thread.run_sync(HuggingFaceTokenizer, self._given_tokenizer)
@@ -215,7 +225,7 @@ class OpenAIBackend:
         model = self.model
         if len(token_ids) >= model.max_model_len:
             raise PromptTooLongError(
-                f"a prompt of {len(token_ids)} tokens leaves no room for an answer: "
+                f"a prompt of {len(token_ids)} {model.unit} leaves no room for an answer: "
                 f"max_model_len is {model.max_model_len}"
             )
         if self._takes_ids:
@@ -231,28 +241,63 @@ class OpenAIBackend:
     async def _stream(
         self, body: dict[str, Any], num_prompt_tokens: int, max_tokens: int
     ) -> AsyncGenerator[AnswerChunk, None]:
-        body = {"model": self._model_name, "stream": True, **self._optional, **body}
-        is_finished = False
+        """Yield the answer. Its last chunk is held back until the server's usage has come, which follows it."""
+        last: AnswerChunk | None = None
+        reported: Any = None
+        text, num_ids = "", 0
+        async with aclosing(self._events(body, num_prompt_tokens, max_tokens)) as events:
+            async for event in events:
+                reported = event.get("usage") or reported
+                choice = next(objects(event.get("choices")), None)  # only one answer was requested
+                if choice is None:
+                    continue
+                chunk = answer_chunk(choice, server=self._url)
+                text, num_ids = text + chunk.text, num_ids + len(chunk.token_ids)
+                last = chunk if chunk.finish_reason is not None else None
+                if last is None:
+                    yield chunk
+        if last is None:
+            raise ServerError(f"{self._url} ended the stream in the middle of an answer")
+        yield replace(last, usage=await self._usage(token_usage(reported), num_prompt_tokens, text, num_ids))
+
+    async def _events(
+        self, body: dict[str, Any], num_prompt_tokens: int, max_tokens: int
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events of an answer, with its usage unless the server refuses to report that."""
         num_tokens = min(max_tokens, self.model.max_model_len)
         num_prompt_bytes = num_prompt_tokens * MAX_PROMPT_TOKEN_BYTES
-        events = self._started_server().stream(
+        stream = partial(
+            self._started_server().stream,
             "/completions",
-            body,
             max_bytes=min(MAX_ANSWER_BYTES + num_prompt_bytes + num_tokens * MAX_TOKEN_BYTES, MAX_STREAM_BYTES),
             max_events=MAX_SPARE_EVENTS + num_tokens * MAX_TOKEN_EVENTS,
             max_event_bytes=min(
                 MAX_EVENT_BYTES + num_prompt_bytes + num_tokens * MAX_EVENT_TOKEN_BYTES, MAX_ANSWER_BYTES
             ),
         )
-        async with aclosing(events):
-            async for event in events:
-                choice = next(objects(event.get("choices")), None)  # only one answer was requested
-                if choice is not None:
-                    chunk = answer_chunk(choice, server=self._url)
-                    is_finished = chunk.finish_reason is not None
-                    yield chunk
-        if not is_finished:
-            raise ServerError(f"{self._url} ended the stream in the middle of an answer")
+        body = {"model": self._model_name, "stream": True, **self._optional, **body}
+        for usage in ({"stream_options": {"include_usage": True}}, {}) if self._asks_for_usage else ({},):
+            try:
+                async with aclosing(stream({**usage, **body})) as events:
+                    async for event in events:
+                        self._asks_for_usage = bool(usage)
+                        yield event
+                return
+            except RequestRejectedError:
+                if not usage:
+                    raise
+
+    async def _usage(self, reported: TokenUsage, num_prompt: int, text: str, num_ids: int) -> TokenUsage | None:
+        """Return what the server reported, its gaps filled by counting; None if the ids alone say as much."""
+        model = self.model
+        counted = model.usage(num_prompt, num_ids, text, None)
+        num_output = counted.num_output_tokens if reported.num_output_tokens is None else reported.num_output_tokens
+        if num_output is None and model.unit == "tokens":
+            with suppress(ServerError):  # of a tokenizer behind a server
+                num_output = len(await in_thread(model.tokenizer, partial(model.tokenizer.encode, text)))
+        num_prompt_tokens = reported.num_prompt_tokens
+        usage = TokenUsage(counted.num_prompt_tokens if num_prompt_tokens is None else num_prompt_tokens, num_output)
+        return None if usage == counted else usage
 
     def _started_server(self) -> Server:
         if self._server is None:

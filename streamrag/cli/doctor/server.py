@@ -87,8 +87,7 @@ class ServerExaminer:
     async def of(cls, backend: OpenAIBackend, num_prompt_tokens: int, clock: Clock) -> "ServerExaminer":
         """Return an examiner of a started backend. Raises ConfigurationError if its model takes no such length."""
         model = backend.model
-        ids = await in_thread(model.tokenizer, partial(model.tokenizer.encode, QUESTION))
-        counts_tokens = ids != list(map(ord, QUESTION))
+        counts_tokens = model.unit == "tokens"
         per_token = 1 if counts_tokens else CHARACTERS_PER_TOKEN
         most = model.max_model_len // per_token - ROOM
         if num_prompt_tokens > most:

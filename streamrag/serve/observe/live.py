@@ -30,7 +30,8 @@ SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 QUERY_FIELDS = ("phase", "ttft_s", "num_chunks", "num_prompt_tokens", "num_prefilled", "num_output_tokens")
 """Fields of `QueryProgress` that are listed for each query."""
 
-COUNTED = ("started", "ended", "answered", "refused", "output_tokens")
+COUNTED = ("started", "ended", "answered", "refused", "output_tokens", "uncounted")
+"""Counts of queries, tokens of answers, and answers whose number of tokens is unknown."""
 
 
 class Live(Observer):
@@ -71,6 +72,10 @@ class Live(Observer):
         self._count("ended", 1)
         if outcome == "answered":
             self._count("answered", 1)
+        if answer is not None:
+            num_tokens, num_ids = answer.usage.num_output_tokens, len(answer.token_ids)
+            self._count("output_tokens", max((num_tokens or 0) - num_ids, 0))  # ids were counted as they came
+            self._count("uncounted", int(num_tokens is None))
         if query.progress.ttft_s is not None:
             self._ttfts_s.append(query.progress.ttft_s)
         if query.progress.ttft_after_retrieval_s is not None:

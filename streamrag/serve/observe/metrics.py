@@ -129,9 +129,10 @@ class Metrics(Observer):
             if (value_s := getattr(query.progress, field)) is not None:
                 histogram.labels(query.interface).observe(max(value_s, 0.0))
         for field, histogram in self.sizes.items():
-            histogram.observe(getattr(query.progress, field))
+            if (num := getattr(query.progress, field)) is not None:
+                histogram.observe(num)
         for field, counter in self.totals.items():
-            counter.inc(getattr(query.progress, field))
+            counter.inc(getattr(query.progress, field) or 0)
         if query.progress.overlap is not None:
             self.overlaps.labels(query.progress.overlap.way).inc()
         if answer is not None and answer.record is not None:

@@ -47,7 +47,11 @@ log = logging.getLogger("streamrag.serve")
 
 @dataclass(slots=True)
 class QueryProgress:
-    """The progress of one query of any protocol. Times are seconds since its admission, or None until known."""
+    """The progress of one query of any protocol. Times are seconds since its admission, or None until known.
+
+    Numbers of tokens are None where they are unknown: those of prompts, if their lengths are in characters, and those
+    of answers without token ids; at the end of an answer, its `usage` may have both.
+    """
 
     phase: Phase = "queued"
     """Queued: admitted but not started. Prefilling: the context is complete, and the answer has no token yet."""
@@ -59,32 +63,36 @@ class QueryProgress:
     num_skipped: int = 0  # number of documents that the source could not use
     num_prompts: int = 0  # number of prompts that were sent to the engine
     num_updates: int = 0  # number of prompts that invalidated part of the previous prompt
-    num_prompt_tokens: int = 0  # length of the newest prompt
-    num_shared: int = 0  # number of tokens shared with the previous prompt, over all prompts
-    num_invalidated: int = 0  # number of tokens invalidated by the next prompt, over all prompts
-    num_prefilled: int = 0  # number of leading tokens of the newest prompt whose KV is known to be computed
-    num_output_tokens: int = 0
+    num_prompt_tokens: int | None = 0  # length of the newest prompt
+    num_shared: int | None = 0  # number of tokens shared with the previous prompt, over all prompts
+    num_invalidated: int | None = 0  # number of tokens invalidated by the next prompt, over all prompts
+    num_prefilled: int | None = 0  # number of leading tokens of the newest prompt whose KV is known to be computed
+    num_output_tokens: int | None = 0
     overlap: OverlapChoice | None = None
 
     def follow(self, event: QueryEvent) -> None:
         """Update the progress from an event."""
         match event:
             case TokensGenerated():
-                self.num_output_tokens += len(event.token_ids)
+                if event.token_ids or event.text:
+                    self.num_output_tokens = (self.num_output_tokens or 0) + len(event.token_ids) or None
                 if self.ttft_s is None and (event.token_ids or event.text):
                     self.ttft_s = event.at_s
                     self.phase = "answering"
                     self.num_prefilled = self.num_prompt_tokens
-            case PrefillProgressed():
+            case PrefillProgressed() if self.num_prefilled is not None:
                 self.num_prefilled = event.num_tokens
             case ContextChanged():
                 self._begin(event.at_s)
                 self.num_prompts += 1
                 self.num_updates += event.num_invalidated > 0
+                if event.unit != "tokens":
+                    self.num_prompt_tokens = self.num_shared = self.num_invalidated = self.num_prefilled = None
+                    return
                 self.num_prompt_tokens = event.num_tokens
-                self.num_shared += event.num_shared
-                self.num_invalidated += event.num_invalidated
-                self.num_prefilled = min(self.num_prefilled, event.num_shared)
+                self.num_shared = (self.num_shared or 0) + event.num_shared
+                self.num_invalidated = (self.num_invalidated or 0) + event.num_invalidated
+                self.num_prefilled = min(self.num_prefilled or 0, event.num_shared)
             case ChunkArrived():
                 self.num_chunks += 1
                 if self.first_chunk_s is None:
@@ -100,8 +108,10 @@ class QueryProgress:
                 self.num_skipped += 1
 
     def end(self, answer: Answer | None) -> None:
-        """Take over the times of an answer, if there is one, which are more precise."""
+        """Take over the times and the token counts of an answer, if there is one, which are more precise."""
         if answer is not None:
+            self.num_prompt_tokens = answer.usage.num_prompt_tokens
+            self.num_output_tokens = answer.usage.num_output_tokens
             timings = answer.timings
             self.queued_s, self.first_chunk_s = timings.queued_s, timings.first_chunk_s
             self.retrieval_s, self.ttft_s = timings.retrieval_s, timings.ttft_s

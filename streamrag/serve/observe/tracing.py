@@ -141,7 +141,7 @@ class Tracing(Observer):
                 sizes = {"passage": chunk.passage, "num_characters": len(chunk.text)}
                 self._add_event(traced, "chunk", event.at_s, sizes, {"uri": chunk.uri, "text": chunk.text})
             case ContextChanged():
-                names = ("num_tokens", "num_shared", "num_invalidated")
+                names = ("num_tokens", "num_shared", "num_invalidated", "unit")
                 self._add_event(traced, "prompt", event.at_s, {name: getattr(event, name) for name in names})
             case DocumentSkipped():
                 self._add_event(traced, "skipped", event.at_s, {}, {"uri": event.uri, "reason": event.reason})

@@ -113,7 +113,7 @@ export class Asks {
 
   _about(answer, firstS) {
     const data = this._tokensAt(answer.version);
-    const own = data === undefined ? "" : `, ${count(answer.num_prompt_tokens - data)} tokens of its own`;
+    const own = data === undefined || answer.unit !== "tokens" ? "" : `, ${count(answer.num_prompt_tokens - data)} tokens of its own`;
     const first = firstS === null ? "" : `, first token after ${seconds(firstS)}`;
     return `version ${count(answer.version)}${own}${first}`;
   }

@@ -59,7 +59,7 @@ class Bars {
       });
     }
     const { context } = this._rows.at(-1);
-    this._size.textContent = `${count(context.num_tokens)} tokens, version ${count(this._numChanges)}`;
+    this._size.textContent = `${count(context.num_tokens)} ${context.unit}, version ${count(this._numChanges)}`;
     this._said.shared.textContent = count(context.num_shared);
     this._said.new.textContent = count(context.num_tokens - context.num_shared);
     this._said.invalidated.textContent = count(this._numInvalidated);
@@ -128,6 +128,12 @@ class Timeline {
   }
 }
 
+function usage({ num_prompt_tokens: read, num_output_tokens: wrote }) {
+  if (read === null && wrote === null) return " The model’s server does not say how many tokens it read and wrote.";
+  const number = (num) => (num === null ? "an unknown number of" : count(num));
+  return ` The model read ${number(read)} tokens and wrote ${number(wrote)}.`;
+}
+
 export class Flow {
   constructor(section) {
     this._bars = new Bars(section);
@@ -158,6 +164,7 @@ export class Flow {
         break;
       case "context_changed":
         this._numTokens = values.num_tokens;
+        this._unit = values.unit;
         this._bars.changed(values);
         if (!this._prefill || this._prefill.to !== undefined) this._prefill = this._line.begin("prefill", at);
         break;
@@ -169,10 +176,11 @@ export class Flow {
         this._completed(at);
         break;
       case "tokens_generated":
-        if (this._firstS === null && values.token_ids.length) this._began(at);
+        if (this._firstS === null && (values.text || values.token_ids.length)) this._began(at);
         break;
       case "answered":
         this._times.total.textContent = seconds(at);
+        this._overlap.append(usage(values.answer));
         this.stop();
     }
     if (name !== "answered") this._frame ||= requestAnimationFrame(() => this._go());
@@ -191,7 +199,7 @@ export class Flow {
     this._times.retrieval.textContent = seconds(at);
     const num = this._bars.numPrefilled;
     if (num) {
-      const all = `of the prompt’s ${count(this._numTokens)} tokens`;
+      const all = `of the prompt’s ${count(this._numTokens)} ${this._unit}`;
       this._overlap.textContent = `When retrieval ended, ${count(num)} ${all} had been prefilled.`;
     }
   }

@@ -190,13 +190,15 @@ def encode_passages(answer: Answer) -> list[dict[str, Any]]:
     return [{"number": each.number, "uri": each.uri, "title": each.title} for each in answer.citations]
 
 
-def encode_usage(answer: Answer) -> dict[str, Any]:
-    """Return the token counts. Tokens that were prefilled during retrieval do not count as cached."""
-    num_prompt, num_output = answer.num_prompt_tokens, len(answer.token_ids)
-    num_cached = 0 if answer.record is None else min(answer.record.num_from_cache, num_prompt)
+def encode_usage(answer: Answer) -> dict[str, Any] | None:
+    """Return the token counts, or None if unknown. Tokens prefilled during retrieval do not count as cached."""
+    usage = answer.usage
+    if usage.num_tokens is None:
+        return None
+    num_cached = 0 if answer.record is None else min(answer.record.num_from_cache, answer.num_prompt_tokens)
     return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached},
     }

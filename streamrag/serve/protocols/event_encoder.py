@@ -52,6 +52,8 @@ def event_name(event: QueryEvent) -> str:
 def event_values(event: QueryEvent, context: tuple[Chunk, ...] = ()) -> dict[str, Any]:
     """Return an event's fields, for JSON. An answer's token ids and engine record are left out.
 
+    An answer's token counts are those of its `usage`: null where unknown.
+
     A changed context is a splice of `context`: after its first `at` chunks, `num_removed` are removed and `chunks`
     inserted. These were sent when they arrived, so `uri` and `passage` identify them.
     """
@@ -65,7 +67,7 @@ def event_values(event: QueryEvent, context: tuple[Chunk, ...] = ()) -> dict[str
         answer = event.answer
         values = {name: value for name, value in asdict(answer).items() if name not in PRIVATE_FIELDS}
         values["source_error"] = answer.source_error and failure_of(answer.source_error).message
-        values["num_output_tokens"] = len(answer.token_ids)
+        values |= values.pop("usage")
         values["num_cached_tokens"] = None if answer.record is None else answer.record.num_from_cache
         return {"at_s": event.at_s, "answer": values}
     return asdict(event)

@@ -69,7 +69,7 @@ class ConversationStream:
                 if isinstance(event, Prefilled):
                     self._opened.note(PrefillProgressed(self._now(), event.num_tokens))
                     continue
-                if first_token_s is None and event.token_ids:
+                if first_token_s is None and (event.token_ids or event.text):
                     first_token_s = self._now()
                 chunks.append(event)
                 generated = TokensGenerated(self._now(), event.text, event.token_ids, event.finish_reason)
@@ -93,13 +93,14 @@ class ConversationStream:
             num_shared = common_prefix_len(sent, token_ids)
             if not is_complete and num_shared == len(token_ids) == len(sent):
                 continue
-            num_invalidated = len(sent) - num_shared
+            num_invalidated, unit = len(sent) - num_shared, self._service.model.unit
             self._num_invalidated += num_invalidated
-            self._opened.note(ContextChanged(self._now(), num_turns, len(token_ids), num_shared, num_invalidated))
+            lengths = len(token_ids), num_shared, num_invalidated
+            self._opened.note(ContextChanged(self._now(), num_turns, *lengths, unit=unit))
             if is_complete:
                 self._complete_s = self._now()
                 self._num_prompt_tokens = len(token_ids)
-                self._opened.note(ContextComplete(self._complete_s, num_turns, len(token_ids), ()))
+                self._opened.note(ContextComplete(self._complete_s, num_turns, len(token_ids), (), unit))
             sent = token_ids
             yield Prompt(token_ids, num_shared, is_complete)
 
@@ -113,9 +114,11 @@ class ConversationStream:
         ttft_s = total_s if first_token_s is None else first_token_s
         timings = Timings(0.0, None, self._complete_s, ttft_s, ttft_s - self._complete_s, total_s)
         assert last.finish_reason is not None
+        text = "".join(chunk.text for chunk in chunks)
+        token_ids = tuple(token_id for chunk in chunks for token_id in chunk.token_ids)
         return Answer(
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+            text=text,
+            token_ids=token_ids,
             finish_reason=last.finish_reason,
             citations=(),
             left_out=(),
@@ -129,4 +132,6 @@ class ConversationStream:
             timings=timings,
             record=last.record,
             breaks_look_alikes=model.breaks_look_alikes,
+            usage=model.usage(self._num_prompt_tokens, len(token_ids), text, last.usage),
+            unit=model.unit,
         )

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from streamrag.core import Chunk
+from streamrag.core import Chunk, TokenUsage
 from streamrag.serve.citations import LONGEST_MARK, encode_annotation, file_id, file_name, find_marks
 from streamrag.serve.failures import Failure
 from streamrag.serve.protocols.chat import encode_passages
@@ -59,9 +59,9 @@ class ResponseEncoder:
                 return [*self._begin_message(), *self._complete(answer)]
         return []
 
-    def complete_prepared(self, num_tokens: int) -> list[ServerEvent]:
+    def complete_prepared(self, num_tokens: int | None) -> list[ServerEvent]:
         """Return the last events of a response without an answer, whose conversation is only prefilled."""
-        self._end("completed", usage=_usage(num_tokens, self.num_shared, 0))
+        self._end("completed", usage=_usage(TokenUsage(num_tokens, 0), self.num_shared))
         return [self._event("response.completed", response=self.response)]
 
     def fail(self, failure: Failure) -> list[ServerEvent]:
@@ -139,11 +139,12 @@ class ResponseEncoder:
         is_cut = answer.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         self._message.update(status=status, content=[self._part()])
-        num_cached = max(self.num_shared, answer.record.num_from_cache if answer.record is not None else 0)
+        num_shared = self.num_shared if answer.unit == "tokens" else 0
+        num_cached = max(num_shared, answer.record.num_from_cache if answer.record is not None else 0)
         self._end(
             status,
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
-            usage=_usage(answer.num_prompt_tokens, num_cached, len(answer.token_ids)),
+            usage=_usage(answer.usage, num_cached),
             streamrag={"citations": encode_passages(answer)},
         )
         return [
@@ -204,13 +205,15 @@ def _response(request: CheckedRequest, model: str) -> dict[str, Any]:
     }
 
 
-def _usage(num_input: int, num_cached: int, num_output: int) -> dict[str, Any]:
+def _usage(usage: TokenUsage, num_cached: int) -> dict[str, Any] | None:
+    if usage.num_prompt_tokens is None or usage.num_output_tokens is None:
+        return None
     return {
-        "input_tokens": num_input,
-        "input_tokens_details": {"cached_tokens": min(num_cached, num_input), "cache_write_tokens": 0},
-        "output_tokens": num_output,
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": min(num_cached, usage.num_prompt_tokens), "cache_write_tokens": 0},
+        "output_tokens": usage.num_output_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": num_input + num_output,
+        "total_tokens": usage.num_tokens,
     }
 
 

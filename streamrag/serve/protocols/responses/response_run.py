@@ -88,7 +88,7 @@ class ResponseRun:
         """Send the last events. Call this after the query's place is released, as the client may then send another."""
         await self._send_all(self._last)
 
-    async def complete_prepared(self, num_tokens: int) -> None:
+    async def complete_prepared(self, num_tokens: int | None) -> None:
         """Send all events of a response without an answer, whose prompt has `num_tokens`."""
         events = [*self.encoder.begin(), *self.encoder.complete_prepared(num_tokens)]
         self.keep()

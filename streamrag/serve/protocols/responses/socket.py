@@ -169,7 +169,8 @@ class SocketStream:
             await self._send_error(error)
         else:
             response.encoder.num_shared = prompt.num_shared
-            await response.complete_prepared(len(prompt.partial))
+            counts_tokens = self._service.model.unit == "tokens"
+            await response.complete_prepared(len(prompt.partial) if counts_tokens else None)
         self._current = None
 
     async def _complete(

@@ -1,0 +1,100 @@
+"""LangChain's prompt templates as the template of a pipeline."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage
+from langchain_core.prompts import BasePromptTemplate, MessagesPlaceholder
+
+from streamrag.core import Turn
+from streamrag.errors import ConfigurationError
+from streamrag.modes import PromptTemplate
+from streamrag.support.messages import short_repr, type_name
+
+_PLACE = f"@@{secrets.token_hex(16)}@@"
+"""Stands for the documents where they divide a prompt; random, so that no text contains it."""
+_QUESTION = f"@@{secrets.token_hex(16)}@@"
+MESSAGES = {"system": SystemMessage, "user": HumanMessage, "assistant": AIMessage}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LangchainTemplate(PromptTemplate):
+    """The messages of a LangChain prompt. Everything before the documents is prefilled while retrieval runs."""
+
+    prompt: BasePromptTemplate[Any]
+    context: str
+    """The variable of the documents."""
+    question: str
+    """The variable of the question."""
+    history: str | None
+    """The variable of earlier messages; None if the prompt has no place for them."""
+
+    def messages(self, question: str, history: Sequence[Turn]) -> tuple[list[Turn], list[Turn]]:
+        """Return the prompt's messages up to the documents, and from there on."""
+        values: dict[str, Any] = {self.context: _PLACE, self.question: question}
+        if self.history is not None:
+            values[self.history] = [MESSAGES[turn.role](turn.text) for turn in history]
+        elif history:
+            raise ConfigurationError(
+                f"the prompt has no place for the {len(history)} earlier messages: give it a MessagesPlaceholder"
+            )
+        turns = list(map(turn_of, self.prompt.format_prompt(**values).to_messages()))
+        number, divided = next((number, turn) for number, turn in enumerate(turns) if _PLACE in turn.text)
+        before, after = divided.text.split(_PLACE)
+        if self.passage.endswith("\n"):
+            after = after.lstrip("\n")
+        system = [Turn("system", self.system)] if self.system else []
+        return (
+            [*system, *turns[:number], Turn(divided.role, before)],
+            [Turn(divided.role, after), *turns[number + 1 :]],
+        )
+
+
+def template_of(prompt: Any, *, context: str, question: str | None, passage: str) -> LangchainTemplate:
+    """Return the template with the words of a LangChain prompt.
+
+    :raises ConfigurationError: it is no prompt, its variables are not clear, or documents do not stand in it once.
+    """
+    if not isinstance(prompt, BasePromptTemplate):
+        raise ConfigurationError(f"prompt={short_repr(prompt)} must be a ChatPromptTemplate or another prompt template")
+    parts = [part.variable_name for part in getattr(prompt, "messages", ()) if isinstance(part, MessagesPlaceholder)]
+    others = sorted({*prompt.input_variables} - {context, *parts})
+    question = question or (others[0] if len(others) == 1 else None)
+    if context not in prompt.input_variables or others != [question] or len(parts) > 1:
+        raise ConfigurationError(
+            f"the prompt has the variables {', '.join(sorted(prompt.input_variables)) or '(none)'}, and must have one "
+            f"for the documents (context={context!r}), one for the question (question={question!r}), and at most one "
+            "MessagesPlaceholder: name the two with context= and question=, and fill in others with prompt.partial()"
+        )
+    values = {context: _PLACE, question: _QUESTION, **{part: [] for part in parts}}
+    text = "\n".join(turn_of(message).text for message in prompt.format_prompt(**values).to_messages())
+    if text.count(_PLACE) != 1:
+        raise ConfigurationError(f"the prompt must have {{{context}}} once, and has it {text.count(_PLACE)} times")
+    lines = text.replace(_PLACE, "\n").replace("{", "{{").replace("}", "}}").replace(_QUESTION, "{question}")
+    return LangchainTemplate(
+        system="",
+        before_context="",
+        after_context=lines,  # for the lines that no document may imitate; `messages` has the prompt itself
+        passage=passage,
+        prompt=prompt,
+        context=context,
+        question=question,
+        history=parts[0] if parts else None,
+    )
+
+
+def turn_of(message: BaseMessage) -> Turn:
+    """Return a message with text as a turn.
+
+    :raises ConfigurationError: it is of another kind, or has more than text.
+    """
+    role = next((role for role, kind in MESSAGES.items() if isinstance(message, kind)), None)
+    if role is None or (isinstance(message, AIMessage) and message.tool_calls):
+        raise ConfigurationError(
+            f"{type_name(message)} for tools is not supported: use system, human and AI messages with text"
+        )
+    if role != "assistant" and any(block["type"] != "text" for block in message.content_blocks):
+        raise ConfigurationError(f"{type_name(message)} has content other than text, which is not supported")
+    return Turn(role, str(message.text))  # type: ignore[arg-type]

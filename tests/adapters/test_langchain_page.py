@@ -1,0 +1,68 @@
+"""The programs that docs/langchain.md prints, as they are printed, against a server."""
+
+import asyncio
+import difflib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.backends.openai.openai_server import Request, Server, chunk, stream
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "langchain.md").read_text()
+STAGED = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[0].partition("documents = await")[0]
+BEFORE, AFTER = re.findall(r"^```py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+USAGE = {"prompt_tokens": 60, "completion_tokens": 5, "total_tokens": 65}
+
+
+class Answers(list[Any]):
+    """An answer to each request, of whichever endpoint."""
+
+    def pop(self, index: Any = 0) -> Any:
+        return answer
+
+
+async def answer(request: Request) -> None:
+    if request.path.endswith("/chat/completions"):
+        message = {"role": "assistant", "content": "It jams."}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        body = {"id": "1", "object": "chat.completion", "created": 0, "model": "my-model", "choices": [choice]}
+        await request.send_json({**body, "usage": USAGE})
+    elif request.body.get("stream"):
+        await stream(chunk("It "), chunk("jams.", "stop"), {"choices": [], "usage": USAGE}, "[DONE]")(request)
+    else:
+        await request.send_json({**chunk("x", "length"), "usage": {"prompt_tokens": 1}})
+
+
+async def run(program: str, server: Server, folder: Path) -> str:
+    path = folder / "program.py"
+    path.write_text(program.replace("http://localhost:8000", server.url))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    output, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    return output.decode()
+
+
+def test_besides_imports_one_line_changes_and_what_it_no_longer_needs_goes() -> None:
+    changes = [line for line in difflib.ndiff(BEFORE.splitlines(), AFTER.splitlines()) if line[0] in "+-" and line[2:]]
+    added = [line for line in changes if line[0] == "+" and not re.match(r"\+ (from|import) ", line)]
+    assert len(added) == 1
+    assert added[0].startswith("+ chain = StreamragChatModel.from_retriever(retriever, ")
+    assert not any(line.startswith("- prompt") for line in changes)
+
+
+@pytest.mark.parametrize("program", [BEFORE, AFTER], ids=["LangChain's own", "with streamrag"])
+async def test_the_printed_programs_run_and_have_the_prompt_of_the_application(program: str, tmp_path: Path) -> None:
+    async with Server() as server:
+        server.models = {"data": [{"id": "my-model", "max_model_len": 1000}]}
+        server.handlers = Answers()
+        assert await run(STAGED + program, server, tmp_path) == "It jams.\n"
+        body = server.requests[-1].body
+    text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
+    assert "Answer from these documents:\n" in text
+    assert "The printer jams on thick paper." in text
+    assert "\n\nQuestion: Why does the printer jam?" in text
