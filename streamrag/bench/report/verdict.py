@@ -2,10 +2,10 @@
 
 Each query is compared with itself: the same query of the same seed, without streaming. A change counts if it is large
 enough to matter and larger than noise; anything else is no difference. Noise is the change that remains if the two arms
-are swapped in a random half of the load (a permutation test): if arms are equal, the true assignment does not stand out.
+are swapped in a random half of the load (a permutation test).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
@@ -21,8 +21,8 @@ TIMES = {
 }
 """Labels of the compared times, which are fields of `Digest`."""
 NUM_RUNS = 10
-"""Runs of consecutive queries that are swapped as one, because neighbours wait in the same queue. Of two queues with the
-same load and other noise, 0 to 10 % of the percentiles then pass for changed; with single queries it is up to half."""
+"""Runs of consecutive queries that are swapped as one, because neighbours wait in the same queue. Of the percentiles of
+two queues that differ by noise, 0 to 10 % then pass for changes."""
 NUM_SWAPS = 500
 CONFIDENCE = 0.98
 """Share of the swaps that noise covers. A verdict has nine changes, so that 95 % would often call noise a change."""
@@ -92,18 +92,24 @@ class Verdict:
         """The verdict in one sentence, with what hurts first."""
         num = self.num_unanswered
         parts = [f"leaves {num:,} quer{'y' if num == 1 else 'ies'} without an answer"] if num else []
-        if hurts := self._percentiles("later"):
-            parts.append(f"hurts at {_listed(hurts[::-1])}")
-        if helps := self._percentiles("sooner"):
-            parts.append(f"helps at {_listed(helps)}")
+        if hurts := self._places("later", reversed(PERCENTILES)):
+            parts.append(f"hurts {hurts}")
+        if helps := self._places("sooner", PERCENTILES):
+            parts.append(f"helps {helps}")
         if not parts:
-            is_noise = bool(self._percentiles("within noise"))
+            is_noise = any(change.effect == "within noise" for change in self.changes)
             parts.append("makes no difference" + (f" that {self.num_queries:,} queries show" if is_noise else ""))
         return f"{self.arm} at {describe_qps(self.qps)} {_listed(parts)}."
 
-    def _percentiles(self, effect: str) -> list[str]:
-        names = {change.percentile for change in self.changes if change.effect == effect}
-        return [name.upper() for name in PERCENTILES if name in names]
+    def _places(self, effect: str, percentiles: Iterable[str]) -> str:
+        """Return the percentiles with this effect, apart for times after retrieval and from the question."""
+        pairs = [(c.percentile, c.time == "ttft_after_retrieval_s") for c in self.changes if c.effect == effect]
+        ordered = list(percentiles)
+        after, other = ([p.upper() for p in ordered if (p, is_after) in pairs] for is_after in (True, False))
+        if after == other:
+            return f"at {_listed(after)}" if after else ""
+        named = ((after, "after retrieval"), (other, "from the question"))
+        return _listed([f"at {_listed(names)} {since}" for names, since in named if names])
 
     @property
     def sentences(self) -> list[str]:
@@ -122,7 +128,8 @@ class Verdict:
         if self.num_thrown_away is None or not self.num_computed:
             return f"{costs}."
         share = 100 * self.num_thrown_away / self.num_computed
-        return f"{costs}; {self.num_thrown_away:,} computed tokens were thrown away, {share:.1f} % of all."
+        num = f"{self.num_thrown_away:,} of {self.num_computed:,}"
+        return f"{costs}; {num} computed tokens ({share:.1f} %) were thrown away."
 
     def as_json(self) -> dict[str, Any]:
         """Return the verdict as `--json` writes it."""

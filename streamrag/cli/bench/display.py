@@ -119,7 +119,7 @@ def print_verdicts(verdicts: Sequence[Verdict], console: Output) -> None:
         console.print(markup("[bold]Verdict: {}", verdict.headline))
         console.print(verdict.load, style="dim")
         for sentence in verdict.sentences:
-            console.print(Padding(sentence, (0, 0, 0, 2)))
+            console.print(Padding(sentence, (0, 0, 0, 2), expand=False))
     if not verdicts:
         console.print()
         console.print(NO_VERDICT)
