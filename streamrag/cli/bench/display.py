@@ -3,10 +3,10 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from textwrap import fill
 from types import TracebackType
 
 from rich.markup import escape
-from rich.padding import Padding
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -119,7 +119,7 @@ def print_verdicts(verdicts: Sequence[Verdict], console: Output) -> None:
         console.print(markup("[bold]Verdict: {}", verdict.headline))
         console.print(verdict.load, style="dim")
         for sentence in verdict.sentences:
-            console.print(Padding(sentence, (0, 0, 0, 2), expand=False))
+            console.print_line(fill(sentence, console.width, initial_indent="  ", subsequent_indent="  "))
     if not verdicts:
         console.print()
         console.print(NO_VERDICT)
