@@ -65,7 +65,7 @@ Open the file at https://ui.perfetto.dev (it is not uploaded), or in Chrome at c
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Replays a load on vLLM's own scheduler, in virtual time. No model runs: all figures are simulated."
+        "Replays a load on vLLM's own scheduler, in virtual time. No model runs: figures are simulated."
     )
     parser.usage, parser.epilog = "%(prog)s --workload LOAD [options]", SIMULATE + CELLS
     _add_profile(parser)
