@@ -3,7 +3,8 @@
 Run it with `make demo`. By default it serves streamrag's own documentation on loopback, indexes it, and asks SmolLM2, a
 model with 135 M parameters made by `streamrag demo-model`. For each source it shows one question live, records the
 retrieval of all questions, and repeats them in pairs with the recorded retrieval until the confidence intervals are
-narrow. With `--tiny` the model is a small Llama with random weights: it is faster, and its answers are noise.
+narrow or time is over. Ctrl-C ends it, and keeps what was measured. With `--tiny` the model is a small Llama with
+random weights: it is faster, and its answers are noise.
 """
 
 import argparse
@@ -19,17 +20,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 from demo_comparison import (
     BUSY_LOAD,
     CONFIDENCE,
     MEASURES,
     MIN_PAIRS,
     Interval,
+    OthersLoad,
     Pair,
     ask_pair,
     ask_pairs,
     intervals,
-    others_load,
 )
 from demo_site import MEDIAN_LATENCY_S
 from demo_timeline import QueryRow, draw_timeline
@@ -100,7 +102,9 @@ def parse_arguments() -> argparse.Namespace:
         metavar="N",
         help="pairs to measure per source; by default until the intervals are narrow",
     )
-    parser.add_argument("--minutes", type=float, default=2.0, metavar="M", help="to measure per source, at most (2)")
+    parser.add_argument(
+        "--minutes", type=float, default=2.0, metavar="M", help="per source, after which no pair begins (2)"
+    )
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="of an answer, at most (64)")
     parser.add_argument("--out", type=Path, default=ROOT / ".demo", metavar="FOLDER", help="where to put what is made")
     return parser.parse_args()
@@ -150,8 +154,13 @@ class Group:
     """Questions with the recorded retrieval."""
 
 
-async def compare(name: str, source: Source, backend: VllmBackend, arguments: argparse.Namespace) -> Group:
-    """Show one question live, record the retrieval of all, and ask them both ways with the recorded retrieval."""
+async def compare(
+    name: str, source: Source, backend: VllmBackend, arguments: argparse.Namespace, groups: dict[str, Group]
+) -> None:
+    """Show one question live, record the retrieval of all, and ask them both ways with the recorded retrieval.
+
+    groups: the group is added here before its pairs are measured.
+    """
     questions = [*(arguments.ask or QUESTIONS)][: arguments.queries]
     params = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=arguments.tiny)
     template = PromptTemplate() if arguments.model else TEMPLATE
@@ -162,6 +171,7 @@ async def compare(name: str, source: Source, backend: VllmBackend, arguments: ar
         live = await ask_pair(
             pipeline, backend, questions[0], params, max_context_tokens=MAX_CONTEXT_TOKENS, on_event=show
         )
+    groups[name] = Group(live, pairs := [])
     console.print(f"1. {live.question}\n   {seconds_of(live)}")
     print_answer(live.answers[0])
     async with Pipeline(source, backend, recorder=TraceRecorder(trace), **options) as pipeline:
@@ -174,7 +184,7 @@ async def compare(name: str, source: Source, backend: VllmBackend, arguments: ar
                     pass
     with console.status("asking both ways, with the recorded retrieval") as status:
         async with Pipeline(ReplaySource(trace), backend, **options) as pipeline:
-            pairs = await ask_pairs(
+            asked = ask_pairs(
                 pipeline,
                 backend,
                 questions,
@@ -182,12 +192,13 @@ async def compare(name: str, source: Source, backend: VllmBackend, arguments: ar
                 max_context_tokens=MAX_CONTEXT_TOKENS,
                 most_s=60 * arguments.minutes,
                 most_pairs=arguments.queries,
-                on_pair=lambda pair: status.update(f"{pair.question} {seconds_of(pair)}"),
             )
+            async for pair in asked:
+                pairs.append(pair)
+                status.update(f"{pair.question} {seconds_of(pair)}")
     for pair in pairs[1 : len(questions)]:
         console.print(f"{questions.index(pair.question) + 1}. {pair.question}\n   {seconds_of(pair)}")
         print_answer(pair.answers[0])
-    return Group(live, pairs)
 
 
 def seconds_of(pair: Pair) -> str:
@@ -248,15 +259,19 @@ def print_table(groups: dict[str, Group]) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for name, group in groups.items():
         for measure, (low, middle, high) in intervals(group.pairs).items():
-            both = [[getattr(answer.timings, measure) for answer in pair.answers] for pair in group.pairs]
+            both = [[measure(answer.timings) for answer in pair.answers] for pair in group.pairs]
             streaming, waiting = (statistics.median(column) for column in zip(*both, strict=True))
             cells = (f"{streaming:.2f}", f"{waiting:.2f}", f"{middle:.2f}", f"{low:.2f} to {high:.2f}")
             table.add_row(name, MEASURES[measure], *cells, Interval(low, middle, high).verdict)
     console.print(table)
+    console.print("ratio: how many times as fast streaming is, as a geometric mean of the pairs")
     for name, group in groups.items():
         pairs = group.pairs
         live = ", ".join(f"{group.live.ratio(measure):.2f}" for measure in MEASURES)
-        console.print(f"{name}: {len(pairs)} pairs; ratios of the live pair, with retrieval itself: {live}")
+        console.print(
+            f"{name}: {len(pairs)} pair{'s' * (len(pairs) != 1)}; the same ratios of the live pair, with retrieval "
+            f"itself: {live}"
+        )
         same = [pair for pair in pairs if len({answer.citations for answer in pair.answers}) == 1]
         num_equal = sum(len({answer.token_ids for answer in pair.answers}) == 1 for pair in same)
         num_updates = [sum(isinstance(event, ContextChanged) for event in pair.streaming) - 1 for pair in pairs]
@@ -269,11 +284,11 @@ def print_table(groups: dict[str, Group]) -> None:
         )
 
 
-def warn_if_busy(load: float) -> None:
+def warn_if_busy(load: float, tense: str) -> None:
     if load > BUSY_LOAD:
         console.print(
-            f"[yellow]Other programs keep {load:.0%} of this machine's cores busy: do not rely on these times. Run the "
-            "demo again on a quiet machine."
+            f"[yellow]Other programs {tense} {load:.0%} of this machine's cores busy: do not rely on these times. Run "
+            "the demo again on a quiet machine."
         )
 
 
@@ -317,12 +332,10 @@ def save(out: Path, groups: dict[str, Group]) -> None:
         console.print(f"{what}: {os.path.relpath(out / name)}", soft_wrap=True)
 
 
-async def run(arguments: argparse.Namespace) -> None:
+async def run(arguments: argparse.Namespace, groups: dict[str, Group]) -> None:
+    """Measure both sources, and add their groups."""
     out: Path = arguments.out
     index = arguments.index or out / "index"
-    groups: dict[str, Group] = {}
-    load = others_load()
-    warn_if_busy(load)
     async with AsyncExitStack() as stack:
         url = arguments.url
         if url is None:
@@ -355,11 +368,18 @@ async def run(arguments: argparse.Namespace) -> None:
         ):
             console.rule(f"[bold]{name}", align="left")
             console.print(what)
-            groups[name] = await compare(name, source, backend, arguments)
+            await compare(name, source, backend, arguments, groups)
+
+
+def print_results(arguments: argparse.Namespace, groups: dict[str, Group], others: OthersLoad) -> None:
+    """Print and save what was measured."""
+    measured = {name: group for name, group in groups.items() if group.pairs}
+    if not measured:
+        return
     console.rule("[bold]results", align="left")
-    print_table(groups)
-    warn_if_busy(load)
-    save(out, groups)
+    print_table(measured)
+    warn_if_busy(others.share(), "kept")
+    save(arguments.out, measured)
     if arguments.model:
         console.print(
             "In another dtype than float32 some answers may differ by rounding alone: docs/backends.md#exactness"
@@ -371,8 +391,14 @@ async def run(arguments: argparse.Namespace) -> None:
 def main() -> int:
     try:
         arguments = parse_arguments()
+        warn_if_busy(psutil.cpu_percent(interval=1) / 100, "keep")
         prepare(arguments)
-        asyncio.run(run(arguments))
+        groups: dict[str, Group] = {}
+        others = OthersLoad()
+        try:
+            asyncio.run(run(arguments, groups))
+        finally:  # also what was measured before Ctrl-C
+            print_results(arguments, groups, others)
     except StreamRagError as error:
         console.print(f"[red]{type(error).__name__}:[/] {error}")
         return 1

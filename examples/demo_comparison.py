@@ -2,30 +2,33 @@
 
 import itertools
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import psutil  # type: ignore[import-untyped]
 from scipy import stats  # type: ignore[import-untyped]
 
 from streamrag import Pipeline, SamplingParams, VllmBackend
-from streamrag.telemetry import Answer, Answered, QueryEvent
+from streamrag.telemetry import Answer, Answered, QueryEvent, Timings
 
 MIN_PAIRS = 5
 NARROW = 1.1
 """Stop when both ends of each interval are within this factor of its middle."""
 CONFIDENCE = 0.95
 BUSY_LOAD = 0.3
-"""Processes per core that others may run before a comparison is called unreliable."""
-MEASURES = {
-    "ttft_s": "first token",
-    "ttft_after_retrieval_s": "- after retrieval",
-    "total_s": "last token",
+"""Share of the cores that others may keep busy before a comparison is called unreliable."""
+Measure: TypeAlias = Callable[[Timings], float]
+MEASURES: dict[Measure, str] = {
+    lambda timings: timings.ttft_s: "first token",
+    lambda timings: timings.ttft_after_retrieval_s: "- after retrieval",
+    lambda timings: timings.total_s: "last token",
+    lambda timings: timings.total_s - timings.retrieval_s: "- after retrieval",
 }
-"""Labels of the compared durations. They count from the question, except for the one after retrieval."""
+"""The compared durations, with their labels. They count from the question, except for those after retrieval."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,10 @@ class Pair:
         assert isinstance(ends[1], Answered)
         return ends[0].answer, ends[1].answer
 
-    def ratio(self, measure: str) -> float:
-        streaming, waiting = (getattr(answer.timings, measure) for answer in self.answers)
-        return float(waiting / streaming)
+    def ratio(self, measure: Measure) -> float:
+        """Return how many times as fast streaming was."""
+        streaming, waiting = (measure(answer.timings) for answer in self.answers)
+        return waiting / streaming
 
 
 class Interval(NamedTuple):
@@ -76,9 +80,28 @@ def interval(ratios: Sequence[float]) -> Interval:
     return Interval(math.exp(mean - margin), math.exp(mean), math.exp(mean + margin))
 
 
-def others_load() -> float:
-    """Return the processes that run per core, averaged over the last minute."""
-    return os.getloadavg()[0] / (os.cpu_count() or 1)
+class OthersLoad:
+    """The load that other programs put on this machine, from its making on."""
+
+    def __init__(self) -> None:
+        self._start = _core_seconds()
+
+    def share(self) -> float:
+        """Return the share of the cores that programs other than this one and its children kept busy."""
+        all_s, idle_s, own_s = (now - before for now, before in zip(_core_seconds(), self._start, strict=True))
+        return max(all_s - idle_s - own_s, 0.0) / all_s if all_s > 0 else 0.0
+
+
+def _core_seconds() -> tuple[float, float, float]:
+    """Return the seconds of all cores since the machine started, idle ones, and those of this program."""
+    times = psutil.cpu_times()._asdict()
+    all_s = sum(times.values()) - times.get("guest", 0.0) - times.get("guest_nice", 0.0)  # "user" has these already
+    me = psutil.Process()
+    own_s = 0.0
+    for process in (me, *me.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            own_s += sum(process.cpu_times()[:4])  # user, system, and both of children that have ended
+    return all_s, times["idle"] + times.get("iowait", 0.0), own_s
 
 
 async def ask_pair(
@@ -115,9 +138,8 @@ async def ask_pairs(
     max_context_tokens: int,
     most_s: float,
     most_pairs: int | None,
-    on_pair: Callable[[Pair], object] = lambda pair: None,
-) -> list[Pair]:
-    """Ask the questions in turn until all intervals are narrow, `most_s` are over, or `most_pairs` are asked."""
+) -> AsyncIterator[Pair]:
+    """Ask the questions in turn, and yield each pair, until there are enough or a pair has ended after `most_s`."""
     pairs: list[Pair] = []
     end_s = time.monotonic() + most_s
     for question in itertools.cycle(questions):
@@ -130,16 +152,18 @@ async def ask_pairs(
             streaming_first=len(pairs) % 2 == 0,
         )
         pairs.append(pair)
-        on_pair(pair)
-        if most_pairs is not None and len(pairs) >= most_pairs:
-            break
-        if len(pairs) >= MIN_PAIRS and (
-            time.monotonic() >= end_s or all(i.is_narrow for i in intervals(pairs).values())
-        ):
-            break
-    return pairs
+        yield pair
+        if time.monotonic() >= end_s or is_enough(pairs, most_pairs):
+            return
 
 
-def intervals(pairs: Sequence[Pair]) -> dict[str, Interval]:
+def is_enough(pairs: Sequence[Pair], most_pairs: int | None) -> bool:
+    """Whether `most_pairs` are asked, or all intervals are narrow."""
+    if most_pairs is not None:
+        return len(pairs) >= most_pairs
+    return len(pairs) >= MIN_PAIRS and all(each.is_narrow for each in intervals(pairs).values())
+
+
+def intervals(pairs: Sequence[Pair]) -> dict[Measure, Interval]:
     """Return the interval of each measure."""
     return {measure: interval([pair.ratio(measure) for pair in pairs]) for measure in MEASURES}

@@ -111,11 +111,19 @@ def test_a_benchmark_is_run_reported_and_not_run_twice(tmp_path: Path, capsys: p
     assert main(command) == 0
     shown = capsys.readouterr()
     assert "streaming srpf/cost" in shown.out
+    assert "simulated with profile h200-llama8b-tp2" in shown.out
+    assert shown.out.index("Verdict: streaming srpf/cost at 2 QPS ") > shown.out.index("no-streaming")
+    assert shown.out.splitlines()[-1].startswith("  Cost: ")
     assert "2/2" in shown.err
-    cells = json.loads(figures.read_text())["cells"]
+    written = json.loads(figures.read_text())
+    cells, (verdict,) = written["cells"], written["verdicts"]
+    assert verdict["headline"] in shown.out
+    assert all(cell["is_simulated"] for cell in cells)
     assert [cell["settings"]["arm"] for cell in cells] == ["no-streaming", "streaming"]
     assert all(cell["goodput"] == pytest.approx(4 / cell["completion_s"]) for cell in cells)
-    assert (folder / "report.html").read_text().count("data:image/svg+xml") >= 1
+    report = (folder / "report.html").read_text()
+    assert report.count("data:image/svg+xml") >= 1
+    assert report.count(verdict["headline"]) == 2, "above the tables, and in full at the end"
 
     files = {path: path.stat().st_mtime_ns for path in (folder / "cells").iterdir()}
     (folder / "report.html").unlink()

@@ -137,7 +137,7 @@ UNUSUAL: Mapping[str, Callable[[Any], str]] = {
     "num_output_tokens": lambda num: f"{num} output tokens",
     "max_num_batched_tokens": lambda num: f"{num:,} tokens a step",
     "max_num_seqs": lambda num: f"at most {num} running",
-    "profile": lambda profile: f"profile {Path(profile).name}",
+    "profile": lambda profile: f"simulated with profile {Path(profile).name}",
     "model": lambda model: f"model {Path(model).name}",
 }
 """Functions that describe a setting that is not the default."""

@@ -69,6 +69,7 @@ class Digest:
     """The part of a result that a report needs. Tuples have one value per request unless documented otherwise."""
 
     settings: CellSettings
+    query_ids: tuple[str, ...]
     ttft_after_retrieval_s: tuple[float, ...]
     ttft_s: tuple[float, ...]
     total_s: tuple[float, ...]
@@ -124,6 +125,7 @@ def digest(result: CellResult) -> Digest:
     preemptions = [p for record in records for p in record.preemptions]
     return Digest(
         settings=result.settings,
+        query_ids=tuple(r.query_id for r in requests),
         ttft_after_retrieval_s=tuple(r.ttft_after_retrieval_s for r in requests),
         ttft_s=tuple(r.ttft_s for r in requests),
         total_s=tuple(r.finished_s - r.arrival_s for r in requests),
@@ -166,6 +168,7 @@ def summarise(digest: Digest, slos: Slos) -> dict[str, Any]:
     has_records = digest.num_preemptions is not None
     return {
         "settings": asdict(digest.settings),
+        "is_simulated": digest.settings.clock == "virtual",
         "num_requests": len(digest.ttft_s),
         "num_unfinished": digest.num_unfinished,
         "ttft_after_retrieval_s": _finite({**after, **_max_and_mean(digest.ttft_after_retrieval_s)}),

@@ -288,5 +288,5 @@ async def test_everyone_is_told_how_a_query_was_prefilled_and_why(
         assert metrics.registry.get_sample_value("streamrag:overlaps_total", {"way": way}) == num
     logged = [getattr(record, FIELDS)["overlap"] for record in caplog.records if hasattr(record, FIELDS)]
     assert logged == [query["overlap"] for query in ended]
-    Output(width=140).print(view(values, width=140))
+    Output(width=140).print(render(values, width=140))
     assert f"overlap: immediate, {ended[-1]['overlap_reason']}" in capsys.readouterr().out.splitlines()

@@ -8,6 +8,7 @@ from streamrag.bench.grid import describe_load, describe_qps
 from streamrag.bench.report import plots
 from streamrag.bench.report.comparison import BASELINE, Figure, LoadComparison, Pool, compare
 from streamrag.bench.report.html import Cell, HtmlTable, cell, render
+from streamrag.bench.report.verdict import NO_VERDICT, verdicts
 from streamrag.bench.summary import PERCENTILES, Digest, Slos, spread
 from streamrag.engine.eviction import FATES
 from streamrag.errors import require_modules
@@ -25,11 +26,13 @@ def make_report(digests: Iterable[Digest], *, slos: Slos, failed: Mapping[str, s
     comparisons = compare(digests)
     all_digests = [digest for c in comparisons for pool in c.pools.values() for digest in pool.digests]
     return render(
-        clock="virtual time" if comparisons[0].load.clock == "virtual" else "wall time",
+        clock="simulated in virtual time" if comparisons[0].load.clock == "virtual" else "measured in wall time",
         num_cells=len(all_digests),
         num_requests=sum(len(digest.ttft_s) for digest in all_digests),
         simulation=_simulation([digest for digest in all_digests if digest.settings.clock == "virtual"]),
         failed=failed or {},
+        no_verdict=NO_VERDICT,
+        verdicts=[verdict for comparison in comparisons for verdict in verdicts(comparison)],
         loads=[_load(comparison, slos) for comparison in comparisons],
         provenance=_provenance(all_digests),
     )

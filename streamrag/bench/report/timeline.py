@@ -53,7 +53,8 @@ def make_timeline(result: CellResult) -> dict[str, Any]:
 
 
 def _engine_events(result: CellResult) -> Iterator[TimelineEvent]:
-    yield _named("process", "engine", ENGINE)
+    simulated = " (simulated)" if result.settings.clock == "virtual" else ""
+    yield _named("process", f"engine{simulated}", ENGINE)
     yield _named("thread", "steps", ENGINE, STEPS)
     for number, step in enumerate(result.steps):
         arguments: Arguments = {"step": number, "num_tokens": step.num_tokens, "num_requests": step.num_requests}

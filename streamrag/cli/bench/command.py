@@ -4,8 +4,9 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from streamrag.bench.cell import CellResult, CellSettings
@@ -13,10 +14,11 @@ from streamrag.bench.grid import describe_cell, workload_name
 from streamrag.bench.report.comparison import compare
 from streamrag.bench.report.page import make_report, require_report
 from streamrag.bench.report.timeline import make_timeline
+from streamrag.bench.report.verdict import Verdict, verdicts
 from streamrag.bench.runner import CellFailed, CellProgressed, CellStarted, run_cell, run_cells
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, Slos, digest, parse_slos, summarise
-from streamrag.cli.bench.display import CellsView, print_comparison
+from streamrag.cli.bench.display import CellsView, print_comparison, print_verdicts
 from streamrag.cli.bench.options import DESCRIPTION, EPILOG, VERBS, grid_of
 from streamrag.cli.output import Output
 from streamrag.errors import ConfigurationError
@@ -58,7 +60,7 @@ def _run_grid(arguments: argparse.Namespace) -> int:
             f"{num_done} of {len(cells)} cells are finished, in {store.folder}; the same command resumes there"
         ) from None
     console.print_line(f"{len(todo) - len(failed)} cells in {time.monotonic() - start_s:.1f} s")
-    _publish(store, cells, slos, failed, arguments.json, console)
+    _publish(store, slos, arguments.json, console, cells=cells, failed=failed)
     return 1 if failed else 0
 
 
@@ -80,33 +82,35 @@ def _run_cells(
 
 def _publish(
     store: CellStore,
-    cells: Sequence[CellSettings],
     slos: Slos,
-    failed: dict[CellSettings, str],
     json_path: Path | None,
     console: Output,
+    *,
+    cells: Sequence[CellSettings] = (),
+    failed: Mapping[CellSettings, str] = MappingProxyType({}),
 ) -> None:
-    """Print and write the figures of `cells`, and write the report of all cells in the folder."""
-    digests = {} if len(failed) == len(cells) else {result.settings: digest(result) for result in store.read_all()}
-    requested = [digests[settings] for settings in cells if settings in digests]
+    """Print and write the figures of `cells`, or of all cells in the folder; write the report of all of them."""
+    has_results = not cells or len(failed) < len(cells)
+    digests = {result.settings: digest(result) for result in store.read_all()} if has_results else {}
+    requested = [digests[settings] for settings in cells or digests if settings in digests]
+    comparisons = compare(requested)
+    found = [verdict for comparison in comparisons for verdict in verdicts(comparison)]
+    named = {describe_cell(settings): error for settings, error in failed.items()}
     if json_path is not None:
-        _write_json(json_path, requested, slos, failed)
+        _write_json(json_path, requested, found, slos, named)
     if not requested:
         return
-    _print_figures(requested, console)
-    named = {describe_cell(settings): error for settings, error in failed.items()}
-    _write_report(store, list(digests.values()), slos, named, console)
-
-
-def _print_figures(digests: Sequence[Digest], console: Output) -> None:
-    """Print a table for each load on stdout, and notes on cut contexts on `console`."""
-    table_to = Output()
-    if not table_to.is_terminal:
-        table_to = Output(width=TABLE_WIDTH)
-    for comparison in compare(digests):
-        print_comparison(comparison, table_to)
-    for line in sorted({line for each in digests if (line := _cut(each))}):
+    figures = Output()
+    if not figures.is_terminal:
+        figures = Output(width=TABLE_WIDTH)
+    for comparison in comparisons:
+        print_comparison(comparison, figures)
+    for line in sorted({line for each in requested if (line := _cut(each))}):
         console.print_line(line, style="yellow")
+    path = store.folder / "report.html"
+    write_atomic(path, make_report(digests.values(), slos=slos, failed=named))
+    console.print_line(f"report: {path}")
+    print_verdicts(found, figures)
 
 
 def _cut(digest: Digest) -> str:
@@ -120,32 +124,21 @@ def _cut(digest: Digest) -> str:
     )
 
 
-def _write_report(
-    store: CellStore, digests: Sequence[Digest], slos: Slos, failed: dict[str, str], console: Output
+def _write_json(
+    path: Path, digests: Sequence[Digest], found: Sequence[Verdict], slos: Slos, failed: Mapping[str, str]
 ) -> None:
-    path = store.folder / "report.html"
-    write_atomic(path, make_report(digests, slos=slos, failed=failed))
-    console.print_line(f"report: {path}")
-
-
-def _write_json(path: Path, digests: Sequence[Digest], slos: Slos, failed: dict[CellSettings, str]) -> None:
     values: dict[str, Any] = {
         "slos": dict(slos),
+        "verdicts": [verdict.as_json() for verdict in found],
         "cells": [summarise(each, slos) for each in digests],
-        "failed": [{"cell": describe_cell(settings), "error": error} for settings, error in failed.items()],
+        "failed": [{"cell": name, "error": error} for name, error in failed.items()],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json_text(values) + "\n")
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    store, slos = CellStore(arguments.folder), parse_slos(arguments.slo)
-    digests = [digest(result) for result in store.read_all()]
-    if arguments.json is not None:
-        _write_json(arguments.json, digests, slos, {})
-    console = Output(stderr=True)
-    _print_figures(digests, console)
-    _write_report(store, digests, slos, {}, console)
+    _publish(CellStore(arguments.folder), parse_slos(arguments.slo), arguments.json, Output(stderr=True))
     return 0
 
 

@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from textwrap import fill
 from types import TracebackType
 
 from rich.markup import escape
@@ -14,6 +15,7 @@ from streamrag.bench.cell import CellSettings
 from streamrag.bench.grid import describe_cell, describe_load, describe_qps, variant_name
 from streamrag.bench.report.comparison import Figure, LoadComparison, Pool
 from streamrag.bench.report.html import figure_text
+from streamrag.bench.report.verdict import NO_VERDICT, Verdict
 from streamrag.bench.runner import CellEvent, CellFailed, CellFinished, CellProgressed, CellStarted
 from streamrag.bench.summary import PERCENTILES
 from streamrag.cli.output import Output, markup
@@ -22,7 +24,7 @@ from streamrag.support.display_text import one_line
 
 LEGEND = (
     "s: ttft_after_retrieval_s of all requests of all seeds; below it, the range over single seeds. "
-    "up: speed-up over no-streaming. /floor: ratio to the request alone on the engine. "
+    "up: speed-up over no-streaming. /floor: ratio to the request alone on the engine, computed from step times. "
     "preempted: preemptions in all seeds, and the share whose KV was swapped. tax: share of the computed tokens that "
     "were recomputed because of preemption. GB: copied to the host and back, in all seeds."
 )
@@ -109,6 +111,19 @@ def print_comparison(comparison: LoadComparison, console: Output) -> None:
     console.print_line(markup("[bold]{}", describe_load(comparison.load)))
     console.print_table(table)
     console.print(LEGEND, style="dim")
+
+
+def print_verdicts(verdicts: Sequence[Verdict], console: Output) -> None:
+    """Print each verdict, and sentences on each time and on the costs."""
+    for verdict in verdicts:
+        console.print()
+        console.print(markup("[bold]Verdict: {}", verdict.headline))
+        console.print(verdict.load, style="dim")
+        for sentence in verdict.sentences:
+            console.print_line(fill(sentence, console.width, initial_indent="  ", subsequent_indent="  "))
+    if not verdicts:
+        console.print()
+        console.print(NO_VERDICT)
 
 
 def _figures(comparison: LoadComparison, pool: Pool, variant: str, with_spread: bool) -> Iterable[str | Text]:

@@ -23,7 +23,8 @@ TIMELINE_QUERIES = 50
 
 DESCRIPTION = """\
 Replays a load on a simulated or a real engine with several client strategies
-(arms), compares them in a table, and writes an HTML report.
+(arms), compares them in a table and an HTML report, and says in words whether
+streaming helps, at which percentiles, and what it costs.
 """
 EPILOG = """\
 examples:
@@ -63,7 +64,9 @@ Open the file at https://ui.perfetto.dev (it is not uploaded), or in Chrome at c
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Replays a load on vLLM's own scheduler, in virtual time. No model runs."
+    parser.description = (
+        "Replays a load on vLLM's own scheduler, in virtual time. No model runs: figures are simulated."
+    )
     parser.usage, parser.epilog = "%(prog)s --workload LOAD [options]", SIMULATE + CELLS
     _add_profile(parser)
     _add_load(parser)
@@ -210,7 +213,7 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
 
 def _add_figures(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("figures").add_argument
-    add("--json", type=Path, metavar="FILE", help="write the figures of each cell here")
+    add("--json", type=Path, metavar="FILE", help="write the verdicts and the figures of each cell here")
     about = f"NAME=SECONDS, objectives for the goodput; names are {', '.join(LIMITS)}"
     add("--slo", default="", metavar="LIST", help=about)
 

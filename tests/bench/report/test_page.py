@@ -83,6 +83,9 @@ def test_every_section_has_its_picture_or_table(page: Page) -> None:
         "last end, s",
         "gap between chunks, seconds",
         "Provenance",
+        "simulated in virtual time",
+        "streaming srpf/cost at 2 QPS ",
+        "Cost: ",
     ):
         assert text in page.text
 
@@ -103,6 +106,7 @@ def test_speed_ups_are_those_of_the_requests() -> None:
 )
 def test_what_is_missing_leaves_no_hole(grid: Grid) -> None:
     page = Page(make_report(digests_of(grid), slos={}))
+    assert ("No verdict" in page.text) == (len(grid.arms) == 1)
     assert len(page.pictures()) >= 1
     assert not re.search(r"\bnan\b", page.text)
 

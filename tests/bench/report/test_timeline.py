@@ -159,3 +159,10 @@ def test_an_engine_that_does_not_tell_who_was_in_a_step_still_has_a_timeline() -
 def test_a_result_without_steps_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="--keep-steps"):
         make_timeline(made_result(settings()))
+
+
+def test_a_simulated_engine_is_called_so() -> None:
+    for clock, name in (("virtual", "engine (simulated)"), ("wall", "engine")):
+        result = replace(one_request(), settings=settings(clock=clock, profile=None))
+        first, *_ = timeline_of(result)["traceEvents"]
+        assert first["args"]["name"] == name
