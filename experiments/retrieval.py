@@ -1,16 +1,20 @@
 """How many of 30 plain questions about other projects' documentation do the passages of a search answer?
 
-    python experiments/retrieval.py [--packages FOLDER] [--keep FOLDER] [--only NAME] [--json FILE]
+    python experiments/retrieval.py [--packages FOLDER] [--keep FOLDER] [--docs NAME] [--only SETTING] [--model FOLDER]
+                                    [--json FILE]
 
-Each file in retrieval_questions/ names pages of a Debian package and asks 30 questions about them, each with the answers
-that pages give: the page, and words that must all stand in one passage of it. Settings are chosen on the first two
-documentations; the third is the test. The packages come from `apt-get download`, or from `--packages`, a folder with
-what they hold. Questions are asked one at a time. `--keep` uses the indexes of an earlier run.
+Each file in retrieval_questions/ names pages of a Debian package and asks 30 questions about them, each with the
+answers that pages give: the page, and words that must all stand in one passage of it. Settings are chosen on the first
+two documentations; the third is the test. The packages come from `apt-get download`, or from `--packages`, a folder
+with what they hold. Questions are asked one at a time. `--keep` uses the indexes of an earlier run. With `--model`,
+that model answers each question too, greedily and in float32: an answer is right if it has the words of one of the
+answers, and cited if the first number in it is that of a passage with these words.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,20 +22,22 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from answers import has_words
+from answers import CITED, MAX_TOKENS, has_words
 from rich.console import Console
 from rich.table import Table
 
-from streamrag import Chunk, HybridSource, Update, VectorSource, build_index
+from streamrag import Chunk, HybridSource, Pipeline, SamplingParams, Update, VectorSource, VllmBackend, build_index
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
+from streamrag.demo.demo_folder import TEMPLATE
 from streamrag.support.files import write_atomic
+from streamrag.testing import ScriptedSource
 
 QUESTIONS = Path(__file__).with_name("retrieval_questions")
 CHOOSING, TESTING = ("postgresql-doc", "python3-doc"), ("apache2-doc",)
@@ -74,9 +80,12 @@ class Question:
     text: str
     answers: tuple[tuple[str, ...], ...]
 
-    def is_answered(self, chunk: Chunk) -> bool:
-        """Whether the passage has all words of one of the answers."""
-        return any(chunk.uri == f"{page}.html" and has_words(chunk.text, words) for page, *words in self.answers)
+    def is_answered_by(self, text: str, uri: str | None = None) -> bool:
+        """Whether a text has all words of one of the answers; with `uri`, of one that this page gives."""
+        return any(uri in (None, f"{page}.html") and has_words(text, words) for page, *words in self.answers)
+
+    def is_answered(self, chunks: tuple[Chunk, ...]) -> bool:
+        return any(self.is_answered_by(chunk.text, chunk.uri) for chunk in chunks)
 
 
 @dataclass(frozen=True)
@@ -112,11 +121,20 @@ def download(packages: Path, names: list[str]) -> None:
             subprocess.run(["dpkg", "-x", archive, packages], check=True)
 
 
-async def ask(setting: Setting, index: Path, questions: tuple[Question, ...]) -> dict[str, Any]:
-    """Search for each question, after one that is not counted, and return what was found and how long it took."""
+@dataclass(frozen=True)
+class Found:
+    """What a search found for a question."""
+
+    question: Question
+    chunks: tuple[Chunk, ...]
+    took_s: float
+
+
+async def search(setting: Setting, index: Path, questions: tuple[Question, ...]) -> list[Found]:
+    """Search for each question, after one search that is not counted."""
+    found = []
     async with aclosing(setting.source(index)) as source:
         await source.start(lambda line: None)
-        rows = []
         for question in (questions[-1], *questions):
             began_s = time.perf_counter()
             chunks: tuple[Chunk, ...] = ()
@@ -124,17 +142,47 @@ async def ask(setting: Setting, index: Path, questions: tuple[Question, ...]) ->
                 async for event in events:
                     assert isinstance(event, Update), event
                     chunks = event.chunks
-            rows.append((question, chunks, time.perf_counter() - began_s))
-    del rows[0]
+            found.append(Found(question, chunks, time.perf_counter() - began_s))
+    return found[1:]
+
+
+async def answer(backend: VllmBackend, found: list[Found]) -> list[dict[str, Any]]:
+    """Answer each question with the demo's template, and return whether the answers are right and rightly cited."""
+    chunks = {each.question.text: each.chunks for each in found}
+    source = ScriptedSource(lambda question: [Update(chunks[question])])
+    rows = []
+    async with Pipeline(source, backend, owns_backend=False, template=TEMPLATE) as pipeline:
+        for each in found:
+            stream = pipeline.stream(each.question.text, params=SamplingParams(max_tokens=MAX_TOKENS), overlap=False)
+            async for _ in stream:
+                pass
+            assert stream.result is not None
+            text = stream.result.text
+            cited = {citation.number: citation for citation in stream.result.citations}
+            numbers = [int(number) for number in CITED.findall(text)]
+            first = cited.get(numbers[0]) if numbers else None
+            is_right = each.question.is_answered_by(CITED.sub("", text))
+            is_cited = first is not None and each.question.is_answered_by(first.text, first.uri)
+            rows.append(
+                {"question": each.question.text, "text": text, "right": is_right, "cited": is_right and is_cited}
+            )
+    return rows
+
+
+def summary(found: list[Found]) -> dict[str, Any]:
+    """Return how many questions were answered by what was found, its words, and the median time."""
+    missed = [each.question.text for each in found if not each.question.is_answered(each.chunks)]
     return {
-        "num_answered": sum(any(map(question.is_answered, chunks)) for question, chunks, _ in rows),
-        "num_words": sum(len(chunk.text.split()) for _, chunks, _ in rows for chunk in chunks) / len(rows),
-        "p50_s": percentile([took_s for _, _, took_s in rows], 0.5),
-        "missed": [question.text for question, chunks, _ in rows if not any(map(question.is_answered, chunks))],
+        "num_answered": len(found) - len(missed),
+        "num_words": sum(len(chunk.text.split()) for each in found for chunk in each.chunks) / len(found),
+        "p50_s": percentile([each.took_s for each in found], 0.5),
+        "missed": missed,
     }
 
 
-def measure(documentation: Documentation, packages: Path, folder: Path, only: list[str]) -> dict[str, Any]:
+async def measure(
+    documentation: Documentation, packages: Path, folder: Path, only: list[str], backend: VllmBackend | None
+) -> dict[str, Any]:
     """Build the indexes that are missing in `folder`, and return the result of each setting."""
     pages = folder / documentation.name
     documentation.copy_pages(packages, pages)
@@ -146,51 +194,65 @@ def measure(documentation: Documentation, packages: Path, folder: Path, only: li
         index = folder / f"{documentation.name}-{setting.passage_words}"
         if not index.exists():
             with console.status(f"{documentation.name}: indexing passages of {setting.passage_words} words"):
-                build_index(pages, index, passage_words=setting.passage_words)
-        result = asyncio.run(ask(setting, index, documentation.questions))
-        console.print(f"{documentation.name}, {name}: {result['num_answered']}, {result['p50_s']:.3f} s")
-        results[name] = result
+                await asyncio.to_thread(build_index, pages, index, passage_words=setting.passage_words)
+        found = await search(setting, index, documentation.questions)
+        result = results[name] = summary(found)
+        if backend:
+            result["answers"] = await answer(backend, found)
+            result |= {key: sum(row[key] for row in result["answers"]) for key in ("right", "cited")}
+        told = {key: value for key, value in result.items() if not isinstance(value, list)}
+        console.print(f"{documentation.name}, {name}: {told}")
     return results
 
 
 def table_of(results: dict[str, dict[str, Any]]) -> Table:
-    """Return a table of settings: for each documentation the questions answered, the seconds and the words."""
-    table = Table(title="questions of 30 that the passages answer; median seconds; words of the passages")
+    """Return a table of settings, with the results for each documentation."""
+    table = Table(title="questions answered by the passages (right, cited); median seconds; words of passages")
     table.add_column("setting")
     for name in results:
         table.add_column(f"{name}{' (test)' * (name in TESTING)}", justify="right")
     for setting in next(iter(results.values())):
-        cells = (each[setting] for each in results.values())
-        table.add_row(setting, *(f"{c['num_answered']}; {c['p50_s']:.2f}; {c['num_words']:.0f}" for c in cells))
+        cells = []
+        for each in results.values():
+            row = each[setting]
+            answers = f" ({row['right']}, {row['cited']})" if "right" in row else ""
+            cells.append(f"{row['num_answered']}{answers}; {row['p50_s']:.2f}; {row['num_words']:.0f}")
+        table.add_row(setting, *cells)
     return table
+
+
+async def run(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    documentations = [Documentation.read(name) for name in arguments.docs or CHOOSING + TESTING]
+    packages = arguments.packages or folder / "packages"
+    if not packages.exists():
+        download(packages, [each.package for each in documentations])
+    async with AsyncExitStack() as stack:
+        backend = None
+        if arguments.model:
+            backend = VllmBackend(arguments.model, max_model_len=8192, kv_cache_bytes=1 << 30, dtype="float32")
+            await stack.enter_async_context(aclosing(backend))
+            await backend.start(lambda line: None)
+        return {each.name: await measure(each, packages, folder, arguments.only, backend) for each in documentations}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packages", type=Path, metavar="FOLDER", help="with the unpacked packages")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of the indexes, for the next run")
-    parser.add_argument("--only", action="append", metavar="SETTING", help="as the table names it; may be repeated")
     parser.add_argument("--docs", action="append", choices=CHOOSING + TESTING, help="may be repeated")
+    parser.add_argument("--only", action="append", metavar="SETTING", help="as the table names it; may be repeated")
+    parser.add_argument("--model", metavar="FOLDER", help="a model that answers, such as `streamrag demo-model` makes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the results")
     arguments = parser.parse_args()
-    documentations = [Documentation.read(name) for name in arguments.docs or CHOOSING + TESTING]
     with tempfile.TemporaryDirectory(prefix="streamrag-") as temporary:
-        folder = arguments.keep or Path(temporary)
-        packages = arguments.packages or folder / "packages"
-        if not packages.exists():
-            download(packages, [each.package for each in documentations])
-        results = {each.name: measure(each, packages, folder, arguments.only) for each in documentations}
+        results = asyncio.run(run(arguments, arguments.keep or Path(temporary)))
     console.print(table_of(results))
     if arguments.json:
-        as_json = {
-            "command": "python experiments/retrieval.py",
-            "date": date.today().isoformat(),
-            "versions": versions(),
-            "results": results,
-        }
-        write_atomic(arguments.json, json.dumps(as_json, indent=1) + "\n")
+        as_json = {"command": "make bench-retrieval", "date": date.today().isoformat(), "versions": versions()}
+        write_atomic(arguments.json, json.dumps(as_json | {"results": results}, indent=1) + "\n")
     return 0
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     sys.exit(main())

@@ -250,7 +250,10 @@ def test_terms_without_definitions_are_text(tmp_path: Path) -> None:
 
 def test_footnotes_are_content_and_tables_of_contents_are_not(tmp_path: Path) -> None:
     page = '<div class="toc">1. Menu</div><aside>Ad</aside><p>Text [1]</p><aside class="footnote">A note</aside>'
-    assert read_document(text_file(tmp_path, "page.html", page), tmp_path).blocks == (Block("Text [1]"), Block("A note"))
+    assert read_document(text_file(tmp_path, "page.html", page), tmp_path).blocks == (
+        Block("Text [1]"),
+        Block("A note"),
+    )
 
 
 def test_a_document_of_headings_only_is_one_passage() -> None:

@@ -26,8 +26,9 @@ WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+|[^\w\s]")
 BREAKS = (re.compile(r"(?<=\n)"), re.compile(r"(?<=[.!?…])(?=\s)|(?<=[。！？])"), re.compile(r"(?<=\s)"))
 """Places to break a paragraph that is too long, best first: after lines, after sentences, after words."""
 NOT_CONTENT = (
-    "nav, script, style, footer, aside:not(.footnote, .footnote-list), noscript, template, iframe, svg, button, select, "
-    "form, [role=navigation], [role=search], [role=contentinfo], [hidden], .headerlink, .toc, .navheader, .navfooter"
+    "nav, script, style, footer, aside:not(.footnote, .footnote-list), noscript, template, iframe, svg, button, "
+    "select, form, [role=navigation], [role=search], [role=contentinfo], [hidden], .headerlink, .toc, .navheader, "
+    ".navfooter"
 )
 MAIN = ("main", "[role=main]", "body")
 HEADINGS = {f"h{level}": level for level in range(1, 7)}
@@ -45,7 +46,7 @@ class UnusableDocumentError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A heading, or a paragraph, list, table or listing. The term of a definition list is a heading of its definition."""
+    """A heading, or a paragraph, list, table or listing. Terms of definition lists are headings of the definitions."""
 
     text: str
     level: int = 0
