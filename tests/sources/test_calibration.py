@@ -306,7 +306,7 @@ def test_an_index_is_calibrated_from_the_command_line(
 ) -> None:
     out, plot, asked = tmp_path / "calibration.json", tmp_path / "drawn.png", tmp_path / "asked.txt"
     command = ["index", "calibrate", str(index), "--embedder", EMBEDDER, "--out", str(out)]
-    assert main([*command, "--plot", str(plot), "--num-queries", "12"]) == 0
+    assert main([*command, "--plot", str(plot), "--num-queries", "12", "--no-hybrid"]) == 0
     printed = capsys.readouterr()
     assert "12 queries" in printed.out
     assert "searching, 12 of 12" in printed.err or "searching" in printed.err
@@ -316,7 +316,7 @@ def test_an_index_is_calibrated_from_the_command_line(
     assert main([*command, "--queries", str(asked), "-k", "3"]) == 0
     assert max(count.length for count in Calibration.read(out).counts) == 3
     capsys.readouterr()
-    assert main([*command, "--queries", str(asked), "--hybrid"]) == 0
+    assert main([*command, "--queries", str(asked)]) == 0
     assert Calibration.read(out).source == "HybridSource"
     assert len(Calibration.read(out).stages) == 2  # keywords, and the one of the vectors
     reranked = ["--rerank", "toy_reranker:backwards", "--num-queries", "6", "-k", "4"]

@@ -166,8 +166,8 @@ class HybridSource:
         require_package("snowballstemmer")
         if KEYWORDS not in manifest.files:
             raise IndexMismatchError(
-                f"{self._folder} has no keyword index: it was made by an older streamrag. Build it again:  "
-                f"streamrag index build FOLDER --out {self._folder} --force"
+                f"{self._folder} has no keyword index: it was made by an older streamrag. Search it by vectors alone "
+                f"(--no-hybrid), or build it again:  streamrag index build FOLDER --out {self._folder} --force"
             )
         if self._reranker is None:
             return manifest, manifest_sha256, None
