@@ -65,11 +65,9 @@ SETTINGS = (
     Setting("vectors, k=5", lambda index: VectorSource(index, k=5)),
     Setting("vectors, k=10", lambda index: VectorSource(index, k=10)),
     *(hybrid(k=k) for k in (2, 3, 5, 8, 10, 15)),
-    *(hybrid(k=k, reranker=LATE) for k in (2, 3, 5, 10)),
-    *(hybrid(k=k, reranker=LATE, sentences=k) for k in (2, 5)),
-    *(hybrid(60, k=k) for k in (2, 5, 10, 20)),
-    *(hybrid(60, k=k, reranker=LATE) for k in (2, 5)),
-    hybrid(60, k=2, reranker=LATE, sentences=2),
+    *(hybrid(k=k, reranker=LATE) for k in (5, 10)),
+    hybrid(k=5, candidates=5, reranker=LATE, sentences=5),
+    hybrid(k=2, reranker=LATE, sentences=2),
 )
 
 
