@@ -144,6 +144,10 @@ bench-answers: .venv/installed ## 40 questions about the documentation: what doe
 bench-hybrid: .venv/installed ## keywords, vectors and reranking: what each finds, how long it takes, what updates cost; a quarter of an hour
 	$(RUN) experiments/hybrid.py --json experiments/results/hybrid.json
 
+bench-retrieval: .venv/installed ## 90 plain questions about three other documentations: which settings find the answers? apt, or PACKAGES=FOLDER; a quarter of an hour
+	mkdir -p bench-results/retrieval
+	$(RUN) experiments/retrieval.py $(if $(PACKAGES),--packages $(PACKAGES)) --keep bench-results/retrieval --json experiments/results/retrieval.json
+
 bench-index: .venv/installed ## DiskANN and IVF with 100,000 vectors, DOCUMENTS=FOLDER embedded first; SLOW=--slow as root: minutes to an hour
 	@test -n "$(DOCUMENTS)" || { echo 'name a folder of documents, 20,000 passages or more:  make bench-index DOCUMENTS=FOLDER'; exit 1; }
 	$(RUN) experiments/index_size.py $(DOCUMENTS) $(SLOW) --json experiments/results/index_size.json

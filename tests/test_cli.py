@@ -129,12 +129,12 @@ def test_who_retrieves_needs_no_package_of_a_service() -> None:
         "from streamrag.cli.source_options import add_source_arguments, make_source\n"
         "parser = argparse.ArgumentParser()\n"
         "add_source_arguments(parser)\n"
-        "for where in ('--url=http://example.org', '--index=./index', '--index=./index --hybrid'):\n"
+        "for where in ('--url=http://example.org', '--index=./index', '--index=./index --no-hybrid'):\n"
         "    print(make_source(parser.parse_args(where.split())).name)\n"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines() == ["WebSource", "VectorSource", "HybridSource"]
+    assert run.stdout.splitlines() == ["WebSource", "HybridSource", "VectorSource"]
 
 
 @pytest.mark.parametrize("command", sorted({*COMMANDS} - {"doctor", "serve", "profile", "bench timeline", "top"}))
@@ -163,7 +163,10 @@ def test_only_the_command_that_is_named_is_imported() -> None:
         (["--url", "ftp://example.org", "--model", "/tmp"], "UnsafeUrlError"),
         (["--index", "/nowhere", "--model", "/nowhere"], "ModelError"),
         (["--url", "http://example.org", "--model", "/tmp", "--api-key", "x"], "--api-key needs --server"),
-        (["--url", "http://example.org", "--model", "/tmp", "--hybrid"], "--rerank and --sentences need --index"),
+        (
+            ["--url", "http://example.org", "--model", "/tmp", "--sentences", "2"],
+            "--rerank and --sentences need --index",
+        ),
         (
             ["--url", "http://example.org", "--model", "/tmp", "--rerank", "x"],
             "--rerank and --sentences need --index",
@@ -202,8 +205,8 @@ def test_building_from_a_missing_folder_is_explained(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ([], (VectorSource, None)),
-        (["--hybrid"], (HybridSource, None)),
+        ([], (HybridSource, None)),
+        (["--no-hybrid"], (VectorSource, None)),
         (["--rerank", "late-interaction", "--sentences", "3"], (HybridSource, "late-interaction")),
     ],
 )

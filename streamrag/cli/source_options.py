@@ -43,8 +43,9 @@ def add_search_arguments(search: "argparse._ArgumentGroup") -> None:
     add = search.add_argument
     about = "the index's embedding model, if not the default; its code is loaded, so name only models you trust"
     add("--embedder", metavar="NAME", help=about)
-    add("--hybrid", action="store_true", help="also search by keywords, and fuse both rankings")
-    about = "like --hybrid, then rerank with late-interaction, or a cross-encoder (name or path) that you trust"
+    about = "search by keywords too, and fuse both rankings; --no-hybrid searches by vectors alone"
+    add("--hybrid", action=argparse.BooleanOptionalAction, default=True, help=about)
+    about = "rerank with late-interaction, or a cross-encoder (name or path) that you trust"
     add("--rerank", metavar="NAME", help=about)
     about = "with --rerank: the best N sentences instead of whole passages"
     add("--sentences", type=int, metavar="N", help=about)
@@ -57,8 +58,8 @@ def make_source(arguments: argparse.Namespace, **changes: Any) -> Source:
     :raises ConfigurationError: a value is invalid.
     """
     values = {**vars(arguments), **changes}
-    if values["index"] is None and (values["hybrid"] or values["rerank"] is not None or values["sentences"]):
-        raise ConfigurationError("--hybrid, --rerank and --sentences need --index, which was not given")
+    if values["index"] is None and (values["rerank"] is not None or values["sentences"]):
+        raise ConfigurationError("--rerank and --sentences need --index, which was not given")
     settings = {name: values[name] for name in SourceSettings.model_fields if name in values}
     source = make_service_source(SourceSettings.model_construct(**settings))  # unchecked: the sources check
     assert source is not None

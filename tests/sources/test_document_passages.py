@@ -69,8 +69,9 @@ def text_file(folder: Path, name: str, content: str | bytes) -> Path:
 
 
 def document(*blocks: str) -> Document:
-    """Blocks that begin with # are headings."""
-    return Document("d", "", tuple(Block(text.lstrip("# "), text.startswith("#")) for text in blocks))
+    """Blocks that begin with # are headings, of as many levels."""
+    levels = (len(text) - len(text.lstrip("#")) for text in blocks)
+    return Document("d", "", tuple(Block(text.lstrip("# "), level) for text, level in zip(blocks, levels, strict=True)))
 
 
 def words(count: int, word: str = "word") -> str:
@@ -122,9 +123,9 @@ def test_markdown_gives_its_headings_and_blocks(tmp_path: Path) -> None:
     actual = read_document(text_file(tmp_path, "a/page.md", MARKDOWN), tmp_path, no_pdf)
     assert (actual.uri, actual.title) == ("a/page.md", "From the front matter")
     assert actual.blocks == (
-        Block("Top heading with code", is_heading=True),
+        Block("Top heading with code", level=1),
         Block("A paragraph with a [link](https://example.org).\nIts second line."),
-        Block("Underlined", is_heading=True),
+        Block("Underlined", level=2),
         Block("- one\n- two\n  # not a heading"),
         Block("```python\n# not a heading\n\nx = 1\n```"),
         Block("Markup inside"),
@@ -135,7 +136,7 @@ def test_html_gives_the_text_of_its_main_part(tmp_path: Path) -> None:
     actual = read_document(text_file(tmp_path, "page.html", HTML), tmp_path, no_pdf)
     assert actual.title == "A title"
     assert actual.blocks == (
-        Block("Head&ing", is_heading=True),
+        Block("Head&ing", level=1),
         Block("unbelievable break"),
         Block("a b"),
         Block("c"),
@@ -215,6 +216,52 @@ def test_small_sections_are_joined_and_no_passage_ends_with_a_heading() -> None:
     source = document("# Title", "# Small", words(10), "# Also small", words(10), "# Large", words(95))
     actual = list(split_document(source, 100))
     assert actual == [f"Title\n\nSmall\n\n{words(10)}\n\nAlso small\n\n{words(10)}", f"Large\n\n{words(95)}"]
+
+
+def test_passages_repeat_the_path_of_headings_above_them() -> None:
+    source = document("# Top", "## One", words(60), words(60), "### Deep", words(60), words(60), "## Two", words(60))
+    assert list(split_document(source, 100)) == [
+        f"Top\n\nOne\n\n{words(60)}",
+        f"Top > One\n\n{words(60)}",
+        f"Top > One\n\nDeep\n\n{words(60)}",
+        f"Top > One > Deep\n\n{words(60)}",
+        f"Top\n\nTwo\n\n{words(60)}",
+    ]
+
+
+def test_headings_of_the_title_and_endless_ones_are_not_repeated_whole() -> None:
+    blocks = (Block("Manual", 1), Block("x" * 5000, 2), Block(words(60)), Block(words(60)))
+    passages = list(split_document(Document("d", "The Manual of streamrag", blocks), 100))
+    assert passages[1] == f"{'x' * 200}\n\n{words(60)}"
+    deep = [Block(f"h{level}", level) for level in range(1, 50)]
+    passages = list(split_document(Document("d", "", (*deep, Block(words(60), 0, 50), Block(words(60), 0, 50))), 100))
+    assert passages[1] == f"h44 > h45 > h46 > h47 > h48 > h49\n\n{words(60)}"
+
+
+def test_the_terms_of_definition_lists_are_headings_of_their_definitions(tmp_path: Path) -> None:
+    inner = f"<dl><dt>inner</dt><dd><p>{words(60)}</p><p>{words(60)}</p></dd></dl>"
+    page = f"<h2>Functions</h2><dl><dt>outer(x)</dt><dd><p>{words(60)}</p>{inner}</dd></dl><p>{words(95)}</p>"
+    assert list(split_document(read_document(text_file(tmp_path, "page.html", page), tmp_path), 100)) == [
+        f"Functions\n\nouter(x)\n\n{words(60)}",
+        f"outer(x)\n\ninner\n\n{words(60)}",
+        f"outer(x) > inner\n\n{words(60)}",
+        words(95),
+    ]
+
+
+def test_terms_without_definitions_are_text(tmp_path: Path) -> None:
+    page = "<title>A page</title><dl>" + "".join(f"<dt>term {number}</dt>" for number in range(100)) + "</dl><p>End</p>"
+    passages = list(split_document(read_document(text_file(tmp_path, "page.html", page), tmp_path), 30))
+    assert [passage.count("term") for passage in passages[:-1]] == [5] * 19
+    assert "\n\n".join(passages).split() == f"{' '.join(f'term {i}' for i in range(100))} End".split()
+
+
+def test_footnotes_are_content_and_tables_of_contents_are_not(tmp_path: Path) -> None:
+    page = '<div class="toc">1. Menu</div><aside>Ad</aside><p>Text [1]</p><aside class="footnote">A note</aside>'
+    assert read_document(text_file(tmp_path, "page.html", page), tmp_path).blocks == (
+        Block("Text [1]"),
+        Block("A note"),
+    )
 
 
 def test_a_document_of_headings_only_is_one_passage() -> None:

@@ -107,6 +107,13 @@ async def test_without_a_reranker_the_fusion_is_the_last_update(built: Path) -> 
         assert (found[-1].hint.num_chunks, found[-1].hint.end_s) in ((0, 0.0), (1, found[-1].hint.end_s))
 
 
+async def test_reranking_few_passages_does_not_shorten_the_searches(built: Path) -> None:
+    async with started(built, k=5) as whole, started(built, k=5, candidates=5, reranker=BACKWARDS) as short:
+        for query in QUERIES:
+            expected, actual = [(await updates(source, query))[-1] for source in (whole, short)]
+            assert set(actual.chunks) == set(expected.chunks)
+
+
 async def test_words_that_no_passage_has_leave_it_to_the_vectors(built: Path) -> None:
     async with started(built, k=4) as source:
         (update,) = await updates(source, "zebra")

@@ -54,7 +54,7 @@ class SourceSettings(Checked):
     cdp_url: str | None = Field(default=None, description="render pages in the browser at this CDP address")
     table: str = Field(default="passages", description="the table of `postgres`")
     embedder: str | None = Field(default=None, description="embedder of the index or table; may run code, so trust it")
-    hybrid: bool = Field(default=False, description="also search `index` by keywords, and fuse both rankings")
+    hybrid: bool = Field(default=True, description="search `index` by keywords too, and fuse both rankings")
     rerank: str | None = Field(
         default=None,
         description="as hybrid, then rerank: late-interaction, or a cross-encoder; its code is run, so trust it",

@@ -27,12 +27,15 @@ WORD = re.compile(rf"[{CJK}]|[^\W_{CJK}]+|[^\w\s]")
 BREAKS = (re.compile(r"(?<=\n)"), re.compile(r"(?<=[.!?…])(?=\s)|(?<=[。！？])"), re.compile(r"(?<=\s)"))
 """Places to break a paragraph that is too long, best first: after lines, after sentences, after words."""
 NOT_CONTENT = (
-    "nav, script, style, footer, aside, noscript, template, iframe, svg, button, select, form, "
-    "[role=navigation], [role=search], [role=contentinfo], [hidden], .headerlink"
+    "nav, script, style, footer, aside:not(.footnote, .footnote-list), noscript, template, iframe, svg, button, "
+    "select, form, [role=navigation], [role=search], [role=contentinfo], [hidden], .headerlink, .toc, .navheader, "
+    ".navfooter"
 )
 MAIN = ("main", "[role=main]", "body")
-HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
-PARAGRAPHS = HEADINGS | {
+HEADINGS = {f"h{level}": level for level in range(1, 7)}
+MAX_HEADINGS, MAX_HEADING_CHARS = 6, 200
+"""Bounds of what a passage repeats of the headings above it: the innermost, and the beginning of each."""
+PARAGRAPHS = HEADINGS.keys() | {
     *("address", "article", "blockquote", "body", "caption", "dd", "details", "div", "dl", "dt", "figcaption"),
     *("figure", "header", "hr", "html", "li", "main", "ol", "p", "pre", "section", "summary", "table", "tr", "ul"),
 }
@@ -44,10 +47,13 @@ class UnusableDocumentError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A heading, or a paragraph, list, table or listing."""
+    """A heading, or a paragraph, list, table or listing. Terms of definition lists are headings of the definitions."""
 
     text: str
-    is_heading: bool = False
+    level: int = 0
+    """Level of a heading: 1 to 6, or more for the term of a definition list; 0 of any other block."""
+    list_depth: int = 0
+    """Number of definition lists around it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +174,7 @@ def read_document(path: Path, folder: Path, read_pdf: ReadPdf) -> Document:
     if not blocks:
         raise UnusableDocumentError("no text in it")
     uri = relative_name(path, folder)
-    heading = next((block.text for block in blocks if block.is_heading), "")
+    heading = next((block.text for block in blocks if block.level), "")
     return Document(uri, title or heading or PurePosixPath(uri).stem, tuple(blocks), left_out)
 
 
@@ -206,7 +212,7 @@ def _read_markdown(text: str) -> tuple[str, list[Block]]:
         if token.type == "heading_open":
             inline = tokens[number + 1].children or []
             heading = "".join(" " if part.type == "softbreak" else part.content for part in inline)
-            blocks.append(Block(heading.strip(), is_heading=True))
+            blocks.append(Block(heading.strip(), HEADINGS[token.tag]))
         elif token.type == "html_block":
             blocks += _read_html(token.content.encode())[1]
         else:
@@ -256,7 +262,9 @@ def _html_blocks(root: Any) -> Iterator[Block]:
         element, text = paragraph(parts[0]), "".join(parts)
         text = text.strip("\n").rstrip() if element.name == "pre" else " ".join(text.split())
         if text:
-            yield Block(f"- {text}" if element.name == "li" else text, element.name in HEADINGS)
+            depth = len(element.find_parents("dl"))
+            level = len(HEADINGS) + depth if element.name == "dt" else HEADINGS.get(element.name, 0)
+            yield Block(f"- {text}" if element.name == "li" else text, level, depth)
 
 
 def count_words(text: str) -> int:
@@ -269,37 +277,48 @@ def count_words(text: str) -> int:
 
 
 def split_document(document: Document, passage_words: int) -> Iterator[str]:
-    """Yield passages of about `passage_words` words or fewer, each beginning with the heading above it.
+    """Yield passages of about `passage_words` words or fewer, each beginning with the headings above it.
 
     Passages end at headings and between paragraphs, and inside a paragraph only if it alone is too long. A section
     shorter than a third of `passage_words` is joined to the next. Passages do not overlap: overlapping neighbours would
     compete for the k nearest and be prefilled twice.
     """
-    heading: list[Block] = []
+    path: list[Block] = []
     held: list[Block] = []
     num_words, has_passage = 0, False
     for block in document.blocks:
-        if block.is_heading:
-            if num_words * 3 >= passage_words:
-                yield _join(held)
-                held, num_words, has_passage = [], 0, True
-            heading = [block]
-            held.append(block)
+        if block.level and held and held[-1].level >= block.level:  # the last heading has no text of its own
+            num_words += count_words(held[-1].text)
+            held[-1] = Block(held[-1].text)
+        if block.level and num_words * 3 >= passage_words:
+            yield _join(held)
+            held, num_words, has_passage = [], 0, True
+        path = [each for each in path if each.level < (block.level or len(HEADINGS) + block.list_depth + 1)]
+        if block.level:
+            held = [*held, block] if held else [*_repeated(path, document.title), block]
+            path.append(block)
             continue
         for piece in _pieces(block.text, passage_words):
             num_new = count_words(piece)
             if num_words and num_words + num_new > passage_words:
                 yield _join(held)
-                held, num_words, has_passage = [*heading], 0, True
+                held, num_words, has_passage = _repeated(path, document.title), 0, True
             held.append(Block(piece.strip("\n")))
             num_words += num_new
     if num_words or not has_passage:
-        yield _join(held)
+        yield "\n\n".join(block.text for block in held)
+
+
+def _repeated(path: list[Block], title: str) -> list[Block]:
+    """Return the headings that a passage repeats, as one block: without those that its document's title has."""
+    texts = [each.text[:MAX_HEADING_CHARS] for each in path if each.text not in title]
+    headings = " > ".join(texts[-MAX_HEADINGS:])
+    return [Block(headings, level=1)] if headings else []
 
 
 def _join(blocks: list[Block]) -> str:
-    """Join the text of a passage, without the headings at its end unless it has nothing else."""
-    end = max((number for number, block in enumerate(blocks, 1) if not block.is_heading), default=len(blocks))
+    """Join the text of a passage, without the headings at its end, which belong to the next."""
+    end = max(number for number, block in enumerate(blocks, 1) if not block.level)
     return "\n\n".join(block.text for block in blocks[:end])
 
 

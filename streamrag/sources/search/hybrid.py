@@ -83,15 +83,15 @@ class HybridSource:
         a list of texts to a list of numbers, larger for better. It is imported or loaded. None stops after the fusion.
     sentences: return this number of best sentences of the `k` best passages, as scored by the reranker, instead of
         whole passages; for small models. It delays the first update by some tens of milliseconds.
-    candidates: number of passages that each search contributes, and that are reranked; by default 4 * `k`, at least 20.
+    candidates: number of passages that are reranked, by default 4 * `k`, at least 20. Each search contributes as many,
+        and never fewer than that default.
     batch_size: number of passages in one reranking job.
     rerank_timeout_s: most seconds that reranking may take for a query, including the wait for a worker.
     rerank_device: torch's device for the reranker: "cpu", "cuda".
     num_workers: number of reranking processes for all queries, each with its own model. The keyword search and the
         vector search have one process each.
-    vectors: a source for the vector search, in place of `VectorSource(index, k=candidates, ladder=(4 * candidates,))`:
-        one with a longer ladder or more workers, or another source with the same passages. It is started and closed
-        with this one.
+    vectors: a source for the vector search, in place of a `VectorSource` with one stage: one with a longer ladder or
+        more workers, or another source with the same passages. It is started and closed with this one.
     embedder: the embedder of the index, if it is not the default; see `VectorSource`.
 
     :raises ConfigurationError: an option is invalid.
@@ -118,7 +118,8 @@ class HybridSource:
     ) -> None:
         self._folder = Path(index).absolute()
         self._k = k
-        self._candidates = max(20, 4 * k) if candidates is None else candidates
+        self._depth = max(20, 4 * k, candidates or 0)
+        self._candidates = candidates or self._depth
         if self._candidates < k:
             raise ConfigurationError(f"candidates={candidates} must be at least k={k}")
         if sentences is not None and reranker is None:
@@ -138,7 +139,7 @@ class HybridSource:
 
     def _own_vectors(self) -> tuple[Source, int | None]:
         """Return the default source of the vector search, and its maximum number of stages."""
-        k = self._candidates
+        k = self._depth
         if kind_in_manifest(self._folder) == "ivf":
             return IvfSource(self._folder, k=k, embedder=self._embedder), NUM_STAGES
         return VectorSource(self._folder, k=k, ladder=(4 * k,), embedder=self._embedder), 1
@@ -167,8 +168,8 @@ class HybridSource:
         require_package("snowballstemmer")
         if KEYWORDS not in manifest.files:
             raise IndexMismatchError(
-                f"{self._folder} has no keyword index: it was made by an older streamrag. Build it again:  "
-                f"streamrag index build FOLDER --out {self._folder} --force"
+                f"{self._folder} has no keyword index: it was made by an older streamrag. Search it by vectors alone "
+                f"(--no-hybrid), or build it again:  streamrag index build FOLDER --out {self._folder} --force"
             )
         if self._reranker is None:
             return manifest, manifest_sha256, None
@@ -229,7 +230,7 @@ class HybridSource:
             raise failures.errors[0]
 
     async def _by_keywords(self, workers: WorkerPool, query: str) -> tuple[Chunk, ...]:
-        job = {"do": "search", "query": query, "k": self._candidates}
+        job = {"do": "search", "query": query, "k": self._depth}
         answer = await run_job(workers, job, Share(), timeout_s=KEYWORD_TIMEOUT_S)
         return tuple(Chunk(**fields) for fields in answer["passages"])
 
