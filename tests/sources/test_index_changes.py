@@ -181,7 +181,13 @@ def test_a_graph_whose_files_have_changed_is_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [lambda nodes: nodes[:-1], lambda nodes: [*nodes[:-1], nodes[1]], lambda nodes: [*nodes[:-1], 99]]
+    "change",
+    [
+        lambda nodes: nodes[:-1],
+        lambda nodes: [*nodes[:-1], nodes[1]],
+        lambda nodes: [*nodes[:-1], 99],
+        lambda nodes: [-2, *nodes[1:]],
+    ],
 )
 def test_nodes_that_are_not_of_the_passages_are_refused(
     change: Callable[[list[int]], list[int]], tmp_path: Path

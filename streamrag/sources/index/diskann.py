@@ -56,8 +56,8 @@ class DiskAnnSearcher(IndexSearcher):
         nodes = stored_nodes(self._path, self.num_passages)
         added = np.setdiff1d(np.arange(self.num_passages), nodes)
         vectors = stored_vectors(self._path, self.num_passages, self.dimension) if len(added) else None
-        if vectors is None and len(added):
-            raise corrupt(self._path, f"it has no {VECTORS}")
+        if len(added) and (vectors is None or not np.isfinite(vectors := vectors[added]).all()):
+            raise corrupt(self._path, f"{VECTORS} has no vectors for all passages beside the graph")
         with (self._path / METADATA).open("rb") as file:
             metadata = file.read(METADATA_FIELDS.size)
         if metadata != METADATA_FIELDS.pack(0, 0, len(nodes), self.dimension):
@@ -69,7 +69,7 @@ class DiskAnnSearcher(IndexSearcher):
                 )
         except Exception as error:  # RuntimeError, MemoryError, IndexError and others have been seen
             raise corrupt(self._path, f"DiskANN cannot open it, {type(error).__name__}: {error}") from error
-        return graph, nodes, added, None if vectors is None else vectors[added]
+        return graph, nodes, added, vectors
 
     def _search(  # type: ignore[override]
         self, index: Any, vector: Any, *, k: int, complexity: int, beam_width: int
@@ -174,7 +174,12 @@ def stored_nodes(folder: Path, num_passages: int) -> Any:
         return np.arange(num_passages, dtype=np.int32)
     nodes = np.fromfile(path, np.int32, count=2 * num_passages)
     passages = nodes[nodes >= 0]
-    if not len(passages) or passages.max() >= num_passages or len(np.unique(passages)) < len(passages):
+    if (
+        not len(passages)
+        or nodes.min() < -1
+        or passages.max() >= num_passages
+        or len(np.unique(passages)) < len(passages)
+    ):
         raise corrupt(folder, f"{NODES} is not of {num_passages} passages")
     return nodes
 
