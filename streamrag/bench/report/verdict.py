@@ -198,4 +198,5 @@ def _changes(pairs: Pairs, times: Sequence[str]) -> Iterator[TimeChange]:
     figures = np.quantile(values, fractions, axis=0)
     for i, time in enumerate(times):
         for j, percentile in enumerate(PERCENTILES):
-            yield TimeChange(time, percentile, *map(float, figures[j, i]), float(noise[j, i]))
+            baseline_s, arm_s = figures[j, i].tolist()
+            yield TimeChange(time, percentile, baseline_s, arm_s, float(noise[j, i]))
