@@ -29,11 +29,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from streamrag import Pipeline, SamplingParams, Source, VllmBackend
+from streamrag import Pipeline, ReplaySource, SamplingParams, Source, VllmBackend
 from streamrag.bench.provenance import versions
 from streamrag.demo.demo_folder import MAX_CONTEXT_TOKENS, MAX_MODEL_LEN, prepare_demo
 from streamrag.support.files import write_atomic
-from streamrag.trace import ReplaySource, read_trace
+from streamrag.trace import read_trace
 
 LEARNING = 20
 MAX_TOKENS = 4

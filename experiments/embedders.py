@@ -14,9 +14,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -100,11 +101,15 @@ def with_model2vec() -> Embed:
     return lambda texts: model.encode(list(texts))
 
 
+def no_pdf(body: bytes) -> NoReturn:
+    raise AssertionError("this documentation has no PDF")
+
+
 def passages(corpus: Corpus) -> list[Chunk]:
     from streamrag.sources.index.document_passages import find_documents, read_documents
 
     paths, _ = find_documents(corpus.folder, max_file_bytes=10 << 20)
-    documents = read_documents(corpus.folder, paths, [], PASSAGE_WORDS, lambda num_bytes: 0)
+    documents = read_documents(corpus.folder, paths, [], PASSAGE_WORDS, lambda num_bytes: None, no_pdf)
     return [Chunk(text, uri=document.uri, title=document.title) for document, texts in documents for text in texts]
 
 
@@ -127,6 +132,11 @@ def seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
+
+
+def one_at_a_time(embed: Embed, texts: Sequence[str]) -> None:
+    for text in texts:
+        embed([text])
 
 
 def main() -> int:
@@ -153,8 +163,8 @@ def main() -> int:
             taken: dict[str, list[tuple[float, float]]] = {name: [] for name in embedders}
             for _ in range(NUM_ROUNDS):
                 for name, embed in embedders.items():
-                    one_by_one = seconds(lambda embed=embed, questions=questions: [embed([text]) for text in questions])
-                    many = seconds(lambda embed=embed, texts=texts: embed(texts))
+                    one_by_one = seconds(partial(one_at_a_time, embed, questions))
+                    many = seconds(partial(embed, texts))
                     taken[name].append((len(texts) / many, 1000 * one_by_one / len(questions)))
             for name, embed in embedders.items():
                 places = ranks(corpus, chunks, embed)

@@ -129,6 +129,7 @@ async def ask(model: StreamragChatModel, options: dict[str, Any], question: str)
     async for chunk in model.astream(question, params=SAMPLING, **options):
         first_s = first_s or time.monotonic() - began_s
         last = chunk
+    assert last.usage_metadata is not None
     return first_s, last.response_metadata["timings"]["ttft_after_retrieval_s"], last.usage_metadata["input_tokens"]
 
 

@@ -136,7 +136,7 @@ async def search(setting: Setting, index: Path, questions: tuple[Question, ...])
         for question in (questions[-1], *questions):
             began_s = time.perf_counter()
             chunks: tuple[Chunk, ...] = ()
-            async with aclosing(source.stream(question.text)) as events:  # type: ignore[type-var]
+            async with aclosing(source.stream(question.text)) as events:
                 async for event in events:
                     assert isinstance(event, Update), event
                     chunks = event.chunks

@@ -126,19 +126,19 @@ class OpenAIBackend:
         except BaseException:
             await self.aclose()
             raise
-        breaks = isinstance(tokenizer, TextTokenizer)
+        text_tokenizer = tokenizer if isinstance(tokenizer, TextTokenizer) else None
         self._info = ModelInfo(
             self._model_name,
             tokenizer,
             max_model_len,
             is_exact=self._takes_ids,
-            breaks_look_alikes=breaks,
+            breaks_look_alikes=text_tokenizer is not None,
             has_logprobs=False,
-            unit=tokenizer.unit if breaks else "tokens",
+            unit=text_tokenizer.unit if text_tokenizer else "tokens",
         )
         progress(
             f"{self._model_name} is served, prompts are sent as {'token ids' if self._takes_ids else 'text'}"
-            + (", look-alikes of special tokens broken" if breaks else "")
+            + (", look-alikes of special tokens broken" if text_tokenizer else "")
         )
 
     async def _make_tokenizer(self, server: Server) -> Tokenizer:
