@@ -104,9 +104,9 @@ def resolve(python: str, overrides: str, *extras: str) -> int | str:
         command = [uv(), "pip", "compile", "--quiet", "--no-sources", "--no-config", "--override", str(override)]
         command += ["--python-version", python, *(f"--extra={name}" for name in named), "--output-file", str(lock)]
         command += ["--format", "pylock.toml", str(ROOT / "pyproject.toml"), str(also)]
-        names = {"PIP_FIND_LINKS": "UV_FIND_LINKS", "PIP_INDEX_URL": "UV_DEFAULT_INDEX"}
-        settings = {new: os.environ[old] for old, new in names.items() if old in os.environ}
-        done = subprocess.run(command, capture_output=True, text=True, env={**settings, **os.environ}, check=False)
+        settings = {"UV_DEFAULT_INDEX": os.environ["PIP_INDEX_URL"]} if "PIP_INDEX_URL" in os.environ else {}
+        environment = {**settings, **os.environ, "UV_FIND_LINKS": ""}  # a wheel on disk may stand for another build
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         if done.returncode:
             reason = re.sub(r"^.*?because", "", done.stderr, flags=re.I | re.S)
             return " ".join(reason.split()).split(" and streamrag")[0]
