@@ -62,13 +62,13 @@ def template_of(prompt: Any, *, context: str, question: str | None, passage: str
     parts = [part.variable_name for part in getattr(prompt, "messages", ()) if isinstance(part, MessagesPlaceholder)]
     others = sorted({*prompt.input_variables} - {context, *parts})
     question = question or (others[0] if len(others) == 1 else None)
-    if context not in prompt.input_variables or others != [question] or len(parts) > 1:
+    if question is None or context not in prompt.input_variables or others != [question] or len(parts) > 1:
         raise ConfigurationError(
             f"the prompt has the variables {', '.join(sorted(prompt.input_variables)) or '(none)'}, and must have one "
             f"for the documents (context={context!r}), one for the question (question={question!r}), and at most one "
             "MessagesPlaceholder: name the two with context= and question=, and fill in others with prompt.partial()"
         )
-    values = {context: _PLACE, question: _QUESTION, **{part: [] for part in parts}}
+    values: dict[str, Any] = {context: _PLACE, question: _QUESTION, **{part: [] for part in parts}}
     text = "\n".join(turn_of(message).text for message in prompt.format_prompt(**values).to_messages())
     if text.count(_PLACE) != 1:
         raise ConfigurationError(f"the prompt must have {{{context}}} once, and has it {text.count(_PLACE)} times")

@@ -134,7 +134,7 @@ class OpenAIBackend:
             is_exact=self._takes_ids,
             breaks_look_alikes=breaks,
             has_logprobs=False,
-            unit=tokenizer.unit if breaks else "tokens",
+            unit=tokenizer.unit if isinstance(tokenizer, TextTokenizer) else "tokens",
         )
         progress(
             f"{self._model_name} is served, prompts are sent as {'token ids' if self._takes_ids else 'text'}"
