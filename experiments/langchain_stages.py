@@ -125,11 +125,10 @@ async def measure(num_questions: int) -> list[dict[str, Any]]:
 async def ask(model: StreamragChatModel, options: dict[str, Any], question: str) -> tuple[float, float, int]:
     """Seconds from the question to the first token, and from the end of retrieval; tokens of the prompt."""
     first_s = 0.0
+    last: Any = None
     began_s = time.monotonic()
-    async for chunk in model.astream(question, params=SAMPLING, **options):
+    async for last in model.astream(question, params=SAMPLING, **options):
         first_s = first_s or time.monotonic() - began_s
-        last = chunk
-    assert last.usage_metadata is not None
     return first_s, last.response_metadata["timings"]["ttft_after_retrieval_s"], last.usage_metadata["input_tokens"]
 
 

@@ -56,7 +56,7 @@ async def test_each_change_of_the_context_says_which_passages_come_and_go_withou
         [chunk.uri for chunk in each] for each in contexts
     ]
     assert [len(change["splice"]["chunks"]) for change in changes] == [2, 2, 1, 0, 1, 0], "what stays is not told again"
-    assert changes[0].keys() == {"at_s", "num_chunks", "num_tokens", "num_shared", "num_invalidated", "splice"}
+    assert changes[0].keys() == {"at_s", "num_chunks", "num_tokens", "num_shared", "num_invalidated", "splice", "unit"}
 
 
 async def test_passages_and_an_answer_appear_while_they_come_about() -> None:
