@@ -74,13 +74,11 @@ def hybrid(*counts: int, **options: Any) -> Setting:
 
 
 SETTINGS = (
-    Setting("vectors", lambda index: index_source(index, k=20), (2, 5, 10, 20)),
-    hybrid(k=5),
-    hybrid(k=10),
-    hybrid(1, 2, 3, 5, 8, 10, 15, 20, k=20),
+    Setting("vectors", lambda index: index_source(index, k=20), (1, 2, 3, 5, 10, 20)),
+    hybrid(1, 2, 3, 5, 10, k=10),
     hybrid(1, 2, 3, 5, k=5, reranker=LATE),
     hybrid(k=2, reranker=LATE, sentences=2),
-    hybrid(2, 3, 4, 5, k=5, candidates=5, reranker=LATE, sentences=5),
+    hybrid(k=5, candidates=5, reranker=LATE, sentences=2),
 )
 
 
