@@ -127,8 +127,8 @@ async def ask(model: StreamragChatModel, options: dict[str, Any], question: str)
     first_s = 0.0
     last: Any = None
     began_s = time.monotonic()
-    async for last in model.astream(question, params=SAMPLING, **options):
-        first_s = first_s or time.monotonic() - began_s
+    async for chunk in model.astream(question, params=SAMPLING, **options):
+        first_s, last = first_s or time.monotonic() - began_s, chunk
     return first_s, last.response_metadata["timings"]["ttft_after_retrieval_s"], last.usage_metadata["input_tokens"]
 
 

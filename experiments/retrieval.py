@@ -23,7 +23,7 @@ import time
 import tomllib
 from collections.abc import Callable
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,18 @@ from answers import CITED, MAX_TOKENS, has_words
 from rich.console import Console
 from rich.table import Table
 
-from streamrag import Chunk, HybridSource, Pipeline, SamplingParams, Update, VectorSource, VllmBackend, build_index
+from streamrag import (
+    Chunk,
+    HybridSource,
+    IvfSource,
+    Pipeline,
+    SamplingParams,
+    Update,
+    VectorSource,
+    VllmBackend,
+    build_index,
+    index_source,
+)
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
 from streamrag.demo.demo_folder import TEMPLATE
@@ -51,23 +62,23 @@ class Setting:
     """A search to measure."""
 
     name: str
-    source: Callable[[Path], HybridSource | VectorSource]
-    passage_words: int = 180
+    source: Callable[[Path], HybridSource | VectorSource | IvfSource]
+    counts: tuple[int, ...] = ()
+    """Numbers of first passages to look at, in place of all that are found."""
 
 
-def hybrid(passage_words: int = 180, **options: Any) -> Setting:
+def hybrid(*counts: int, **options: Any) -> Setting:
     """Return the setting of a `HybridSource` with these options."""
     named = ", ".join(f"{name}={value}" for name, value in options.items())
-    return Setting(named, lambda index: HybridSource(index, **options), passage_words)
+    return Setting(named, lambda index: HybridSource(index, **options), counts)
 
 
 SETTINGS = (
-    Setting("vectors, k=5", lambda index: VectorSource(index, k=5)),
-    Setting("vectors, k=10", lambda index: VectorSource(index, k=10)),
-    *(hybrid(k=k) for k in (2, 3, 5, 8, 10, 15)),
-    *(hybrid(k=k, reranker=LATE) for k in (5, 10)),
-    hybrid(k=5, candidates=5, reranker=LATE, sentences=5),
+    Setting("vectors", lambda index: index_source(index, k=20), (1, 2, 3, 5, 10, 20)),
+    hybrid(1, 2, 3, 5, 10, k=10),
+    hybrid(1, 2, 3, 5, k=5, reranker=LATE),
     hybrid(k=2, reranker=LATE, sentences=2),
+    hybrid(k=5, candidates=5, reranker=LATE, sentences=2),
 )
 
 
@@ -184,22 +195,24 @@ async def measure(
     """Build the indexes that are missing in `folder`, and return the result of each setting."""
     pages = folder / documentation.name
     documentation.copy_pages(packages, pages)
+    index = folder / f"{documentation.name}-index"
+    if not index.exists():
+        with console.status(f"{documentation.name}: indexing"):
+            await asyncio.to_thread(build_index, pages, index)
     results = {}
     for setting in SETTINGS:
-        name = f"{setting.name}; {setting.passage_words} words"
-        if only and name not in only:
+        if only and setting.name not in only:
             continue
-        index = folder / f"{documentation.name}-{setting.passage_words}"
-        if not index.exists():
-            with console.status(f"{documentation.name}: indexing passages of {setting.passage_words} words"):
-                await asyncio.to_thread(build_index, pages, index, passage_words=setting.passage_words)
-        found = await search(setting, index, documentation.questions)
-        result = results[name] = summary(found)
-        if backend:
-            result["answers"] = await answer(backend, found)
-            result |= {key: sum(row[key] for row in result["answers"]) for key in ("right", "cited")}
-        told = {key: value for key, value in result.items() if not isinstance(value, list)}
-        console.print(f"{documentation.name}, {name}: {told}")
+        whole = await search(setting, index, documentation.questions)
+        for count in setting.counts or (None,):
+            name = setting.name if count is None else f"{setting.name}: the first {count}"
+            found = [replace(each, chunks=each.chunks[:count]) for each in whole]
+            result = results[name] = summary(found)
+            if backend:
+                result["answers"] = await answer(backend, found)
+                result |= {key: sum(row[key] for row in result["answers"]) for key in ("right", "cited")}
+            told = {key: value for key, value in result.items() if not isinstance(value, list)}
+            console.print(f"{documentation.name}, {name}: {told}")
     return results
 
 

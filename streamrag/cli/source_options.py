@@ -49,7 +49,7 @@ def add_search_arguments(search: "argparse._ArgumentGroup") -> None:
     add("--rerank", metavar="NAME", help=about)
     about = "with --rerank: the best N sentences instead of whole passages"
     add("--sentences", type=int, metavar="N", help=about)
-    add("-k", type=int, default=5, metavar="N", help="number of passages in the context (%(default)s)")
+    add("-k", type=int, default=10, metavar="N", help="number of passages in the context (%(default)s)")
 
 
 def make_source(arguments: argparse.Namespace, **changes: Any) -> Source:

@@ -46,7 +46,7 @@ def index(built: Path, tmp_path: Path) -> Path:
 
 
 def started(index: Path, **options: Any) -> AbstractAsyncContextManager[IvfSource]:
-    return running(IvfSource(index, **{"embedder": EMBEDDER} | options))
+    return running(IvfSource(index, **{"k": 5, "embedder": EMBEDDER} | options))
 
 
 async def test_with_every_list_looked_at_the_result_is_that_of_exact_search(built: Path) -> None:
@@ -132,7 +132,7 @@ async def test_an_index_of_either_kind_gets_its_source(built: Path, tmp_path: Pa
         await VectorSource(built, embedder=EMBEDDER).start(lambda line: None)
     with pytest.raises(IndexMismatchError, match="index of kind 'diskann': use VectorSource"):
         await IvfSource(tmp_path / "graph", embedder=EMBEDDER).start(lambda line: None)
-    assert len(await citations(source, QUERIES[0])) == 5
+    assert len(await citations(source, QUERIES[0])) == 10
 
 
 def test_without_diskann_an_ivf_index_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ class InThisProcess(EmbedderPool):
 
 @asynccontextmanager
 async def started(dsn: str, *, has_worker: bool = False, **options: Any) -> AsyncIterator[PgVectorSource]:
-    source = PgVectorSource(dsn, **{"embedder": EMBEDDER} | options)
+    source = PgVectorSource(dsn, **{"k": 5, "embedder": EMBEDDER} | options)
     with pytest.MonkeyPatch.context() as patch:
         if not has_worker:
             patch.setattr("streamrag.sources.postgres.source.EmbedderPool", InThisProcess)
@@ -537,7 +537,7 @@ async def test_a_password_is_in_no_error_log_or_repr(dsn: str, caplog: pytest.Lo
 async def test_a_table_that_does_not_fit_is_an_error_of_start(
     dsn: str, options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    source = PgVectorSource(dsn, **{"embedder": EMBEDDER} | options)
+    source = PgVectorSource(dsn, **{"k": 5, "embedder": EMBEDDER} | options)
     with pytest.raises(kind, match=message):
         await source.start(lambda line: None)
     await source.aclose()
@@ -552,7 +552,7 @@ async def test_a_database_without_pgvector_says_what_to_do(dsn: str) -> None:
 
 async def test_a_user_without_rights_is_told_what_to_ask_for(dsn: str) -> None:
     execute(dsn, "CREATE ROLE nobody LOGIN")
-    source = PgVectorSource(psycopg.conninfo.make_conninfo(dsn, user="nobody"), embedder=EMBEDDER)
+    source = PgVectorSource(psycopg.conninfo.make_conninfo(dsn, user="nobody"), k=5, embedder=EMBEDDER)
     with pytest.raises(VectorIndexError, match=r"permission denied for table passages.*GRANT SELECT ON TABLE"):
         await source.start(lambda line: None)
     execute(dsn, "GRANT SELECT ON passages TO nobody")

@@ -17,7 +17,7 @@ def test_the_first_ranking_is_best_until_another_one_is_fused_with_it() -> None:
     assert found.rank("keywords", [A, B, C, D])
     assert found.best == (A, B, C)
     assert found.rank("vectors", [C, E])
-    assert found.best == (C, A, B)
+    assert found.best == (C, E, A)  # the vectors count twice
     assert not found.rank("vectors", [C, E])
     assert found.rank("vectors", [A, B])
     assert found.best == (A, B, C)

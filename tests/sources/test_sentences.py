@@ -86,13 +86,21 @@ async def test_the_best_sentences_of_all_passages_come_best_first_with_their_pla
     ]
 
 
+async def test_passages_stay_whole_if_the_best_sentence_is_not_in_the_first() -> None:
+    assert await BestSentences(1, Scorer()).select([CATS, DOGS]) == (CATS, DOGS)
+
+
 async def test_a_passage_is_scored_once_and_what_did_not_change_is_not_sent_again() -> None:
     scorer, failures = Scorer(), noted()
     skipped = Skipped("a", "too large")
     sent = Update((DOGS,)), skipped, Update((CATS, DOGS)), Update((CATS,)), Append(CATS)
     events = await narrowed(BestSentences(1, scorer), failures, *sent)
     updates = [event for event in events if isinstance(event, Update)]
-    assert [[chunk.text for chunk in update.chunks] for update in updates] == [["Cats: see there."], ["Dogs bark."]]
+    assert [[chunk.text for chunk in update.chunks] for update in updates] == [
+        ["Cats: see there."],
+        [CATS.text, DOGS.text],
+        ["Dogs bark."],
+    ]
     assert events[1] == skipped
     assert len(scorer.asked) == 2
     assert not failures.missing
@@ -110,7 +118,8 @@ async def test_what_cannot_be_scored_is_given_whole_from_then_on() -> None:
     assert failures.missing == ["finding the best sentences failed"]
 
 
-async def test_a_passage_without_words_has_no_sentences() -> None:
+async def test_passages_without_words_stay_whole() -> None:
     scorer = Scorer()
-    assert await BestSentences(2, scorer).select([Chunk(" ", "a"), Chunk("|<------- a drawing ------->|", "b")]) == ()
+    drawings = (Chunk(" ", "a"), Chunk("|<------- a drawing ------->|", "b"))
+    assert await BestSentences(2, scorer).select(drawings) == drawings
     assert not scorer.asked

@@ -50,7 +50,7 @@ def index(small: Path, tmp_path: Path) -> Path:
 
 
 def started(index: Path, **options: Any) -> AbstractAsyncContextManager[VectorSource]:
-    return running(VectorSource(index, **{"embedder": EMBEDDER} | options))
+    return running(VectorSource(index, **{"k": 5, "embedder": EMBEDDER} | options))
 
 
 @pytest.fixture

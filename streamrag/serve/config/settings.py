@@ -62,7 +62,7 @@ class SourceSettings(Checked):
     sentences: int | None = Field(
         default=None, ge=1, le=4096, description="with `rerank`: best sentences, not passages"
     )
-    k: int = Field(default=5, ge=1, le=1000, description="passages in the context")
+    k: int = Field(default=10, ge=1, le=1000, description="passages in the context")
 
 
 class ModelSettings(Checked):

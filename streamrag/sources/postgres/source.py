@@ -103,7 +103,7 @@ class PgVectorSource:
         dsn: str,
         *,
         table: TableName = "passages",
-        k: _AtMost1000 = 5,
+        k: _AtMost1000 = 10,
         columns: Mapping[str, str | None] | None = None,
         where: Mapping[str, Any] | None = None,
         words: str | None = None,

@@ -83,8 +83,8 @@ class HybridSource:
         a list of texts to a list of numbers, larger for better. It is imported or loaded. None stops after the fusion.
     sentences: return this number of best sentences of the `k` best passages, as scored by the reranker, instead of
         whole passages; for small models. It delays the first update by some tens of milliseconds.
-    candidates: number of passages that are reranked, by default 4 * `k`, at least 20. Each search contributes as many,
-        and never fewer than that default.
+    candidates: number of passages that are reranked, by default 2 * `k`, at least 20. Each search contributes as many,
+        and at least 4 * `k` and 40.
     batch_size: number of passages in one reranking job.
     rerank_timeout_s: most seconds that reranking may take for a query, including the wait for a worker.
     rerank_device: torch's device for the reranker: "cpu", "cuda".
@@ -105,7 +105,7 @@ class HybridSource:
         self,
         index: str | os.PathLike[str],
         *,
-        k: _AtMost4096 = 5,
+        k: _AtMost4096 = 10,
         reranker: str | None = None,
         sentences: _AtMost4096 | None = None,
         candidates: _AtMost4096 | None = None,
@@ -118,8 +118,8 @@ class HybridSource:
     ) -> None:
         self._folder = Path(index).absolute()
         self._k = k
-        self._depth = max(20, 4 * k, candidates or 0)
-        self._candidates = candidates or self._depth
+        self._depth = max(40, 4 * k, candidates or 0)
+        self._candidates = candidates or max(20, 2 * k)
         if self._candidates < k:
             raise ConfigurationError(f"candidates={candidates} must be at least k={k}")
         if sentences is not None and reranker is None:

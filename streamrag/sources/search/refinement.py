@@ -14,6 +14,8 @@ from streamrag.support.messages import message_of
 
 log = logging.getLogger("streamrag.sources")
 
+WEIGHTS, FUSION_K = {"vectors": 2.0}, 5
+"""Weights of rankings and constant of the fusion, chosen by experiments/retrieval.py: see docs/hybrid-search.md."""
 NEWEST_WEIGHT = 0.2  # weight of the newest duration in the moving average
 
 
@@ -37,7 +39,8 @@ class Refinement:
     def rank(self, name: str, ranking: Sequence[Chunk]) -> bool:
         """Replace the ranking of that name. Return whether the best passages change."""
         self.rankings[name] = tuple(ranking)
-        self.fused = reciprocal_rank_fusion(tuple(self.rankings.values()))
+        weights = [WEIGHTS.get(each, 1.0) for each in self.rankings]
+        self.fused = reciprocal_rank_fusion(tuple(self.rankings.values()), weights, k=FUSION_K)
         return self._set_best(self.fused)
 
     def score(self, batch: Sequence[Chunk], scores: Sequence[float]) -> bool:

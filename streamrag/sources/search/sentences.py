@@ -47,7 +47,8 @@ class BestSentences:
     async def select(self, passages: Sequence[Chunk]) -> tuple[Chunk, ...]:
         """Return the best sentences of all `passages`, best first, without repetitions within a document.
 
-        Of equal scores, the sentence of the earlier passage comes first.
+        Of equal scores, the sentence of the earlier passage comes first. If the best sentence is not in the first
+        passage, the scorer contradicts the ranking, and `passages` are returned whole: see docs/hybrid-search.md.
         """
         for passage in passages:
             if passage not in self._scored:
@@ -56,8 +57,11 @@ class BestSentences:
                 chunks = (replace(passage, text=text) for text in texts)
                 self._scored[passage] = list(zip(scores, chunks, strict=True))
         candidates = [scored for passage in passages for scored in self._scored[passage]]
+        candidates.sort(key=lambda scored: -scored[0])
+        if not candidates or candidates[0] not in self._scored[passages[0]]:
+            return tuple(passages)
         best: dict[tuple[str, str], Chunk] = {}
-        for _, chunk in sorted(candidates, key=lambda scored: -scored[0]):
+        for _, chunk in candidates:
             best.setdefault((chunk.uri, chunk.text), chunk)
         return tuple(best.values())[: self._num]
 

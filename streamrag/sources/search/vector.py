@@ -52,7 +52,7 @@ class VectorSource(IndexSource):
         self,
         index: str | os.PathLike[str],
         *,
-        k: NumPassages = 5,
+        k: NumPassages = 10,
         ladder: Annotated[GrowingCounts, Field(min_length=1)] | None = None,
         beam_width: Annotated[Count, Field(le=MAX_BEAM_WIDTH)] = 8,
         num_workers: NumWorkers = 1,
@@ -104,7 +104,7 @@ class IvfSource(IndexSource):
         self,
         index: str | os.PathLike[str],
         *,
-        k: NumPassages = 5,
+        k: NumPassages = 10,
         probes: Annotated[GrowingCounts, Field(min_length=1)] | None = None,
         exact: bool = False,
         num_workers: NumWorkers = 1,
@@ -131,7 +131,7 @@ class IvfSource(IndexSource):
 
 
 def index_source(
-    index: str | os.PathLike[str], *, k: int = 5, num_workers: int = 1, embedder: str | None = None
+    index: str | os.PathLike[str], *, k: int = 10, num_workers: int = 1, embedder: str | None = None
 ) -> VectorSource | IvfSource:
     """Return an `IvfSource` or a `VectorSource` with default options, depending on the kind of the index.
 
