@@ -126,7 +126,8 @@ def prepare(arguments: argparse.Namespace) -> None:
         elif arguments.model is None:
             console.print("made SmolLM2 of 135 M parameters: it is small, and often wrong")
     else:
-        console.print(f"using the site, the index and the model that an earlier run left in {out.name}/")
+        what = "the site and the index" if arguments.model else "the site, the index and the model"
+        console.print(f"using {what} that an earlier run left in {out.name}/")
 
 
 @asynccontextmanager

@@ -56,6 +56,11 @@ def test_what_helps_is_said_with_its_seconds() -> None:
     assert {change.effect for change in found.changes} == {"sooner"}
 
 
+def test_what_all_queries_share_is_no_noise() -> None:
+    found = verdict(cell("no-streaming", [2.0] * 40), cell("streaming", [1.0] * 40))
+    assert {change.effect for change in found.changes} == {"sooner"}
+
+
 def test_a_regression_at_p99_comes_first() -> None:
     before = [2 + w for w in noise(1_000, seed=2)]
     after = [20.0 + i / 100 if i % 100 < 2 else wait_s - 1.5 for i, wait_s in enumerate(before)]
