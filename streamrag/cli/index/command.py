@@ -24,6 +24,8 @@ ADD = """\
 Adds files, and the files below folders, to an index; existing documents are
 replaced. Only new passages are embedded. A document's name is its path within
 FOLDER; without FOLDER it is the file's name, or its path within the folder given.
+Once a tenth has changed, DiskANN's graph is built again: a minute for each 10,000
+passages of the index.
 """
 REMOVE = """\
 Removes documents from an index, by their names in citations, or all documents
