@@ -82,9 +82,10 @@ def cell(python: str, reasons: list[str], *extras: str) -> str:
         found = resolve(python, overrides, *extras)
         if isinstance(found, int):
             return f"{found / 1e6:,.0f}{mark}"
-    if found not in reasons:
-        reasons.append(found)
-    return f"no ({reasons.index(found) + 1})"
+    reason = str(found)
+    if reason not in reasons:
+        reasons.append(reason)
+    return f"no ({reasons.index(reason) + 1})"
 
 
 def uv() -> str:
@@ -110,7 +111,7 @@ def resolve(python: str, overrides: str, *extras: str) -> int | str:
             return " ".join(reason.split()).split(" and streamrag")[0]
         packages = tomllib.loads(lock.read_text())["packages"]
     wheels = [wheel for package in packages for wheel in package.get("wheels", [])[:1]]
-    return sum(wheel.get("size", 0) for wheel in wheels) + has_cpu_torch * CPU_TORCH_BYTES
+    return sum(int(wheel.get("size", 0)) for wheel in wheels) + has_cpu_torch * CPU_TORCH_BYTES
 
 
 def documented_commands() -> list[str]:
