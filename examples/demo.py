@@ -134,7 +134,11 @@ def prepare(arguments: argparse.Namespace) -> None:
 async def serve(site: Path) -> AsyncIterator[str]:
     """The address of the site, served from a process of its own."""
     server = await asyncio.create_subprocess_exec(
-        sys.executable, str(Path(__file__).with_name("demo_site.py")), str(site), stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        str(Path(__file__).with_name("demo_site.py")),
+        str(site),
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,  # so that Ctrl-C does not end it before the demo does
     )
     assert server.stdout
     try:

@@ -78,12 +78,11 @@ def main() -> int:
 
 def cell(python: str, reasons: list[str], *extras: str) -> str:
     """Return the text of a cell. If nothing can be installed, adds the reason to `reasons` if it is new."""
-    reason = ""
     for overrides, mark in (("", ""), (OVERRIDES.read_text(), " *")):
         found = resolve(python, overrides, *extras)
         if isinstance(found, int):
             return f"{found / 1e6:,.0f}{mark}"
-        reason = found
+    reason = str(found)
     if reason not in reasons:
         reasons.append(reason)
     return f"no ({reasons.index(reason) + 1})"
@@ -112,8 +111,7 @@ def resolve(python: str, overrides: str, *extras: str) -> int | str:
             return " ".join(reason.split()).split(" and streamrag")[0]
         packages = tomllib.loads(lock.read_text())["packages"]
     wheels = [wheel for package in packages for wheel in package.get("wheels", [])[:1]]
-    num_bytes: int = sum(wheel.get("size", 0) for wheel in wheels)
-    return num_bytes + has_cpu_torch * CPU_TORCH_BYTES
+    return sum(int(wheel.get("size", 0)) for wheel in wheels) + has_cpu_torch * CPU_TORCH_BYTES
 
 
 def documented_commands() -> list[str]:
