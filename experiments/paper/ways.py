@@ -6,7 +6,7 @@ from typing import Any
 
 from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.bench.cell import Arm, CellSettings
-from streamrag.engine.eviction import EVICTIONS, EvictionMode
+from streamrag.engine.fates import EVICTIONS, EvictionMode
 
 from .points import Point
 from .published import WORKLOADS

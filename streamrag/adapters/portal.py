@@ -202,7 +202,10 @@ class LoopPortal:
         raise PipelineClosedError(CLOSED)
 
     def _begin_end(self) -> "tuple[Future[None], asyncio.AbstractEventLoop] | None":
-        """Begin to stop the tenant and its iterations. Return None if there are none, or the loop has ended."""
+        """Close the portal for good, and begin to stop its iterations, and the tenant if the portal started it.
+
+        Return the end's future and its loop, the same at each call; None if nothing runs or the loop has ended.
+        """
         self._check_process()
         with self._guard:
             self._is_closed = True

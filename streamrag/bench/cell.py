@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-from streamrag.engine.eviction import EvictionMode
+from streamrag.engine.fates import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import ConfigurationError
 from streamrag.records import RequestRecord

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from streamrag.bench.cell import Arm, CellClock, CellSettings, check_clock
 from streamrag.bench.workload import BUDGETS, HINTS, check_workload
-from streamrag.engine.eviction import EvictionMode
+from streamrag.engine.fates import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY, make_policy
 from streamrag.support.validation import Count, Positive, validated
 

@@ -107,7 +107,7 @@ def missing_for_demo(*, with_model: bool) -> list[tuple[str, str]]:
 
 
 def demo_settings(folder: Path, *, with_model: bool) -> dict[str, Any]:
-    """Return the settings of a service for the index, and optionally the model, in `folder`."""
+    """Return a service's settings by dotted name: index and prompt; `with_model` adds the model and its limits."""
     source_settings = {
         "source.index": folder / "index",
         "source.rerank": "late-interaction",

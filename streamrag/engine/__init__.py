@@ -8,7 +8,7 @@ The vLLM scheduler and the simulator call the same functions. Nothing here impor
 """
 
 from streamrag.engine.classes import ClassPolicy as ClassPolicy
-from streamrag.engine.eviction import Fate as Fate
+from streamrag.engine.fates import Fate as Fate
 from streamrag.engine.memory import Memory as Memory
 from streamrag.engine.pace import Pace as Pace
 from streamrag.engine.planning import Eviction as Eviction

@@ -40,7 +40,11 @@ class ChunkForecast:
             self._habits[source_name] = new
 
     def expected_s(self, request: RequestView, now_s: float) -> float:
-        """Return the time at which `request` is expected to need its KV: at its next chunk or when it is complete."""
+        """Return when `request` is expected to need its KV.
+
+        That is when its retriever expects to end, if this is still ahead; else its source's mean gap after the last
+        chunk; if that has passed, as long from now as it has waited since the last chunk.
+        """
         if request.expected_complete_s is not None and request.expected_complete_s > now_s:
             return request.expected_complete_s
         habits = self._habits.get(request.source_name)

@@ -1,6 +1,5 @@
-"""The KV memory that a plan works with, and the requests that could give some of it up."""
+"""The KV memory that a plan works with."""
 
-from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from streamrag.engine.request import RequestView
@@ -19,51 +18,3 @@ class Memory(Protocol):
 
     def num_blocks_freed(self, request: RequestView) -> int:
         """Return how many blocks the eviction of `request` alone frees at least: those that no other request shares."""
-
-
-class Victims:
-    """The candidates for eviction: first the idle requests, then the order from its end."""
-
-    def __init__(self, order: Sequence[RequestView], idle: Callable[[], Sequence[RequestView]], memory: Memory) -> None:
-        self._order = order
-        self._idle = idle
-        self._memory = memory
-        self._measured: list[tuple[RequestView, int, int]] = []  # victim, its position in the order, blocks it frees
-        self._unmeasured: list[tuple[RequestView, int]] | None = None
-        self._offered: list[tuple[RequestView, int]] = []
-
-    def offer(self, request: RequestView, position: int) -> None:
-        """Let any other request take the blocks of `request`, which cannot run in this step."""
-        if request.num_blocks:
-            self._offered.append((request, position))
-
-    def choose(self, num_blocks: int, after: int) -> tuple[list[RequestView], int]:
-        """Return the first victims that together free `num_blocks`, and how many blocks they do free.
-
-        Victims are the requests behind position `after` in the order, then those that were offered.
-        """
-        victims: list[RequestView] = []
-        num_freed = 0
-        for victim, position, num_own_blocks in self._measured_candidates():
-            if num_freed >= num_blocks or position <= after:
-                break
-            victims.append(victim)
-            num_freed += num_own_blocks
-        for victim, position in reversed(self._offered):
-            if num_freed >= num_blocks:
-                break
-            if position <= after:
-                victims.append(victim)
-                num_freed += self._memory.num_blocks_freed(victim)
-        return victims, num_freed
-
-    def _measured_candidates(self) -> Iterator[tuple[RequestView, int, int]]:
-        """Yield (victim, position, blocks it frees), idle requests first, measuring each only when it is needed."""
-        yield from self._measured
-        if self._unmeasured is None:
-            holders = [(r, i) for i, r in enumerate(self._order) if r.num_blocks]
-            self._unmeasured = holders + [(r, len(self._order)) for r in self._idle() if r.num_blocks]
-        while self._unmeasured:
-            victim, position = self._unmeasured.pop()
-            self._measured.append((victim, position, self._memory.num_blocks_freed(victim)))
-            yield self._measured[-1]

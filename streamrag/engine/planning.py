@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from streamrag.engine.eviction import Fate
+from streamrag.engine.fates import Fate
 from streamrag.engine.memory import Memory
 from streamrag.engine.request import RequestView
 from streamrag.engine.rules.rule import Rule

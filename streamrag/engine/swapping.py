@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from streamrag.engine.costs.price import Price
-from streamrag.engine.eviction import Fate
+from streamrag.engine.fates import Fate
 
 WRITE_THROUGH_BELOW = 0.3
 """Share of free KV blocks below which evictions are so near that blocks are copied ahead of them."""

@@ -148,7 +148,10 @@ class Questions:
         await emit(Answered(answer.timings.total_s, answer))
         return answer
 
-    async def _compute(self, snapshot: Snapshot, question: Question, submitted_s: float, emit: Emit) -> Answer:
+    async def _compute_and_cache(
+        self, snapshot: Snapshot, question: Question, submitted_s: float, emit: Emit
+    ) -> Answer:
+        """Answer by the engine. Keep the answer if the question is repeatable and no newer version is ready by then."""
         answer = await compute_answer(self._backend, snapshot, question, submitted_s, self._clock, emit)
         if question.is_repeatable and answer.version == self._data.ingestion.ready.version:
             parts = (question.text, *question.answers, answer.text, answer.token_ids, *answer.token_ids)

@@ -39,7 +39,12 @@ class PassageReader:
         raise self._error(passage)
 
     def _from_fields(self, fields: Mapping[str, Any], text: Any) -> Chunk:
-        """Make a chunk of `text` and the valid fields; raise SourceError without a text."""
+        """Make a chunk of `text` with the valid ones of URI, title, score and passage number.
+
+        Without a URI it has the function's name, and without a number the next one of its document.
+
+        :raises SourceError: `text` is no str.
+        """
         if not isinstance(text, str):
             raise self._error(fields)
         uri = str(next((fields[key] for key in URIS if fields.get(key)), self.name))

@@ -59,7 +59,7 @@ AFFINITY, SIMPLE, ROUTERS_TEST = (
     "tests/routing/test_routers.py",
 )
 CLASSES, RULES = "streamrag.engine.classes", "streamrag.engine.rules."
-WALK, MEMORY = "streamrag.engine.walk", "streamrag.engine.memory"
+WALK, VICTIMS = "streamrag.engine.walk", "streamrag.engine.victims"
 ADMISSION = "streamrag.backends.vllm.scheduler.kv.claims"
 LATER = "streamrag.backends.vllm.scheduler.kv.later_hits"
 OF_LATER, OF_PLANS = "tests/backends/vllm/scheduler/test_later_hits.py", "tests/engine/test_planning.py"
@@ -201,7 +201,7 @@ MUTANTS = (
     Mutant("what is known to be wrong is saved", HOST_MEMORY, "self._released.pop(block_id, None)", "pass", 3_000),
     Mutant("the ended keep host memory", HOST_MEMORY, "        self.pool.release(request.request_id)\n", "", 100),
     Mutant("an answer after a failed load counts", EVICTION, "(request, drop_stale_output=True)", "(request)", 1_000),
-    Mutant("idle streams are no victims", MEMORY, "for r in self._idle() if r.num_blocks]", "for r in ()]", 100),
+    Mutant("idle streams are no victims", VICTIMS, "for r in self._idle() if r.num_blocks]", "for r in ()]", 100),
     # What only the rarer situations show.
     Mutant(
         "host memory survives a reset",

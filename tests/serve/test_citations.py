@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrag import Chunk
-from streamrag.serve.citations import LONGEST_MARK, encode_annotation, file_name, find_marks
+from streamrag.serve.citation_marks import LONGEST_MARK, encode_annotation, file_name, find_marks
 
 PASSAGES = [Chunk("", f"https://a.example/{number}", "") for number in range(3)]
 

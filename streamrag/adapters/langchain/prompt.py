@@ -86,9 +86,9 @@ def template_of(prompt: Any, *, context: str, question: str | None, passage: str
 
 
 def turn_of(message: BaseMessage) -> Turn:
-    """Return a message with text as a turn.
+    """Return a system, human or AI message as a turn with its text. Other content of an AI message is left out.
 
-    :raises ConfigurationError: it is of another kind, or has more than text.
+    :raises ConfigurationError: it is of another kind, calls tools, or is a system or human message with more than text.
     """
     role = next((role for role, kind in MESSAGES.items() if isinstance(message, kind)), None)
     if role is None or (isinstance(message, AIMessage) and message.tool_calls):

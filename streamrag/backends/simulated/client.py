@@ -84,7 +84,7 @@ class SimulatedClient:
 
     def __init__(self, engine: SimulatedEngine, *, delivery_s: float = 0.0, keep_steps: bool = False) -> None:
         self._engine = engine
-        self._loop = EngineLoop(engine, delivery_s=delivery_s, took_in=self._took_in, deliver=self._deliver)
+        self._loop = EngineLoop(engine, delivery_s=delivery_s, took_in=self._record_input, deliver=self._deliver)
         self._failure: Exception | None = None
         self._outputs: dict[str, Outputs] = {}
         self._query_of: dict[str, str] = {}
@@ -218,7 +218,8 @@ class SimulatedClient:
     def _failed(self) -> BackendError:
         return BackendError(f"the simulated engine failed: {self._failure!r}")
 
-    def _took_in(self, message: Input | Abort) -> None:
+    def _record_input(self, message: Input | Abort) -> None:
+        """Add an input of the engine to its request's record, or end the record because of an abort."""
         now_s = self._engine.now_s
         if isinstance(message, Abort):
             self._add_record(message.request_id, self._stock_records.end(message.request_id, "aborted", now_s))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from streamrag.backends.vllm.chunk_wire import KEY
-from streamrag.engine.eviction import EvictionMode
+from streamrag.engine.fates import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import ConfigurationError
 from streamrag.support.validation import Count, CountOrZero, NonEmptyText, PositiveFraction, validated
@@ -53,7 +53,7 @@ class SchedulerOptions:
     """Whether requests whose next tokens are equal compute them once; see `streamrag.engine.rules`. Needs the same as
     `looks_up_again`."""
     eviction: EvictionMode = "cost"
-    """Whether a victim's KV is recomputed or swapped; see `streamrag.engine.eviction`. Swapping needs our connector."""
+    """Whether a victim's KV is recomputed or swapped; see `streamrag.engine.fates`. Swapping needs our connector."""
     host_kv_bytes: Count | None = None
     """Host memory for KV, per worker; None for a share of the machine's: see `host_size`."""
     num_host_blocks: CountOrZero | None = None

@@ -111,7 +111,12 @@ class _Meter:
         raise BackendError(f"{size + 1} tokens are not computed in {len(parts) - 1} steps of {self._budget}")
 
     async def beside(self, size: int) -> tuple[float, list[StepTime]]:
-        """Time a prefill beside the batch: its seconds and steps. Raises BackendError after `NUM_TRIES`."""
+        """Return the seconds that a prefill of `size` tokens adds to the steps of the batch, and those steps.
+
+        Noise can make the seconds negative. Tries again if the chunks were not as planned.
+
+        :raises BackendError: after `NUM_TRIES`.
+        """
         num_beside = self._num_beside
         chunks = list(_chunks(size, self._budget - num_beside))
         decodes = ((1, NUM_CONTEXT_BESIDE),) * num_beside

@@ -10,7 +10,7 @@ from streamrag.bench.report.comparison import BASELINE, Figure, LoadComparison, 
 from streamrag.bench.report.html import Cell, HtmlTable, cell, render
 from streamrag.bench.report.verdict import NO_VERDICT, verdicts
 from streamrag.bench.summary import PERCENTILES, Digest, Slos, spread
-from streamrag.engine.eviction import FATES
+from streamrag.engine.fates import FATES
 from streamrag.errors import require_modules
 from streamrag.support.versions import __version__
 
@@ -99,11 +99,11 @@ def _speed_ups(comparison: LoadComparison) -> HtmlTable:
         floors = [comparison.floors(qps).figure(lambda d: d.floor_s, name) for name in PERCENTILES]
         return [Cell("floor: each request alone"), *(cell(Figure(*[floor.value] * 3)) for floor in floors)]
 
-    three = ("P50", "P95", "P99")
+    labels = tuple(name.upper() for name in PERCENTILES)
     groups = [
-        ("ttft_after_retrieval_s, seconds", three),
-        ("speed-up", three),
-        ("ratio to the floor", three),
+        ("ttft_after_retrieval_s, seconds", labels),
+        ("speed-up", labels),
+        ("ratio to the floor", labels),
         ("ttft_s", ("P50",)),
     ]
     return _table(comparison, groups, row, head)

@@ -89,7 +89,11 @@ def _publish(
     cells: Sequence[CellSettings] = (),
     failed: Mapping[CellSettings, str] = MappingProxyType({}),
 ) -> None:
-    """Print and write the figures of `cells`, or of all cells in the folder; write the report of all of them."""
+    """Print the figures of `cells`, or of all in the folder, on stdout, and notes on `console`.
+
+    The figures and failures also go to `json_path`, and the folder's report is made of all its cells. Without any
+    result, only the JSON is written.
+    """
     has_results = not cells or len(failed) < len(cells)
     digests = {result.settings: digest(result) for result in store.read_all()} if has_results else {}
     requested = [digests[settings] for settings in cells or digests if settings in digests]

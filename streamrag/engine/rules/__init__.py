@@ -9,11 +9,11 @@ class and add a line to that list.
 
 from streamrag.engine.rules.grouped_prefills import GroupedPrefills as GroupedPrefills
 from streamrag.engine.rules.grouped_prefills import NextBlock as NextBlock
-from streamrag.engine.rules.memory import DataHighWater as DataHighWater
-from streamrag.engine.rules.memory import KvBudget as KvBudget
-from streamrag.engine.rules.memory import KvBudgetLeft as KvBudgetLeft
-from streamrag.engine.rules.memory import LowWater as LowWater
-from streamrag.engine.rules.memory import PartialEviction as PartialEviction
+from streamrag.engine.rules.memory_rules import DataHighWater as DataHighWater
+from streamrag.engine.rules.memory_rules import KvBudget as KvBudget
+from streamrag.engine.rules.memory_rules import KvBudgetLeft as KvBudgetLeft
+from streamrag.engine.rules.memory_rules import LowWater as LowWater
+from streamrag.engine.rules.memory_rules import PartialEviction as PartialEviction
 from streamrag.engine.rules.rule import Rule as Rule
 from streamrag.engine.rules.sized_steps import LateBinding as LateBinding
 from streamrag.engine.rules.sized_steps import SizedSteps as SizedSteps

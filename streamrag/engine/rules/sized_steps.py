@@ -52,7 +52,10 @@ class SizedSteps(TokenRule):
             self._num_ready_prompts += num_present + num_tokens == request.num_tokens
 
     def is_worth_putting_off(self, grants: Sequence[Grant]) -> bool:
-        """Whether a step of `grants` is so long that it should be planned when the step in flight has ended."""
+        """Whether a step of `grants` is better planned when the step in flight has ended; see `StepCosts`.
+
+        Depends on its length and on how many requests wait. False while costs are unknown.
+        """
         costs = self._costs
         if costs is None:
             return False

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr
 
-from streamrag.engine.eviction import EvictionMode
+from streamrag.engine.fates import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.modes import PromptTemplate
 from streamrag.serve.limits import Checked, Limits

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from streamrag.core import MAX_INT, SamplingParams, Turn
 from streamrag.query.options import QueryOptions
-from streamrag.serve.citations import url_citations
+from streamrag.serve.citation_marks import url_citations
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import encode_json, read_body
 from streamrag.serve.connections.sse import Write, respond, unless_disconnected

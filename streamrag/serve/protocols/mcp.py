@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
-from streamrag.serve.citations import find_marks
+from streamrag.serve.citation_marks import find_marks
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import checked_body
 from streamrag.serve.connections.sse import unless_disconnected

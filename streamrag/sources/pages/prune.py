@@ -85,7 +85,10 @@ def _drop_not_content(document: Any) -> None:
 
 
 def _is_not_content(element: Any) -> bool:
-    """Whether an element is dropped because of its tag, place or attributes, or because it is empty."""
+    """Whether an element is dropped: by its tag or role, as a header or aside outside the content, hidden, or empty.
+
+    Also a heading's link to itself. Other class names and ids do not matter.
+    """
     tag, attributes = element.tag, element.attrib
     return bool(
         tag in NOT_CONTENT

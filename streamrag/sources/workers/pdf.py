@@ -22,7 +22,7 @@ from streamrag.sources.workers.pool import WorkerJobError, WorkerLimitError, Wor
 if TYPE_CHECKING:
     import pypdf
 
-MAX_PDF_PAGES = 500
+MAX_FETCHED_PAGES = 500
 MAX_FILE_PAGES, MAX_FILE_CHARS, MAX_FILE_CPU_S, MAX_FILE_BYTES = 2000, 5_000_000, 120.0, 1 << 30
 """Limits for a file that was not fetched but given: pages, characters, CPU seconds and bytes of memory."""
 MAX_TITLE_CHARS = 300
@@ -93,7 +93,7 @@ class PdfReader:
             )._asdict()
 
 
-def read_pdf(body: bytes, *, max_chars: int, max_cpu_s: float, max_pages: int = MAX_PDF_PAGES) -> PdfText:
+def read_pdf(body: bytes, *, max_chars: int, max_cpu_s: float, max_pages: int = MAX_FETCHED_PAGES) -> PdfText:
     """Extract the title and the text of a PDF.
 
     :raises UnusablePdfError: the file is no PDF, encrypted or damaged.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.engine import make_policy
-from streamrag.engine.eviction import EvictionMode
+from streamrag.engine.fates import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import ConfigurationError
 from streamrag.support.validation import validated

@@ -1,4 +1,4 @@
-"""`/v1/responses`: POST one, GET or DELETE a stored one, or open a WebSocket."""
+"""`/v1/responses`: POST one, GET or DELETE a stored one, POST to its `/cancel`, or open a WebSocket."""
 
 from collections.abc import Sequence
 from functools import partial
