@@ -140,7 +140,7 @@ class Questions:
             answer = replace(ahead, submitted_s=submitted_s, timings=timings, record=None)
             await emit(TokensGenerated(after_s, answer.text, answer.token_ids, answer.finish_reason))
         else:
-            compute = partial(self._compute, snapshot, question, submitted_s)
+            compute = partial(self._compute_and_cache, snapshot, question, submitted_s)
             if question.is_repeatable:
                 answer = await self.in_flight.answer((key, snapshot.version), compute, submitted_s, emit)
             else:
