@@ -191,7 +191,11 @@ async def test_without_any_tokenizer_prompts_are_text(server: VllmServer) -> Non
         event async for event in backend.generate(at_once(Prompt(ids[:300], 0, False), Prompt(ids, 300, True)), GREEDY)
     ]
     assert "".join(chunk.text for chunk in chunks if isinstance(chunk, AnswerChunk))
-    assert chunks[-1] == AnswerChunk(chunks[-1].text, (), "length")  # type: ignore[union-attr]
+    last = chunks[-1]
+    assert isinstance(last, AnswerChunk)
+    assert last == AnswerChunk(last.text, (), "length", usage=last.usage)
+    assert last.usage is not None  # the server's own count, though nothing else here knows the tokens
+    assert last.usage.num_output_tokens == GREEDY.max_tokens
     await backend.aclose()
 
 
