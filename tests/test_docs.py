@@ -63,7 +63,7 @@ class Database:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with what examples find there."""
-    for name in ("Llama-3.1-8B-Instruct", "model", "my_package"):
+    for name in ("Llama-3.1-8B-Instruct", "model", "my_package", "my-cross-encoder", "bge-small"):
         (tmp_path / name).mkdir()
     (tmp_path / "my_package" / "my_module.py").write_text("def my_key(request, now_s): return request.arrival_s")
     page = TracedAppend(0.5, TracedChunk("a", 4, "The printer jams.", "printer.md"))

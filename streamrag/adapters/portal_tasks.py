@@ -37,6 +37,7 @@ class Tenant:
         self._tasks: set[asyncio.Task[Any]] = set()
         self.reads: set[asyncio.Task[None]] = set()
         self.on_ended: Callable[[], None] = lambda: None
+        self.is_ending = False
 
     def submit(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
         """Run `work()` in the loop, from any thread; raise PipelineClosedError, without a call, if it has ended."""
@@ -64,6 +65,7 @@ class Tenant:
 
     async def end(self) -> None:
         """Stop all iterations, then a start in progress, and close the tenant."""
+        self.is_ending = True
         try:
             await self.end_reads()
             if self._starting is not None:
@@ -153,7 +155,7 @@ def start_loop_thread() -> tuple[asyncio.AbstractEventLoop, Callable[[], None]]:
 
 def end_dropped(tenant: Tenant, loop: asyncio.AbstractEventLoop, process_id: int) -> None:
     """End the loop's thread when its portal is garbage-collected or the program exits, but not in a forked process."""
-    if process_id == os.getpid():
+    if process_id == os.getpid() and not tenant.is_ending:  # a second end might not begin before the loop has stopped
         with suppress(PipelineClosedError, TimeoutError):  # closed before, or too slow
             ended = tenant.submit(loop, tenant.end)
             if current_loop() is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -354,3 +355,21 @@ asyncio.run_coroutine_threadsafe(pipeline.aclose(), loop).result()
 def test_a_fork_is_refused_what_its_parent_has_started_and_ends_at_once() -> None:
     ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=50)
     assert (ended.stdout.split(), ended.stderr) == (["True", "True", "3"], "")
+
+
+async def test_what_was_closed_is_not_ended_again_when_it_is_collected() -> None:
+    """Its loop may stop before a second end begins, which would be a coroutine that was never awaited."""
+    ends = []
+
+    async def start() -> None:
+        pass
+
+    async def aclose() -> None:
+        ends.append("closed")
+
+    tenant = portal_tasks.Tenant(start, aclose)
+    await tenant.end()
+    portal_tasks.end_dropped(tenant, asyncio.get_running_loop(), os.getpid())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert ends == ["closed"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from streamrag.cli.output import Output
-from streamrag.cli.top import view
+from streamrag.cli.top import render
 from streamrag.core import AnswerChunk, BackendEvent, Prompt, SamplingParams, TokenUsage
 from streamrag.serve.observe.live import Live
 from streamrag.serve.observe.logs import QueryLog, log_to
@@ -74,7 +74,7 @@ async def test_all_interfaces_have_the_same_numbers(
     assert total == 2 * (whole.num_output_tokens or 0)
     assert values["total"]["output_tokens"] == 2 * (whole.num_output_tokens or 0)
     assert values["total"]["uncounted"] == (0 if usage else 2)
-    Output(width=120).print(view(values, width=120))
+    Output(width=120).print(render(values, width=120))
     shown = capsys.readouterr().out
     row = next(line for line in shown.splitlines() if "answered" in line and "chat" in line)
     assert row.split()[-3:] == (["1,612", "?", "58"] if usage else ["?", "?", "?"])

@@ -241,7 +241,7 @@ def test_headings_of_the_title_and_endless_ones_are_not_repeated_whole() -> None
 def test_the_terms_of_definition_lists_are_headings_of_their_definitions(tmp_path: Path) -> None:
     inner = f"<dl><dt>inner</dt><dd><p>{words(60)}</p><p>{words(60)}</p></dd></dl>"
     page = f"<h2>Functions</h2><dl><dt>outer(x)</dt><dd><p>{words(60)}</p>{inner}</dd></dl><p>{words(95)}</p>"
-    assert list(split_document(read_document(text_file(tmp_path, "page.html", page), tmp_path), 100)) == [
+    assert list(split_document(read_document(text_file(tmp_path, "page.html", page), tmp_path, no_pdf), 100)) == [
         f"Functions\n\nouter(x)\n\n{words(60)}",
         f"outer(x)\n\ninner\n\n{words(60)}",
         f"outer(x) > inner\n\n{words(60)}",
@@ -251,14 +251,14 @@ def test_the_terms_of_definition_lists_are_headings_of_their_definitions(tmp_pat
 
 def test_terms_without_definitions_are_text(tmp_path: Path) -> None:
     page = "<title>A page</title><dl>" + "".join(f"<dt>term {number}</dt>" for number in range(100)) + "</dl><p>End</p>"
-    passages = list(split_document(read_document(text_file(tmp_path, "page.html", page), tmp_path), 30))
+    passages = list(split_document(read_document(text_file(tmp_path, "page.html", page), tmp_path, no_pdf), 30))
     assert [passage.count("term") for passage in passages[:-1]] == [5] * 19
     assert "\n\n".join(passages).split() == f"{' '.join(f'term {i}' for i in range(100))} End".split()
 
 
 def test_footnotes_are_content_and_tables_of_contents_are_not(tmp_path: Path) -> None:
     page = '<div class="toc">1. Menu</div><aside>Ad</aside><p>Text [1]</p><aside class="footnote">A note</aside>'
-    assert read_document(text_file(tmp_path, "page.html", page), tmp_path).blocks == (
+    assert read_document(text_file(tmp_path, "page.html", page), tmp_path, no_pdf).blocks == (
         Block("Text [1]"),
         Block("A note"),
     )

@@ -384,7 +384,7 @@ async def test_repeated_ids_are_an_error_and_no_context(
     (tmp_path / "diskannpy.py").write_text(DISKANN_THAT_REPEATS)
     monkeypatch.syspath_prepend(tmp_path)
     async with started(small) as source:
-        with pytest.raises(SourceError, match=r"it answers with passages \[0, 0, 0, 0, 0\] of 20"):
+        with pytest.raises(SourceError, match=r"it answers with nodes \[0, 0, 0, 0, 0\] of 20"):
             await updates(source, QUERIES[0])
 
 

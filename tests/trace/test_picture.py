@@ -33,6 +33,6 @@ def test_any_trace_can_be_drawn(trace: Trace, tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_its_install_line_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(MissingDependencyError, match="streamrag\\[plot\\]"):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[plot\]'"):
         draw_trace(tmp_path / "x.png", PLAIN, describe(PLAIN), title="x")
