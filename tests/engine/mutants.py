@@ -255,7 +255,7 @@ MUTANTS = (
     Mutant("a pause plans and evicts", HOOKS, "if self._pause_state != PauseState.UNPAUSED:", "if False:", 3_000),
     Mutant(
         "speculative prompts evict as well",
-        RULES + "memory",
+        RULES + "memory_rules",
         "self._can_growing_now and not candidate.request.is_speculative",
         "self._can_growing_now",
         0,  # it is only computed in vain
@@ -470,7 +470,7 @@ MUTANTS = (
     ),
     Mutant(
         "data take what is kept for questions",
-        RULES + "memory",
+        RULES + "memory_rules",
         "return Wait.RESERVE if -self._num_blocks < candidate.num_missing <= 0 else None",
         "return None",
         0,
@@ -494,7 +494,7 @@ MUTANTS = (
     ),
     Mutant(
         "what is over the budget begins behind what is not",
-        RULES + "memory",
+        RULES + "memory_rules",
         "        if not self._is_over:\n",
         "        if True:\n",
         0,
@@ -628,7 +628,7 @@ MUTANTS = (
     ),
     Mutant(
         "data take memory from others",
-        RULES + "memory",
+        RULES + "memory_rules",
         "        candidate.may_evict = False\n",
         "",
         0,
@@ -668,7 +668,7 @@ MUTANTS = (
     ),
     Mutant(
         "what comes behind what is over the budget keeps what it holds",
-        RULES + "memory",
+        RULES + "memory_rules",
         "return Wait.YIELD if self._is_over else None",
         "return Wait.SKIP if self._is_over else None",
         0,
