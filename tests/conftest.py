@@ -64,6 +64,14 @@ def one_process_has_the_engines(request: pytest.FixtureRequest, tmp_path_factory
 
 
 @pytest.fixture
+def without_garbage_collection() -> Iterator[None]:
+    """For tests that parse much: CPython 3.11 fails if the collector runs code meanwhile (AST recursion depth)."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
 def default_signals() -> Iterator[None]:
     """Let this process, and the programs that a test starts, react to signals that stop programs.
 

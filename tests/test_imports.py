@@ -6,7 +6,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import streamrag
+
+pytestmark = pytest.mark.usefixtures("without_garbage_collection")
 
 PACKAGE = Path(streamrag.__file__).parent
 
