@@ -2,7 +2,7 @@
 
 import asyncio
 import warnings
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
@@ -14,7 +14,6 @@ from streamrag.core import (
     Backend,
     Mode,
     Prefilled,
-    Prompt,
     Source,
     part_name,
 )
@@ -90,7 +89,8 @@ class QueryRun:
         self._recorder = recorder
         self._retrieval = Retrieval(source, query.text)
         self._submitted_s = clock()
-        self._phase = _Phase.STARTING
+        self._phase = _Phase.STARTING  # until retrieval ends, see `_phase_now`
+        self._prompts: QueryPrompts | None = None
         self._has_place = False
 
     async def run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
@@ -112,7 +112,7 @@ class QueryRun:
                     admission.release_on_behalf_of(self)
         if is_late:
             raise DeadlineExceededError(
-                f"the query's deadline of {self._query.deadline_s:g} s passed {self._phase.value}"
+                f"the query's deadline of {self._query.deadline_s:g} s passed {self._phase_now().value}"
             )
         return work.result()
 
@@ -123,7 +123,7 @@ class QueryRun:
         finally:
             if not work.done():
                 work.add_done_callback(lambda task: task.cancelled() or task.exception())  # mark it as retrieved
-                phase = self._phase.value.partition(":")[0]
+                phase = self._phase_now().value.partition(":")[0]
                 warnings.warn(
                     f"a query that was stopped {phase} has not ended within {LET_GO_S:g} s and is left behind: "
                     f"{part_name(self._source)} or {part_name(self._backend)} swallows CancelledError, or waits, or "
@@ -132,6 +132,11 @@ class QueryRun:
                     stacklevel=1,
                     source=self,
                 )
+
+    def _phase_now(self) -> _Phase:
+        """Return the phase; the end of retrieval begins the last one."""
+        is_retrieved = self._prompts is not None and self._prompts.retrieval_s is not None
+        return _Phase.GENERATING if is_retrieved else self._phase
 
     async def _run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
         """Wait for the start and a place, and answer. A cancellation that nobody asked for becomes a BackendError."""
@@ -164,7 +169,7 @@ class QueryRun:
         """Answer and emit the first and the last event; raise BackendError for an unfinished answer."""
         queued_s = self._now()
         await self._emit(RetrievalStarted(queued_s, self._query.text, self._overlap))
-        prompts = QueryPrompts(
+        self._prompts = prompts = QueryPrompts(
             self._query,
             self._retrieval,
             self._backend.model,
@@ -202,7 +207,7 @@ class QueryRun:
         first_token_s: float | None = None
         chunks: list[AnswerChunk] = []
         async with (
-            aclosing(self._followed(prompts)) as stream,
+            aclosing(prompts.stream()) as stream,
             closing(self._backend.generate(stream, self._query.params)) as events,
         ):
             async for event in events:
@@ -222,14 +227,6 @@ class QueryRun:
                         "Prefilled"
                     )
         return chunks, first_token_s
-
-    async def _followed(self, prompts: QueryPrompts) -> AsyncGenerator[Prompt, None]:
-        """Yield the prompts, and note the phase."""
-        async with aclosing(prompts.stream()) as stream:
-            async for prompt in stream:
-                if prompt.is_complete:
-                    self._phase = _Phase.GENERATING
-                yield prompt
 
     def _answer(
         self, chunks: list[AnswerChunk], prompts: QueryPrompts, last: AssembledPrompt, timings: Timings
