@@ -3,6 +3,7 @@
 .PHONY: $(shell sed -n 's/^\([a-z0-9-]*\):.*## .*/\1/p' Makefile)
 
 RUN := .venv/bin/python
+GPU_PYTHON ?= python3
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 24
@@ -87,6 +88,10 @@ bench-overlap: .venv/installed ## do steps take longer while KV is copied beside
 
 bench-rounding: .venv/installed ## log-probabilities of prompts computed whole, in pieces by vLLM, streamed: half an hour
 	$(RUN) experiments/rounding.py --json experiments/results/rounding.json
+
+gpu: ## with GPU_PYTHON=python3, which has vLLM for CUDA: exactness, step and copy times, four arms beside the simulator; resumable; WHEELS=FOLDER installs from there
+	$(if $(WHEELS),$(GPU_PYTHON) -m pip install --no-index --find-links $(WHEELS) --editable '.[vllm,bench]')
+	$(GPU_PYTHON) -m experiments.gpu
 
 bench-bfloat16: .venv/installed ## how often rounding changes an answer in bfloat16 and in float32: alone, in batches, streamed; real engine, a quarter of an hour
 	$(RUN) experiments/bfloat16.py --json experiments/results/bfloat16.json

@@ -5,7 +5,7 @@ CellSettings ─▶ load (workload) ─▶ clients (arms) ─▶ EngineClient �
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -85,13 +85,18 @@ def max_model_len(settings: CellSettings, queries: Sequence[TracedQuery]) -> int
 
 
 @asynccontextmanager
-async def engine_for(settings: CellSettings, queries: Sequence[TracedQuery]) -> AsyncIterator[EngineClient]:
+async def engine_for(
+    settings: CellSettings, queries: Sequence[TracedQuery], engine_args: Mapping[str, Any] | None = None
+) -> AsyncIterator[EngineClient]:
     """Start an engine for `play_cell`, which may be called repeatedly. Arms on vLLM's own scheduler can share it.
+
+    engine_args: more arguments of vLLM's engine.
 
     :raises ConfigurationError: the settings are for virtual time, or vLLM rejects them.
     """
     model = _checked_model(settings)
     args: dict[str, Any] = {
+        **(engine_args or {}),
         "max_model_len": max_model_len(settings, queries),
         "max_num_batched_tokens": token_budget(settings),
         "max_num_seqs": settings.max_num_seqs,

@@ -92,7 +92,7 @@ SURFACE = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": "251949378c17",
     "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin": "80c9cbaee51c",
     "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector": "48ff8dd378e1",
-    "vllm.v1.simple_kv_offload.cuda_mem_ops:copy_blocks": "92f519324f90",
+    "vllm._custom_ops:swap_blocks": "edb9ffa20c17",
 }
 
 

@@ -64,7 +64,7 @@ class CpuCopies:
 
 
 class CudaCopies:
-    """Copies concurrently with the computation, on one CUDA stream per direction. It has not run on a device yet.
+    """Copies concurrently with the computation, on one CUDA stream per direction.
 
         compute   step before ─┐     ┌─▶ layer 0 ─▶ layer 1 ─▶ …  ─▶ the next step, which waits for `held`
         out                    ├─ saves ─┬─ held saves ─────────────┘
@@ -72,22 +72,18 @@ class CudaCopies:
                                └─ copies wait for the previous step
 
     The computation waits for all that precedes it, so waiting for the computation includes those copies.
+
+    vLLM's `swap_blocks` calls `cudaMemcpyAsync` for each block. One `cuMemcpyBatchAsync` for all of them would be
+    faster, but drivers of the 580 series crash in it, or at the next allocation (vLLM's issue 49276; seen on an H200).
     """
 
     def __init__(self, layers: Mapping[str, Layer]) -> None:
-        from vllm.v1.simple_kv_offload import cuda_mem_ops as ops
+        from vllm import _custom_ops
 
+        self._swap_blocks = _custom_ops.swap_blocks
         lowest, _ = torch.cuda.Stream.priority_range()
         self._out, self._in = torch.cuda.Stream(priority=lowest), torch.cuda.Stream(priority=lowest)
-        caches = {name: layer.cache for name, layer in layers.items()}
-        pools = {name: layer.pool for name, layer in layers.items()}
-        # Copies and kernels that still run write to both ends: each copy must read its source in stream order.
-        order = ops.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-        self._copy_blocks = ops.copy_blocks
-        self._out_params = ops.build_params(caches, pools, self._out, order)
-        self._in_params = {
-            name: ops.build_params({name: pools[name]}, {name: caches[name]}, self._in, order) for name in layers
-        }
+        self._layers = layers
         self._held: torch.cuda.Event | None = None
         self._loaded: dict[str, torch.cuda.Event] = {}
         self._timers: deque[tuple[bool, int, torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -102,8 +98,10 @@ class CudaCopies:
         compute = torch.cuda.current_stream()
         self._out.wait_stream(compute)
         began = _event(self._out)
-        blocks, slots = map(list, zip(*pairs, strict=True))
-        self._copy_blocks(blocks, slots, self._out_params)
+        mapping = torch.tensor(pairs)
+        with torch.cuda.stream(self._out):
+            for cache, pool in self._layers.values():
+                self._swap_blocks(cache, pool, cache.shape[1], mapping)
         ended = _event(self._out)
         self._timers.append((True, len(pairs), began, ended))
         if is_held:
@@ -115,10 +113,11 @@ class CudaCopies:
         compute = torch.cuda.current_stream()
         self._in.wait_stream(compute)
         began = _event(self._in)
-        slots, blocks = map(list, zip(*pairs, strict=True))
-        for name, params in self._in_params.items():
-            self._copy_blocks(slots, blocks, params)
-            self._loaded[name] = self._in.record_event()
+        mapping = torch.tensor(pairs)
+        with torch.cuda.stream(self._in):
+            for name, (cache, pool) in self._layers.items():
+                self._swap_blocks(pool, cache, cache.shape[1], mapping)
+                self._loaded[name] = self._in.record_event()
         ended = _event(self._in)
         self._timers.append((False, len(pairs), began, ended))
         if not by_layer:

@@ -9,6 +9,7 @@ A failure here fails no request: failed saves and loads are reported, and their 
 import importlib
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 from vllm.v1.kv_cache_interface import group_kernel_blocks
@@ -175,7 +176,17 @@ def _host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
         raise MemoryError(f"{num_bytes:,} bytes of {available:,} available")
     memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     if is_pinned and num_bytes:
-        from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
-
-        pin_tensor(memory)
+        _pin(memory)
     return memory
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Pin host memory. Raises RuntimeError if CUDA cannot."""
+    from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
+
+    try:
+        pin_tensor(memory)
+    except RuntimeError:
+        with suppress(RuntimeError):  # CUDA reports the error once more, at the next kernel: let it be this one
+            torch.zeros(1, device="cuda").add_(1)
+        raise

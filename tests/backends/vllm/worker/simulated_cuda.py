@@ -7,13 +7,23 @@ device may choose.
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-Memory = dict[str, list[Any]]
-"""What the blocks or slots of each layer hold."""
+
+class Rows(list[Any]):
+    """What the blocks or slots of a layer hold."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self), BLOCK_BYTES
+
+
+BLOCK_BYTES = 64
+Memory = dict[str, Rows]
 
 
 def do_nothing() -> None: ...
@@ -75,16 +85,20 @@ class Device:
     def __init__(self, rng: random.Random | None) -> None:
         self._rng = rng
         self._streams: list[Stream] = []
-        self.compute = self._new_stream()
+        self.compute = self.current = self._new_stream()
 
         def stream(priority: int) -> Stream:
             return self._new_stream()
 
         stream.priority_range = lambda: (0, -1)  # type: ignore[attr-defined]
         self.torch = SimpleNamespace(
+            tensor=list,
             cuda=SimpleNamespace(
-                Stream=stream, Event=lambda enable_timing: Event(), current_stream=lambda: self.compute
-            )
+                Stream=stream,
+                Event=lambda enable_timing: Event(),
+                current_stream=lambda: self.current,
+                stream=self._entered,
+            ),
         )
         """Stands for the module."""
 
@@ -92,11 +106,17 @@ class Device:
         self._streams.append(Stream(self))
         return self._streams[-1]
 
+    @contextmanager
+    def _entered(self, stream: Stream) -> Iterator[None]:
+        self.current, before = stream, self.current
+        yield
+        self.current = before
+
     def run_some(self) -> None:
         if self._rng is None:
             self.synchronize()
         else:
-            for _ in range(self._rng.choice((0, 0, 1, 3))):
+            for _ in range(self._rng.choice((0, 0, 0, 1))):
                 self.run_one()
 
     def run_one(self) -> None:
@@ -111,20 +131,13 @@ class Device:
         for stream in self._streams:
             stream.synchronize()
 
-    # ----------------------------------------------------------------------------- in place of vLLM's `cuda_mem_ops`
+    # ------------------------------------------------------------------------------ in place of vLLM's `swap_blocks`
 
-    def build_params(self, sources: Memory, targets: Memory, stream: Stream, order: int) -> Any:
-        assert sources.keys() == targets.keys()
-        return sources, targets, stream
+    def swap_blocks(self, read: "Rows", write: "Rows", block_bytes: int, pairs: Sequence[tuple[int, int]]) -> None:
+        assert block_bytes == read.shape[1] == write.shape[1]
+        for source, target in pairs:
 
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], params: Any) -> None:
-        """Each block of each layer by itself, as one batch has no order."""
-        read, write, stream = params
-        copies = [(name, *pair) for name in read for pair in zip(sources, targets, strict=True)]
-        (self._rng or random).shuffle(copies)
-        for name, source, target in copies:
+            def copy(source: int = source, target: int = target) -> None:
+                write[target] = read[source]
 
-            def copy(name: str = name, source: int = source, target: int = target) -> None:
-                write[name][target] = read[name][source]
-
-            stream.issue(copy)
+            self.current.issue(copy)

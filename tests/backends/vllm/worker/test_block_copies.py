@@ -10,12 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from simulated_cuda import Device, Memory
+from simulated_cuda import Device, Memory, Rows
 
 from streamrag.backends.vllm.worker.block_copies import Layer
 
 block_copies = pytest.importorskip("streamrag.backends.vllm.worker.block_copies")
-cuda_mem_ops = pytest.importorskip("vllm.v1.simple_kv_offload.cuda_mem_ops")
+custom_ops = pytest.importorskip("vllm._custom_ops")
 
 LAYERS = ("layers.0", "layers.1", "layers.2")
 NUM_BLOCKS, NUM_SLOTS, NUM_STEPS = 8, 8, 12
@@ -59,11 +59,10 @@ def read_by_kernels(module: ModuleType, steps: list[Step], device: Device) -> tu
     """What each layer's computation saw of the KV, step by step; what is in host memory in the end, and what was
     measured."""
     vars(module)["torch"] = device.torch
-    caches: Memory = {name: [f"{name} block {b}" for b in range(NUM_BLOCKS)] for name in LAYERS}
-    pools: Memory = {name: [f"{name} slot {s}" for s in range(NUM_SLOTS)] for name in LAYERS}
+    caches: Memory = {name: Rows(f"{name} block {b}" for b in range(NUM_BLOCKS)) for name in LAYERS}
+    pools: Memory = {name: Rows(f"{name} slot {s}" for s in range(NUM_SLOTS)) for name in LAYERS}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_mem_ops, "build_params", device.build_params)
-        patch.setattr(cuda_mem_ops, "copy_blocks", device.copy_blocks)
+        patch.setattr(custom_ops, "swap_blocks", device.swap_blocks)
         layers: Any = {name: Layer(caches[name], pools[name]) for name in LAYERS}  # type: ignore[arg-type]
         copies = module.CudaCopies(layers)
     seen: list[Any] = []
