@@ -30,7 +30,7 @@ from missing_cells import run_missing
 from rich.console import Console
 from rich.table import Table
 
-from streamrag.backends.vllm.options import SchedulerOptions
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.bench.cell import CellSettings
 from streamrag.bench.provenance import versions
 from streamrag.bench.report.canvas import make_panels, plain_log_ticks

@@ -31,7 +31,7 @@ from rich.progress import Progress
 from rich.table import Table
 from validity import BUDGET, MODEL, NUM_OUTPUT_TOKENS, NUM_SEQS, PERCENTILES, Done, of_run, play_in_turns, simulate_runs
 
-from streamrag.backends.vllm.options import SchedulerOptions
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.bench.cell import Arm, CellSettings
 from streamrag.bench.workload import NUM_TAIL_TOKENS, fit_contexts, make_load
 from streamrag.engine.costs.step_profiles import TableProfile

@@ -48,7 +48,7 @@ class Device:
 
     profile: StepProfile
     scheduler: Mapping[str, Any] = field(default_factory=dict)
-    """Options of our scheduler, as in `streamrag.backends.vllm.options`."""
+    """Options of our scheduler, as in `streamrag.backends.vllm.scheduler_options`."""
 
 
 @dataclass(frozen=True)

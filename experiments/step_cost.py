@@ -33,8 +33,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from streamrag.backends.simulated.engine import SimulatedEngine
 from streamrag.backends.vllm.chunk_wire import PromptMessage
-from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.backends.vllm.scheduler.hooks import StreamingScheduler
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
 from streamrag.core import RequestClass

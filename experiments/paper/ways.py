@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from streamrag.backends.vllm.options import SchedulerOptions
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.bench.cell import Arm, CellSettings
 from streamrag.engine.fates import EVICTIONS, EvictionMode
 

@@ -256,7 +256,11 @@ def _number(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
-def _import_policy(spec: str, name: str, call: str | None) -> Policy:
+def _import_policy(spec: str, name: str, call: str | None) -> KeyPolicy:
+    """Import the function with the dotted name `name`, and return a policy that sorts by the keys it returns.
+
+    :raises ConfigurationError: it has no dots, parentheses follow it (`call`), or it names no function.
+    """
     module_name, _, attribute = name.rpartition(".")
     names = ", ".join(sorted(POLICIES))
     if not module_name or call:

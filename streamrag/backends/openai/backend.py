@@ -121,7 +121,7 @@ class OpenAIBackend:
         progress(f"connecting to {self._url}")
         try:
             self._server = await anyio.to_thread.run_sync(self._make_server)
-            max_model_len = await self._served_model_len(self._server)
+            max_model_len = await self._find_model(self._server)
             tokenizer = await self._make_tokenizer(self._server)
         except BaseException:
             await self.aclose()
@@ -157,7 +157,11 @@ class OpenAIBackend:
         # A server that tokenizes but accepts only text is sent text, whose length is counted in characters.
         return TextTokenizer(given if self._takes_ids else CodePointTokenizer())
 
-    async def _served_model_len(self, server: Server) -> int:
+    async def _find_model(self, server: Server) -> int:
+        """Find the wanted model, or the only one served, and return its length. Sets `_model_name`.
+
+        The length is `max_model_len` if that was given, else the one that the server reports.
+        """
         answer = await server.ask("GET", "/models")
         models = {entry["id"]: entry for entry in objects(answer.get("data")) if isinstance(entry.get("id"), str)}
         if self._wanted_model is None:

@@ -6,7 +6,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
 from streamrag.backends.vllm.scheduler.request_log import RequestLog
-from streamrag.engine.swapping import DROPPED
+from streamrag.engine.recompute_or_swap import DROPPED
 from streamrag.records import RequestOutcome, RequestRecord
 
 

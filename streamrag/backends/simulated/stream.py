@@ -52,13 +52,14 @@ class SimulatedStream:
         new = list(token_ids)
         self._send(new, common_prefix_len(self._token_ids, new), is_complete, hint)
 
-    def _send(self, new: list[int], num_shared: int, is_complete: bool, hint: Hint | None) -> None:
+    def _send(self, token_ids: list[int], num_shared: int, is_complete: bool, hint: Hint | None) -> None:
+        """Replace the prompt by `token_ids`, and send those after the first `num_shared`, which are unchanged."""
         now_s = asyncio.get_running_loop().time()
         message = PromptMessage.of(
-            self._num_messages, len(new), num_shared, is_complete, now_s, hint, request_class=self._request_class
+            self._num_messages, len(token_ids), num_shared, is_complete, now_s, hint, request_class=self._request_class
         )
-        self._send_chunk(self._request_id, new[message.num_kept :], self._num_output_tokens, message)
-        self._token_ids = new
+        self._send_chunk(self._request_id, token_ids[message.num_kept :], self._num_output_tokens, message)
+        self._token_ids = token_ids
         self._num_messages += 1
 
     async def __aiter__(self) -> AsyncGenerator[tuple[int, ...], None]:

@@ -13,11 +13,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
 from streamrag.backends.vllm.host_size import num_host_blocks
-from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.backends.vllm.scheduler.host_memory.costs import Match
 from streamrag.backends.vllm.scheduler.host_memory.hardware_profile import make_price_of_engine
 from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
 from streamrag.backends.vllm.scheduler.supported import why_no_host_memory
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.backends.vllm.worker.copier import HostCopier
 
 if TYPE_CHECKING:

@@ -101,9 +101,10 @@ class Price:
     def observe_step(
         self, parts: Sequence[StepPart], duration_s: float, copies_s: float, *, waited_for_copies: bool = False
     ) -> None:
-        """Record the duration of a step, and of its copies.
+        """Correct the profile's step times by the duration of a step, unless it computed few tokens.
 
-        waited_for_copies: whether the step waited for copies; for how long is unknown, so it is not used then.
+        copies_s: seconds of its copies, which are subtracted unless copies overlap with the computation.
+        waited_for_copies: whether it waited for copies. If they overlap, the step is ignored: the wait is unknown.
         """
         if not self.is_overlapped:
             duration_s -= copies_s

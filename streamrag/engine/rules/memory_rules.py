@@ -31,6 +31,10 @@ class PartialEviction(Rule):
         return None
 
 
+LOW_WATER = 0.1
+"""Share of the KV blocks that `LowWater` keeps free by default."""
+
+
 class LowWater(Rule):
     """Keeps `num_blocks` free beside a partial prompt that was evicted and would start again.
 

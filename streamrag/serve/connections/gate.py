@@ -1,6 +1,5 @@
 """The gate that checks each request before it is parsed: host, origin, key and length. Sets the request's id."""
 
-import asyncio
 import base64
 import binascii
 import hashlib
@@ -15,6 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from streamrag.serve.connections.bounded_body import BoundedBody
 from streamrag.serve.connections.fair_share import Account, FairShare
 from streamrag.serve.failures import ANONYMOUS, RequestError, failure_of
 from streamrag.serve.limits import Limits
@@ -90,7 +90,7 @@ class Gate:
         client_id = headers.get("x-request-id", "")
         request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
         cors = self._cors(headers.get("origin"))
-        body = _Body(scope["path"], headers, receive, self._limits)
+        body = BoundedBody(scope["path"], headers, receive, self._limits)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] in ("http.response.start", "websocket.accept"):
@@ -191,50 +191,6 @@ class Gate:
             "access-control-expose-headers": "x-request-id, retry-after",
             "vary": "origin",
         }
-
-
-class _Body:
-    """A request's body, bounded in length and in time; the body of a stream has no time limit here."""
-
-    def __init__(self, path: str, headers: Headers, receive: Receive, limits: Limits) -> None:
-        is_stream = path == "/v1/streams"
-        self._headers = headers
-        self._receive = receive
-        self._max_bytes = limits.max_stream_bytes if is_stream else limits.max_body_bytes
-        self._max_s = None if is_stream else limits.body_s
-        self._deadline_s: float | None = None
-        self._num_bytes = 0
-        self.is_read = "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
-        """Whether the whole body was received. A response before that closes the connection."""
-
-    def check_length(self) -> None:
-        """Check the announced Content-Length. Raises RequestError if the body is too long."""
-        length = self._headers.get("content-length", "")
-        if length.isdecimal() and int(length[:20]) > self._max_bytes:
-            raise self._too_long()
-
-    async def receive(self) -> Message:
-        """Return the next message. Raises RequestError if the body is too long or too late."""
-        if self.is_read or self._max_s is None:
-            message = await self._receive()
-        else:
-            now = asyncio.get_running_loop().time
-            self._deadline_s = now() + self._max_s if self._deadline_s is None else self._deadline_s
-            try:
-                async with asyncio.timeout_at(self._deadline_s):
-                    message = await self._receive()
-            except TimeoutError:
-                error = f"the body was not received within {self._max_s:g} s"
-                raise RequestError(error, status=408, code="body_too_slow") from None
-        self.is_read = self.is_read or not message.get("more_body", False)
-        self._num_bytes += len(message.get("body", b""))
-        if self._num_bytes > self._max_bytes:
-            raise self._too_long()
-        return message
-
-    def _too_long(self) -> RequestError:
-        message = f"the body has more than {self._max_bytes:,} bytes, which is the most"
-        return RequestError(message, status=413, code="body_too_long")
 
 
 def _digest(key: bytes) -> bytes:

@@ -10,7 +10,7 @@ from experiments.paper.__main__ import plan_of
 from experiments.paper.plan import FULL, HELD_OUT_SEEDS, SHORT, expected_s, in_order, make_plan, total_s
 from experiments.paper.points import BEATEN, HALF_KV, HELD_OUT, LIGHT, LOADED, TWICE_FULL, Point, demand
 from experiments.paper.progress import Progress
-from streamrag.backends.vllm.options import SchedulerOptions
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.bench.runner import CellFinished, CellProgressed
 from streamrag.bench.store import CellStore
 from streamrag.cli.output import Output

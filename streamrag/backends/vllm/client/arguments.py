@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from streamrag.backends.vllm.chunk_wire import KEY
-from streamrag.backends.vllm.options import SchedulerOptions
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.engine import make_policy
 from streamrag.engine.fates import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY

@@ -1,15 +1,12 @@
-"""Calls of vLLM's engine, and translation of its errors.
-
-The calls end even if the engine dies, and leave no request in it after a cancellation.
-"""
+"""Calls of vLLM's engine. They end even if the engine dies, and leave no request in it after a cancellation."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from contextlib import aclosing, contextmanager
-from pathlib import Path
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from streamrag.errors import BackendError, EngineDeadError, ModelError, StreamRagError
+from streamrag.backends.vllm.client.vllm_errors import vllm_errors_translated
+from streamrag.errors import BackendError, EngineDeadError
 from streamrag.support.tasks import wait_shielded
 
 if TYPE_CHECKING:
@@ -18,44 +15,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DEATH_POLL_S = 0.1
-
-
-@contextmanager
-def vllm_errors_translated(why_dead: Callable[[], str]) -> Iterator[None]:
-    """Translate errors of vLLM; pass ours through. `why_dead` returns why the engine's process is gone.
-
-    :raises EngineDeadError: the engine's process is gone.
-    :raises BackendError: vLLM refused the request, or failed.
-    """
-    from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError
-    from vllm.v1.engine.async_llm import InputStreamError
-    from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
-
-    try:
-        try:
-            yield
-        except InputStreamError as error:  # a streamed chunk was refused
-            raise error.cause from error
-    except StreamRagError:
-        raise
-    except VllmEngineDeadError as error:
-        raise EngineDeadError(why_dead()) from error
-    except (VLLMClientError, GracefulHTTPError, ValueError) as error:
-        raise BackendError(f"vLLM refuses the request: {error}") from error
-    except VLLMError as error:
-        raise BackendError(f"vLLM failed: {error.__cause__ or error}") from error
-
-
-@contextmanager
-def vllm_model_errors_translated(model: Path | str) -> Iterator[None]:
-    """Translate the errors of vLLM while it creates the configuration of a model.
-
-    :raises ModelError: vLLM cannot load the model.
-    """
-    try:
-        yield
-    except (OSError, ValueError, TypeError, ImportError, NotImplementedError) as error:
-        raise ModelError(f"vLLM cannot load {model}: {error}") from error
 
 
 async def ask_engine(engine: "AsyncLLM", question: Coroutine[Any, Any, T], why_dead: Callable[[], str]) -> T:

@@ -12,7 +12,6 @@ import importlib
 import logging
 import multiprocessing
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 
-from streamrag.backends.vllm.client.calls import vllm_model_errors_translated
 from streamrag.backends.vllm.client.log import EngineLog
+from streamrag.backends.vllm.client.vllm_errors import start_error, vllm_model_errors_translated
 from streamrag.backends.vllm.facts import cpu_capabilities, emulated_dtypes, num_allowed_cores
 from streamrag.backends.vllm.version import INSTALL, check_version
-from streamrag.errors import BackendError, ConfigurationError, ModelError
+from streamrag.errors import ConfigurationError, ModelError
 from streamrag.support.tasks import run_shielded
 from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 
@@ -45,9 +44,6 @@ DEFAULT_CPU_KV_CACHE_BYTES = 4 << 30  # vLLM's own default is nearly all of the 
 
 CPU_BLOCK_SIZE = 32
 """The smallest block of vLLM's CPU attention, whose default is 128. Warming can only reuse full blocks."""
-
-OWN_ERROR = re.compile(r"streamrag\.errors\.\w+: (.*)")
-"""The error that our scheduler raises in the engine's process when it does not support the engine."""
 
 _environment_lock = threading.Lock()  # global, as the environment is
 
@@ -235,7 +231,7 @@ class EngineProcesses:
             make_engine = partial(async_llm.from_vllm_config, disable_log_stats=True, stat_loggers=stat_loggers)
             return self._parent.submit(make_engine, config).result()
         except Exception as error:
-            raise self._start_error(error) from error
+            raise start_error(error, self._model, self._log.fatal_error(), self._log.last_lines()) from error
         finally:
             self._is_started.set()
             returning.join()
@@ -257,19 +253,6 @@ class EngineProcesses:
         self._parent.shutdown(wait=False)
         self._log.close()
         self._scratch.remove()
-
-    def _start_error(self, error: Exception) -> Exception:
-        reason = self._log.fatal_error()
-        if reason is None:
-            return BackendError(f"vLLM's engine failed while it was started: {error}\n{self._log.last_lines()}")
-        if refused := OWN_ERROR.match(reason):
-            return ConfigurationError(f'{refused.group(1)}: VllmBackend(..., strategy="warming")')
-        if "memory" in reason.lower() or "KV cache" in reason:
-            return ConfigurationError(
-                f"the model's KV cache does not fit: {reason}\n"
-                "Change kv_cache_bytes or gpu_memory_utilization (in a benchmark: --kv-tokens), or lower max_model_len"
-            )
-        return ModelError(f"vLLM cannot load {self._model}: {reason}")
 
 
 def make_config(model: str, engine_args: Mapping[str, Any]) -> Any:

@@ -2,9 +2,9 @@
 
 import math
 
-from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.backends.vllm.scheduler.request_log import HostClock
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.engine import Pace, Policy
 from streamrag.engine.forecast import ChunkForecast
 from streamrag.engine.step_size import StepCostEstimator

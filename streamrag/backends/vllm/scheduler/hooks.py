@@ -32,9 +32,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from streamrag.backends.vllm.chunk_wire import KEY
-from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.backends.vllm.scheduler.plugin import StreamingPlugin
 from streamrag.backends.vllm.scheduler.supported import check_supported
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.backends.vllm.version import check_version
 
 if TYPE_CHECKING:

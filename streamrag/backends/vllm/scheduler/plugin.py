@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.backends.vllm.scheduler.estimates import Estimates
 from streamrag.backends.vllm.scheduler.host_memory.memory import host_memory_of
 from streamrag.backends.vllm.scheduler.intake import Intake
@@ -22,6 +21,7 @@ from streamrag.backends.vllm.scheduler.records import Records
 from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.backends.vllm.scheduler.step import StepPlanner
 from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.engine import ClassPolicy, make_policy
 
 T = TypeVar("T")

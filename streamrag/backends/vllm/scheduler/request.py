@@ -6,7 +6,7 @@ from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.scheduler.request_log import RequestLog
 from streamrag.core import RequestClass
 from streamrag.engine import RequestView
-from streamrag.engine.swapping import CostComparison
+from streamrag.engine.recompute_or_swap import CostComparison
 from streamrag.records import RequestOutcome, RequestRecord
 
 OUTCOMES: dict[RequestStatus, RequestOutcome] = {

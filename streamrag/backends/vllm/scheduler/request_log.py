@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from streamrag.engine.swapping import CostComparison
+from streamrag.engine.recompute_or_swap import CostComparison
 from streamrag.records import ChunkRecord, PreemptionRecord, RequestOutcome, RequestRecord, RestoreRecord
 
 

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from streamrag.backends.vllm.options import SchedulerOptions
 from streamrag.backends.vllm.scheduler.estimates import Estimates
 from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
 from streamrag.backends.vllm.scheduler.kv.claims import KvClaims
@@ -14,6 +13,7 @@ from streamrag.backends.vllm.scheduler.kv.memory import KvMemory
 from streamrag.backends.vllm.scheduler.queues import Queues
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.engine import Plan, Policy, RequestView, StepBudget, plan
 from streamrag.engine.rules import (
     DataHighWater,

@@ -11,7 +11,7 @@ from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.engine.costs.copy_costs import linear_copies
 from streamrag.engine.costs.price import Price
 from streamrag.engine.costs.step_profiles import StepPart, TableProfile
-from streamrag.engine.swapping import DROPPED, CostChoice
+from streamrag.engine.recompute_or_swap import DROPPED, CostChoice
 from streamrag.records import RestoreRecord
 
 BLOCK_SIZE = 4

@@ -15,7 +15,7 @@ from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.backends.vllm.scheduler.request_log import RequestLog
 from streamrag.engine.costs.price import Price
 from streamrag.engine.costs.step_profiles import StepPart
-from streamrag.engine.swapping import CostComparison
+from streamrag.engine.recompute_or_swap import CostComparison
 from streamrag.records import RestoreRecord
 
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from streamrag.backends.vllm.facts import EngineFacts, engine_facts
-from streamrag.backends.vllm.options import SchedulerOptions
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.engine.costs.default_profile import check_fits, decoder_shape, default_profile
 from streamrag.engine.costs.price import Price
 from streamrag.engine.costs.profile_files import load_profile

@@ -20,7 +20,7 @@ from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.engine.costs.price import Price
 from streamrag.engine.host_pool import HostPool
-from streamrag.engine.swapping import CostChoice, CostComparison, SwapAlways, SwapChoice
+from streamrag.engine.recompute_or_swap import CostChoice, CostComparison, SwapAlways, SwapChoice
 
 MOST_OVERCOMMITTED = 1.5
 """Most KV that all requests may need, in multiples of host memory: the device holds some of it as well."""

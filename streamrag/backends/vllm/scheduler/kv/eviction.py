@@ -14,7 +14,7 @@ from streamrag.backends.vllm.scheduler.kv.replacement import release_kv
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.engine import Fate, RequestView
-from streamrag.engine.swapping import DROPPED, CostComparison
+from streamrag.engine.recompute_or_swap import DROPPED, CostComparison
 
 
 @dataclass(kw_only=True, eq=False)

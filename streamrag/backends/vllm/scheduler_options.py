@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.engine.fates import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
+from streamrag.engine.rules.memory_rules import LOW_WATER
 from streamrag.errors import ConfigurationError
 from streamrag.support.validation import Count, CountOrZero, NonEmptyText, PositiveFraction, validated
 
@@ -37,7 +38,7 @@ class SchedulerOptions:
     each step is as long as the engine's token budget allows."""
     late_binding: bool = True
     """See `streamrag.engine.rules.LateBinding`. Matters with asynchronous scheduling, which plans a step ahead."""
-    low_water: float = 0.1
+    low_water: float = LOW_WATER
     """Share of the KV blocks that `streamrag.engine.rules.LowWater` keeps free."""
     data_high_water: PositiveFraction | None = None
     """Share of the KV blocks, 0.95 for example, above which data of sessions are not computed. None for no limit."""

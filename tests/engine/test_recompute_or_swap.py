@@ -5,7 +5,7 @@ import pytest
 from streamrag.engine.costs.copy_costs import CopyCosts, linear_copies
 from streamrag.engine.costs.price import Price
 from streamrag.engine.costs.step_profiles import TableProfile
-from streamrag.engine.swapping import CostChoice, SwapAlways
+from streamrag.engine.recompute_or_swap import CostChoice, SwapAlways
 
 BLOCK_BYTES = 1_000_000
 
