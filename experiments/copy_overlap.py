@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from streamrag.backends.measured.engine import EngineClient, running_engine
 from streamrag.backends.vllm.client.arguments import scheduler_args
-from streamrag.backends.vllm.client.measured_engine import EngineClient, running_engine
 from streamrag.backends.vllm.facts import EngineFacts
 from streamrag.bench.profile.step_times import FreshTokens, answer, warm_up
 from streamrag.bench.provenance import versions

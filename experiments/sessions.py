@@ -39,8 +39,8 @@ from session_load import QUESTIONS, samples
 from session_loads import asked_evenly, asked_while, filled
 
 from streamrag import Pipeline, SamplingParams, VllmBackend, from_passages
+from streamrag.backends.measured.engine import running_engine
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
-from streamrag.backends.vllm.client.measured_engine import running_engine
 from streamrag.bench.summary import percentile
 from streamrag.core import ModelInfo
 from streamrag.support.files import write_atomic

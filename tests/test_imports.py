@@ -22,7 +22,7 @@ RING = [
     {"serve"},
     {"adapters", "bench", "demo", "testing"},
     {"backends/ray"},
-    {"backends/simulated", "routing"},
+    {"backends/measured", "backends/simulated", "routing"},
     {"sources/crawl", "sources/postgres", "sources/search", "sources/timing"},
     {"sources/index", "sources/pages"},
     {"sources/http", "sources/workers"},
@@ -41,18 +41,18 @@ CORE = [
 ]
 """What the first page promises: it imports nothing of the ring, and can be read in a day."""
 
-MAX_CORE_LINES = 14_800
+MAX_CORE_LINES = 14_650
 
 LATE = {("pipeline", "sessions")}
 """The only import of the ring in the core: inside a function, for who asks for sessions."""
 
 # In `backends/vllm`, what the modules of each process may import beside each other.
 SHARED_BY_PROCESS: dict[str, set[str]] = {
-    "client": {"chunk_wire", "facts", "options", "version"},
-    "scheduler": {"chunk_wire", "copy_wire", "facts", "options", "version"},
+    "client": {"chunk_wire", "facts", "scheduler_options", "version"},
+    "scheduler": {"chunk_wire", "copy_wire", "facts", "scheduler_options", "version"},
     "worker": {"copy_wire"},
-    "connector": {"host_size", "scheduler", "worker", "copy_wire", "options"},  # vLLM's entry to both
-    "options": {"chunk_wire"},
+    "connector": {"host_size", "scheduler", "worker", "copy_wire", "scheduler_options"},  # vLLM's entry to both
+    "scheduler_options": {"chunk_wire"},
     "version": set(),
     "facts": set(),
     "chunk_wire": set(),

@@ -1,14 +1,14 @@
-"""What only a GPU can show, in one command that a machine without a network can run: `make gpu`.
+"""All measurements that need a GPU, in one command that needs no network: `make gpu`.
 
     python -m experiments.gpu [--device cpu] [--only PART,...] [--output FOLDER]
 
 device     what the machine has, and how fast it copies between device and host
-exact      streamed answers beside those to whole prompts, in float32, short of memory
-bfloat16   the same as models are served
+exact      answers to streamed prompts compared with those to whole prompts, in float32, short of memory
+bfloat16   the same in the dtype in which models are served
 invariant  the same with vLLM's batch-invariant kernels, where no difference should remain
 profile    the times to recompute and to copy KV, as a hardware profile
 copies     do steps take longer while KV is copied beside them?
-loads      the four arms at three loads, and what our scheduler adds to a step
+loads      no streaming, warming, vLLM's sessions and streaming at three loads; what our scheduler adds to a step
 predict    the same loads in the simulator, with the measured profile; needs no GPU
 
 Each part is a process of its own with a time limit. Finished parts are kept in FOLDER, and the same command goes on

@@ -1,4 +1,4 @@
-"""The models and the engine's arguments of each device: `cuda` is the real test, `cpu` tries the programs."""
+"""The models and the engine's arguments of each device: `cuda` measures, `cpu` checks that the programs run."""
 
 import json
 import os
@@ -61,13 +61,13 @@ class Sizes:
     num_prompts: int
     chunk_tokens: tuple[int, int]
     max_model_len: int
-    """Of the model whose time is measured."""
+    """Longest prompt and answer of the model whose time is measured."""
     window_s: float
     """Seconds in which a load's queries arrive."""
     num_decodes: int
     """Requests that decode at a time, to measure the scheduler's share of a step."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Of the model whose time is measured."""
+    """Of the engine whose time is measured."""
     float32_args: Mapping[str, Any] = field(default_factory=dict)
     """What an engine needs to compute in float32."""
 

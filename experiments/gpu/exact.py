@@ -1,13 +1,13 @@
-"""Are answers to streamed prompts those to whole prompts, many at once and short of memory?
+"""Does a streamed prompt get the same answer as one that is sent whole, with many at once and too little memory?
 
     python -m experiments.gpu.exact --device cuda|cpu [--engine-args JSON] [--invariant] --json FILE
 
 vLLM's own scheduler answers each prompt alone, then all at once, and in pieces through its prefix cache; these show
-what rounding does. Then all prompts are streamed at once with memory for a third of them, which makes the scheduler
-preempt, copy to host memory and recompute: appended, and updated with chunks that are withdrawn again. What a wrong KV
-entry would do is shown by a prompt of which one chunk of twelve is another.
+what rounding does. Then all prompts are streamed at once with memory for a third of them, so that the scheduler may
+have to preempt (`preempted` says how often), copy to host memory and recompute: appended, and updated with chunks that
+are withdrawn again. What a wrong KV entry would do is shown by a prompt of which one chunk of twelve is another.
 
-Compared are the log-probabilities of the answers up to the first token that differs.
+Compared are the log-probabilities of the answers, up to and including the first token that differs.
 """
 
 import argparse
@@ -115,7 +115,7 @@ async def by_streaming(engine: "AsyncLLM", prompts: Sequence[Chunks], sizes: Siz
 
 
 async def stream(streams: TokenStreams, chunks: Chunks, way: str, number: int, sizes: Sizes) -> tuple[Answer, int]:
-    """Return the answer to a prompt whose chunks come now and then, and how often it was preempted."""
+    """Return the answer to a prompt whose chunks come at random times, and how often it was preempted."""
     rng = random.Random(f"{way} {number}")
     first, *rest = accumulate(chunks)
     answer: Answer = []
@@ -172,7 +172,7 @@ def compared(answers: Sequence[Answer], alone: Sequence[Answer]) -> dict[str, An
 
 
 def difference(answer: Answer, expected: Answer) -> float:
-    """Return the largest difference of log-probabilities, up to the first token that differs."""
+    """Return the largest difference of log-probabilities, up to and including the first token that differs."""
     both = list(zip(answer, expected, strict=True))
     num_same = len(list(takewhile(lambda tokens: tokens[0][0] == tokens[1][0], both)))
     return max(abs(a - b) for (_, a), (_, b) in both[: num_same + 1])

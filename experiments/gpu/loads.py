@@ -3,10 +3,11 @@
     python -m experiments.gpu.loads --device cuda|cpu [--engine-args JSON] --json FILE
     python -m experiments.gpu.loads --predict --json FILE
 
-Crawls are generated with the paper's statistics; gaps between chunks are a quarter, so that a run takes seconds.
-Queries arrive at the rates that keep the engine busy for a third, 0.6 and 0.85 of the time, by its measured profile.
-Arms that run vLLM's own scheduler share an engine. Each engine also decodes a batch, which shows what our scheduler
-adds to a step. FILE is written after each run, and the same command goes on there. The prediction needs no device.
+Crawls are generated with the paper's statistics; gaps between chunks are a quarter of the paper's, so that a run takes
+seconds. Queries arrive at the rates that keep the engine busy for 0.33, 0.6 and 0.85 of the time, by its measured
+profile. Arms that run vLLM's own scheduler share an engine. Each engine also decodes a batch, which shows what our
+scheduler adds to a step. FILE is written after each run, and the same command goes on there. The prediction needs no
+device.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from streamrag.backends.vllm.client.measured_engine import EngineClient
+from streamrag.backends.measured.engine import EngineClient
 from streamrag.bench import simulate
 from streamrag.bench.cell import Arm, CellResult, CellSettings
 from streamrag.bench.profile.step_times import FreshTokens, answer, measure_profile
@@ -38,7 +39,7 @@ from streamrag.trace.values import TracedAppend, TracedQuery
 from .engines import SIZES, Device, Sizes, measured_model, set_environment
 
 LOADS = {"light": 0.33, "medium": 0.6, "heavy": 0.85}
-"""The share of the time in which the engine computes."""
+"""The share of the time in which the engine should compute, by its profile."""
 DELAY = 0.25
 BUDGET, NUM_SEQS = 2_048, 128
 NUM_OUTPUT_TOKENS = 16
@@ -50,7 +51,7 @@ ENGINES: tuple[tuple[Arm, ...], ...] = (("no-streaming", "warming", "stock-sessi
 
 @dataclass
 class Found:
-    """What FILE has."""
+    """The results in FILE so far."""
 
     path: Path
     values: dict[str, Any]
@@ -177,7 +178,7 @@ def told(result: CellResult) -> dict[str, Any]:
 
 
 def predict(found: Found, sizes: Sizes) -> None:
-    """Simulate each measured cell, with the profile that was measured before it."""
+    """Simulate each measured cell, with the profile that was measured on the first engine."""
     for load, arms in found.values["cells"].items():
         for arm, rows in arms.items():
             settings = cell(arm, sizes, profile=str(found.profile), **found.values["loads"][load])

@@ -53,7 +53,7 @@ def _exact(values: Mapping[str, Any]) -> list[str]:
     return [
         f"{num} prompts, {values['num_tokens']:,} tokens together, {values['dtype']}, "
         f"{'asynchronous' if values['is_async'] else 'synchronous'} scheduling, random weights. Streamed: all at once "
-        "with KV memory for a third of them. Beside each prompt's answer by vLLM, alone:",
+        "with KV memory for a third of them. Each answer is compared with vLLM's to the same prompt alone:",
         "",
         *_table(("answer", "same tokens", "log-probabilities differ, median", "most", "preemptions"), rows),
     ]

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from streamrag.backends.measured.engine import EngineClient, model_len, running_engine
 from streamrag.backends.vllm.chunk_wire import KEY
-from streamrag.backends.vllm.client.measured_engine import EngineClient, model_len, running_engine
 from streamrag.bench.arms import QueryTiming, run_query
 from streamrag.bench.cell import Arm, CellProgress, CellResult, CellSettings, StepResult
 from streamrag.bench.profile.step_times import NUM_IN_VOCABULARY, measure_profile

@@ -1,11 +1,12 @@
-"""Plan one step of the engine, in two phases that change nothing.
+"""Plan one step of the engine, in two phases. No request and no memory is changed.
 
     order:   r0   r1   r2   r3   r4 │ idle: i0   i1
              ▲ phase 1 grants tokens from here on       ▲ phase 2 takes victims from here on: i1, i0, r4, r3, ...
 
-Phase 1 walks the order and grants tokens while the budget and the memory last. Blocks of requests further back count as
-free. Phase 2 chooses the victims whose blocks the grants need, from the other end, and the fate of their KV.
-Source: arXiv 2604.16395, two-phase scheduling. Everything else is a rule: see `streamrag.engine.rules`.
+Phase 1 walks the order and grants tokens while the budget and the memory last. For a complete prompt, blocks of
+requests further back count as free; for a partial one they do if the rule `PartialEviction` allows it. Phase 2 chooses
+the victims whose blocks the grants need, from the other end, and the fate of their KV.
+Source: arXiv 2604.16395, two-phase scheduling. Every other limit is a rule: see `streamrag.engine.rules`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ class Eviction:
 
 
 class Hold(NamedTuple):
-    """A request with tokens to compute that gets none in this step."""
+    """A request with tokens to compute that gets none in this step. A step that is put off has no holds."""
 
     request_id: str
     rule: str
@@ -76,9 +77,9 @@ def plan(
         # Nothing can run, so there is time to examine every request.
         rules = [rule for rule in rules if not rule.only_saves_time]
         walk, held_by = _grant_tokens(Walk(order, idle, budget, memory), rules)
-    holds = tuple(_holds(walk, held_by)) if reports_holds else ()
     if walk.grants and any(rule.puts_off_step(walk) for rule in rules):
-        return Plan((), (), is_put_off=True, holds=holds)
+        return Plan((), (), is_put_off=True)
+    holds = tuple(_holds(walk, held_by)) if reports_holds else ()
     # Phase 2
     victims = walk.victims.choose(walk.num_missing, walk.last_position)[0] if walk.num_missing > 0 else []
     evictions = tuple(Eviction(victim, fate(victim)) for victim in victims)
@@ -88,8 +89,8 @@ def plan(
 def _grant_tokens(walk: Walk, rules: Sequence[Rule]) -> tuple[Walk, dict[str, str]]:
     """Grant tokens to each request in turn, as rules and memory allow. Return the walk, and a rule per held request.
 
-    A complete prompt that does not fit lets running requests behind it continue, but lets none behind it start. A
-    partial prompt that may not evict blocks no other request.
+    A complete prompt that does not fit lets requests behind it that hold KV continue, but lets none without KV start.
+    A partial prompt that may not evict blocks no other request.
     """
     for rule in rules:
         rule.start(walk)
@@ -116,7 +117,7 @@ def _grant_tokens(walk: Walk, rules: Sequence[Rule]) -> tuple[Walk, dict[str, st
 
 
 def _first_wait(candidate: Candidate, rules: Sequence[Rule]) -> tuple[Wait | None, str]:
-    """Return how the first rule to object, or else memory, makes `candidate` wait, if at all, and the name of that."""
+    """Return how `candidate` must wait, or None, and the name of the first rule that objects, else that of memory."""
     for rule in rules:
         if wait := rule.ask(candidate):
             return wait, type(rule).__name__

@@ -22,7 +22,7 @@ class Wait(Enum):
     MEMORY = auto()
     """Waiting for free memory. Meanwhile any other request may take its blocks."""
     RESERVE = auto()
-    """Waiting for reserved memory. It keeps its blocks unless no other request could run without them."""
+    """Waiting because memory is reserved for others. Its own blocks are taken only if nothing else could run."""
     YIELD = auto()
     """Waiting for other requests to end. Meanwhile any other request may take its blocks."""
 
@@ -66,7 +66,7 @@ class Candidate:
         self.is_new = request.num_blocks == 0
         """Whether it holds no KV, so that it would start in this step."""
         self.num_allowed = walk.num_tokens_left
-        """Most tokens that it may compute. Its prompt may have fewer left, until `num_missing` lowers this to them."""
+        """Most tokens that it may compute. Rules lower it; `num_missing` lowers it to what its prompt has left."""
         self.may_evict = request.is_complete
 
     @property
@@ -83,7 +83,7 @@ class Candidate:
 
     @property
     def num_missing(self) -> int:
-        """Blocks that lack if it computes `num_tokens` in addition to the grants; negative if some stay free.
+        """Blocks still missing if it computes `num_tokens` in addition to the grants; negative if some stay free.
 
         The first access is costly and fixes `num_allowed`: rules that lower it must come before rules that read this.
         """
@@ -116,18 +116,18 @@ class Walk:
         self.num_seqs = budget.num_seqs - budget.num_ahead
         self.num_ahead = budget.num_ahead
         self.num_missing = -memory.num_free_blocks
-        """Blocks that the grants so far lack; negative if some stay free."""
+        """Blocks still missing for the grants so far; negative if some stay free."""
         self.num_unfit = 0
         """Requests that would start in this step but were measured not to fit."""
         self.grants: list[Grant] = []
         self.last_position = -1
         """Position of the last grant; -1 before the first."""
         self.closed_by = ""
-        """Name of the rule that ended the step for all requests; empty while it is open."""
+        """Name of the rule that ended the step for all requests, or "StepBudget"; empty while it is open."""
         self.closed_to_partial_by = ""
         """Name of the rule that ended the step for partial prompts."""
         self.closed_to_new_by = ""
-        """Name of the rule that ended the step for requests without KV, so that a more urgent one can start at all."""
+        """"Memory" once a complete prompt did not fit: no request without KV may start behind it."""
         self.waiting: list[RequestView] = []
         self._held_by_reserve: list[Candidate] = []
         if self.num_tokens <= 0 or self.num_seqs <= 0:

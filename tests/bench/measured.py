@@ -3,9 +3,9 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from streamrag.backends.measured.engine import MeasuredStep
 from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
-from streamrag.backends.vllm.client.measured_engine import MeasuredStep
 from streamrag.engine.costs.step_profiles import TableProfile
 
 TRUE = TableProfile(

@@ -32,7 +32,7 @@ def test_stock_sessions_refuse_updates_before_any_engine_is_started() -> None:
 
 
 def test_a_real_engine_refuses_virtual_time() -> None:
-    from streamrag.backends.vllm.client.measured_engine import running_engine
+    from streamrag.backends.measured.engine import running_engine
 
     async def main() -> None:
         async with running_engine("nowhere", {}, policy=None):

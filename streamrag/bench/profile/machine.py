@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import anyio.to_thread
 
-from streamrag.backends.vllm.client.measured_engine import running_engine
+from streamrag.backends.measured.engine import running_engine
 from streamrag.backends.vllm.facts import EngineFacts
 from streamrag.bench.profile.copies import CopyTimes, block_counts, measure_copies
 from streamrag.bench.profile.recomputation import NUM_CONTEXT_BESIDE, RecomputeTimes, measure_recompute, prompt_sizes

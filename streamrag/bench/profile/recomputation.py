@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-from streamrag.backends.vllm.client.measured_engine import EngineClient, MeasuredStep
+from streamrag.backends.measured.engine import EngineClient, MeasuredStep
 from streamrag.bench.profile.step_times import FreshTokens, MeasurementPass, StepTime, answer, steps_since
 from streamrag.engine.costs.step_parts import StepPart
 from streamrag.errors import BackendError

@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Protocol
 
-from streamrag.backends.vllm.client.measured_engine import EngineClient, MeasuredStep
+from streamrag.backends.measured.engine import EngineClient, MeasuredStep
 from streamrag.bench.provenance import versions
 from streamrag.bench.workload import Tokens
 from streamrag.engine.costs.curve_fit import fit_table

@@ -1,4 +1,4 @@
-"""The rules of a step, one class for each reason to hold a request back.
+"""The rules of a step: one class for each reason to grant a request less, to let it wait, or to put off the step.
 
     candidate ─▶ LeanPartials ─▶ ShortBeforeReplaced ─▶ ... ─▶ DataHighWater ─▶ memory ─▶ grant
                       └─────────────────┴───── the first rule that returns a `Wait` holds the request back

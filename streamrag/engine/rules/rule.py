@@ -6,9 +6,9 @@ from streamrag.engine.walk import Candidate, Wait, Walk
 
 
 class Rule:
-    """A reason why a request gets fewer tokens than it could, or waits. Its state lasts for one plan.
+    """A reason why a request gets fewer tokens than it could, or waits. Only waiting is reported as a hold.
 
-    A plan reports as a hold only that a request waits.
+    `start` resets its state for each plan; only `Turns` remembers whose turn is next.
     """
 
     asks_complete = True

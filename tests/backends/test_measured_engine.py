@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrag.backends.vllm.client.measured_engine import running_engine
+from streamrag.backends.measured.engine import running_engine
 from streamrag.errors import ConfigurationError, MissingDependencyError, ModelError
 
 # When a client fails while it is made, vLLM closes its sockets but not their context.
@@ -16,7 +16,7 @@ PROGRAM = """
 import asyncio
 import logging
 import sys
-from streamrag.backends.vllm.client.measured_engine import running_engine
+from streamrag.backends.measured.engine import running_engine
 
 async def main(policy):
     async with running_engine(sys.argv[1], {"max_model_len": 512}, policy=policy, kv_tokens=4096) as client:
