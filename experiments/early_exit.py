@@ -28,7 +28,7 @@ from session_arms import Text
 from streamrag import AnswerChunk, Prompt, SamplingParams, VllmBackend
 from streamrag.bench.provenance import versions
 from streamrag.sessions.answer import ForwardPass, TokenIds, choose_answer, encode_answers
-from streamrag.sessions.question import DECISIVE_MARGIN
+from streamrag.sessions.question_options import DECISIVE_MARGIN
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_demo_model
 

@@ -18,7 +18,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine, always
-from streamrag.backends.simulated.runner import BlindRunner
+from streamrag.backends.simulated.model_runner import BlindRunner
 from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.scheduler.hooks import StreamingScheduler
 

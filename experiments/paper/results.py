@@ -28,7 +28,7 @@ SIMULATOR = (
     "bench/arms.py",
     "bench/request_results.py",
     "bench/simulate.py",
-    "bench/step_time.py",
+    "bench/simulated_step_times.py",
     "bench/virtual_time.py",
     "bench/workload.py",
 )

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError
 from streamrag.errors import TraceError
 from streamrag.support.bounded_reading import parse_json
 from streamrag.trace.events import MAX_COUNT, MAX_SECONDS, LineError, TraceCount
-from streamrag.trace.lines import KeyQuota
+from streamrag.trace.file_schema import KeyQuota
 from streamrag.trace.values import Trace, TracedChunk, TracedQuery, TracedUpdate
 
 from .csv_rows import Row, numbered_lines, read_csv

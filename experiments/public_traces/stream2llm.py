@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from streamrag.errors import TraceError
 from streamrag.support.bounded_reading import MAX_JSON_BYTES, parse_json, read_bytes
 from streamrag.trace.events import MAX_SECONDS
-from streamrag.trace.lines import KeyQuota
+from streamrag.trace.file_schema import KeyQuota
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery, TracedSkip, TracedUpdate
 
 from .csv_rows import read_csv

@@ -19,7 +19,7 @@ from streamrag.bench.arms import QueryTiming, run_query
 from streamrag.bench.cell import CellProgress, CellResult, CellSettings, StepPart, StepResult
 from streamrag.bench.provenance import versions
 from streamrag.bench.request_results import request_results
-from streamrag.bench.step_time import CopyLog, StepTimes
+from streamrag.bench.simulated_step_times import CopyLog, StepTimes
 from streamrag.bench.virtual_time import DeadlockError, run_virtual
 from streamrag.bench.workload import (
     Arriving,

@@ -23,7 +23,7 @@ from streamrag.errors import BackendError, ConfigurationError
 from streamrag.query.answer_stream import Emit
 from streamrag.query.retrieval import closing
 from streamrag.sessions.ingestion import Snapshot
-from streamrag.sessions.question import DECISIVE_MARGIN, Question
+from streamrag.sessions.question_options import DECISIVE_MARGIN, Question
 from streamrag.telemetry import Answer, Timings, TokensGenerated
 
 TokenIds: TypeAlias = tuple[int, ...]

@@ -17,7 +17,7 @@ from streamrag.query.answer_stream import Emit, StartQuery
 from streamrag.sessions.answer import compute_answer
 from streamrag.sessions.data import SessionData
 from streamrag.sessions.ingestion import Snapshot
-from streamrag.sessions.question import DECISIVE_MARGIN, Question
+from streamrag.sessions.question_options import DECISIVE_MARGIN, Question
 from streamrag.sessions.tasks import SessionTasks
 from streamrag.support.messages import short_repr
 from streamrag.support.tasks import Broadcast, cancel_and_wait

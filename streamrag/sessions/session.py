@@ -18,7 +18,7 @@ from streamrag.sessions.data import SessionData, SessionState
 from streamrag.sessions.drops import DataDropped
 from streamrag.sessions.limits import MAX_WAITING, MAX_WAITING_CHARACTERS, SessionLimits, SessionRegistry
 from streamrag.sessions.log import SessionLog
-from streamrag.sessions.question import DECISIVE_MARGIN, WatchOptions
+from streamrag.sessions.question_options import DECISIVE_MARGIN, WatchOptions
 from streamrag.sessions.questions import AskOptions, Questions
 from streamrag.sessions.tasks import SessionTasks
 from streamrag.sessions.watches import Admit, Watch, Watches

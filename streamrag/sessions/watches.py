@@ -22,7 +22,7 @@ from streamrag.query.answer_stream import AnswerStream
 from streamrag.sessions.concurrency import ConcurrencyEstimator
 from streamrag.sessions.data import SessionData
 from streamrag.sessions.log import SessionLog
-from streamrag.sessions.question import Question, WatchOptions
+from streamrag.sessions.question_options import Question, WatchOptions
 from streamrag.sessions.questions import Questions
 from streamrag.support.messages import plain_text
 from streamrag.support.tasks import Broadcast, cancel_and_wait

@@ -1,7 +1,7 @@
 """The JSON schema and codec of retrieval events, for trace files and HTTP.
 
 An event over HTTP contains its chunks (`AppendLine` and so on). A line of a trace file refers to chunks that earlier
-lines define, and has the event's query and time (`streamrag.trace.lines`).
+lines define, and has the event's query and time (`streamrag.trace.file_schema`).
 """
 
 from dataclasses import asdict

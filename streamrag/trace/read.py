@@ -8,8 +8,7 @@ from typing import Any
 
 from streamrag.errors import TraceError
 from streamrag.trace.events import MAX_SECONDS, to_hint
-from streamrag.trace.files import LineReader
-from streamrag.trace.lines import (
+from streamrag.trace.file_schema import (
     READER_KEYS,
     AppendKeyLine,
     ChunkLine,
@@ -22,6 +21,7 @@ from streamrag.trace.lines import (
     UpdateKeysLine,
     decode,
 )
+from streamrag.trace.files import LineReader
 from streamrag.trace.values import (
     Trace,
     TracedAppend,

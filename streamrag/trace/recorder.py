@@ -17,7 +17,7 @@ from streamrag.query.retrieval import Retrieval
 from streamrag.support.messages import message_of
 from streamrag.support.tasks import cancel_and_wait, run_shielded
 from streamrag.support.validation import validated
-from streamrag.trace.lines import EndLine, QueryLine, TextMode, TraceLine
+from streamrag.trace.file_schema import EndLine, QueryLine, TextMode, TraceLine
 from streamrag.trace.values import RetrievalOutcome, TracedAppend, TracedChunk, TracedSkip, TracedUpdate
 from streamrag.trace.write import SessionEncoder, chunk_key, clean, make_header, seconds
 from streamrag.trace.writer_thread import WriterThread

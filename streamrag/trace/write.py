@@ -14,8 +14,7 @@ from streamrag.errors import TraceError
 from streamrag.support.bounded_reading import parse_json, without_lone_surrogates
 from streamrag.support.versions import __version__
 from streamrag.trace.events import HintFields, LineError, finite
-from streamrag.trace.files import replace_file
-from streamrag.trace.lines import (
+from streamrag.trace.file_schema import (
     READER_KEYS,
     AppendKeyLine,
     ChunkLine,
@@ -28,6 +27,7 @@ from streamrag.trace.lines import (
     UpdateKeysLine,
     encode,
 )
+from streamrag.trace.files import replace_file
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedSkip, chunks_of
 
 KEY_BYTES = 12  # bytes of a chunk's hash: large enough to exclude collisions

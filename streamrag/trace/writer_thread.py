@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from streamrag.errors import TraceError
+from streamrag.trace.file_schema import TraceHeader, TraceLine, encode
 from streamrag.trace.files import LineReader, LineWriter, replace_file
-from streamrag.trace.lines import TraceHeader, TraceLine, encode
 from streamrag.trace.read import numbered_lines
 
 

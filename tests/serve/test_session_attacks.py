@@ -14,7 +14,7 @@ from streamrag.serve.failures import NotAdmittedError
 from streamrag.sessions.concurrency import ConcurrencyEstimator
 from streamrag.sessions.log.contents import LogContents, SessionHeader
 from streamrag.sessions.log.file import LogFile
-from streamrag.sessions.question import WatchOptions
+from streamrag.sessions.question_options import WatchOptions
 from streamrag.telemetry import ContextChanged
 from streamrag.testing import ScriptedBackend
 from tests.serve.serving import Serving, serving

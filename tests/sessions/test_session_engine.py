@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from streamrag import AnswerChunk, BackendEvent, Pipeline, Prompt, SamplingParams, VllmBackend
 from streamrag.records import read_records
-from streamrag.sessions.question import DECISIVE_MARGIN
+from streamrag.sessions.question_options import DECISIVE_MARGIN
 from streamrag.testing import ScriptedSource, make_tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]

@@ -18,7 +18,7 @@ from streamrag import (
     TooManyQueriesError,
 )
 from streamrag.sessions import Session
-from streamrag.sessions.question import Question
+from streamrag.sessions.question_options import Question
 from streamrag.testing import ScriptedBackend
 from tests.sessions.test_faults import Failing, soon, until
 from tests.sessions.test_session import Engine

@@ -24,7 +24,7 @@ from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine
 from streamrag.backends.simulated.hashing import quick_block_hasher
 from streamrag.backends.simulated.loop import Abort, EngineLoop, Input, check_virtual
-from streamrag.backends.simulated.runner import BlindRunner
+from streamrag.backends.simulated.model_runner import BlindRunner
 from streamrag.backends.simulated.stock_records import StockRecords
 from streamrag.backends.simulated.stream import Outputs, SimulatedStream, next_output
 from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage

@@ -18,7 +18,7 @@ from streamrag.backends.vllm.scheduler.host_memory.hardware_profile import make_
 from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
 from streamrag.backends.vllm.scheduler.supported import why_no_host_memory
 from streamrag.backends.vllm.scheduler_options import SchedulerOptions
-from streamrag.backends.vllm.worker.copier import HostCopier
+from streamrag.backends.vllm.worker.host_copier import HostCopier
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ import torch
 
 from streamrag.backends.vllm.copy_wire import HostCopies
 from streamrag.backends.vllm.facts import EngineFacts
-from streamrag.backends.vllm.worker.copier import HostCopier
+from streamrag.backends.vllm.worker.host_copier import HostCopier
 from streamrag.engine.costs.copy_costs import CopyCosts
 from streamrag.engine.costs.curve_fit import fit_copies
 

@@ -23,7 +23,7 @@ from streamrag.sessions.limits import SessionRegistry
 from streamrag.sessions.log import SessionLog
 from streamrag.sessions.log.contents import SessionHeader
 from streamrag.sessions.log.file import LogFile, read_header
-from streamrag.sessions.question import Question
+from streamrag.sessions.question_options import Question
 from streamrag.support.tasks import cancel_and_wait, run_shielded
 
 SWEEP_S = 5.0  # seconds between two sweeps, which close idle sessions and end readers whose key was revoked

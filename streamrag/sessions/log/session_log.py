@@ -19,7 +19,7 @@ from streamrag.core import Chunk
 from streamrag.errors import ConfigurationError, SessionLogError
 from streamrag.sessions.log.contents import LogContents, LogState, SessionHeader, encode_watch
 from streamrag.sessions.log.file import LogFile
-from streamrag.sessions.question import WatchOptions
+from streamrag.sessions.question_options import WatchOptions
 from streamrag.sessions.window import Numbered, num_characters
 from streamrag.support.messages import message_of, short_repr
 from streamrag.support.tasks import LET_GO_S, Broadcast, wait_shielded

@@ -8,7 +8,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from streamrag.backends.vllm.connector import HostKVConnector
 from streamrag.backends.vllm.copy_wire import HostCopies
-from streamrag.backends.vllm.worker.copier import HostCopier
+from streamrag.backends.vllm.worker.host_copier import HostCopier
 
 
 class CopyFaults:

@@ -17,7 +17,7 @@ from streamrag.serve.service import Service
 from streamrag.serve.session_store.served_session import MAX_SHOWN, ServedSession
 from streamrag.serve.session_store.store import session_not_found
 from streamrag.sessions.limits import MAX_WAITING
-from streamrag.sessions.question import DECISIVE_MARGIN
+from streamrag.sessions.question_options import DECISIVE_MARGIN
 from streamrag.telemetry import QueryEvent
 
 AnswerTexts: TypeAlias = list[Annotated[str, Field(max_length=1000)]]

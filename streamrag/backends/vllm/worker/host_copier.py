@@ -15,7 +15,7 @@ import torch
 from vllm.v1.kv_cache_interface import group_kernel_blocks
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
-from streamrag.backends.vllm.worker.block_copies import CpuCopies, CudaCopies, Layer, Pairs
+from streamrag.backends.vllm.worker.device_copies import CpuCopies, CudaCopies, Layer, Pairs
 from streamrag.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)

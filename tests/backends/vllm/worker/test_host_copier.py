@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
-from streamrag.backends.vllm.worker.copier import HostCopier
+from streamrag.backends.vllm.worker.host_copier import HostCopier
 from streamrag.errors import ConfigurationError
 from tests.backends.vllm.swapping import make_faulty
 

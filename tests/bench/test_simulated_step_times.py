@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from streamrag.bench.cell import CopyTotals
-from streamrag.bench.step_time import CopyLog, StepTimes
+from streamrag.bench.simulated_step_times import CopyLog, StepTimes
 from streamrag.engine.costs.copy_costs import CopyCosts, linear_copies
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import AnalyticProfile

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from simulated_cuda import Device, Memory, Rows
 
-from streamrag.backends.vllm.worker.block_copies import Layer
+from streamrag.backends.vllm.worker.device_copies import Layer
 
-block_copies = pytest.importorskip("streamrag.backends.vllm.worker.block_copies")
+device_copies = pytest.importorskip("streamrag.backends.vllm.worker.device_copies")
 custom_ops = pytest.importorskip("vllm._custom_ops")
 
 LAYERS = ("layers.0", "layers.1", "layers.2")
@@ -100,12 +100,12 @@ def is_right(module: ModuleType, seed: int) -> bool:
 
 
 def module_of(source: str) -> ModuleType:
-    module = ModuleType("block_copies")
-    exec(compile(source, block_copies.__file__, "exec"), vars(module))
+    module = ModuleType("device_copies")
+    exec(compile(source, device_copies.__file__, "exec"), vars(module))
     return module
 
 
-SOURCE = inspect.getsource(block_copies)
+SOURCE = inspect.getsource(device_copies)
 
 
 def test_nothing_is_copied_too_early_or_read_before_it_is_there() -> None:
