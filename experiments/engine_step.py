@@ -16,9 +16,9 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from streamrag.backends.simulated.blind_runner import BlindRunner
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine, always
-from streamrag.backends.simulated.model_runner import BlindRunner
 from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.scheduler.hooks import StreamingScheduler
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Prefilled, Progress, Prompt, SamplingParams
-from streamrag.engine.classes import RANKS
+from streamrag.engine.urgency_classes import RANKS
 
 STEP_S = 0.010
 TOKEN_S = 0.000_010

@@ -11,7 +11,8 @@ from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
 from streamrag.bench.cell import CopyResult, CopyTotals
-from streamrag.engine.costs.copy_costs import CopyClock, CopyCosts
+from streamrag.bench.copy_clock import CopyClock
+from streamrag.engine.costs.copy_costs import CopyCosts
 from streamrag.engine.costs.step_parts import StepPart
 from streamrag.engine.costs.step_profiles import StepProfile, TableProfile
 

@@ -7,7 +7,6 @@
 The vLLM scheduler and the simulator call the same functions. Nothing here imports vLLM.
 """
 
-from streamrag.engine.classes import ClassPolicy as ClassPolicy
 from streamrag.engine.fates import Fate as Fate
 from streamrag.engine.memory import Memory as Memory
 from streamrag.engine.pace import Pace as Pace
@@ -19,5 +18,6 @@ from streamrag.engine.policies import POLICIES as POLICIES
 from streamrag.engine.policies import Policy as Policy
 from streamrag.engine.policies import make_policy as make_policy
 from streamrag.engine.request import RequestView as RequestView
+from streamrag.engine.urgency_classes import ClassPolicy as ClassPolicy
 from streamrag.engine.walk import Grant as Grant
 from streamrag.engine.walk import StepBudget as StepBudget

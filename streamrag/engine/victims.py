@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+from streamrag.engine.forecast import ChunkForecast
 from streamrag.engine.memory import Memory
+from streamrag.engine.policies import Policy
 from streamrag.engine.request import RequestView
 
 
@@ -52,3 +54,9 @@ class Victims:
             victim, position = self._unmeasured.pop()
             self._measured.append((victim, position, self._memory.num_blocks_freed(victim)))
             yield self._measured[-1]
+
+
+def order_idle(idle: Sequence[RequestView], policy: Policy, forecast: ChunkForecast, now_s: float) -> list[RequestView]:
+    """Return the idle streams that hold KV. The last one is the first victim: its next chunk is furthest away."""
+    held = policy.order([view for view in idle if view.num_blocks], now_s)
+    return sorted(held, key=lambda view: forecast.expected_s(view, now_s))

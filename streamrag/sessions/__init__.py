@@ -14,8 +14,8 @@ from streamrag.sessions.limits import SessionLimits as SessionLimits
 from streamrag.sessions.log import LogState as LogState
 from streamrag.sessions.questions import AskOptions as AskOptions
 from streamrag.sessions.session import Session as Session
-from streamrag.sessions.watches import Watch as Watch
-from streamrag.sessions.watches import WatchedAnswer as WatchedAnswer
+from streamrag.sessions.watched_questions import Watch as Watch
+from streamrag.sessions.watched_questions import WatchedAnswer as WatchedAnswer
 
 __all__ = [
     "AskOptions",

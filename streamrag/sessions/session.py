@@ -21,7 +21,7 @@ from streamrag.sessions.log import SessionLog
 from streamrag.sessions.question_options import DECISIVE_MARGIN, WatchOptions
 from streamrag.sessions.questions import AskOptions, Questions
 from streamrag.sessions.tasks import SessionTasks
-from streamrag.sessions.watches import Admit, Watch, Watches
+from streamrag.sessions.watched_questions import Admit, Watch, Watches
 from streamrag.support.tasks import run_shielded
 from streamrag.support.validation import Count, Number, SecondsOrZero, validated
 

@@ -58,7 +58,7 @@ AFFINITY, SIMPLE, ROUTERS_TEST = (
     "streamrag.routing.basic_routers",
     "tests/routing/test_routers.py",
 )
-CLASSES, RULES = "streamrag.engine.classes", "streamrag.engine.rules."
+CLASSES, RULES = "streamrag.engine.urgency_classes", "streamrag.engine.rules."
 WALK, VICTIMS = "streamrag.engine.walk", "streamrag.engine.victims"
 ADMISSION = "streamrag.backends.vllm.scheduler.kv.claims"
 LATER = "streamrag.backends.vllm.scheduler.kv.later_hits"

@@ -17,7 +17,7 @@ def mutant(name: str, module: str, old: str, new: str, within: int) -> Mutant:
 SESSION, INGESTION = "streamrag.sessions.session", "streamrag.sessions.ingestion"
 WINDOW, PROMPTS = "streamrag.sessions.window", "streamrag.sessions.prompts"
 QUESTION, QUESTIONS = "streamrag.sessions.question_options", "streamrag.sessions.questions"
-ANSWER, WATCHES, TASKS = "streamrag.sessions.answer", "streamrag.sessions.watches", "streamrag.sessions.tasks"
+ANSWER, WATCHES, TASKS = "streamrag.sessions.answer", "streamrag.sessions.watched_questions", "streamrag.sessions.tasks"
 CONTENTS, FILE = "streamrag.sessions.log.contents", "streamrag.sessions.log.file"
 STREAMS = "streamrag.backends.vllm.client.token_streams"
 HOST_MEMORY = "streamrag.backends.vllm.scheduler.host_memory.memory"

@@ -30,7 +30,7 @@ from tests.sessions.test_session import Engine, lines_of, settled
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrag.sessions.ingestion.RETRY_S", 0.01)
-    monkeypatch.setattr("streamrag.sessions.watches.RETRY_S", 0.01)
+    monkeypatch.setattr("streamrag.sessions.watched_questions.RETRY_S", 0.01)
 
 
 pytestmark = pytest.mark.usefixtures("soon")

@@ -20,11 +20,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
+from streamrag.backends.simulated.blind_runner import BlindRunner
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine
 from streamrag.backends.simulated.hashing import quick_block_hasher
 from streamrag.backends.simulated.loop import Abort, EngineLoop, Input, check_virtual
-from streamrag.backends.simulated.model_runner import BlindRunner
 from streamrag.backends.simulated.stock_records import StockRecords
 from streamrag.backends.simulated.stream import Outputs, SimulatedStream, next_output
 from streamrag.backends.vllm.chunk_wire import KEY, PromptMessage

@@ -16,8 +16,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from streamrag.backends.simulated.blind_runner import Runner
 from streamrag.backends.simulated.config import EngineShape, kv_cache_config, vllm_config
-from streamrag.backends.simulated.model_runner import Runner
 from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.copy_wire import HostCopies
 from streamrag.backends.vllm.scheduler.hooks import streaming_scheduler

@@ -26,7 +26,7 @@ class SchedulerOptions:
     policy: str = DEFAULT_POLICY
     """Orders the requests of a class: see `streamrag.engine.make_policy`. Without sessions there is only one class."""
     class_ageing_s: float | None = 4.0
-    """See `streamrag.engine.classes`; with None, `policy` orders the data and questions of sessions together."""
+    """See `streamrag.engine.urgency_classes`; with None, `policy` orders data and questions of sessions together."""
     can_partial_evict: bool | None = None
     """See `streamrag.engine.rules.PartialEviction`; None allows it to growing prompts if host memory holds all KV."""
     num_partial_tokens: int | None = 2_048

@@ -12,6 +12,7 @@ from random import Random
 from typing import Literal, TypeAlias
 
 from streamrag.support.validation import Count, Positive, validated
+from streamrag.trace.generate.arrivals import poisson_arrivals
 from streamrag.trace.generate.distributions import Marginal, apportion, couple, stratified_counts
 from streamrag.trace.generate.timing import ChunkTiming, retrieval_windows
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedUpdate
@@ -199,17 +200,16 @@ def _trace(
     workload: Workload, events: Sequence[Sequence[TracedEvent]], seed: int, qps: float, **settings: str | int
 ) -> Trace:
     """Return the trace with Poisson arrivals; another rate scales the same arrivals."""
-    rng = Random(f"{workload.name}-{seed}-arrivals")
-    arrivals = accumulate(rng.expovariate(1.0) for _ in events)
+    arrivals = poisson_arrivals(f"{workload.name}-{seed}-arrivals", len(events), qps)
     queries = tuple(
         TracedQuery(
             query_id=f"{workload.name}-{i}",
-            arrival_s=arrival / qps,
+            arrival_s=arrival_s,
             text=f"Question {i} of the generated {workload.name} workload?",
             events=tuple(each),
             end_s=each[-1].at_s,
         )
-        for i, (arrival, each) in enumerate(zip(arrivals, events, strict=True))
+        for i, (arrival_s, each) in enumerate(zip(arrivals, events, strict=True))
     )
     return Trace(
         queries, {"generator": workload.name, "num_queries": len(queries), "seed": seed, "qps": qps, **settings}

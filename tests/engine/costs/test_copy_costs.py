@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrag.engine.costs.copy_costs import CopyClock, CopyCosts, linear_copies
+from streamrag.bench.copy_clock import CopyClock
+from streamrag.engine.costs.copy_costs import CopyCosts, linear_copies
 from streamrag.errors import ConfigurationError
 
 COSTS = CopyCosts(

@@ -29,6 +29,7 @@ from streamrag.engine.rules import (
     SizedSteps,
     Turns,
 )
+from streamrag.engine.victims import order_idle
 
 
 class PlannedStep(NamedTuple):
@@ -146,8 +147,5 @@ class StepPlanner:
         return decoding, others
 
     def _idle_views(self) -> list[RequestView]:
-        """Return the idle streams that hold KV. The last one is the first victim: its next chunk is furthest away."""
-        now_s, forecast = self.steps.start_s, self.estimates.forecast
         views = [self.kv_memory.cached_view(r, is_idle=True) for r in self.queues.idle.values()]
-        held = self.policy.order([v for v in views if v.num_blocks], now_s)
-        return sorted(held, key=lambda view: forecast.expected_s(view, now_s))
+        return order_idle(views, self.policy, self.estimates.forecast, self.steps.start_s)
