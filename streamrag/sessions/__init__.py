@@ -2,7 +2,7 @@
 
     append ─▶ Buffer ─▶ Window ─▶ IdleStream        data.py, window.py, ingestion.py: a partial prompt in the engine
     ask ─▶ cache, in-flight answers ─▶ engine       questions.py, answer.py: a request that shares the stream's KV
-    blocks watch ─▶ the same, after each new version       watches.py, concurrency.py log
+    blocks watch ─▶ the same, after each new version  watched_questions.py, concurrency.py log
     log/: the text on disk, in SQLite
 
 After arXiv 2605.13784: the system text is frozen, the data slide, question and answer are ephemeral.
