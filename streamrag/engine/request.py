@@ -49,6 +49,8 @@ class RequestView(NamedTuple):
     """Urgency class of the request."""
     since_s: float = 0.0
     """Since when it has had tokens to compute without a break."""
+    adapter_id: int | None = None
+    """vLLM's number of its LoRA adapter; None without one."""
     num_answer_tokens: int = 0
     """Tokens that may still be sampled."""
     has_claim: bool = False

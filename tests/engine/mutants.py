@@ -319,6 +319,22 @@ MUTANTS = (
         "tests/engine/test_planning.py::test_a_long_step_of_complete_prompts_is_put_off_where_others_come_often",
     ),
     Mutant(
+        "a step has more LoRA adapters than there is room for",
+        RULES + "adapters",
+        " and len(self._adapters) >= self._max_adapters",
+        " and False",
+        0,  # the fuzz has no adapters
+        "tests/backends/vllm/scheduler/test_adapters.py",
+    ),
+    Mutant(
+        "the LoRA adapters of requests that decode do not count",
+        RULES + "adapters",
+        "set(self._adapters_ahead())",
+        "set()",
+        0,  # as above
+        "tests/backends/vllm/scheduler/test_adapters.py",
+    ),
+    Mutant(
         "who comes back from host memory is ordered as if all were to be computed",
         EVICTION,
         "            request.num_kept_tokens = request.num_computed_tokens\n",

@@ -1,12 +1,13 @@
 """The rules of a step: one class for each reason to grant a request less, to let it wait, or to put off the step.
 
-    candidate ─▶ LeanPartials ─▶ ShortBeforeReplaced ─▶ ... ─▶ DataHighWater ─▶ memory ─▶ grant
+    candidate ─▶ AdapterSlots ─▶ LeanPartials ─▶ ... ─▶ DataHighWater ─▶ memory ─▶ grant
                       └─────────────────┴───── the first rule that returns a `Wait` holds the request back
 
 `streamrag.backends.vllm.scheduler.step` makes the rules once and lists them in this order. To add a rule, write its
 class and add a line to that list.
 """
 
+from streamrag.engine.rules.adapters import AdapterSlots as AdapterSlots
 from streamrag.engine.rules.grouped_prefills import GroupedPrefills as GroupedPrefills
 from streamrag.engine.rules.grouped_prefills import NextBlock as NextBlock
 from streamrag.engine.rules.memory_rules import DataHighWater as DataHighWater

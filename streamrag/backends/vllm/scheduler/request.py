@@ -116,6 +116,10 @@ class StreamRequest(Request):
         """Whether a token has been sampled, or is being sampled."""
         return bool(self._output_token_ids) or self.num_output_placeholders > 0
 
+    @property
+    def adapter_id(self) -> int | None:
+        return self.lora_request.lora_int_id if self.lora_request else None
+
     def make_view(self, num_blocks: int, is_idle: bool) -> RequestView:
         return RequestView(
             request_id=self.request_id,
@@ -136,6 +140,7 @@ class StreamRequest(Request):
             is_speculative=not self.is_complete and self.is_replaced,
             request_class=self.request_class,
             since_s=self.since_s,
+            adapter_id=self.adapter_id,
             num_answer_tokens=max(self.max_tokens - self.num_output_tokens, 0),
             has_claim=self.num_blocks_claimed is not None,
         )

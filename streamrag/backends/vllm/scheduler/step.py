@@ -16,6 +16,7 @@ from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
 from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.engine import Plan, Policy, RequestView, StepBudget, plan
 from streamrag.engine.rules import (
+    AdapterSlots,
     DataHighWater,
     DataShare,
     GroupedPrefills,
@@ -63,6 +64,7 @@ class StepPlanner:
         # With more free blocks than this, even the largest step leaves the low-water reserve free.
         largest_step = self.scheduler.max_num_scheduled_tokens // self.kv_memory.smallest_block_size
         self._num_free_if_short = self.num_reserved_free + largest_step + self.scheduler.max_num_active_reqs
+        self._adapters_ahead: set[int] = set()  # of the requests that run before the plan
         self.rules = self._make_rules()
 
     def plan_step(self) -> PlannedStep:
@@ -71,6 +73,8 @@ class StepPlanner:
         if self.host_memory is not None:
             self.host_memory.start_step(self.steps.start_s)
         decoding, others = self._split_running()
+        if self.scheduler.lora_config:
+            self._adapters_ahead = {r.adapter_id for r in decoding if r.adapter_id is not None}
         views, blocked = [self.kv_memory.cached_view(r) for r in others], []
         for request in self.scheduler.waiting:
             view = request.view
@@ -106,7 +110,9 @@ class StepPlanner:
         can_growing = self._is_evicted_kv_kept if options.can_partial_evict is None else lambda: False
         next_block = self.kv_memory.next_block
         sized = SizedSteps(lambda: estimates.step_costs.at(self.steps.start_s)) if options.sizes_steps else None
+        lora = self.scheduler.lora_config
         rules = [
+            None if lora is None else AdapterSlots(lora.max_loras, lambda: self._adapters_ahead),
             LeanPartials(lambda: estimates.pace.num_partial_tokens, self.num_reserved_free),
             ShortBeforeReplaced(),
             None if options.max_data_tokens is None else DataShare(options.max_data_tokens),
