@@ -26,7 +26,6 @@ SIMULATOR = (
     "backends/vllm",
     "trace/generate*.py",
     "bench/arms.py",
-    "bench/copy_clock.py",
     "bench/request_results.py",
     "bench/simulate.py",
     "bench/simulated_step_times.py",

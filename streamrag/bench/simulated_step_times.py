@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
+from streamrag.backends.simulated.copy_clock import CopyClock
 from streamrag.bench.cell import CopyResult, CopyTotals
-from streamrag.bench.copy_clock import CopyClock
 from streamrag.engine.costs.copy_costs import CopyCosts
 from streamrag.engine.costs.step_parts import StepPart
 from streamrag.engine.costs.step_profiles import StepProfile, TableProfile

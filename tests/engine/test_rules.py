@@ -9,6 +9,7 @@ import pytest
 from streamrag.engine import Plan, RequestView, StepBudget, plan
 from streamrag.engine import rules as all_rules
 from streamrag.engine.rules import (
+    AdapterSlots,
     DataHighWater,
     DataShare,
     GroupedPrefills,
@@ -138,6 +139,13 @@ def test_turns_asks_others_in_each_step_once_some_did_not_fit() -> None:
     assert [names[4:] for names in asked] == [[], ["r4", "r5", "r6"], ["r7", "r8", "r9", "r10"]]
     nobody_fits = planned(order, rule, num_free=0)
     assert len(nobody_fits.waiting) == 20  # then there is time to ask everybody
+
+
+def test_a_step_has_room_for_some_adapters_and_those_of_requests_that_decode_come_first() -> None:
+    order = [complete(f"q{number}", 16)._replace(adapter_id=number or None) for number in (0, 1, 2, 1, 3)]
+    order = [request._replace(request_id=f"{index}") for index, request in enumerate(order)]
+    for ahead, served in ((set(), "0123"), ({2}, "0123"), ({3}, "0134"), ({1, 3}, "0134"), ({8, 9}, "0")):
+        assert "".join(tokens(planned(order, AdapterSlots(2, lambda ahead=ahead: ahead)))) == served
 
 
 def test_low_water_keeps_blocks_free_where_one_that_was_evicted_starts_again() -> None:

@@ -22,7 +22,7 @@ from streamrag.errors import ConfigurationError, StreamRagError, TraceError
 from streamrag.records import read_records
 from streamrag.support import bounded_reading as reading
 from streamrag.support.bounded_reading import DamagedError, DecompressedFile, parse_json, read_bytes, split_lines
-from streamrag.trace import files, lines
+from streamrag.trace import file_schema, files
 from streamrag.trace.read import read_trace
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def test_a_file_has_a_number_of_bytes_lines_and_chunks_that_it_may_not_exceed(
     assert read_trace(path).queries
     with pytest.raises(ValueError, match="more than 100 bytes"):
         b"".join(DecompressedFile(path, 100))
-    monkeypatch.setattr(lines, "MAX_NAMED", 1)
+    monkeypatch.setattr(file_schema, "MAX_NAMED", 1)
     with pytest.raises(TraceError, match=r"line 4: its updates have more than 1 chunks"):
         read_trace(path)
     monkeypatch.setattr(files, "MAX_LINES", 3)
@@ -220,7 +220,7 @@ def test_a_row_of_csv_is_bounded_across_its_lines(tmp_path: Path) -> None:
 
 
 def test_the_chunks_of_public_traces_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MAX_NAMED", 3)
+    monkeypatch.setattr(file_schema, "MAX_NAMED", 3)
     request = b'{"timestamp":0,"input_length":1024,"output_length":1,"hash_ids":[1,2]}\n'
     with pytest.raises(TraceError, match=r"line 2: its updates have more than 3 chunks"):
         read_mooncake(packed(tmp_path / "m.jsonl.gz", (request, 2)))
