@@ -19,21 +19,20 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from gpu.exact import GREEDY, Answer, Chunks, ask, difference, pairs
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from streamrag.backends.vllm.client.arguments import scheduler_args
 from streamrag.backends.vllm.client.processes import EngineProcesses
-from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
 from streamrag.bench.provenance import versions
-from streamrag.core import SamplingParams
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 
@@ -49,14 +48,8 @@ VOCABULARY, MAX_MODEL_LEN = 512, 8_192
 NUM_CHUNKS, CHUNK_TOKENS = 12, (250, 550)
 MOST_GAP_S = 0.3
 """Between two chunks."""
-NUM_ANSWER_TOKENS = 12
-GREEDY = SamplingParams(max_tokens=NUM_ANSWER_TOKENS, ignore_eos=True, extra={"logprobs": 1})
 WHOLE, AGAIN, PIECES, OTHER = "whole", "whole, again", "in pieces", "whole, one chunk of twelve another"
 APPENDED, UPDATED = "streamed: appended", "streamed: updated"
-
-Chunks = list[list[int]]
-Answer = list[tuple[int, float]]
-"""Tokens and their log-probabilities."""
 
 console = Console(highlight=False, width=None if Console().is_terminal else 120)
 
@@ -83,17 +76,6 @@ async def running(model: Path, engine_args: Mapping[str, Any]) -> AsyncIterator[
     args = {"skip_tokenizer_init": True, "enforce_eager": True, "dtype": "float32", **engine_args}
     async with aclosing(EngineProcesses(model)) as processes:
         yield await processes.start(args)
-
-
-async def ask(engine: "AsyncLLM", name: str, prompt: Sequence[int]) -> Answer:
-    """The answer to a prompt that is computed as vLLM computes it, from what its prefix cache has."""
-    from vllm.inputs.engine import tokens_input
-
-    answer: Answer = []
-    params = to_vllm(GREEDY, engine.vllm_config)
-    async for output in engine.generate(tokens_input(list(prompt)), params, name):
-        answer += pairs(output.outputs[0])
-    return answer
 
 
 async def by_vllm(engine: "AsyncLLM", number: int) -> dict[str, Answer]:
@@ -133,10 +115,6 @@ async def by_streaming(engine: "AsyncLLM", number: int) -> dict[str, Answer]:
     return found
 
 
-def pairs(part: Any) -> Answer:
-    return [(t, of[t].logprob) for t, of in zip(part.token_ids, part.logprobs, strict=True)]
-
-
 async def measure(model: Path, num_prompts: int, done: Callable[[], None]) -> list[dict[str, Answer]]:
     """The answers to each prompt, each way."""
     answers: list[dict[str, Answer]] = [{} for _ in range(num_prompts)]
@@ -150,13 +128,6 @@ async def measure(model: Path, num_prompts: int, done: Callable[[], None]) -> li
 
 
 # ------------------------------------------------------------------------------------------------------------ comparing
-
-
-def difference(answer: Answer, whole: Answer) -> float:
-    """The largest of log-probabilities, up to the first token that differs."""
-    both = list(zip(answer, whole, strict=True))
-    num_same = len(list(takewhile(lambda tokens: tokens[0][0] == tokens[1][0], both)))
-    return max(abs(a - b) for (_, a), (_, b) in both[: num_same + 1])
 
 
 def told(answers: Sequence[dict[str, Answer]], way: str) -> dict[str, Any]:
