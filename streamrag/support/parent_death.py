@@ -4,8 +4,11 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+import time
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
+POLL_S = 0.5
 
 
 def end_with_parent(parent: int | None, signal_number: int = signal.SIGKILL) -> None:
@@ -21,3 +24,18 @@ def end_with_parent(parent: int | None, signal_number: int = signal.SIGKILL) -> 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal_number), 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def watch_parent(parent: int) -> None:
+    """Start a thread that ends this process within a second after the process `parent` has ended.
+
+    Works where `end_with_parent` cannot: the thread that started this process may end before the process does, and the
+    system need not be Linux. C code that never gives up the GIL stops the thread.
+    """
+
+    def poll() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=poll, name="watch parent", daemon=True).start()

@@ -10,7 +10,7 @@ print("lives", flush=True)
 sys.stdin.read()
 """
 STARTING = """
-import subprocess, sys, threading
+import subprocess, sys, threading, time
 def start():
     child = subprocess.Popen([sys.executable, "-c", {code!r}], stdout=subprocess.PIPE)
     child.stdout.readline()
@@ -48,3 +48,11 @@ def test_the_thread_is_the_parent() -> None:
     code = ENDING.format(parent="os.getppid()").replace("sys.stdin.read()", "threading.Event().wait()")
     ran = subprocess.run([sys.executable, "-c", STARTING.format(code=code)], capture_output=True, timeout=60)
     assert ran.stdout == b"-9\n", ran.stderr
+
+
+def test_a_process_that_watches_outlives_the_thread_that_started_it_but_not_the_process() -> None:
+    code = "import os, threading; from streamrag.support.parent_death import watch_parent; "
+    code += "watch_parent(os.getppid()); print(flush=True); threading.Event().wait()"
+    starting = STARTING.format(code=code).replace("started[0].wait(30)", "time.sleep(1), started[0].poll()")
+    ran = subprocess.run([sys.executable, "-c", starting], capture_output=True, timeout=60)  # until both have ended
+    assert ran.stdout == b"None None\n", ran.stderr

@@ -10,8 +10,6 @@ import os
 import signal
 import struct
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO, TypeAlias
@@ -48,13 +46,6 @@ def _describe(error: BaseException) -> dict[str, Any]:
     return {"error": type(error).__name__, "message": str(error)[:MAX_MESSAGE_CHARS]}
 
 
-def _end_with_parent(parent: int) -> None:
-    """Poll for the parent's death, which must also end a running job; for kernels that cannot signal it."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
 def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
     """Return the pipes for jobs and answers, and redirect stdin and stdout, which libraries may use."""
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -73,10 +64,10 @@ def main() -> None:
     if first is None:
         return
     header = first[0]
-    threading.Thread(target=_end_with_parent, args=[header["parent"]], daemon=True).start()
     sys.path[:] = header["sys_path"]
-    from streamrag.support.parent_death import end_with_parent  # needs sys.path
+    from streamrag.support.parent_death import end_with_parent, watch_parent  # needs sys.path
 
+    watch_parent(header["parent"])  # for kernels that cannot signal its death
     end_with_parent(header["parent"])
     try:
         module, _, name = header["handler"].partition(":")

@@ -42,7 +42,7 @@ class EngineLog:
     def redirected(self) -> Iterator[None]:
         """Redirect processes that multiprocessing spawns inside to the file, and end them with the spawning thread.
 
-        This includes the processes that they spawn. A script replaces the interpreter, redirects the output and becomes
+        What they spawn is redirected too, and ends with the process that spawned it. A script replaces the interpreter, redirects the output and becomes
         the interpreter, as vLLM does to bind processes to NUMA nodes. Its arguments are in the environment. Where the
         script may not be executed, processes print to the terminal, and end when vLLM ends them.
         """
@@ -51,6 +51,7 @@ class EngineLog:
             "STREAMRAG_SPAWN_PYTHON": python,
             "STREAMRAG_SPAWN_LOG": str(self.path.absolute()),
             "STREAMRAG_SPAWN_PARENT": str(os.getpid()),
+            "STREAMRAG_SPAWN_IS_FIRST": "1",  # for what this process spawns, but not for what that spawns
         }
         os.environ.update(environment)
         if os.access(SCRIPT, os.X_OK):

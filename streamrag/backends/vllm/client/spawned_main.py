@@ -3,18 +3,26 @@
 `spawned_python.sh` runs this as `spawned_main.py SCRIPT ARGUMENT...`, before vLLM is imported, so the parent's death is
 noticed during the start too. vLLM's workers, and all other processes that the engine spawns, start the same way. Each
 imports vLLM a quarter faster with the garbage collector off, and skips the teardown at its end, which takes seconds.
+
+The kernel signals when the *thread* ends that started a process. Our own thread stays as long as the engine, but vLLM
+may start workers from threads that do not stay; so these watch their parent process.
 """
 
 import os
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[4]))
+PACKAGE_PARENT = str(Path(__file__).parents[4])
+sys.path.append(PACKAGE_PARENT)
 
 from streamrag.support.parent_death import end_with_parent
 
 CODE = """\
 import atexit, gc, os, sys
+sys.path.append({package_parent!r})
+from streamrag.support.parent_death import watch_parent
+sys.path.pop()
+watch_parent({parent})
 code = 1
 atexit.register(lambda: sys.stdout.flush() or os._exit(code))
 import multiprocessing.process as p, multiprocessing.spawn as s
@@ -38,10 +46,12 @@ def main() -> None:
     """Replace this process by the requested one."""
     script, *arguments = sys.argv[1:]
     if "--multiprocessing-fork" in arguments:  # not the resource tracker, which cleans up after all other processes
-        end_with_parent(int(os.environ["STREAMRAG_SPAWN_PARENT"]))
+        parent = int(os.environ["STREAMRAG_SPAWN_PARENT"])
+        if os.environ.pop("STREAMRAG_SPAWN_IS_FIRST", ""):
+            end_with_parent(parent)
         os.environ["STREAMRAG_SPAWN_PARENT"] = str(os.getpid())
         code = arguments.index("-c") + 1
-        arguments[code] = CODE.format(script=script, code=arguments[code])
+        arguments[code] = CODE.format(package_parent=PACKAGE_PARENT, parent=parent, script=script, code=arguments[code])
     python = os.environ["STREAMRAG_SPAWN_PYTHON"]
     os.execv(python, [python, *arguments])
 

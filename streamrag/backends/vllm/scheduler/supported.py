@@ -24,6 +24,8 @@ CHECKS: dict[str, Callable[["VllmConfig"], bool]] = {
     "vLLM's priority scheduling": lambda c: c.scheduler_config.policy != "fcfs",
     "a threshold for long prefills": lambda c: c.scheduler_config.long_prefill_token_threshold > 0,
     "prefill without chunks": lambda c: not c.scheduler_config.enable_chunked_prefill,
+    "an interval between prefill steps": lambda c: c.scheduler_config.prefill_schedule_interval > 1,
+    "auxiliary outputs, such as routed experts": lambda c: c.aux_output_config.enabled,
 }
 
 
@@ -35,6 +37,8 @@ def check_supported(config: "VllmConfig", kv_cache_config: KVCacheConfig) -> Non
     unsupported = [name for name, is_used in CHECKS.items() if is_used(config)]
     if kv_cache_config.has_mamba_layers:
         unsupported.append("a model with Mamba layers")
+    if kv_cache_config.hisparse_host_num_blocks is not None:
+        unsupported.append("HiSparse")
     if unsupported:
         raise ConfigurationError(
             f"streaming does not work with {', '.join(unsupported)}; switch that off, or use vLLM's own scheduler"

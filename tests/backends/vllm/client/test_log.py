@@ -2,10 +2,14 @@ import logging
 import multiprocessing
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from streamrag.backends.vllm.client.log import EngineLog
@@ -173,3 +177,34 @@ def test_where_scripts_may_not_run_processes_print_as_usual(log: EngineLog, monk
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with log.redirected():
         assert os.fsdecode(multiprocessing.spawn.get_executable()) == sys.executable
+
+
+def sleep(config: bytes) -> None:
+    time.sleep(1000)
+
+
+def start_from_a_thread_that_ends(pipe: Any) -> None:
+    """Spawn a process as vLLM 0.33 spawns workers, and say whether it outlives the thread."""
+    more_than_a_pipe_holds = bytes(1 << 20)  # so the thread does not end before the process has started
+    child = multiprocessing.get_context("spawn").Process(target=sleep, args=[more_than_a_pipe_holds])
+    thread = threading.Thread(target=child.start)
+    thread.start()
+    thread.join()
+    child.join(2)
+    pipe.send((child.pid, child.is_alive()))
+    time.sleep(1000)
+
+
+def test_a_worker_outlives_the_thread_that_started_it_and_ends_with_its_process(log: EngineLog) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    with log.redirected():
+        core = context.Process(target=start_from_a_thread_that_ends, args=[theirs])
+        core.start()
+    pid, is_alive = ours.recv()
+    core.kill()
+    core.join()
+    assert is_alive
+    with suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.05)
