@@ -89,6 +89,9 @@ bench-overlap: .venv/installed ## do steps take longer while KV is copied beside
 bench-rounding: .venv/installed ## log-probabilities of prompts computed whole, in pieces by vLLM, streamed: half an hour
 	$(RUN) experiments/rounding.py --json experiments/results/rounding.json
 
+vllm: .venv/installed ## VERSION=0.33.0: the scheduler with the sources of a release: fingerprints, 20,000 random loads, faults, 60 cells of `make paper`; an hour or two
+	$(RUN) scripts/vllm_release.py $(VERSION) --record
+
 gpu: ## with GPU_PYTHON=python3, which has vLLM for CUDA: exactness, step and copy times, four arms beside the simulator; resumable; WHEELS=FOLDER installs from there
 	$(if $(WHEELS),$(GPU_PYTHON) -m pip install --no-index --find-links $(WHEELS) --editable '.[vllm,bench]')
 	$(GPU_PYTHON) -m experiments.gpu

@@ -15,7 +15,7 @@ from streamrag.bench.store import CellStore
 from streamrag.cli.output import Output
 
 from . import report
-from .plan import FULL, SHORT, Plan, Scale, make_plan, total_s
+from .plan import FULL, SHORT, Plan, Scale, in_order, make_plan, total_s
 from .results import code_hash, read, run
 
 SCALES = {scale.name: scale for scale in (SHORT, FULL)}
@@ -82,7 +82,7 @@ def main() -> None:
         cells = [cell for cells in plan.values() for cell in cells]
         console.print_line(f"all, each once: {len(cells)} cells, {total_s(cells):,.0f} s of one core")
         return
-    failed = [] if arguments.write else run(plan, store, arguments.processes)
+    failed = [] if arguments.write else run(in_order(plan), store, arguments.processes)
     report.write(arguments.report, scale, whole, read(whole, store))
     console.print_line(f"written: {arguments.report}")
     if failed:

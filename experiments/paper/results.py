@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import streamrag
+from streamrag.bench.cell import CellSettings
 from streamrag.bench.report.comparison import Pool
 from streamrag.bench.runner import CellFailed, run_cells
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, digest
 from streamrag.cli.output import Output
 
-from .plan import Plan, in_order
+from .plan import Plan
 from .points import Point, more_of
 from .progress import Progress
 from .ways import Way
@@ -49,9 +50,8 @@ def code_hash() -> str:
     return found.hexdigest()[:12]
 
 
-def run(plan: Plan, store: CellStore, num_processes: int) -> list[CellFailed]:
+def run(cells: Sequence[CellSettings], store: CellStore, num_processes: int) -> list[CellFailed]:
     """The cells that have no result yet; the others stay."""
-    cells = in_order(plan)
     todo = [cell for cell in cells if store.find(cell) is None]
     console = Output(stderr=True)
     console.print_line(f"{len(cells) - len(todo)} of {len(cells)} cells are finished, in {store.folder}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from streamrag.backends.vllm.facts import DTYPE_INSTRUCTIONS, cpu_capabilities, emulated_dtypes, num_allowed_cores
 from streamrag.backends.vllm.host_size import host_bytes
-from streamrag.backends.vllm.version import DISTRIBUTIONS, INSTALL, check_version
+from streamrag.backends.vllm.version import DISTRIBUTIONS, INSTALL, check_version, describe_tests
 from streamrag.errors import ConfigurationError, install_line
 from streamrag.support.versions import __version__, installed_versions
 
@@ -88,7 +88,11 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
     found = Machine(
         versions={"streamrag": __version__, "python": ".".join(map(str, sys.version_info[:3]))},
         parts=[_part(extra, what_for) for extra, what_for in PARTS.items()],
-        engine=" ".join(f"{name} {version}" for name, version in installed_versions(*DISTRIBUTIONS).items()) or "none",
+        engine="; ".join(
+            f"{name} {version}, {describe_tests(version)}"
+            for name, version in installed_versions(*DISTRIBUTIONS).items()
+        )
+        or "none",
         device=gpu or f"CPU{' with ' + ', '.join(flags) if flags else ''}",
         dtype=_dtype_rule(capabilities),
         num_cpus=num_allowed_cores(),

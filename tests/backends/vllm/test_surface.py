@@ -1,16 +1,20 @@
 """What of vLLM the streaming scheduler relies on, by name and by its source.
 
 vLLM calls all of this internal. When it changes, the test that names it fails: read the change, adapt, and put the new
-fingerprint here (`python tests/backends/vllm/test_surface.py` prints the table).
+fingerprint into `CHANGES` (`python -m tests.backends.vllm.test_surface` prints what differs from this file).
 """
 
 import ast
 import hashlib
 import importlib
 import inspect
+import json
 import textwrap
 
 import pytest
+
+from streamrag.backends.vllm.version import DISTRIBUTIONS, SUPPORTED, series_of
+from streamrag.support.versions import installed_versions
 
 SURFACE = {
     "vllm.v1.core.sched.scheduler:Scheduler.schedule": "3d1ad516a1a9",
@@ -93,7 +97,58 @@ SURFACE = {
     "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin": "80c9cbaee51c",
     "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector": "48ff8dd378e1",
     "vllm._custom_ops:swap_blocks": "edb9ffa20c17",
+    "vllm.v1.engine.output_processor:RequestOutputCollector": "7f15d67bffa1",
+    "vllm.v1.engine.async_llm:AsyncLLM.pause_generation": "324f02d97138",
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks": "2eb8e87acb10",
+    "vllm.v1.executor.multiproc_executor:MultiprocExecutor._init_executor": "33d2abe6d4fb",
 }
+
+"""Fingerprints for the oldest series, by name."""
+
+CHANGES: dict[str, dict[str, str | None]] = {
+    "0.33": {
+        "vllm.v1.core.sched.scheduler:Scheduler.schedule": "a06fe15f3877",
+        "vllm.v1.core.sched.scheduler:Scheduler.finish_requests": "d8742484f7e4",
+        "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": "86a181d2629f",
+        "vllm.v1.core.sched.scheduler:Scheduler._preempt_request": "5231edf038f7",
+        "vllm.v1.core.sched.scheduler:Scheduler._free_request": "c8bb7e4808a0",
+        "vllm.v1.core.sched.scheduler:Scheduler._handle_stopped_request": "7508863afc33",
+        "vllm.v1.core.sched.scheduler:Scheduler._update_request_with_output": "5be501b57a33",
+        "vllm.v1.core.sched.scheduler:Scheduler._handle_blocked_waiting_request": "c9be162d9851",
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_request_with_output": None,
+        "vllm.v1.core.sched.output:SchedulerOutput": "c8274b158e2f",
+        "vllm.v1.engine:EngineCoreOutput": "9079686f55e0",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks": "7f9db39c12b9",
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.cache_blocks": "b5ac0bb13a90",
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.pop_blocks_for_free": "b008aa5256e3",
+        "vllm.v1.core.block_pool:BlockPool.free_blocks": "542e366ba81c",
+        "vllm.v1.core.block_pool:BlockPool.cache_full_blocks": "47a332f43aba",
+        "vllm.v1.core.block_pool:BlockPool.touch": "d32cef0e56cf",
+        "vllm.v1.core.kv_cache_utils:get_request_block_hasher": "7a9548178637",
+        "vllm.v1.engine.async_llm:AsyncLLM._add_streaming_input_request": "34901557d9be",
+        "vllm.v1.engine.output_processor:OutputProcessor.process_outputs": "6755c4a75cb0",
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": "7a34b81f4fb3",
+        "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector": "2cb112c08612",
+        "vllm.v1.engine.async_llm:AsyncLLM.pause_generation": "557a3fd3db82",
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks": "0f494d60dc81",
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor._init_executor": "f18dc0b967d6",
+        "vllm.v1.engine.output_processor:StreamingInputOutputCollector": "7b6f7915bc84",
+        "vllm.v1.executor.multiproc_executor:MultiprocExecutor._start_workers_concurrently": "ba4e81f37b8b",
+        "vllm.v1.engine.core:EngineCoreProc._reject_add_while_paused": "2a6c7e2b5b5e",
+    },
+}
+"""Fingerprints that differ from those of the series before; None where there is no such name any more."""
+
+
+def expected_surface(series: str) -> dict[str, str]:
+    """Fingerprints of all names that this series has."""
+    surface: dict[str, str | None] = dict(SURFACE)
+    for each in SUPPORTED[: SUPPORTED.index(series) + 1]:
+        surface |= CHANGES.get(each, {})
+    return {name: value for name, value in surface.items() if value}
+
+
+EXPECTED = expected_surface(series_of(next(iter(installed_versions(*DISTRIBUTIONS).values()))))
 
 
 def fingerprint(name: str) -> str:
@@ -113,11 +168,22 @@ def fingerprint(name: str) -> str:
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:12]
 
 
-@pytest.mark.parametrize("name", SURFACE)
+@pytest.mark.parametrize("name", EXPECTED)
 def test_this_part_of_vllm_is_as_it_was(name: str) -> None:
-    assert fingerprint(name) == SURFACE[name]
+    assert fingerprint(name) == EXPECTED[name]
+
+
+def differences() -> dict[str, str | None]:
+    """Fingerprints that this file does not expect; None where a name is gone."""
+    found: dict[str, str | None] = {}
+    for name in EXPECTED:
+        try:
+            found[name] = fingerprint(name)
+        except AttributeError:
+            found[name] = None
+    return {name: value for name, value in found.items() if value != EXPECTED[name]}
 
 
 if __name__ == "__main__":
-    for each in SURFACE:
-        print(f'    "{each}": "{fingerprint(each)}",')
+    for each, value in differences().items():
+        print(f'        "{each}": {json.dumps(value)},'.replace("null", "None"))

