@@ -61,8 +61,7 @@ def main() -> int:
     store = CellStore(Path("bench-results/paper-sample") / code_hash())
     if failed := run(sorted(cells, key=expected_s, reverse=True), store, arguments.processes):
         raise SystemExit(f"{len(failed)} cells failed; the same command tries them again")
-    paths = [store.find(cell) for cell in cells]
-    digests = {json.dumps(asdict(cell), sort_keys=True): digest_of(path) for cell, path in zip(cells, paths) if path}
+    digests = {json.dumps(asdict(cell), sort_keys=True): digest_of(store.path(cell)) for cell in cells}
     if arguments.json:
         arguments.json.write_text(json.dumps(digests, indent=1) + "\n")
     if not arguments.against:
