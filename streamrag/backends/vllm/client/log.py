@@ -42,9 +42,10 @@ class EngineLog:
     def redirected(self) -> Iterator[None]:
         """Redirect processes that multiprocessing spawns inside to the file, and end them with the spawning thread.
 
-        What they spawn is redirected too, and ends with the process that spawned it. A script replaces the interpreter, redirects the output and becomes
-        the interpreter, as vLLM does to bind processes to NUMA nodes. Its arguments are in the environment. Where the
-        script may not be executed, processes print to the terminal, and end when vLLM ends them.
+        What they spawn is redirected too, and ends with the process that spawned it. A script replaces the interpreter,
+        redirects the output and becomes the interpreter, as vLLM does to bind processes to NUMA nodes. Its arguments
+        are in the environment. Where the script may not be executed, processes print to the terminal, and end when vLLM
+        ends them.
         """
         python = os.fsdecode(multiprocessing.spawn.get_executable())
         environment = {

@@ -12,11 +12,11 @@ import os
 import sys
 from pathlib import Path
 
-PACKAGE_PARENT = str(Path(__file__).parents[4])
-sys.path.append(PACKAGE_PARENT)
+sys.path.append(str(Path(__file__).parents[4]))
 
 from streamrag.support.parent_death import end_with_parent
 
+PACKAGE_PARENT = sys.path[-1]
 CODE = """\
 import atexit, gc, os, sys
 sys.path.append({package_parent!r})
