@@ -375,6 +375,20 @@ MUTANTS = (
         "        if is_blocked or not self.scheduler._handle_blocked_waiting_request(request):\n",
         200,
     ),
+    Mutant(
+        "a stream does not wait for its grammar",
+        REQUEST,
+        "            self.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR\n",
+        "",
+        200,
+    ),
+    Mutant(
+        "a stream waits for the grammar of its first chunk",
+        INTAKE,
+        "        if not stream.is_complete:\n            stream.drop_grammar()\n",
+        "",
+        200,
+    ),
     Mutant("a gap is not noticed", INTAKE, "if message.index != stream.num_messages:", "if False:", 100),
     Mutant(
         "chunks of a stream that has ended are answered with errors",

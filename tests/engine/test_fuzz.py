@@ -40,6 +40,7 @@ SITUATIONS = [
     "pauses: wait",
     "plain requests",
     "plain requests with a grammar",
+    "streams with a grammar",
     "prefix cache resets",
     "preemptions",
     "prompts that change token 0",

@@ -192,7 +192,7 @@ class EngineStream:
 
 
 def _tokens_input(token_ids: Sequence[int]) -> Any:
-    from vllm.inputs.engine import tokens_input
+    from vllm.inputs import tokens_input
 
     return tokens_input(list(token_ids))
 

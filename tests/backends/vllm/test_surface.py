@@ -101,6 +101,13 @@ SURFACE = {
     "vllm.v1.engine.async_llm:AsyncLLM.pause_generation": "324f02d97138",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks": "2eb8e87acb10",
     "vllm.v1.executor.multiproc_executor:MultiprocExecutor._init_executor": "33d2abe6d4fb",
+    "vllm.v1.core.sched.scheduler:Scheduler.shutdown": "dbbce3babb09",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids": "6928ce6c9df0",
+    "vllm.v1.engine.core_client:BackgroundResources": "0cb544b19fc1",
+    "vllm.v1.engine.detokenizer:IncrementalDetokenizer": "82c970246f57",
+    "vllm.v1.metrics.loggers:StatLoggerBase": "9279065577d0",
+    "vllm.v1.kv_cache_interface:group_kernel_blocks": "7065b0d8547c",
+    "vllm.v1.simple_kv_offload.cuda_mem_ops:pin_tensor": "69ca761bb75c",
 }
 
 """Fingerprints for the oldest series, by name."""
@@ -135,6 +142,7 @@ CHANGES: dict[str, dict[str, str | None]] = {
         "vllm.v1.engine.output_processor:StreamingInputOutputCollector": "7b6f7915bc84",
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor._start_workers_concurrently": "ba4e81f37b8b",
         "vllm.v1.engine.core:EngineCoreProc._reject_add_while_paused": "2a6c7e2b5b5e",
+        "vllm.v1.engine.core_client:BackgroundResources": "5e46b5a07ec4",
     },
 }
 """Fingerprints that differ from those of the series before; None where there is no such name any more."""

@@ -33,7 +33,7 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The grammar of a plain request is compiled, or cannot be."""
+    """The grammar of a complete prompt is compiled, or cannot be."""
 
     request_id: str
     is_good: bool = True
@@ -51,6 +51,8 @@ class Chunk:
     is_complete: bool
     max_tokens: int
     stop: int | None = None
+    has_grammar: bool = False
+    """As of `Plain`, if it is the last chunk; that of another chunk is never waited for."""
 
 
 @dataclass(frozen=True, slots=True)

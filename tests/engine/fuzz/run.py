@@ -226,7 +226,8 @@ class Run:
         if starting.is_stream or self.scenario.policy not in BY_ARRIVAL:
             return
         for other in self.clients.values():
-            if other.ready_at is not None and other.started_at is None and other.is_waiting and not other.must_fail:
+            could_start = other.ready_at is not None and other.is_waiting and not other.must_fail
+            if could_start and other.started_at is None and not other.is_stream:
                 is_later = starting.sent_at > max(other.ready_at, other.sent_at) + 1
                 check(not is_later, f"{starting.name} starts before {other.name}, whose grammar has long been ready")
 
@@ -284,7 +285,7 @@ class Run:
     def _params(self, event: Plain | Chunk) -> SamplingParams:
         stop = [] if event.stop is None else [event.stop]
         params = SamplingParams(max_tokens=event.max_tokens, temperature=0.0, stop_token_ids=stop, detokenize=False)
-        if isinstance(event, Plain) and event.has_grammar:
+        if event.has_grammar:
             params.structured_outputs = StructuredOutputsParams(json_object=True)
         return params
 
@@ -298,8 +299,8 @@ class Run:
         self.engine.add(client.request_id, event.prompt, self._params(event))
 
     def _compile(self, event: Grammar) -> None:
-        client = self.clients[event.request_id]
-        if not client.is_waiting:
+        client = self.clients.get(event.request_id)
+        if client is None or not client.is_waiting or client.must_fail or not client.is_complete:
             return
         assert client.grammar is not None
         structured = self.scheduler.requests[client.request_id].structured_output_request
@@ -319,6 +320,9 @@ class Run:
             count_chunk(self, event, client)
             client.send(event, self.engine.now_s)
             self.met["streams without a first chunk"] += client.lacks_start
+            if event.has_grammar and client.is_complete and not client.must_fail:
+                client.grammar = AcceptedTokens()
+                self.met["streams with a grammar"] += 1
         if self.current[client.request_id] is not client:
             return  # its id is somebody else's now: vLLM's client would not send it
         request_class = self.scenario.request_classes.get(event.request_id, "pool")

@@ -112,12 +112,13 @@ def _weights(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def _grammars(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Some plain requests wait for a grammar, beside others that keep the engine busy."""
+    """Some complete prompts wait for a grammar, beside others that keep the engine busy."""
     events: list[Timed] = []
     for at_s, event in scenario.events:
-        if isinstance(event, Plain) and rng.random() < 0.5:
+        if isinstance(event, Plain | Chunk) and rng.random() < 0.5:
             events.append((at_s, replace(event, has_grammar=True)))
-            events.append((at_s + rng.choice([0.0, 1.0, 5.0]), Grammar(event.request_id, rng.random() < 0.9)))
+            if isinstance(event, Plain) or event.is_complete:
+                events.append((at_s + rng.choice([0.0, 1.0, 5.0]), Grammar(event.request_id, rng.random() < 0.9)))
         else:
             events.append((at_s, event))
     start_s = rng.uniform(0, _last_s(scenario))

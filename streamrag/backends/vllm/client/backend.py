@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class VllmBackend:
-    """Runs any model that vLLM 0.32 loads, on CPU or CUDA.
+    """Runs any model that vLLM loads, on CPU or CUDA.
 
     With the strategy "streaming" vLLM runs our scheduler, in which a prompt may grow and change while it is computed.
     With "warming" vLLM is unchanged, and partial prompts are prefilled by warming its prefix cache.
@@ -144,7 +144,7 @@ class VllmBackend:
         """Start the engine's processes, which takes 20 to 60 s, most of it imports.
 
         :raises MissingDependencyError: when vLLM is not installed.
-        :raises UnsupportedVersionError: when it is not 0.32.
+        :raises UnsupportedVersionError: when it is of a series that is not supported.
         :raises ModelError: when it cannot load the model.
         :raises ConfigurationError: when it, or our scheduler, refuses the arguments.
         :raises BackendError: when it fails otherwise.

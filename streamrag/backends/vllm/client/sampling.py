@@ -1,5 +1,6 @@
 """Converts our sampling parameters to vLLM's, and rejects those that a streamed prompt cannot have."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from streamrag.backends.vllm.chunk_wire import KEY
@@ -14,7 +15,6 @@ RESERVED = {"n", "output_kind", "detokenize"}
 """Sampling parameters of vLLM that would break the stream of the answer's text."""
 
 OF_WHOLE_PROMPTS = (
-    "structured_outputs",
     "prompt_logprobs",
     "prompt_logprob_token_ids",
     "prompt_logprob_start",
@@ -31,7 +31,7 @@ def to_vllm(params: SamplingParams, config: "VllmConfig") -> "vllm.SamplingParam
     """
     import vllm
     from vllm.exceptions import VLLMClientError
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     args = {
         "max_tokens": params.max_tokens,
@@ -51,8 +51,13 @@ def to_vllm(params: SamplingParams, config: "VllmConfig") -> "vllm.SamplingParam
             f"SamplingParams: seed={params.seed} with temperature={params.temperature:g} would crash vLLM's CPU engine "
             "when it prefills a prompt in several steps. Leave out the seed, or use temperature=0"
         )
+    extra = dict(params.extra)
     try:
-        converted = vllm.SamplingParams(**args, **params.extra, output_kind=RequestOutputKind.DELTA)
+        if isinstance(extra.get("structured_outputs"), Mapping):
+            extra["structured_outputs"] = StructuredOutputsParams(**extra["structured_outputs"])
+        elif not isinstance(extra.get("structured_outputs"), StructuredOutputsParams | None):
+            raise ValueError("structured_outputs must be a mapping, such as {'json': SCHEMA}")
+        converted = vllm.SamplingParams(**args, **extra, output_kind=RequestOutputKind.DELTA)
         converted.verify(config.model_config, config.speculative_config, None, None)  # the engine checks the rest
         return converted
     except (TypeError, ValueError, VLLMClientError) as error:
@@ -60,12 +65,14 @@ def to_vllm(params: SamplingParams, config: "VllmConfig") -> "vllm.SamplingParam
 
 
 def _dies_of_seeds(config: "VllmConfig") -> bool:
-    """Whether seeds crash the engine: vLLM 0.32 rewinds generators after unfinished prefills, but cannot on a CPU."""
+    """Whether seeds crash the engine: vLLM rewinds generators after unfinished prefills, but cannot on a CPU."""
     return bool(config.device_config.device_type == "cpu" and config.scheduler_config.enable_chunked_prefill)
 
 
-def for_stream(params: "vllm.SamplingParams") -> "vllm.SamplingParams":
+def for_stream(params: "vllm.SamplingParams", *, has_grammar: bool = False) -> "vllm.SamplingParams":
     """Return a copy for a streamed prompt: vLLM streams tokens only; `AnswerText` handles text and stop texts.
+
+    has_grammar: whether to keep `structured_outputs`, whose grammar vLLM compiles for each message that has it.
 
     :raises ConfigurationError: `params` contain parameters that a streamed prompt cannot have.
     """
@@ -79,6 +86,8 @@ def for_stream(params: "vllm.SamplingParams") -> "vllm.SamplingParams":
         )
     copy = params.clone()
     copy.stop = []
+    if not has_grammar:
+        copy.structured_outputs = None
     # Not DELTA: vLLM would merge the finish of a chunk with the first tokens, and repeat their log-probabilities.
     copy.output_kind = RequestOutputKind.CUMULATIVE
     copy.detokenize = False

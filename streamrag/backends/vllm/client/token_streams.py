@@ -175,7 +175,7 @@ class TokenStream:
         params: SamplingParams | None = None,
     ) -> None:
         from vllm.engine.protocol import StreamingInput
-        from vllm.inputs.engine import tokens_input
+        from vllm.inputs import tokens_input
 
         self._check_goes_on()
         if self.is_complete:
@@ -186,7 +186,8 @@ class TokenStream:
         index, now_s, origin = self._num_messages, self._clock(), (self._source_name, self._request_class)
         message = PromptMessage.of(index, len(new), num_shared, is_complete, now_s, hint, *origin)
         answer_params = self._answer_params if params is None else to_vllm(params, self._engine.vllm_config)
-        chunk_params = for_stream(answer_params)
+        # The last chunk's grammar constrains the answer; the first one's is compiled, and cached, in the meantime.
+        chunk_params = for_stream(answer_params, has_grammar=is_complete or index == 0)
         chunk_params.extra_args = {**(chunk_params.extra_args or {}), **message.extra_args()}
         chunk = StreamingInput(tokens_input(new[message.num_kept :]), chunk_params)
         text = AnswerText(self._engine.tokenizer, new, answer_params) if is_complete else None

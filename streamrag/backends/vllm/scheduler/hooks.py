@@ -66,7 +66,7 @@ class StreamingHooks(_Base):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         self.plugin.steps.mark_start()
-        if self._pause_state != PauseState.UNPAUSED:
+        if self.pause_state != PauseState.UNPAUSED:
             return super().schedule(throttle_prefills)
         with self.plugin.executor.planned_step():
             return super().schedule(throttle_prefills)

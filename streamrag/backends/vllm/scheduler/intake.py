@@ -82,6 +82,8 @@ class Intake:
             self._refuse(request, problem, message if request.resumable else None)
             return
         stream = self._adopt(request, message)
+        if not stream.is_complete:
+            stream.drop_grammar()
         # An earlier request may have had this id: discard its output, in steps in flight and in the outbox.
         self.outbox.discard(stream.request_id)
         stream.num_in_flight_tokens = self.steps.num_tokens_of(stream.request_id)
@@ -124,6 +126,7 @@ class Intake:
         stream.log.on_chunk(chunk, num_left=stream.num_computed_tokens)
         self.queues.requeue(stream)
         if stream.is_complete:
+            stream.take_grammar(request)
             self.estimates.on_complete()
         self.queues.make_idle_if_done(stream)
 
@@ -177,7 +180,6 @@ def _why_refused(request: Request, message: PromptMessage | None, max_model_len:
     if num_tokens >= max_model_len:
         return f"a prompt of {num_tokens} tokens does not fit the model's length of {max_model_len}"
     unsupported = {
-        "structured output": request.use_structured_output,
         "multimodal input": request.has_encoder_inputs,
         "prompt embeddings": request.prompt_embeds is not None,
         "log-probabilities of the prompt": has_prompt_logprobs(request),

@@ -77,6 +77,17 @@ class StreamRequest(Request):
         request.log = RequestLog(request.request_id, request.is_stream, arrival_s, now_s)
         return request
 
+    def drop_grammar(self) -> None:
+        """Do not wait for the grammar of a first chunk. Compiling it now makes vLLM's cache have it at the end."""
+        self.structured_output_request = None
+        self.status = RequestStatus.WAITING
+
+    def take_grammar(self, last_chunk: Request) -> None:
+        """Constrain the answer by the grammar of the last chunk, if it has one. vLLM waits until it is compiled."""
+        if last_chunk.use_structured_output:
+            self.structured_output_request = last_chunk.structured_output_request
+            self.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+
     def end(self, now_s: float) -> RequestRecord:
         """Make the final record, by the request's status, and keep it in `record`."""
         outcome = OUTCOMES.get(self.status, "finished")

@@ -6,6 +6,7 @@ works with vLLM's own scheduler is tested in `test_start`.
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
@@ -604,6 +605,9 @@ async def test_seeds_which_would_end_the_engine_on_a_cpu_are_refused(backend: Vl
         ({"no_such_parameter": 1}, "no_such_parameter"),
         ({"temperature": 1.0}, "temperature cannot be given there"),
         ({"n": 2}, "n cannot be given there"),
+        ({"structured_outputs": {"regexp": "a"}}, "none are specified"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "only use one kind"),
+        ({"structured_outputs": "a+"}, "structured_outputs must be a mapping"),
         ({"extra_args": {"streamrag": {}}}, "is reserved for streamrag"),
     ],
 )
@@ -618,7 +622,6 @@ async def test_a_parameter_that_vllm_refuses_is_named(
     ("name", "value"),
     [
         ("prompt_logprobs", 1),
-        ("structured_outputs", pytest.importorskip("vllm.sampling_params").StructuredOutputsParams(regex="a+")),
         ("prompt_logprob_token_ids", np.array([[1]])),
         ("prompt_logprob_token_ids", np.array([[1, 2], [3, 4]])),
     ],
@@ -628,6 +631,30 @@ async def test_a_parameter_that_a_stream_cannot_have_is_named_with_the_remedy(
 ) -> None:
     with pytest.raises(ConfigurationError, match=rf'{name}.* cannot be used.*strategy="warming"'):
         await collect(backend, SamplingParams(extra={name: value}))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"regex": "[ab]{3}-[0-9]{2}"}, "[ab]{3}-[0-9]{2}"),
+        (
+            {"json": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}},
+            r'\{\s*"a"\s*:\s*(true|false)\s*\}',
+        ),
+    ],
+)
+async def test_a_streamed_prompt_has_the_structured_output_of_one_that_came_at_once(
+    backend: VllmBackend, grammar: dict[str, Any], pattern: str
+) -> None:
+    params = SamplingParams(max_tokens=40, extra={"structured_outputs": grammar})
+    whole = [token_id for chunk in await one_shot_chunks(backend, B + QUESTION, params) for token_id in chunk.token_ids]
+    async with backend.streams.open(A, params) as stream:
+        await stream.update(B)
+        await stream.finish(QUESTION)
+        assert await tokens_of(stream) == whole
+    assert re.match(pattern, backend.model.tokenizer.decode(whole))
+    await assert_nothing_is_left(backend)
 
 
 async def test_a_plain_request_with_a_grammar_has_its_turn_beside_streams_that_leave_no_room(
@@ -659,6 +686,15 @@ async def test_a_plain_request_with_a_grammar_has_its_turn_beside_streams_that_l
             assert answered.qsize() - num_before <= 3 * len(clients)
     finally:
         await cancel_and_wait(clients)
+    await assert_nothing_is_left(backend)
+
+
+@pytest.mark.parametrize("grammar", [{"regex": "("}, {"json": {"type": "no such type"}}, {"grammar": "no grammar"}])
+async def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(
+    backend: VllmBackend, grammar: dict[str, Any]
+) -> None:
+    with pytest.raises(StreamRagError, match="vLLM refuses"):
+        await collect(backend, SamplingParams(extra={"structured_outputs": grammar}))
     await assert_nothing_is_left(backend)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput
 
 from streamrag.backends.simulated.config import EngineShape
@@ -55,10 +55,12 @@ class Bench:
         is_complete: bool = False,
         max_tokens: int = 2,
         request_class: RequestClass = "pool",
+        structured_outputs: StructuredOutputsParams | None = None,
     ) -> None:
         index = self._num_messages[name] = self._num_messages.get(name, -1) + 1
         message = PromptMessage(index, kept, is_complete, self.engine.now_s, request_class=request_class)
-        self.engine.add(name, tokens, SamplingParams(max_tokens=max_tokens, temperature=0.0), message)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, structured_outputs=structured_outputs)
+        self.engine.add(name, tokens, params, message)
 
     def step(self) -> list[EngineCoreOutput]:
         outputs = self.engine.step()

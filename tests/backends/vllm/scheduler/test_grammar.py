@@ -1,4 +1,4 @@
-"""Plain requests with structured output, beside streams. vLLM lets one wait until its grammar is compiled."""
+"""Structured output, of plain requests and of streams. vLLM lets a request wait until its grammar is compiled."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,7 +15,11 @@ TOKENS = list(range(40))
 class AnyText:
     """A grammar that everything follows."""
 
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
     def accept_tokens(self, request_id: str, tokens: Sequence[int]) -> bool:
+        self.tokens += tokens
         return True
 
     def is_terminated(self) -> bool:
@@ -102,3 +106,58 @@ def test_one_that_is_aborted_while_its_grammar_is_compiled_leaves_nothing(bench:
     b.engine.abort("structured")
     b.check_empty()
     assert not b.scheduler.deferred_waiting
+
+
+LETTERS = StructuredOutputsParams(regex="[a-z]*")
+
+
+def completed(b: Any) -> Future[Any]:
+    """A stream whose chunks all have the grammar, until its last one; and that one's grammar."""
+    b.chunk("s", TOKENS[:20], structured_outputs=LETTERS)
+    b.run()
+    assert "s" in b.scheduler.plugin.queues.idle  # the first chunk's grammar keeps nothing waiting
+    b.chunk("s", TOKENS[10:30], kept=10, structured_outputs=LETTERS)
+    b.step()
+    assert not b.scheduler.requests["s"].use_structured_output
+    b.chunk("s", TOKENS[30:], kept=30, is_complete=True, structured_outputs=LETTERS)
+    grammar: Future[Any] = Future()
+    b.scheduler.requests["s"].structured_output_request.grammar = grammar
+    return grammar
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_stream_is_answered_when_the_grammar_of_its_last_chunk_is_ready(bench: Make, is_async: bool) -> None:
+    b = bench(is_async=is_async)
+    grammar = completed(b)
+    for _ in range(10):
+        b.step()
+    assert b.engine.has_work
+    assert b.tokens("s") == []
+    any_text = AnyText()
+    grammar.set_result(any_text)
+    b.run()
+    assert b.tokens("s") == b.fresh_answer(TOKENS) == any_text.tokens
+    b.check_empty()
+
+
+def test_a_stream_whose_grammar_cannot_be_compiled_fails(bench: Make) -> None:
+    b = bench()
+    completed(b).set_exception(ValueError("no such grammar"))
+    b.run()
+    assert (b.tokens("s"), b.num_finishes("s")) == ([], 3)  # two acknowledgements, and the error
+    b.check_empty()
+
+
+def test_a_stream_that_is_aborted_or_evicted_while_its_grammar_is_compiled_leaves_nothing(bench: Make) -> None:
+    b = bench()
+    grammar = completed(b)
+    b.step()
+    b.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert not b.scheduler.plugin.queues.idle
+    grammar.set_result(AnyText())
+    b.run()
+    assert b.tokens("s") == b.fresh_answer(TOKENS)
+    b.chunk("t", TOKENS, is_complete=True, structured_outputs=LETTERS)
+    b.step()
+    b.engine.abort("t")
+    b.check_empty()
