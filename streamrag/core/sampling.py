@@ -44,5 +44,7 @@ class SamplingParams:
     """Texts at which the answer ends, without them: at most 16, of at most 256 characters."""
     ignore_eos: Flag = False
     """Whether to continue after the model's end-of-sequence token, up to `max_tokens`."""
+    json_schema: Annotated[Mapping[str, Any], Field(min_length=1)] | None = None
+    """JSON schema that the answer follows, if the engine can constrain answers, as vLLM can; None for free text."""
     extra: Annotated[Mapping[str, Any], Field()] = field(default_factory=dict)
     """Parameters that streamrag does not name, passed to the engine unchanged."""

@@ -4,16 +4,20 @@ import warnings
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, fields, replace
+from operator import itemgetter
 from typing import Any, NoReturn, Self
 
 from langchain_core.caches import BaseCache
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LangSmithParams
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
 from langchain_core.messages import AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from pydantic import Field
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.utils.function_calling import convert_to_json_schema
+from pydantic import BaseModel, Field
 
 from streamrag.adapters.langchain.prompt import template_of, turn_of
 from streamrag.adapters.langchain.source import from_langchain
@@ -33,11 +37,6 @@ NO_TOOLS = (
     "StreamragChatModel has no tools, because it retrieves and answers in one request. Let the agent keep its own chat "
     "model, and give it this retrieval as a tool: create_retriever_tool(StreamragRetriever(source=source), name, "
     "description)"
-)
-NO_STRUCTURE = (
-    "StreamragChatModel has no structured output. If the model's server constrains answers, as vLLM's does, send it "
-    'the schema: model.bind(extra={"response_format": {"type": "json_schema", "json_schema": {"name": NAME, "schema": '
-    "SCHEMA}}}) | JsonOutputParser(). Otherwise let another chat model extract the fields from the answer's text"
 )
 
 
@@ -177,6 +176,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         given = {
             name: value for name, value in {**own, **call, "stop": stop or own["stop"]}.items() if value is not None
         }
+        given.pop("ls_structured_output_format", None)  # for LangSmith
         if "timeout" in given:
             given["deadline_s"] = given.pop("timeout")
         sampling = {name: given.pop(name) for name in SAMPLING & given.keys()}
@@ -195,9 +195,28 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         """Raise ConfigurationError, which says what to do instead."""
         raise ConfigurationError(NO_TOOLS)
 
-    def with_structured_output(self, schema: Any, **kwargs: Any) -> NoReturn:
-        """Raise ConfigurationError, which says what to do instead."""
-        raise ConfigurationError(NO_STRUCTURE)
+    def with_structured_output(
+        self, schema: dict[str, Any] | type, *, include_raw: bool = False, **kwargs: Any
+    ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
+        """Return a runnable whose answer is an instance of a pydantic model, or a dict of a TypedDict or JSON schema.
+
+        The engine constrains the answer to the schema: embedded vLLM and vLLM's server do. The answer comes whole.
+
+        include_raw: return a dict with the message as `raw`, `parsed`, and the `parsing_error` or None.
+        :raises ConfigurationError: another `method` than "json_schema" is given.
+        """
+        if method := {name: value for name, value in kwargs.items() if (name, value) != ("method", "json_schema")}:
+            raise ConfigurationError(f"with_structured_output: {method} is not supported; leave that out")
+        json_schema = convert_to_json_schema(schema)
+        is_model = isinstance(schema, type) and issubclass(schema, BaseModel)
+        parser = PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
+        structure = {"kwargs": {"method": "json_schema"}, "schema": json_schema}
+        model = self.bind(json_schema=json_schema, ls_structured_output_format=structure)
+        if not include_raw:
+            return model | parser
+        parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+        failed = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
     def _chunk(self, query: str, part: AnswerChunk | Answer) -> ChatGenerationChunk:
         """Return a chunk of text, or for the answer the last chunk, which has usage and metadata but no text."""

@@ -1,7 +1,8 @@
 """A backend for a model behind an OpenAI-compatible server, using its completions endpoint."""
 
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -321,8 +322,15 @@ def _body(params: SamplingParams) -> dict[str, Any]:
         "stop": list(params.stop) or None,
         "top_k": params.top_k or None,
         "ignore_eos": params.ignore_eos or None,
+        "response_format": params.json_schema and _response_format(params.json_schema),
     }
     body |= {name: value for name, value in optional.items() if value is not None}
     if reserved := params.extra.keys() & (body.keys() | optional.keys() | RESERVED):
         raise ConfigurationError(f"SamplingParams.extra: {', '.join(sorted(reserved))} cannot be given there")
     return body | dict(params.extra)
+
+
+def _response_format(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return OpenAI's parameter for a JSON schema, whose `title` must be usable as a name."""
+    name = re.sub(r"[^\w-]", "_", str(schema.get("title") or "answer"), flags=re.ASCII)[:64]
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": dict(schema), "strict": True}}

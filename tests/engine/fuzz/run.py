@@ -300,8 +300,10 @@ class Run:
 
     def _compile(self, event: Grammar) -> None:
         client = self.clients.get(event.request_id)
-        if client is None or not client.is_waiting or client.must_fail or not client.is_complete:
+        if client is None or not client.is_waiting or not client.is_complete:
             return
+        if client.must_fail or client.is_too_long:
+            return  # its last chunk was refused
         assert client.grammar is not None
         structured = self.scheduler.requests[client.request_id].structured_output_request
         assert structured is not None

@@ -33,7 +33,7 @@ def to_vllm(params: SamplingParams, config: "VllmConfig") -> "vllm.SamplingParam
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    args = {
+    args: dict[str, Any] = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -42,8 +42,6 @@ def to_vllm(params: SamplingParams, config: "VllmConfig") -> "vllm.SamplingParam
         "stop": list(params.stop),
         "ignore_eos": params.ignore_eos,
     }
-    if reserved := params.extra.keys() & (args.keys() | RESERVED):
-        raise ConfigurationError(f"SamplingParams.extra: {', '.join(sorted(reserved))} cannot be given there")
     if KEY in (params.extra.get("extra_args") or {}):
         raise ConfigurationError(f"SamplingParams.extra: extra_args[{KEY!r}] is reserved for streamrag")
     if params.seed is not None and params.temperature > 0 and _dies_of_seeds(config):
@@ -51,13 +49,18 @@ def to_vllm(params: SamplingParams, config: "VllmConfig") -> "vllm.SamplingParam
             f"SamplingParams: seed={params.seed} with temperature={params.temperature:g} would crash vLLM's CPU engine "
             "when it prefills a prompt in several steps. Leave out the seed, or use temperature=0"
         )
-    extra = dict(params.extra)
+    if params.json_schema is not None:
+        args["structured_outputs"] = {"json": dict(params.json_schema)}
+    if reserved := params.extra.keys() & (args.keys() | RESERVED):
+        raise ConfigurationError(f"SamplingParams.extra: {', '.join(sorted(reserved))} cannot be given there")
+    args |= params.extra
     try:
-        if isinstance(extra.get("structured_outputs"), Mapping):
-            extra["structured_outputs"] = StructuredOutputsParams(**extra["structured_outputs"])
-        elif not isinstance(extra.get("structured_outputs"), StructuredOutputsParams | None):
-            raise ValueError("structured_outputs must be a mapping, such as {'json': SCHEMA}")
-        converted = vllm.SamplingParams(**args, **extra, output_kind=RequestOutputKind.DELTA)
+        constraint = args.get("structured_outputs")
+        if isinstance(constraint, Mapping):
+            args["structured_outputs"] = StructuredOutputsParams(**constraint)
+        elif not isinstance(constraint, StructuredOutputsParams | None):
+            raise ValueError("structured_outputs must be a mapping, such as {'regex': PATTERN}")
+        converted = vllm.SamplingParams(**args, output_kind=RequestOutputKind.DELTA)
         converted.verify(config.model_config, config.speculative_config, None, None)  # the engine checks the rest
         return converted
     except (TypeError, ValueError, VLLMClientError) as error:
