@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import inspect
+import json
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.document_loaders import BaseLoader
 from langchain_core.documents import BaseDocumentCompressor, Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.exceptions import OutputParserException
 from langchain_core.globals import set_llm_cache
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
@@ -26,10 +28,11 @@ from langchain_core.runnables import ConfigurableField, RunnableLambda
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_tests.integration_tests import ChatModelIntegrationTests, RetrieversIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
+from pydantic import BaseModel
 
 from streamrag import Append, Chunk, ConfigurationError, CutShort, Pipeline, Skipped, SourceError, Update
 from streamrag.adapters.langchain import StreamragChatModel, StreamragRetriever, from_langchain
-from streamrag.core import SourceEvent
+from streamrag.core import SamplingParams, SourceEvent
 from streamrag.errors import PipelineClosedError
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
@@ -122,8 +125,19 @@ def snapshot() -> None:
     """For LangChain's suite, of models that can be written to a file. A pipeline cannot."""
 
 
+class ConstrainedBackend(ScriptedBackend):
+    """Answers as an engine does that constrains answers to a schema."""
+
+    async def generate(self, prompts: Any, params: SamplingParams) -> Any:
+        if params.json_schema is not None:
+            properties = params.json_schema["properties"]
+            self._answer = json.dumps({name: f"a {name}" for name in params.json_schema.get("required", properties)})
+        async for event in super().generate(prompts, params):
+            yield event
+
+
 class OurModel:
-    """Tools, structured output and pictures are the model's own business, and a pipeline has none of them."""
+    """Tools and pictures are the model's own business, and a pipeline has none of them."""
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -131,14 +145,10 @@ class OurModel:
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"pipeline": Pipeline(ScriptedSource([Append(A)]), ScriptedBackend())}
+        return {"pipeline": Pipeline(ScriptedSource([Append(A)]), ConstrainedBackend())}
 
     @property
     def has_tool_calling(self) -> bool:
-        return False
-
-    @property
-    def has_structured_output(self) -> bool:
         return False
 
 
@@ -693,3 +703,28 @@ async def test_a_pipeline_on_langchains_retriever_and_back_to_langchain() -> Non
         (found,) = await retriever.ainvoke("Why?")
     assert found.metadata["source"] == "a.md"
     assert await events(Finder(documents=[found])) == [plain(A)]
+
+
+class Jam(BaseModel):
+    cause: str
+    place: str = "floor 2"
+
+
+async def test_structured_output_is_parsed_and_its_raw_message_has_the_citations() -> None:
+    pipeline = Pipeline(ScriptedSource([Append(A)]), ConstrainedBackend())
+    async with StreamragChatModel(pipeline=pipeline) as model:
+        assert await model.with_structured_output(Jam).ainvoke("Why?") == Jam(cause="a cause")
+        schema = {"title": "Jam", "type": "object", "properties": {"cause": {"type": "string"}}}
+        assert await model.with_structured_output(schema).ainvoke("Why?") == {"cause": "a cause"}
+        whole = await model.with_structured_output(Jam, include_raw=True).ainvoke("Why?")
+        assert whole["raw"].response_metadata["citations"][0]["uri"] == "a.md"
+        assert (whole["parsed"], whole["parsing_error"]) == (Jam(cause="a cause"), None)
+
+
+async def test_an_answer_that_does_not_follow_its_schema_is_an_error_of_the_parser() -> None:
+    async with StreamragChatModel(pipeline=Pipeline(ScriptedSource([]), ScriptedBackend("no JSON"))) as model:
+        with pytest.raises(OutputParserException):
+            await model.with_structured_output(Jam).ainvoke("Why?")
+        whole = await model.with_structured_output(Jam, include_raw=True).ainvoke("Why?")
+        assert whole["parsed"] is None
+        assert isinstance(whole["parsing_error"], OutputParserException)

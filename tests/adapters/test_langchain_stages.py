@@ -269,7 +269,7 @@ async def test_a_prompt_that_arrives_as_the_query_is_warned_of(query: str) -> No
         await model.ainvoke("Why does the printer jam?")
 
 
-def test_tools_and_structured_output_say_what_to_do_instead() -> None:
+def test_tools_say_what_to_do_instead() -> None:
     @tool
     def search(query: str) -> str:
         """Search."""
@@ -278,8 +278,6 @@ def test_tools_and_structured_output_say_what_to_do_instead() -> None:
     model = StreamragChatModel(pipeline=Pipeline(ScriptedSource([]), ScriptedBackend()))
     with pytest.raises(ConfigurationError, match="create_retriever_tool"):
         model.bind_tools([search])
-    with pytest.raises(ConfigurationError, match="response_format"):
-        model.with_structured_output({"title": "Answer", "type": "object"})
 
 
 async def test_usage_that_is_unknown_is_not_reported() -> None:

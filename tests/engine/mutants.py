@@ -252,7 +252,7 @@ MUTANTS = (
         "tests/backends/vllm/scheduler/test_write_through.py"
         "::test_what_another_computes_in_the_same_step_is_not_copied_before_it_is_there",
     ),
-    Mutant("a pause plans and evicts", HOOKS, "if self._pause_state != PauseState.UNPAUSED:", "if False:", 3_000),
+    Mutant("a pause plans and evicts", HOOKS, "if self.pause_state != PauseState.UNPAUSED:", "if False:", 3_000),
     Mutant(
         "speculative prompts evict as well",
         RULES + "memory_rules",

@@ -13,10 +13,11 @@ from langchain_core.language_models import BaseChatModel, LangSmithParams, Langu
 from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
 from langchain_core.messages import AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
-from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema
+from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field
 
 from streamrag.adapters.langchain.prompt import template_of, turn_of
@@ -196,20 +197,23 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         raise ConfigurationError(NO_TOOLS)
 
     def with_structured_output(
-        self, schema: dict[str, Any] | type, *, include_raw: bool = False, **kwargs: Any
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        include_raw: bool = False,
+        **kwargs: Any,
     ) -> Runnable[LanguageModelInput, dict[str, Any] | BaseModel]:
         """Return a runnable whose answer is an instance of a pydantic model, or a dict of a TypedDict or JSON schema.
 
         The engine constrains the answer to the schema: embedded vLLM and vLLM's server do. The answer comes whole.
 
         include_raw: return a dict with the message as `raw`, `parsed`, and the `parsing_error` or None.
-        :raises ConfigurationError: another `method` than "json_schema" is given.
+        kwargs: `method` and `strict` of other chat models of LangChain; the schema is always enforced.
         """
-        if method := {name: value for name, value in kwargs.items() if (name, value) != ("method", "json_schema")}:
-            raise ConfigurationError(f"with_structured_output: {method} is not supported; leave that out")
         json_schema = convert_to_json_schema(schema)
-        is_model = isinstance(schema, type) and issubclass(schema, BaseModel)
-        parser = PydanticOutputParser(pydantic_object=schema) if is_model else JsonOutputParser()
+        parser: BaseOutputParser[Any] = JsonOutputParser()
+        if isinstance(schema, type) and is_basemodel_subclass(schema):
+            parser = PydanticOutputParser(pydantic_object=schema)
         structure = {"kwargs": {"method": "json_schema"}, "schema": json_schema}
         model = self.bind(json_schema=json_schema, ls_structured_output_format=structure)
         if not include_raw:

@@ -86,6 +86,16 @@ async def test_only_parameters_that_are_asked_for_are_sent(server: Server, backe
     }  # fmt: skip
 
 
+async def test_a_schema_is_sent_as_openais_response_format(server: Server, backend: OpenAIBackend) -> None:
+    schema = {"title": "Is it Zürich?", "type": "object", "properties": {"is_it": {"type": "boolean"}}}
+    server.handlers = [stream(chunk("", "length"), "[DONE]")]
+    await collect(backend, prompt("Why?"), params=SamplingParams(json_schema=schema))
+    json_schema = {"name": "Is_it_Z_rich_", "schema": schema, "strict": True}
+    assert server.requests[0].body["response_format"] == {"type": "json_schema", "json_schema": json_schema}
+    with pytest.raises(ConfigurationError, match="extra: response_format cannot be given there"):
+        await collect(backend, prompt("Why?"), params=SamplingParams(json_schema=schema, extra={"response_format": {}}))
+
+
 @pytest.mark.parametrize("name", ["prompt", "n", "temperature", "seed"])
 async def test_a_parameter_that_is_taken_is_refused(server: Server, backend: OpenAIBackend, name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"extra: {name} cannot be given there"):

@@ -633,15 +633,15 @@ async def test_a_parameter_that_a_stream_cannot_have_is_named_with_the_remedy(
         await collect(backend, SamplingParams(extra={name: value}))
 
 
+BOOLEAN = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+
+
 @pytest.mark.parametrize(
     ("grammar", "pattern"),
     [
         ({"choice": ["yes", "no"]}, "yes|no"),
         ({"regex": "[ab]{3}-[0-9]{2}"}, "[ab]{3}-[0-9]{2}"),
-        (
-            {"json": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}},
-            r'\{\s*"a"\s*:\s*(true|false)\s*\}',
-        ),
+        ({"json": BOOLEAN}, r'\{\s*"a"\s*:\s*(true|false)\s*\}'),
     ],
 )
 async def test_a_streamed_prompt_has_the_structured_output_of_one_that_came_at_once(
@@ -654,7 +654,18 @@ async def test_a_streamed_prompt_has_the_structured_output_of_one_that_came_at_o
         await stream.finish(QUESTION)
         assert await tokens_of(stream) == whole
     assert re.match(pattern, backend.model.tokenizer.decode(whole))
+    if "json" in grammar:
+        same = SamplingParams(max_tokens=40, json_schema=grammar["json"])
+        assert await one_shot_chunks(backend, B + QUESTION, same) == await one_shot_chunks(
+            backend, B + QUESTION, params
+        )
     await assert_nothing_is_left(backend)
+
+
+async def test_a_schema_and_another_constraint_do_not_go_together(backend: VllmBackend) -> None:
+    params = SamplingParams(json_schema=BOOLEAN, extra={"structured_outputs": {"regex": "a"}})
+    with pytest.raises(ConfigurationError, match="extra: structured_outputs cannot be given there"):
+        await collect(backend, params)
 
 
 async def test_a_plain_request_with_a_grammar_has_its_turn_beside_streams_that_leave_no_room(
