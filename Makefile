@@ -92,6 +92,9 @@ bench-rounding: .venv/installed ## log-probabilities of prompts computed whole, 
 vllm: .venv/installed ## VERSION=0.33.0: the scheduler with the sources of a release: fingerprints, 20,000 random loads, faults, 60 cells of `make paper`; an hour or two
 	$(RUN) scripts/vllm_release.py $(VERSION) --record
 
+models: .venv/installed ## architectures of models on the real engine, streamed prompts beside fresh requests; ten minutes
+	$(RUN) -m pytest -q tests/backends/vllm/test_architectures.py
+
 gpu: ## with GPU_PYTHON=python3, which has vLLM for CUDA: exactness, step and copy times, four arms beside the simulator; resumable; WHEELS=FOLDER installs from there
 	$(if $(WHEELS),$(GPU_PYTHON) -m pip install --no-index --find-links $(WHEELS) --editable '.[vllm,bench]')
 	$(GPU_PYTHON) -m experiments.gpu

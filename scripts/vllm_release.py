@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from streamrag.backends.vllm.version import DISTRIBUTIONS, SUPPORTED, TESTED_FILE, read_tested, series_of
+from streamrag.backends.vllm.version import DISTRIBUTIONS, SUPPORTED, series_of
+from streamrag.cli.doctor.tested_versions import TESTED_FILE, read_tested
 from streamrag.support.versions import installed_versions
 
 ROOT = Path(__file__).resolve().parent.parent

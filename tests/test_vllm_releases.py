@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from scripts.vllm_release import INSTALLED, PAGE, page_with_releases
-from streamrag.backends.vllm.version import SUPPORTED, describe_tests, read_tested, series_of
+from streamrag.backends.vllm.version import SUPPORTED, series_of
+from streamrag.cli.doctor.tested_versions import describe_tests, read_tested
 
 ROOT = Path(__file__).parent.parent
 

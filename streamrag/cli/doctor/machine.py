@@ -14,7 +14,8 @@ from typing import Any
 
 from streamrag.backends.vllm.facts import DTYPE_INSTRUCTIONS, cpu_capabilities, emulated_dtypes, num_allowed_cores
 from streamrag.backends.vllm.host_size import host_bytes
-from streamrag.backends.vllm.version import DISTRIBUTIONS, INSTALL, check_version, describe_tests
+from streamrag.backends.vllm.version import DISTRIBUTIONS, INSTALL, check_version
+from streamrag.cli.doctor.tested_versions import describe_tests
 from streamrag.errors import ConfigurationError, install_line
 from streamrag.support.versions import __version__, installed_versions
 

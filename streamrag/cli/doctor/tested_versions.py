@@ -1,0 +1,24 @@
+"""The releases of vLLM that were tested, and what was tested with each."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+TESTED_FILE = Path(__file__).with_suffix(".json")
+"""Results of `make vllm` with each release that it tried; see `read_tested`."""
+
+
+def read_tested() -> dict[str, dict[str, Any]]:
+    """Read what was tested with which release, and on which day. `scripts/vllm_release.py` writes it."""
+    tested: dict[str, dict[str, Any]] = json.loads(TESTED_FILE.read_text())
+    return tested
+
+
+def describe_tests(version: str) -> str:
+    """Describe in a few words what was tested with a release."""
+    found = read_tested().get(version.split("+")[0])
+    if found is None:
+        return "this release was not tested"
+    if found["is_engine_tested"]:
+        return "tested with all tests on a CPU"
+    return f"its scheduler was tested with {found['loads']:,} random loads, its kernels were not"
