@@ -47,7 +47,7 @@ class Scale:
 
 
 WHOLE = Scale(num_seeds=20_000, mutants="", num_cells=60, num_queries=None)
-SHORT = Scale(num_seeds=60, mutants="KV past the LCP", num_cells=9, num_queries=40)
+SHORT = Scale(num_seeds=40, mutants="KV past the LCP", num_cells=9, num_queries=30)
 
 
 def main() -> int:
