@@ -20,10 +20,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from streamrag.backends.vllm.version import DISTRIBUTIONS, SUPPORTED, series_of
 from streamrag.cli.doctor.tested_versions import TESTED_FILE, read_tested
@@ -54,6 +55,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version", help="a release of vLLM, such as 0.33.0")
     parser.add_argument("--short", action="store_true", help="a minute of each part instead of an hour in all")
+    parser.add_argument("--only", choices=PARTS, action="append", help="run only this part; may be given several times")
     parser.add_argument("--record", action="store_true", help=f"write the result to {TESTED_FILE.name} and {PAGE.name}")
     arguments = parser.parse_args()
     if series_of(arguments.version) not in SUPPORTED:
@@ -62,11 +64,18 @@ def main() -> int:
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": os.fspath(ROOT)}
     if arguments.version != INSTALLED:
         environment["PYTHONPATH"] = f"{unpacked_release(arguments.version)}{os.pathsep}{ROOT}"
-    found = tried(arguments.version, scale, environment)
+    found: dict[str, Any] = {"is_engine_tested": arguments.version == INSTALLED}
+    failed = []
+    for name in arguments.only or PARTS:
+        has_passed, result = PARTS[name](scale, environment)
+        found |= result
+        failed += [] if has_passed else [name]
     print(json.dumps(found, indent=1))
-    if arguments.record:
+    if failed:
+        print(f"FAILED: {', '.join(failed)}")
+    elif arguments.record:
         record(arguments.version, {**found, "on": date.today().isoformat()})
-    return 0 if found["passed"] else 1
+    return 1 if failed else 0
 
 
 def unpacked_release(version: str) -> Path:
@@ -89,32 +98,45 @@ def unpacked_release(version: str) -> Path:
     return folder
 
 
-def tried(version: str, scale: Scale, environment: dict[str, str]) -> dict[str, object]:
-    """Run all parts, each whatever the others find."""
-    has_surface, differences = run("tests.backends.vllm.test_surface", environment)
-    has_passed_fuzz, _ = run("tests.engine.fuzz", environment, "--seeds", str(scale.num_seeds))
-    options = ["--only", scale.mutants] if scale.mutants else []
-    has_caught, caught = run("tests.engine.mutants", environment, *options)
-    if not options:
-        has_caught_of_sessions, caught_of_sessions = run("tests.sessions.mutants", environment)
-        has_caught, caught = has_caught and has_caught_of_sessions, caught + caught_of_sessions
-    cells = BUILD / "cells.json"
+def try_fingerprints(scale: Scale, environment: dict[str, str]) -> tuple[bool, dict[str, int]]:
+    """Compare the code of vLLM that the scheduler relies on with what the tests expect of this series."""
+    has_run, lines = run("tests.backends.vllm.test_surface", environment)
+    num_new = sum(line.lstrip().startswith('"') for line in lines)
+    return has_run and num_new == 0, {"new_fingerprints": num_new}
+
+
+def try_loads(scale: Scale, environment: dict[str, str]) -> tuple[bool, dict[str, int]]:
+    has_passed, _ = run("tests.engine.fuzz", environment, "--seeds", str(scale.num_seeds))
+    return has_passed, {"loads": scale.num_seeds}
+
+
+def try_faults(scale: Scale, environment: dict[str, str]) -> tuple[bool, dict[str, int]]:
+    has_caught, lines = run("tests.engine.mutants", environment, *(["--only", scale.mutants] if scale.mutants else []))
+    if not scale.mutants:
+        has_caught_others, others = run("tests.sessions.mutants", environment)
+        has_caught, lines = has_caught and has_caught_others, lines + others
+    num_caught, num_missed = (sum(line.startswith(word) for line in lines) for word in ("caught", "ALIVE"))
+    return has_caught, {"faults_caught": num_caught, "faults_missed": num_missed}
+
+
+def try_cells(scale: Scale, environment: dict[str, str]) -> tuple[bool, dict[str, int]]:
+    """Compare the numbers of simulated benchmark cells with those that the installed release has."""
+    digests = BUILD / "cells.json"
+    digests.parent.mkdir(parents=True, exist_ok=True)
     options = ["--cells", str(scale.num_cells), *(["--queries", str(scale.num_queries)] if scale.num_queries else [])]
-    run(
-        "experiments.paper.sample", {**environment, "PYTHONPATH": os.fspath(ROOT)}, *options, "--json", os.fspath(cells)
-    )
-    has_same, compared = run("experiments.paper.sample", environment, *options, "--against", os.fspath(cells))
-    num_new = sum(line.lstrip().startswith('"') for line in differences)
-    return {
-        "passed": has_surface and num_new == 0 and has_passed_fuzz and has_caught and has_same,
-        "is_engine_tested": version == INSTALLED,
-        "new_fingerprints": num_new,
-        "loads": scale.num_seeds if has_passed_fuzz else 0,
-        "faults_caught": sum(line.startswith("caught") for line in caught),
-        "faults_missed": sum(line.startswith("ALIVE") for line in caught),
-        "cells": scale.num_cells,
-        "cells_different": sum(line.startswith("differs") for line in compared),
-    }
+    of_installed = {**environment, "PYTHONPATH": os.fspath(ROOT)}
+    has_run, _ = run("experiments.paper.sample", of_installed, *options, "--json", os.fspath(digests))
+    is_same, lines = run("experiments.paper.sample", environment, *options, "--against", os.fspath(digests))
+    num_different = sum(line.startswith("differs") for line in lines)
+    return has_run and is_same, {"cells": scale.num_cells, "cells_different": num_different}
+
+
+PARTS: dict[str, Callable[[Scale, dict[str, str]], tuple[bool, dict[str, int]]]] = {
+    "fingerprints": try_fingerprints,
+    "loads": try_loads,
+    "faults": try_faults,
+    "cells": try_cells,
+}
 
 
 def run(module: str, environment: dict[str, str], *arguments: str) -> tuple[bool, list[str]]:
@@ -135,9 +157,10 @@ def shown(lines: Iterator[str]) -> Iterator[str]:
         yield line
 
 
-def record(version: str, found: dict[str, object]) -> None:
-    """Write what was found into the package and onto the page."""
-    tested = {**read_tested(), version: found}
+def record(version: str, found: dict[str, Any]) -> None:
+    """Write what was found into the package and onto the page; of parts that did not run, what was found before stays."""
+    tested = read_tested()
+    tested[version] = {**tested.get(version, {}), **found}
     TESTED_FILE.write_text(json.dumps(dict(sorted(tested.items())), indent=1) + "\n")
     PAGE.write_text(page_with_releases(PAGE.read_text()))
 

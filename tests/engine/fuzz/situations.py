@@ -114,11 +114,14 @@ def _weights(rng: random.Random, scenario: Scenario) -> Scenario:
 def _grammars(rng: random.Random, scenario: Scenario) -> Scenario:
     """Some complete prompts wait for a grammar, beside others that keep the engine busy."""
     events: list[Timed] = []
+    of_chunks = random.Random(scenario.seed)  # of its own: what else happens is as it was without grammars of streams
     for at_s, event in scenario.events:
-        if isinstance(event, Plain | Chunk) and rng.random() < 0.5:
+        is_last = isinstance(event, Plain) or (isinstance(event, Chunk) and event.is_complete)
+        dice = rng if isinstance(event, Plain) else of_chunks
+        if isinstance(event, Plain | Chunk) and dice.random() < 0.5:
             events.append((at_s, replace(event, has_grammar=True)))
-            if isinstance(event, Plain) or event.is_complete:
-                events.append((at_s + rng.choice([0.0, 1.0, 5.0]), Grammar(event.request_id, rng.random() < 0.9)))
+            if is_last:
+                events.append((at_s + dice.choice([0.0, 1.0, 5.0]), Grammar(event.request_id, dice.random() < 0.9)))
         else:
             events.append((at_s, event))
     start_s = rng.uniform(0, _last_s(scenario))

@@ -240,6 +240,21 @@ def test_a_chunk_with_another_adapter_or_salt_than_its_stream_fails_it(
     assert b.tokens("good") == b.fresh_answer(TOKENS[:num_kept] + TOKENS)
 
 
+def test_kv_is_shared_only_by_requests_of_the_same_adapter_and_salt(bench: Make) -> None:
+    b = bench(num_blocks=400)
+    keys: list[dict[str, Any]] = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}]
+    keys += [{"lora_request": LoRARequest(name, number, f"/{name}")} for number, name in enumerate("ab", 1)]
+    keys.append({"lora_request": LoRARequest("a", 1, "/a"), "cache_salt": "a"})
+    for turn in range(2):
+        for number, key in enumerate(keys):
+            name = f"{turn}-{number}"
+            send(b, name, PromptMessage(0, 0, False).extra_args(), resumable=True, **key)
+            b.run()
+            send(b, name, PromptMessage(1, len(TOKENS), True).extra_args(), resumable=True, **key)
+            b.run()
+            assert (b.record(name).num_from_cache > 0) == (turn == 1), name
+
+
 def test_the_end_of_input_fails_partial_prompts_and_nothing_else(bench: Make) -> None:
     b = bench()
     b.chunk("partial", TOKENS)
