@@ -158,7 +158,7 @@ def shown(lines: Iterator[str]) -> Iterator[str]:
 
 
 def record(version: str, found: dict[str, Any]) -> None:
-    """Write what was found into the package and onto the page; of parts that did not run, what was found before stays."""
+    """Write what was found into the package and onto the page. Earlier results of other parts stay."""
     tested = read_tested()
     tested[version] = {**tested.get(version, {}), **found}
     TESTED_FILE.write_text(json.dumps(dict(sorted(tested.items())), indent=1) + "\n")
@@ -167,13 +167,18 @@ def record(version: str, found: dict[str, Any]) -> None:
 
 def page_with_releases(page: str) -> str:
     """Return the page with the table of releases as the package has it."""
-    rows = "".join(
-        f"| {version} | {'the whole test suite, on CPU' if found['is_engine_tested'] else 'not here: needs CUDA'} "
-        f"| {found['loads']:,} | {found['faults_caught']} of {found['faults_caught'] + found['faults_missed']} "
-        f"| {found['cells_different']} of {found['cells']} | {found['on']} |\n"
-        for version, found in read_tested().items()
-    )
+    rows = "".join(f"| {version} | {' | '.join(columns(found))} |\n" for version, found in read_tested().items())
     return re.sub(r"(\| release \| .*\n\| --- .*\n)(?:\| .*\n)*", lambda match: match[1] + rows, page)
+
+
+def columns(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the columns of a release; "not run" for a part without a result."""
+    yield "the whole test suite, on CPU" if found["is_engine_tested"] else "not run: needs CUDA"
+    yield f"{found['loads']:,}" if "loads" in found else "not run"
+    num_faults = found.get("faults_caught", 0) + found.get("faults_missed", 0)
+    yield f"{found['faults_caught']} of {num_faults}" if num_faults else "not run"
+    yield f"{found['cells_different']} of {found['cells']}" if "cells" in found else "not run"
+    yield found["on"]
 
 
 if __name__ == "__main__":

@@ -21,4 +21,4 @@ def describe_tests(version: str) -> str:
         return "this release was not tested"
     if found["is_engine_tested"]:
         return "tested with all tests on a CPU"
-    return f"its scheduler was tested with {found['loads']:,} random loads, its kernels were not"
+    return f"its scheduler was tested with {found.get('loads', 0):,} random loads, its kernels were not"
