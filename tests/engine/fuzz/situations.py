@@ -112,13 +112,14 @@ def _weights(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def _grammars(rng: random.Random, scenario: Scenario) -> Scenario:
-    """Some complete prompts wait for a grammar, beside others that keep the engine busy."""
+    """Some complete prompts wait for a grammar, in every third load of streams too, beside others that keep it busy."""
     events: list[Timed] = []
     of_chunks = random.Random(scenario.seed)  # of its own: what else happens is as it was without grammars of streams
     for at_s, event in scenario.events:
         is_last = isinstance(event, Plain) or (isinstance(event, Chunk) and event.is_complete)
         dice = rng if isinstance(event, Plain) else of_chunks
-        if isinstance(event, Plain | Chunk) and dice.random() < 0.5:
+        may_wait = isinstance(event, Plain) or (isinstance(event, Chunk) and scenario.seed % 3 == 0)
+        if may_wait and dice.random() < 0.5:
             events.append((at_s, replace(event, has_grammar=True)))
             if is_last:
                 events.append((at_s + dice.choice([0.0, 1.0, 5.0]), Grammar(event.request_id, dice.random() < 0.9)))
