@@ -13,7 +13,6 @@ OF_VLLM = {
     "_free_request_blocks",
     "_handle_blocked_waiting_request",
     "_inflight_prefills",
-    "_pause_state",
     "_request_blocks_can_be_freed",
 }
 """Attributes of vLLM's own scheduler and request, for which it has no public name."""
