@@ -43,8 +43,8 @@ MUTANTS: dict[str, tuple[str, str]] = {
         ),
     ),
     "the parameters of a finish that is refused stay": (
-        "chunk_params = for_stream(answer_params)",
-        "self._answer_params = answer_params; chunk_params = for_stream(answer_params)",
+        "chunk_params = for_stream(answer_params, ",
+        "self._answer_params = answer_params; chunk_params = for_stream(answer_params, ",
     ),
     "the parameters of a finish do not count": ("if params is None else", "if True else"),
     "a push that is refused is counted": (

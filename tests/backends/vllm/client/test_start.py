@@ -63,7 +63,9 @@ async def test_another_version_of_vllm_is_refused_before_it_is_imported(
     installed: Callable[..., None], tiny_model: Path
 ) -> None:
     installed(vllm="0.31.2")
-    with pytest.raises(UnsupportedVersionError, match=r"vllm 0\.31\.2 is installed.* 0\.32\.x only.*pip install"):
+    with pytest.raises(
+        UnsupportedVersionError, match=r"vllm 0\.31\.2 is installed.* 0\.32\.x and 0\.33\.x only.*pip install"
+    ):
         await VllmBackend(tiny_model).start(ignore)
 
 
