@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from architectures import VOCABULARY
+from architectures import make_model as make_architecture
 from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -20,7 +21,6 @@ from streamrag.core import SamplingParams
 from streamrag.records import RequestRecord
 
 NUM_ANSWER_TOKENS = 16
-VOCABULARY = 1_000
 BLOCK_SIZE = 32  # attention on the CPU takes no smaller one
 MAX_MODEL_LEN = 1_024
 MOST_DIFFERENCE = 1e-5
@@ -31,23 +31,7 @@ Answer = list[tuple[int, float]]
 
 def make_model(folder: Path) -> Path:
     """Random weights, large enough that the answers depend on every token of the prompt."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4_096,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return make_architecture("Llama", folder)
 
 
 @asynccontextmanager
