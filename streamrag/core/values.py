@@ -99,9 +99,10 @@ def common_prefix_len(a: Sequence[int], b: Sequence[int], start: int = 0) -> int
 LengthUnit: TypeAlias = Literal["tokens", "characters"]
 """Unit of the lengths of prompts: characters for a server whose tokenizer is not available."""
 
-RequestClass: TypeAlias = Literal["session", "pool", "stream"]
-"""Urgency classes, the most urgent first: a session's question, any other query, and a session's data, for which no
-caller waits. Source: arXiv 2605.13784, section 3.6, where watched questions are a class before all others."""
+RequestClass: TypeAlias = Literal["session", "pool", "stream", "draft"]
+"""Urgency classes, the most urgent first: a session's question, any other query, and what no caller waits for: a
+session's data, and a draft of an answer whose context may still change. Source: arXiv 2605.13784, section 3.6, which
+has no drafts, and where watched questions are a class before all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,9 @@ class Prompt:
     """The `part_name` of the retriever. Retrievers of the same name are expected to behave alike."""
     request_class: RequestClass = "pool"
     """Urgency class of the request, for the engine's policy. That of the query's first prompt counts."""
+    draft: tuple[int, ...] = ()
+    """Tokens that the answer to a complete prompt may consist of. A backend may verify them in a few steps instead of
+    sampling one by one; the answer is the same. Others ignore them."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.num_shared <= len(self.token_ids)

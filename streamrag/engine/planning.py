@@ -61,21 +61,20 @@ def plan(
 ) -> Plan:
     """Plan which requests compute how many tokens in the next step, and which requests are evicted for it.
 
-    :param order: the requests that have tokens to compute or hold KV, the most urgent first. Requests with output are
+    :param order: the requests that have tokens to compute or hold KV, the most urgent first. Requests with output, except drafts, are
         moved to the front, and of these the ones that hold a slot come first: their slot cannot be taken without
         evicting their KV.
     :param idle: returns the idle requests, the last of which is the first victim. Called only when memory is short.
     :param fate: decides what happens to a victim's KV.
     :param reports_holds: whether to report the requests that were held back, and the rule that did so.
     """
-    if with_output := [r for r in order if r.has_output]:
+    if with_output := [r for r in order if r.has_output and r.request_class != "draft"]:
         with_output.sort(key=lambda r: not r.is_running)
-        order = with_output + [r for r in order if not r.has_output]
+        order = with_output + [r for r in order if not r.has_output or r.request_class == "draft"]
     # Phase 1
     walk, held_by = _grant_tokens(Walk(order, idle, budget, memory), rules)
-    if not walk.grants and not walk.num_ahead and any(rule.only_saves_time for rule in rules):
-        # Nothing can run, so there is time to examine every request.
-        rules = [rule for rule in rules if not rule.only_saves_time]
+    if not walk.grants and not walk.num_ahead and any(rule.is_waived_if_idle for rule in rules):
+        rules = [rule for rule in rules if not rule.is_waived_if_idle]
         walk, held_by = _grant_tokens(Walk(order, idle, budget, memory), rules)
     if walk.grants and any(rule.puts_off_step(walk) for rule in rules):
         return Plan((), (), is_put_off=True)

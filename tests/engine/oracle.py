@@ -9,7 +9,7 @@ that what they would remember wrongly it remembers wrongly too:
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +100,8 @@ class OracleRunner(ABC):
         """Blocks that were not loaded, or computed from such, and for how many steps more the scheduler cannot know."""
         self.last_sampled: dict[str, int] = {}
         """What the step before has sampled; on the device only, if scheduling is asynchronous."""
+        self.proposed: Mapping[str, Sequence[int]] = {}
+        """The tokens of drafts that the present step verifies."""
         self._weights = 0  # added to the fingerprints of all KV that these weights compute
         self._num_reports = 0
 
@@ -152,7 +154,7 @@ class OracleRunner(ABC):
         self.update(step)
         if not step.num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        counts = step.num_scheduled_tokens
+        counts, self.proposed = step.num_scheduled_tokens, step.scheduled_spec_decode_tokens
         # As in each layer of a model: all write, then all read.
         for request_id, num_tokens in counts.items():
             self._write(request_id, num_tokens)
@@ -174,6 +176,9 @@ class OracleRunner(ABC):
 
     def _token_at(self, request_id: str, position: int) -> int:
         row = self.rows[request_id]
+        guesses = self.proposed.get(request_id, ())
+        if len(row.tokens) <= position < len(row.tokens) + len(guesses):
+            return guesses[position - len(row.tokens)]
         if position >= len(row.tokens):
             raise StaleKVError(f"{request_id}: token {position} is computed, but only {len(row.tokens)} are known")
         token = row.tokens[position]
@@ -228,13 +233,23 @@ class OracleRunner(ABC):
     def _sample(self, request_id: str, num_tokens: int, *, is_wrong: bool) -> list[int]:
         row = self.rows[request_id]
         end = row.num_computed + num_tokens
+        guesses = self.proposed.get(request_id, ())
         if end < len(row.tokens):
+            if guesses:
+                raise StaleKVError(f"{request_id}: a draft is verified before the prompt is computed")
             return []
-        token = self.choose(request_id, row.prefixes[end])
-        if is_wrong:
-            token = (token + 1) % self.vocabulary
-        self.remember_sample(request_id, token)
-        return [token]
+        if end != len(row.tokens) + len(guesses):
+            raise StaleKVError(f"{request_id}: {num_tokens} tokens are computed to verify {len(guesses)}")
+        tokens: list[int] = []
+        for position, guess in enumerate((*guesses, None), start=len(row.tokens)):
+            tokens.append(self.choose(request_id, row.prefixes[position]))
+            if is_wrong:
+                tokens[-1] = (tokens[-1] + 1) % self.vocabulary
+            if tokens[-1] != guess:
+                break
+        for token in tokens:
+            self.remember_sample(request_id, token)
+        return tokens
 
     def choose(self, request_id: str, prefix: int) -> int:
         """The token that follows a prefix."""

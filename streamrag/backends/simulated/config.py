@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.client.arguments import kv_transfer_config
+from streamrag.backends.vllm.scheduler_options import draft_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +31,14 @@ class EngineShape:
     has_prefix_cache: bool = True
     must_fit_whole: bool = True  # vLLM's `scheduler_reserve_full_isl`: admit a request only if its whole prompt fits
     watermark: float = 0.0
+    num_draft_tokens: int = 0  # most tokens of a draft that one step verifies; 0 for an engine without drafts
     sliding_window: int | None = None
     """If set, half of the layers attend to this many tokens only: a second group of KV blocks, from the same pool."""
     streamrag: dict[str, Any] = field(default_factory=dict)  # the options in `additional_config["streamrag"]`
 
 
 @cache
-def _base_config() -> VllmConfig:
+def _base_config(num_draft_tokens: int) -> VllmConfig:
     model = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -52,13 +54,18 @@ def _base_config() -> VllmConfig:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(model))
         return EngineArgs(
-            model=folder, skip_tokenizer_init=True, load_format="dummy", max_model_len=1 << 20, enforce_eager=True
+            model=folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            max_model_len=1 << 20,
+            enforce_eager=True,
+            speculative_config=draft_config(num_draft_tokens) if num_draft_tokens else None,
         ).create_engine_config()
 
 
 def vllm_config(shape: EngineShape) -> VllmConfig:
     """Return the configuration of an engine of this shape. The first call takes about a second, further ones copy."""
-    config = copy.copy(_base_config())
+    config = copy.copy(_base_config(shape.num_draft_tokens))
     config.model_config = copy.copy(config.model_config)
     config.scheduler_config = copy.copy(config.scheduler_config)
     config.cache_config = copy.copy(config.cache_config)

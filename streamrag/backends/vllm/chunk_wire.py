@@ -7,8 +7,8 @@ new prompt:   k k k k k n n            `num_kept` tokens, and compares the rest 
 Any client that may send a request may send any `extra_args`, so they are validated.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -18,6 +18,7 @@ from streamrag.support.validation import STRICT
 
 KEY = "streamrag"
 LONGEST_NAME = 1_000  # characters of a source's name
+LONGEST_DRAFT = 1 << 16  # tokens
 LATEST_S = 1e12  # seconds on any clock; excludes NaN, infinity, and values too large for arithmetic
 
 # Bounded, because an integer of thousands of digits could not even be converted to text for an error.
@@ -43,6 +44,8 @@ class PromptMessage:
     source_name: Annotated[str, Field(max_length=LONGEST_NAME)] = ""
     """Name of the retriever that the chunk comes from. Chunks of one source are expected to behave alike."""
     request_class: RequestClass = "pool"  # class of the stream, taken from its first chunk
+    draft: Annotated[list[WireCount], Field(max_length=LONGEST_DRAFT)] = field(default_factory=list)
+    """Tokens that the answer to a complete prompt may consist of."""
 
     @classmethod
     def of(
@@ -55,11 +58,13 @@ class PromptMessage:
         hint: Hint | None,
         source_name: str = "",
         request_class: RequestClass = "pool",
+        draft: Sequence[int] = (),
     ) -> "PromptMessage":
         """Return the message for a prompt of `num_tokens` tokens, the first `num_shared` of which are unchanged."""
         num_kept = min(num_shared, num_tokens - 1)  # vLLM accepts no empty input
         expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
-        return cls(index, num_kept, is_complete, now_s, expected_s, source_name, request_class)
+        guess = list(draft[:LONGEST_DRAFT])
+        return cls(index, num_kept, is_complete, now_s, expected_s, source_name, request_class, guess)
 
     def extra_args(self) -> dict[str, Any]:
         fields = asdict(self)

@@ -15,8 +15,8 @@ class Rule:
     """Whether the rule applies to complete prompts."""
     asks_partial = True
     """Whether the rule applies to partial prompts."""
-    only_saves_time = False
-    """Whether the rule only keeps planning short, so that it is left out of a plan that would grant nothing."""
+    is_waived_if_idle = False
+    """Whether the rule is left out where a step would otherwise compute nothing."""
 
     def start(self, walk: Walk) -> None:
         """Reset the rule's state for a new plan, before the first request."""

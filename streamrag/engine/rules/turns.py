@@ -15,7 +15,7 @@ class Turns(Rule):
     """Skips most partial prompts that would start, once some were measured not to fit; the others rotate by step."""
 
     asks_complete = False
-    only_saves_time = True
+    is_waived_if_idle = True
 
     def __init__(self, turn: int = 0) -> None:
         self._turn = turn - 1

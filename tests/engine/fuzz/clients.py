@@ -40,6 +40,8 @@ class Client:
     stop: int | None = None
     is_complete: bool = False
     """Whether it has sent its whole prompt."""
+    has_draft: bool = False
+    """Whether it has sent a draft of its answer as well."""
     num_acknowledged: int = 0
     tokens: list[int] = field(default_factory=list)
     ending: FinishReason | None = None
@@ -101,6 +103,7 @@ class Client:
         self.sent.append((now_s, event.prompt))
         self.prompt, self.max_tokens, self.stop = event.prompt, event.max_tokens, event.stop
         self.is_complete = isinstance(event, Plain) or event.is_complete
+        self.has_draft = isinstance(event, Chunk) and bool(event.draft)
 
     def end_input(self) -> bool:
         """Whether it gives up, without a last chunk."""

@@ -53,6 +53,8 @@ class Chunk:
     stop: int | None = None
     has_grammar: bool = False
     """As of `Plain`, if it is the last chunk; that of another chunk is never waited for."""
+    draft: tuple[int, ...] = ()
+    """What its client takes for the answer, or for a part of it."""
 
 
 @dataclass(frozen=True, slots=True)

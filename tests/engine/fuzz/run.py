@@ -171,6 +171,7 @@ class Run:
         self._loaded = {block_id for _, block_id in copies.loads} if isinstance(copies, HostCopies) else set()
         if self.pause is None:
             self._check_as_planned(step)
+        self._check_drafts_last(step)
         for request_id in step.num_scheduled_tokens:
             client = self.current[request_id]
             client.computed = (client.num_chunks, end_s)
@@ -220,6 +221,15 @@ class Run:
                 counted_on_a_hit = start > self.scheduler.requests[name].num_computed_tokens
                 is_known = is_lost or counted_on_a_hit or self._plans_evictions
                 check(is_known, f"{name} was to compute to {end} and computes nothing")
+
+    def _check_drafts_last(self, step: SchedulerOutput) -> None:
+        """That nobody who waits for a token shares a step with a draft."""
+        computing = [self.scheduler.requests[request_id] for request_id in step.num_scheduled_tokens]
+        is_draft = [request.request_class == "draft" for request in computing]
+        self.met["steps of drafts"] += any(is_draft)
+        self.met["drafts that were evicted"] += sum(r.request_class == "draft" and r.was_evicted for r in computing)
+        others = [r for r, is_one in zip(computing, is_draft, strict=True) if not is_one and r.is_complete]
+        check(not any(is_draft) or not others or self.pause, f"{others} compute beside a draft")
 
     def _check_overtaken(self, starting: Client) -> None:
         """That no complete prompt that came before this one, and could run, is still to be started."""
@@ -329,7 +339,12 @@ class Run:
             return  # its id is somebody else's now: vLLM's client would not send it
         request_class = self.scenario.request_classes.get(event.request_id, "pool")
         message = PromptMessage(
-            event.index, event.num_kept, event.is_complete, self.engine.now_s, request_class=request_class
+            event.index,
+            event.num_kept,
+            event.is_complete,
+            self.engine.now_s,
+            request_class=request_class,
+            draft=list(event.draft),
         )
         self.engine.add(client.request_id, event.prompt[event.num_kept :], self._params(event), message)
 
@@ -457,6 +472,7 @@ def make_shape(scenario: Scenario, records: Path) -> EngineShape:
         must_fit_whole=scenario.must_fit_whole,
         watermark=scenario.watermark,
         sliding_window=scenario.sliding_window,
+        num_draft_tokens=scenario.num_draft_tokens,
         streamrag={
             "policy": scenario.policy,
             "can_partial_evict": scenario.can_partial_evict,

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from tests.engine.oracle import fingerprint, next_token
+
+from .clients import VOCABULARY
 from .events import Abort, Chunk, EndOfInput, Event, Evict, Grammar, Lost, Malformed, Pause, Plain, Reset, Resume
 from .scenarios import Scenario, make_load
 
@@ -45,6 +48,8 @@ def make_scenario(seed: int) -> Scenario:
         scenario = _twins(twins, scenario)
     for name in names:
         scenario = SITUATIONS[name](rng, scenario)
+    if seed % 4 == 2:
+        scenario = _drafts(random.Random(-17 * seed - 31), scenario)
     events = tuple(sorted(scenario.events, key=lambda e: e[0]))
     return replace(scenario, situations=tuple(names), events=events)
 
@@ -65,6 +70,73 @@ def _twins(rng: random.Random, scenario: Scenario) -> Scenario:
                 events.append((max(at_s + delay_s, 0.0) + pause_s, twin))
     events += [(rng.uniform(0, _last_s(scenario) + 5), Evict(rng.randrange(100))) for _ in range(rng.choice([0, 2, 8]))]
     return replace(scenario, events=_in_order(events))
+
+
+def _drafts(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Clients come with drafts of their answers, good and bad, and have some made while their prompts still change."""
+    events: list[Timed] = []
+    classes = dict(scenario.request_classes)
+    earlier: dict[str, tuple[int, ...]] = {}  # the last prompt of each stream
+    for at_s, event in scenario.events:
+        if not isinstance(event, Chunk):
+            events.append((at_s, event))
+            continue
+        old, earlier[event.request_id] = earlier.get(event.request_id, ()), event.prompt
+        if event.is_complete and rng.random() < 0.8:
+            event = replace(event, draft=_draft(rng, event, old))
+        events.append((at_s, event))
+        if not event.is_complete and rng.random() < 0.4:
+            name, tail = f"{event.request_id}draft{event.index}", tuple(rng.randrange(4) for _ in range(3))
+            prompt = (event.prompt + tail)[: scenario.max_model_len - 1]
+            guess = replace(event, request_id=name, index=0, prompt=prompt, num_kept=0, is_complete=True, has_grammar=False)
+            events.append((at_s, replace(guess, draft=_draft(rng, guess, old) if rng.random() < 0.5 else ())))
+            classes[name] = "draft"
+            if rng.random() < 0.6:
+                events.append((at_s + rng.choice([0.5, 3.0, 8.0]), Abort(name, is_in_mid_step=rng.random() < 0.5)))
+    return replace(
+        scenario,
+        events=tuple(events),
+        request_classes=classes,
+        num_draft_tokens=rng.choice([1, 3, 8, 30]),
+        is_async=False,
+        has_v2_runner=False,
+    )
+
+
+def _draft(rng: random.Random, chunk: Chunk, old: tuple[int, ...]) -> tuple[int, ...]:
+    """The answer, or what differs from it at the start, in the middle or at the end, or the answer to another prompt."""
+    right = _answer(chunk.prompt, chunk.max_tokens)
+    place = rng.randrange(len(right))
+    wrong = (right[place] + 1) % VOCABULARY
+    match rng.choice(["right", "first", "changed", "inserted", "removed", "short", "long", "old", "any"]):
+        case "first":
+            return ((right[0] + 1) % VOCABULARY, *right[1:])
+        case "changed":
+            return (*right[:place], wrong, *right[place + 1 :])
+        case "inserted":
+            return (*right[:place], wrong, *right[place:])
+        case "removed":
+            return right[:place] + right[place + 1 :]
+        case "short":
+            return right[:place]
+        case "long":
+            return _answer(chunk.prompt, chunk.max_tokens + 20)
+        case "old":
+            return _answer(old, chunk.max_tokens)
+        case "any":
+            return tuple(rng.randrange(VOCABULARY) for _ in range(place + 1))
+    return right
+
+
+def _answer(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+    """The answer to a prompt, up to `num_tokens`."""
+    prefix, answer = 0, []
+    for token in prompt:
+        prefix = fingerprint(prefix, token)
+    for _ in range(num_tokens):
+        answer.append(next_token(prefix, VOCABULARY))
+        prefix = fingerprint(prefix, answer[-1])
+    return tuple(answer)
 
 
 def _in_order(events: list[Timed]) -> tuple[Timed, ...]:

@@ -15,6 +15,7 @@
 | `reset_prefix_cache`      | idle and waiting streams hold KV, and host memory must be cleared as well            |
 | `set_pause_state`         | no step is planned while paused, so the stuck state is cleared                       |
 | `_holds_kv_blocks`        | vLLM would serve such requests first, regardless of the policy                       |
+| `make_spec_decoding_stats`| counts the tokens of a draft that were verified                                      |
 | `make_stats`, `shutdown`  | reports the use of KV memory; closes the file of records                             |
 
 All hooks exist since vLLM 0.32. Nothing of vLLM is copied or patched. docs/internals/vllm-surface.md lists what else
@@ -141,6 +142,10 @@ class StreamingHooks(_Base):
     @staticmethod
     def _holds_kv_blocks(request: Request) -> bool:
         return request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    def make_spec_decoding_stats(self, *args: Any, request_id: str = "", **kwargs: Any) -> Any:
+        self.requests[request_id].log.on_verified(kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"])
+        return super().make_spec_decoding_stats(*args, request_id=request_id, **kwargs)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> "SchedulerStats | None":
         stats = super().make_stats(*args, **kwargs)

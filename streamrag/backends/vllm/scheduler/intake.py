@@ -23,6 +23,7 @@ from streamrag.backends.vllm.scheduler.records import Records
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
 from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
+from streamrag.engine.drafts import AnswerDraft
 from streamrag.records import ChunkRecord
 
 
@@ -75,7 +76,7 @@ class Intake:
         return request.resumable and request.request_id in self.records.gone_ids
 
     def _open(self, request: Request, message: PromptMessage | None) -> None:
-        problem = _why_refused(request, message, self.scheduler.max_model_len)
+        problem = _why_refused(request, message, self.scheduler)
         if problem is None and message is not None and message.index > 0:
             problem = f"chunk {message.index} came, but no chunk 0: it was lost, or the stream has ended"
         if problem is not None:
@@ -93,11 +94,11 @@ class Intake:
             self.estimates.expect_chunks(stream)
         self.enqueue(stream)
         if stream.is_complete:
-            self.estimates.on_complete()
+            self._on_complete(stream, message)
         self.queues.make_idle_if_done(stream)
 
     def _add_chunk(self, stream: StreamRequest, request: Request, message: PromptMessage) -> None:
-        problem = _why_unfit(stream, request, message) or _why_refused(request, message, self.scheduler.max_model_len)
+        problem = _why_unfit(stream, request, message) or _why_refused(request, message, self.scheduler)
         if problem:
             self._fail(stream, problem)
             return
@@ -127,8 +128,16 @@ class Intake:
         self.queues.requeue(stream)
         if stream.is_complete:
             stream.take_grammar(request)
-            self.estimates.on_complete()
+            self._on_complete(stream, message)
         self.queues.make_idle_if_done(stream)
+
+    def _on_complete(self, request: StreamRequest, message: PromptMessage | None) -> None:
+        """Take in that the prompt of a request is complete."""
+        if message is not None and message.draft and not request.use_structured_output:
+            if max_depth := self.scheduler.num_spec_tokens:
+                request.draft = AnswerDraft(message.draft, max_depth)
+        if request.request_class != "draft":
+            self.estimates.on_complete()
 
     def _refuse(self, request: Request, problem: str, message: PromptMessage | None = None) -> None:
         """Fail a request that has not been accepted, or the stream that the chunk belongs to."""
@@ -164,7 +173,7 @@ def _why_unfit(stream: StreamRequest, request: Request, message: PromptMessage) 
     return None
 
 
-def _why_refused(request: Request, message: PromptMessage | None, max_model_len: int) -> str | None:
+def _why_refused(request: Request, message: PromptMessage | None, scheduler: Scheduler) -> str | None:
     """Return why the request cannot be accepted, whatever came before it; None if it can."""
     if request.kv_transfer_params is not None and not isinstance(request.kv_transfer_params, dict):
         return "extra_args['kv_transfer_params'] must be a mapping"
@@ -177,8 +186,10 @@ def _why_refused(request: Request, message: PromptMessage | None, max_model_len:
         return "a chunk must be sent as one of vLLM's streamed inputs, so that more chunks can follow"
     if message.index == 0 and message.num_kept > 0:
         return f"the first chunk of a stream keeps {message.num_kept} tokens, but there is no previous prompt"
-    if num_tokens >= max_model_len:
-        return f"a prompt of {num_tokens} tokens does not fit the model's length of {max_model_len}"
+    if num_tokens >= scheduler.max_model_len:
+        return f"a prompt of {num_tokens} tokens does not fit the model's length of {scheduler.max_model_len}"
+    if message.draft and max(message.draft) >= scheduler.vllm_config.model_config.get_vocab_size():
+        return "a draft has a token that the model does not have"
     unsupported = {
         "multimodal input": request.has_encoder_inputs,
         "prompt embeddings": request.prompt_embeds is not None,

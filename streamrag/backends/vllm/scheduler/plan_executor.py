@@ -93,4 +93,4 @@ class PlanExecutor:
         # A third-party connector looks up all of a complete prompt, and may load more than this step computes.
         is_whole = request.status != RequestStatus.RUNNING and request.is_complete and self.has_their_connector
         if not is_whole and end < grant.request.num_tokens:
-            request.step_end = end
+            request.end_step_at(end)

@@ -119,12 +119,16 @@ class Queues:
     def _give_up_slots(self, rest: list[StreamRequest], num_wanted: int) -> list[StreamRequest]:
         """Make the last `num_wanted` running requests without a grant wait, and return them. Most keep their KV.
 
-        A request that has output keeps its slot: as a waiting request it would lose the output.
+        A request that has output keeps its slot: as a waiting request it would lose the output. A draft is preempted.
         """
         if num_wanted <= 0:
             return []
-        leaving = [r for r in reversed(rest) if not r.has_output][:num_wanted]
+        leaving = [r for r in reversed(rest) if not r.has_output or r.request_class == "draft"]
+        leaving = sorted(leaving, key=lambda r: r.request_class != "draft")[:num_wanted]
         for request in leaving:
+            if request.has_output:
+                self.evictions.preempt(request)
+                continue  # vLLM resumes it with its output
             if has_prompt_logprobs(request):
                 # Without a slot, the second model runner forgets the log-probabilities collected so far.
                 self.evictions.preempt(request)

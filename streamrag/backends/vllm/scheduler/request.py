@@ -6,6 +6,7 @@ from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.scheduler.request_log import RequestLog
 from streamrag.core import RequestClass
 from streamrag.engine import RequestView
+from streamrag.engine.drafts import AnswerDraft
 from streamrag.engine.recompute_or_swap import CostComparison
 from streamrag.records import RequestOutcome, RequestRecord
 
@@ -47,6 +48,7 @@ class StreamRequest(Request):
     was_evicted: bool = False  # whether the request has ever lost KV to others
     num_kept_tokens: int = 0  # leading prompt tokens whose KV went to host memory in the last eviction
     num_blocks_claimed: int | None = None  # blocks claimed of the KV budget; None without a claim
+    draft: AnswerDraft | None = None  # a guess of the answer, verified while it is sampled
     comparison: CostComparison | None = None
     """The choice between dropping and saving its KV, set while an eviction is being planned."""
     view: RequestView | None = None  # the cached view of the request; None after a change
@@ -88,11 +90,28 @@ class StreamRequest(Request):
             self.structured_output_request = last_chunk.structured_output_request
             self.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
+    def propose_tokens(self, most: int, max_model_len: int) -> int:
+        """Propose at most `most` tokens of the draft for verification in the next step. Return their number."""
+        if self.draft is None:
+            return 0
+        room = min(self.max_tokens, max_model_len - self.num_prompt_tokens) - self.num_output_tokens
+        most = min(most, room - 1)  # the model's own token follows them
+        self.spec_token_ids = self.draft.next_tokens(self._output_token_ids, most)
+        self.view = None
+        return len(self.spec_token_ids)
+
     def end(self, now_s: float) -> RequestRecord:
         """Make the final record, by the request's status, and keep it in `record`."""
         outcome = OUTCOMES.get(self.status, "finished")
         self.record = self.log.end(outcome, now_s, self.num_prompt_tokens, self.num_output_tokens)
         return self.record
+
+    def end_step_at(self, end: int) -> None:
+        """Have the step that is being planned compute tokens before `end` only: a part of the prompt, or of the draft."""
+        num_known = self.num_all_tokens
+        self.spec_token_ids = self.spec_token_ids[: max(end - num_known, 0)]
+        if end < num_known:
+            self.step_end = end
 
     @property
     def num_tokens(self) -> int:
@@ -136,7 +155,7 @@ class StreamRequest(Request):
             request_id=self.request_id,
             arrival_s=self.arrival_s,
             last_chunk_s=self.last_chunk_s,
-            num_tokens=self.num_tokens + self.num_output_placeholders,
+            num_tokens=self.num_tokens_with_spec + self.num_output_placeholders,
             num_computed_tokens=self.num_computed_tokens,
             num_blocks=num_blocks,
             is_complete=self.is_complete,

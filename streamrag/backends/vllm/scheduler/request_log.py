@@ -37,6 +37,8 @@ class RequestLog:
     num_from_cache: int = 0
     num_loaded: int = 0
     num_written_through: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
     chunks: list[ChunkRecord] = field(default_factory=list)
     preemptions: list[PreemptionRecord] = field(default_factory=list)
     restores: list[RestoreRecord] = field(default_factory=list)
@@ -82,6 +84,11 @@ class RequestLog:
             self.first_kv_s = now_s
         if is_complete and self.last_kv_s is None:
             self.last_kv_s = now_s
+
+    def on_verified(self, num_tokens: int, num_accepted: int) -> None:
+        """Log a step that verified `num_tokens` tokens of a draft, the first `num_accepted` of which were right."""
+        self.num_verified += num_tokens
+        self.num_accepted += num_accepted
 
     def on_loss(self, num_tokens: int, comparison: CostComparison, now_s: float) -> None:
         """Log that the request lost the KV of all `num_tokens` computed tokens, including those of the answer."""

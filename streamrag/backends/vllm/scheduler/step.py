@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from streamrag.backends.vllm.scheduler.estimates import Estimates
@@ -19,6 +20,7 @@ from streamrag.engine.rules import (
     AdapterSlots,
     DataHighWater,
     DataShare,
+    DraftsLast,
     GroupedPrefills,
     KvBudget,
     LateBinding,
@@ -27,6 +29,7 @@ from streamrag.engine.rules import (
     PartialEviction,
     Rule,
     ShortBeforeReplaced,
+    ShortDrafts,
     SizedSteps,
     Turns,
 )
@@ -88,7 +91,8 @@ class StepPlanner:
         if self.policy.needs_prefix_hits:
             views = [self.kv_memory.with_prefix_hit(v) for v in views]
         scheduler = self.scheduler
-        budget = StepBudget(scheduler.max_num_scheduled_tokens, scheduler.max_num_active_reqs, len(decoding))
+        num_tokens = scheduler.max_num_scheduled_tokens - sum(len(r.spec_token_ids) for r in decoding)
+        budget = StepBudget(num_tokens, scheduler.max_num_active_reqs, len(decoding))
         order = self.policy.order(views, self.steps.start_s)
         step_plan = plan(
             order,
@@ -111,7 +115,10 @@ class StepPlanner:
         next_block = self.kv_memory.next_block
         sized = SizedSteps(lambda: estimates.step_costs.at(self.steps.start_s)) if options.sizes_steps else None
         lora = self.scheduler.lora_config
+        has_drafts = self.scheduler.num_spec_tokens > 0
         rules = [
+            DraftsLast() if has_drafts else None,
+            ShortDrafts(lambda: estimates.pace.num_partial_tokens) if has_drafts else None,
             None if lora is None else AdapterSlots(lora.max_loras, lambda: self._adapters_ahead),
             LeanPartials(lambda: estimates.pace.num_partial_tokens, self.num_reserved_free),
             ShortBeforeReplaced(),
@@ -135,22 +142,44 @@ class StepPlanner:
         return self.host_memory.is_worth_keeping(sum(r.num_prompt_tokens for r in requests.values()), len(requests))
 
     def _split_running(self) -> tuple[list[StreamRequest], list[StreamRequest]]:
-        """Split the running requests into those that decode, if all of these fit into the step, and the others."""
+        """Split the running requests into those that decode, if all of these fit into the step, and the others.
+
+        Drafts are others, although they decode: whether they compute is for the plan to decide.
+        """
         scheduler, memory = self.scheduler, self.kv_memory
         decoding: list[StreamRequest] = []
         others: list[StreamRequest] = []
         block_size, num_whole = memory.smallest_block_size, 0
         for request in scheduler.running:
-            if request.is_decoding:
+            if request.is_decoding and request.request_class != "draft":
                 decoding.append(request)
                 num_whole += request.num_computed_tokens % block_size == 0
             else:
                 others.append(request)
         num_blocks = len(memory.groups) * num_whole
         if num_blocks > memory.num_free_blocks or len(decoding) > scheduler.max_num_scheduled_tokens:
+            for request in scheduler.running:
+                request.propose_tokens(0, scheduler.max_model_len)
             return [], scheduler.running
         memory.num_free_blocks -= num_blocks
+        if scheduler.num_spec_tokens:
+            self._verify_drafts(decoding)
+            for request in others:
+                if request.is_decoding:  # the plan counts its tokens and blocks
+                    request.propose_tokens(scheduler.num_spec_tokens, scheduler.max_model_len)
         return decoding, others
+
+    def _verify_drafts(self, decoding: list[StreamRequest]) -> None:
+        """Propose tokens of drafts, as many as the step's budget and the free blocks allow beside one token each."""
+        memory, block_size = self.kv_memory, self.kv_memory.smallest_block_size
+        num_groups, num_left = len(memory.groups), self.scheduler.max_num_scheduled_tokens - len(decoding)
+        for request in decoding:
+            if request.draft is not None:
+                end = request.num_computed_tokens + 1
+                num_room = -end % block_size + memory.num_free_blocks // num_groups * block_size
+                num_tokens = request.propose_tokens(min(num_left, num_room), self.scheduler.max_model_len)
+                num_left -= num_tokens
+                memory.num_free_blocks -= num_groups * (cdiv(end + num_tokens, block_size) - cdiv(end, block_size))
 
     def _idle_views(self) -> list[RequestView]:
         views = [self.kv_memory.cached_view(r, is_idle=True) for r in self.queues.idle.values()]

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
+from streamrag.backends.vllm.scheduler_options import PROPOSER
 from streamrag.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ CHECKS: dict[str, Callable[["VllmConfig"], bool]] = {
     "context parallelism": lambda c: (
         c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1
     ),
-    "speculative decoding": lambda c: c.speculative_config is not None,
+    "speculative decoding": lambda c: c.speculative_config is not None and c.speculative_config.model != PROPOSER,
     "an encoder-decoder model": lambda c: c.model_config.is_encoder_decoder,
     "a pooling model": lambda c: c.model_config.runner_type == "pooling",
     "a diffusion model": lambda c: c.model_config.is_diffusion,
