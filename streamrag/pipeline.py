@@ -47,6 +47,8 @@ class Pipeline:
     template: the words around the context.
     overlap: whether to prefill while retrieval runs. "auto" learns from the queries which way brings the first token
         sooner, see `Answer.overlap`; False retrieves everything first, the baseline of all measurements.
+    answer_ahead: whether to draft answers while retrieval runs, see `DraftChanged`. The answers are the same, and their
+        last tokens come sooner. Needs a backend that verifies drafts: `VllmBackend(answer_ahead=True)`.
     max_concurrent_queries: most queries that run at the same time; beyond that, `when_full` decides.
     when_full: "wait" queues the query, "refuse" raises TooManyQueriesError.
     on_source_error: "raise", or "answer" from the chunks that had arrived and tell the model that retrieval failed.
@@ -69,6 +71,7 @@ class Pipeline:
         mode: Mode | None = None,
         template: PromptTemplate | None = None,
         overlap: Flag | Literal["auto"] = "auto",
+        answer_ahead: Flag = False,
         max_concurrent_queries: Count = 64,
         when_full: Literal["wait", "refuse"] = "wait",
         on_source_error: Literal["raise", "answer"] = "raise",
@@ -88,6 +91,7 @@ class Pipeline:
         parts = ((source, owns_source), (backend, owns_backend), (recorder, True))
         self._owned = [part for part, is_owned in parts if is_owned]
         self.overlap = overlap
+        self.answer_ahead = answer_ahead
         self.max_concurrent_queries = max_concurrent_queries
         self._mode = mode
         self._template = template or PromptTemplate()
@@ -290,7 +294,7 @@ class Pipeline:
         values["template"] = template = values.get("template", self._template)
         if system is not None and isinstance(template, PromptTemplate):
             values["template"] = replace(template, system=plain_text(system))
-        return Query(text, **{"overlap": self.overlap, **values})
+        return Query(text, **{"overlap": self.overlap, "answer_ahead": self.answer_ahead, **values})
 
     def _start_query(self, query: Query, emit: Emit) -> "asyncio.Task[Answer]":
         """Start the query's task and return it; raise if the pipeline is closed, or full and `when_full` refuses."""

@@ -22,6 +22,8 @@ __all__ = [
     "ContextChanged",
     "ContextComplete",
     "DocumentSkipped",
+    "DraftChanged",
+    "DraftUse",
     "OverlapChoice",
     "OverlapWay",
     "PreemptionRecord",
@@ -157,6 +159,17 @@ class PrefillProgressed:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftChanged:
+    """A draft of the answer changed: what the model would answer if the context were complete. It may still change."""
+
+    at_s: float
+    text: str
+    """The whole draft so far, instead of the last one."""
+    chunks: tuple[Chunk, ...]
+    """The passages that it is based on, in prompt order."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokensGenerated:
     """New text of the answer."""
 
@@ -208,6 +221,20 @@ class Citation:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftUse:
+    """The use of drafts for one answer, in tokens."""
+
+    num_drafted: int = 0
+    """Length of the draft when the context was complete."""
+    num_verified: int = 0
+    """Tokens of it that the engine verified; those behind a wrong one may be verified several times."""
+    num_accepted: int = 0
+    """Tokens that were right: so many steps were saved."""
+    why_none: str | None = None
+    """Reason for which there was no draft; None if there could be one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """The whole answer to one query."""
 
@@ -248,6 +275,8 @@ class Answer:
     """Version of the session's data that the answer belongs to; None outside sessions."""
     overlap: OverlapChoice | None = None
     """The way in which retrieval and prefill overlapped, and the reason for it; None in sessions."""
+    draft: DraftUse | None = None
+    """The use of drafts; None without `answer_ahead`."""
     gap: float | None = None
     """Lead of the first token over the next best, as a difference of log-probabilities; None unless a session's
     question was asked with `with_margin`."""
@@ -292,6 +321,7 @@ QueryEvent: TypeAlias = (
     | ChunksShortened
     | ContextComplete
     | PrefillProgressed
+    | DraftChanged
     | TokensGenerated
     | Answered
 )

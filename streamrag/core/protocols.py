@@ -76,6 +76,8 @@ class ModelInfo:
     """Whether the backend can return log-probabilities."""
     shares_processors: bool = False
     """Whether the model computes on this machine's CPU, which retrieval may need at the same time."""
+    verifies_drafts: bool = False
+    """Whether the backend verifies the draft of a prompt, in fewer steps than sampling its tokens would take."""
     unit: LengthUnit = "tokens"
     """Unit of the tokenizer's ids, and so of all lengths, `max_model_len` included."""
 

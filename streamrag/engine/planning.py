@@ -61,9 +61,9 @@ def plan(
 ) -> Plan:
     """Plan which requests compute how many tokens in the next step, and which requests are evicted for it.
 
-    :param order: the requests that have tokens to compute or hold KV, the most urgent first. Requests with output, except drafts, are
-        moved to the front, and of these the ones that hold a slot come first: their slot cannot be taken without
-        evicting their KV.
+    :param order: the requests that have tokens to compute or hold KV, the most urgent first. Requests with output,
+        except drafts, are moved to the front, and of these the ones that hold a slot come first: their slot cannot be
+        taken without evicting their KV.
     :param idle: returns the idle requests, the last of which is the first victim. Called only when memory is short.
     :param fate: decides what happens to a victim's KV.
     :param reports_holds: whether to report the requests that were held back, and the rule that did so.

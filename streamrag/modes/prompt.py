@@ -121,10 +121,11 @@ class PromptAssembler:
         self._format = template.passage_format("{text}".join(map(_escaped, self._pieces)) + "{answer}")
         self.head = self._encode_messages(self._pieces[: len(before)], before)
         """Token ids before the passages."""
-        self._tail = self.tail_of(question)
+        self.tail = self.tail_of(question)
+        """Token ids behind the passages of a complete prompt."""
         self._no_context = tokenizer.encode(template.no_context)
         self._cut_short = tokenizer.encode(template.cut_short)
-        num_fixed = len(self.head) + len(self._tail) + max(len(self._no_context), len(self._cut_short))
+        num_fixed = len(self.head) + len(self.tail) + max(len(self._no_context), len(self._cut_short))
         room = max_model_len - num_fixed - max_tokens
         if room < 0:
             raise PromptTooLongError(
@@ -177,7 +178,7 @@ class PromptAssembler:
                 ids += self._cut_short
             elif not fit:
                 ids += self._no_context
-            ids += self._tail
+            ids += self.tail
         return tuple(ids)
 
     def tail_of(self, question: str) -> tuple[int, ...]:

@@ -46,6 +46,7 @@ class Query:
     max_context_tokens: CountOrZero | None = None
     deadline_s: Seconds | None = None
     overlap: Flag | Literal["auto"] = "auto"
+    answer_ahead: Flag = False
     reserve_fraction: Annotated[Number, Field(ge=0, lt=1)] = RESERVE_FRACTION
 
     def __post_init__(self) -> None:
@@ -76,6 +77,9 @@ class QueryOptions(TypedDict, total=False):
     default."""
     overlap: bool | Literal["auto"]
     """Whether to prefill while retrieval runs: always, never, or "auto"; as the pipeline by default."""
+    answer_ahead: bool
+    """Whether to draft the answer while retrieval runs, and to verify the draft when the context is complete. The
+    answer is the same; its last token comes sooner if the engine idles meanwhile. As the pipeline by default."""
     reserve_fraction: float
     """Share of the token budget that is reserved for the most relevant of the chunks that no longer fit, in a context
     that grows chunk by chunk; a quarter by default. With 0, chunks are added whole, in order of arrival."""

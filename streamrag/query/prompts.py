@@ -24,6 +24,7 @@ from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.modes import AssembledPrompt, PromptAssembler
 from streamrag.modes.context import Context, passage_key
+from streamrag.query.answer_ahead import AnswerAhead
 from streamrag.query.options import Query
 from streamrag.query.relevance import Relevance
 from streamrag.query.retrieval import Retrieval, with_timeouts
@@ -67,6 +68,7 @@ class QueryPrompts:
         now: Callable[[], float],
         emit: Callable[[QueryEvent], Awaitable[None]],
         recorder: "TraceRecorder | None",
+        ahead: AnswerAhead | None = None,
     ) -> None:
         self._query = query
         self._retrieval = retrieval
@@ -78,12 +80,15 @@ class QueryPrompts:
         self._now = now
         self._emit = emit
         self._recorder = recorder
+        self._ahead = ahead
         self._rank_of: dict[tuple[str, int, str], int] = {}  # in the last ranking, by uri, passage and text
         self.first_chunk_s: float | None = None
         self.retrieval_s: float | None = None
         """Time at which retrieval ended; None before."""
         self.complete: AssembledPrompt | None = None
         """The complete prompt, once it was sent."""
+        self.num_drafted = 0
+        """Length of the draft that the complete prompt was sent with."""
         self.num_invalidated = 0
         self.has_forecast = False
         """Whether the source said when it would end."""
@@ -112,6 +117,8 @@ class QueryPrompts:
                     step = await self._in_thread(assemble)
                     await self._report(step)
                     yield replace(step.prompt, hint=hint, source_name=self._source_name)
+                    if self._ahead is not None and step.included:
+                        await self._ahead.begin((*step.prompt.token_ids, *assembler.tail), step.included)
         self.retrieval_s = self._now()
         is_cut_short = self.cut_short is not None or self.source_error is not None
         step = await self._in_thread(
@@ -119,7 +126,9 @@ class QueryPrompts:
         )
         await self._report_complete(step, assembler.max_context_tokens)
         self.complete = step
-        yield step.prompt
+        draft = () if self._ahead is None else await self._ahead.withdraw()
+        self.num_drafted = len(draft)
+        yield replace(step.prompt, draft=draft)
 
     def citations(self, chunks: Sequence[Chunk]) -> tuple[Citation, ...]:
         """Return the citations of a prompt with these chunks, with their places in the last ranking."""

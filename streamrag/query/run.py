@@ -3,7 +3,7 @@
 import asyncio
 import warnings
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,18 +17,21 @@ from streamrag.core import (
     Source,
     part_name,
 )
-from streamrag.errors import BackendError, DeadlineExceededError
+from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError
 from streamrag.modes import AssembledPrompt
+from streamrag.query.answer_ahead import AnswerAhead, why_not_drafted
 from streamrag.query.options import Query
 from streamrag.query.overlap import ALWAYS, NEVER, OverlapChooser, OverlapOutcome
 from streamrag.query.prompts import QueryPrompts
 from streamrag.query.retrieval import Retrieval, closing
+from streamrag.records import RequestRecord
 from streamrag.support.clock import Clock
 from streamrag.support.messages import message_of, type_name
 from streamrag.support.tasks import LET_GO_S, cancel_and_wait, is_cancelled
 from streamrag.telemetry import (
     Answer,
     Answered,
+    DraftUse,
     PrefillProgressed,
     QueryEvent,
     RetrievalStarted,
@@ -168,6 +171,7 @@ class QueryRun:
     async def _retrieve_and_answer(self) -> Answer:
         """Answer and emit the first and the last event; raise BackendError for an unfinished answer."""
         queued_s = self._now()
+        ahead = self._answer_ahead()
         await self._emit(RetrievalStarted(queued_s, self._query.text, self._overlap))
         self._prompts = prompts = QueryPrompts(
             self._query,
@@ -179,8 +183,10 @@ class QueryRun:
             now=self._now,
             emit=self._emit,
             recorder=self._recorder,
+            ahead=ahead,
         )
-        chunks, first_token_s = await self._generate(prompts)
+        async with ahead or nullcontext():
+            chunks, first_token_s = await self._generate(prompts)
         if not chunks or chunks[-1].finish_reason is None:
             raise BackendError(f"{part_name(self._backend)} ended without finishing its answer")
         if prompts.complete is None or prompts.retrieval_s is None:
@@ -201,6 +207,19 @@ class QueryRun:
         answer = self._answer(chunks, prompts, prompts.complete, timings)
         await self._emit(Answered(total_s, answer))
         return answer
+
+    def _answer_ahead(self) -> AnswerAhead | None:
+        """Return what drafts the answer, or None; raise ConfigurationError if the backend cannot verify drafts."""
+        if not self._query.answer_ahead:
+            return None
+        if not self._backend.model.verifies_drafts:
+            raise ConfigurationError(
+                f"answer_ahead=True needs a backend that verifies drafts, which {part_name(self._backend)} does not: "
+                "use VllmBackend(answer_ahead=True)"
+            )
+        if self._overlap.way != "immediate" or why_not_drafted(self._query.params):
+            return None
+        return AnswerAhead(self._backend, self._query.params, now=self._now, emit=self._emit)
 
     async def _generate(self, prompts: QueryPrompts) -> tuple[list[AnswerChunk], float | None]:
         """Emit the backend's events; return its answer and the first token's time, or None. Raises for other events."""
@@ -251,10 +270,21 @@ class QueryRun:
             timings=timings,
             record=chunks[-1].record,
             overlap=self._overlap,
+            draft=self._draft_use(prompts.num_drafted, chunks[-1].record),
             breaks_look_alikes=model.breaks_look_alikes,
             usage=model.usage(len(last.prompt.token_ids), len(token_ids), text, chunks[-1].usage),
             unit=model.unit,
         )
+
+    def _draft_use(self, num_drafted: int, record: RequestRecord | None) -> DraftUse | None:
+        """Return how drafts were used; None if none were wanted."""
+        if not self._query.answer_ahead:
+            return None
+        why_none = why_not_drafted(self._query.params)
+        if self._overlap.way != "immediate":
+            why_none = why_none or f'there are no drafts with overlap "{self._overlap.way}": {self._overlap.reason}'
+        num_verified, num_accepted = (record.num_verified, record.num_accepted) if record else (0, 0)
+        return DraftUse(num_drafted, num_verified, num_accepted, why_none)
 
     def _now(self) -> float:
         return self._clock() - self._submitted_s

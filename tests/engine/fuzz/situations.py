@@ -88,7 +88,9 @@ def _drafts(rng: random.Random, scenario: Scenario) -> Scenario:
         if not event.is_complete and rng.random() < 0.4:
             name, tail = f"{event.request_id}draft{event.index}", tuple(rng.randrange(4) for _ in range(3))
             prompt = (event.prompt + tail)[: scenario.max_model_len - 1]
-            guess = replace(event, request_id=name, index=0, prompt=prompt, num_kept=0, is_complete=True, has_grammar=False)
+            guess = replace(
+                event, request_id=name, index=0, prompt=prompt, num_kept=0, is_complete=True, has_grammar=False
+            )
             events.append((at_s, replace(guess, draft=_draft(rng, guess, old) if rng.random() < 0.5 else ())))
             classes[name] = "draft"
             if rng.random() < 0.6:
@@ -104,7 +106,7 @@ def _drafts(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def _draft(rng: random.Random, chunk: Chunk, old: tuple[int, ...]) -> tuple[int, ...]:
-    """The answer, or what differs from it at the start, in the middle or at the end, or the answer to another prompt."""
+    """The answer, or what differs from it at the start, in the middle or at the end, or that to another prompt."""
     right = _answer(chunk.prompt, chunk.max_tokens)
     place = rng.randrange(len(right))
     wrong = (right[place] + 1) % VOCABULARY

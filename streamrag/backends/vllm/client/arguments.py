@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from streamrag.backends.vllm.chunk_wire import KEY
-from streamrag.backends.vllm.scheduler_options import SchedulerOptions
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions, draft_config
 from streamrag.engine import make_policy
 from streamrag.engine.fates import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
@@ -28,6 +28,24 @@ KV_TRANSFER = {
     "kv_role": "kv_producer",
     "kv_load_failure_policy": "recompute",
 }
+
+
+NUM_DRAFT_TOKENS = 32
+"""Most tokens of a draft that a step verifies per request. A draft that is wrong at once costs the time of so many."""
+
+
+def draft_args(strategy: Strategy, engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with which vLLM verifies drafts.
+
+    :raises ConfigurationError: other arguments exclude that.
+    """
+    if strategy == "warming":
+        raise ConfigurationError('answer_ahead=True needs strategy="streaming": only our scheduler verifies drafts')
+    if engine_args.get("speculative_config") is not None:
+        raise ConfigurationError(
+            "answer_ahead=True and speculative_config in engine_args exclude each other: leave one of them out"
+        )
+    return {"speculative_config": draft_config(NUM_DRAFT_TOKENS)}
 
 
 def default_eviction() -> EvictionMode:

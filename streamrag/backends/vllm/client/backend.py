@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import anyio.to_thread
 
 from streamrag.backends.tokenizer import HuggingFaceTokenizer, local_model_path
-from streamrag.backends.vllm.client.arguments import Strategy, scheduler_args
+from streamrag.backends.vllm.client.arguments import Strategy, draft_args, scheduler_args
 from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
 from streamrag.backends.vllm.client.processes import EngineProcesses, import_vllm
 from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
@@ -28,7 +28,7 @@ from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError
 from streamrag.records import KvHeld, KvUse
 from streamrag.support.tasks import run_shielded
-from streamrag.support.validation import Count, PositiveFraction, validated
+from streamrag.support.validation import Count, Flag, PositiveFraction, validated
 
 T = TypeVar("T")
 
@@ -54,6 +54,8 @@ class VllmBackend:
         each takes at most six times its KV cache.
     profile: name or path of the hardware's costs. By default they are estimated from the model's shape, and corrected
         by measuring the engine's steps.
+    answer_ahead: whether the engine verifies drafts of answers, for `Pipeline(answer_ahead=True)`. It then schedules
+        synchronously, as on a CPU anyway, and refuses the sampling parameters `min_p` and `logit_bias`.
     max_model_len: most tokens of prompt and answer together. This, and further options that are None, is vLLM's choice.
     dtype: of weights and KV, as vLLM names it. "auto" is vLLM's choice, or float32 on a CPU without instructions
         for that choice, unless the weights are quantized.
@@ -81,6 +83,7 @@ class VllmBackend:
         eviction: EvictionMode | None = None,
         host_kv_bytes: Count | None = None,
         profile: str | None = None,
+        answer_ahead: Flag = False,
         max_model_len: Count | None = None,
         dtype: str = "auto",
         max_num_batched_tokens: Count | None = None,
@@ -109,6 +112,9 @@ class VllmBackend:
             "seed": seed,
         }
         args = {name: value for name, value in named.items() if value is not None} | dict(engine_args or {})
+        self._answer_ahead = answer_ahead
+        if answer_ahead:
+            args |= draft_args(strategy, args)
         others = {"eviction": eviction, "host_kv_bytes": host_kv_bytes, "profile": profile}
         if collect_stats and strategy == "streaming":
             others["reports_kv_use"] = True
@@ -174,7 +180,13 @@ class VllmBackend:
         # Without a prefix cache there is nothing to warm: no prompt fills a block of this size.
         self._block_size = cache.block_size if cache.enable_prefix_caching else max_model_len
         is_on_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
-        self._info = ModelInfo(self._model_name, tokenizer, max_model_len, shares_processors=is_on_cpu)
+        self._info = ModelInfo(
+            self._model_name,
+            tokenizer,
+            max_model_len,
+            shares_processors=is_on_cpu,
+            verifies_drafts=self._answer_ahead,
+        )
         num_kv_tokens = cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size
         progress(f"ready in {time.monotonic() - began_s:.0f} s, KV cache of {num_kv_tokens:,} tokens, {dtype}")
 

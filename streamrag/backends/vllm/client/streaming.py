@@ -39,6 +39,7 @@ async def stream_then_generate(
         hint=first.hint,
         source_name=first.source_name,
         request_class=first.request_class,
+        draft=first.draft,
     ) as stream:
         pushing = asyncio.create_task(_push(prompts, stream), name="push prompts")
         try:
@@ -54,8 +55,13 @@ async def _push(prompts: AsyncIterator[Prompt], stream: TokenStream) -> None:
         if not stream.is_complete:
             async for prompt in prompts:
                 if prompt.token_ids or prompt.is_complete:
-                    new, num_shared = prompt.token_ids, prompt.num_shared
-                    await stream.update(new, is_complete=prompt.is_complete, hint=prompt.hint, num_shared=num_shared)
+                    await stream.update(
+                        prompt.token_ids,
+                        is_complete=prompt.is_complete,
+                        hint=prompt.hint,
+                        num_shared=prompt.num_shared,
+                        draft=prompt.draft,
+                    )
                 if prompt.is_complete:
                     return
             raise BackendError(NO_COMPLETE_PROMPT)

@@ -141,16 +141,24 @@ class TokenStream:
         self._push(self._token_ids + added, len(self._token_ids), hint=hint)
 
     async def update(
-        self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None, num_shared: int = 0
+        self,
+        token_ids: Sequence[int],
+        *,
+        is_complete: bool = False,
+        hint: Hint | None = None,
+        num_shared: int = 0,
+        draft: Sequence[int] = (),
     ) -> None:
         """Replace the prompt with `token_ids`, keeping the KV of the longest common prefix.
 
-        With `is_complete`, have the answer sampled, as `finish` does. The first `num_shared` tokens are known to equal
-        those of the current prompt, so only later tokens are compared.
+        With `is_complete`, have the answer sampled, as `finish` does; an engine with `answer_ahead` verifies the tokens
+        of `draft` where the answer follows it. The first `num_shared` tokens are known to equal those of the current
+        prompt, so only later tokens are compared.
         """
         new = list(token_ids)
         await self._let_others_run()
-        self._push(new, common_prefix_len(self._token_ids, new, num_shared), is_complete=is_complete, hint=hint)
+        num_shared = common_prefix_len(self._token_ids, new, num_shared)
+        self._push(new, num_shared, is_complete=is_complete, hint=hint, draft=draft)
 
     async def finish(self, token_ids: Sequence[int] = (), *, params: SamplingParams | None = None) -> None:
         """Append tokens, if any, and have the answer sampled.
@@ -173,6 +181,7 @@ class TokenStream:
         is_complete: bool = False,
         hint: Hint | None = None,
         params: SamplingParams | None = None,
+        draft: Sequence[int] = (),
     ) -> None:
         from vllm.engine.protocol import StreamingInput
         from vllm.inputs import tokens_input
@@ -184,7 +193,7 @@ class TokenStream:
             raise ConfigurationError("a prompt needs at least one token")
         check_prompt_len(len(new), self._max_model_len)
         index, now_s, origin = self._num_messages, self._clock(), (self._source_name, self._request_class)
-        message = PromptMessage.of(index, len(new), num_shared, is_complete, now_s, hint, *origin)
+        message = PromptMessage.of(index, len(new), num_shared, is_complete, now_s, hint, *origin, draft)
         answer_params = self._answer_params if params is None else to_vllm(params, self._engine.vllm_config)
         # The last chunk's grammar constrains the answer; the first one's is compiled, and cached, in the meantime.
         chunk_params = for_stream(answer_params, has_grammar=is_complete or index == 0)
@@ -323,11 +332,13 @@ class TokenStreams:
         hint: Hint | None = None,
         source_name: str = "",
         request_class: RequestClass = "pool",
+        draft: Sequence[int] = (),
     ) -> AsyncIterator[TokenStream]:
         """Open a stream whose prompt begins with these tokens. Leaving the context aborts an unfinished request.
 
         `source_name` names the retriever that the chunks come from: the engine learns how often its chunks come.
-        `request_class` is the kind of caller that waits for the answer, for the engine's policy.
+        `request_class` is the kind of caller that waits for the answer, for the engine's policy. For `draft`, see
+        `TokenStream.update`.
 
         :raises PromptTooLongError: the prompt leaves no room for an answer.
         :raises ConfigurationError: `params` have what vLLM refuses, or what a streamed prompt cannot have.
@@ -336,7 +347,7 @@ class TokenStreams:
         stream = TokenStream(self._engine, params, self._clock, self._why_dead, source_name, request_class)
         self._open.add(stream)
         try:
-            await stream.update(token_ids, is_complete=is_complete, hint=hint)
+            await stream.update(token_ids, is_complete=is_complete, hint=hint, draft=draft)
             await stream._start()
             yield stream
         finally:

@@ -133,9 +133,9 @@ class Intake:
 
     def _on_complete(self, request: StreamRequest, message: PromptMessage | None) -> None:
         """Take in that the prompt of a request is complete."""
-        if message is not None and message.draft and not request.use_structured_output:
-            if max_depth := self.scheduler.num_spec_tokens:
-                request.draft = AnswerDraft(message.draft, max_depth)
+        max_depth = self.scheduler.num_spec_tokens  # 0 for an engine that verifies no drafts
+        if max_depth and message is not None and message.draft and not request.use_structured_output:
+            request.draft = AnswerDraft(message.draft, max_depth)
         if request.request_class != "draft":
             self.estimates.on_complete()
 

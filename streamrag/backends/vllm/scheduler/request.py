@@ -107,7 +107,7 @@ class StreamRequest(Request):
         return self.record
 
     def end_step_at(self, end: int) -> None:
-        """Have the step that is being planned compute tokens before `end` only: a part of the prompt, or of the draft."""
+        """Have the step that is being planned end at token `end`: in the middle of the prompt, or of a draft."""
         num_known = self.num_all_tokens
         self.spec_token_ids = self.spec_token_ids[: max(end - num_known, 0)]
         if end < num_known:

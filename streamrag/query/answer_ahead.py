@@ -1,0 +1,103 @@
+"""Draft the answer to a query while its context still changes.
+
+    context    C1 ──────── C2 ───────── C3 (complete)
+    draft         ░░░░░░░░░   ░░░░░░░                      generated from C1; from C2, verifying the first
+    answer                              ████████           verifies the last draft, and continues behind it
+
+A draft is a request of the lowest class of its own, whose prompt is the context so far and the question. It shares the
+KV of the query's stream through the prefix cache. The answer does not depend on it.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Self
+
+from streamrag.core import AnswerChunk, Backend, Chunk, Prompt, SamplingParams
+from streamrag.engine.drafts import AnswerDraft
+from streamrag.query.retrieval import closing
+from streamrag.support.tasks import cancel_and_wait
+from streamrag.telemetry import DraftChanged, QueryEvent
+
+
+def why_not_drafted(params: SamplingParams) -> str | None:
+    """Return why answers with these parameters are not drafted; None if they are."""
+    if params.json_schema is not None or "structured_outputs" in params.extra:
+        return "the answer follows a grammar, beside which drafts cannot be verified"
+    return None
+
+
+class AnswerAhead:
+    """The drafts of one query. An async context manager: leaving it withdraws the draft that is being generated.
+
+    now: returns the seconds since the query was submitted.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        params: SamplingParams,
+        *,
+        now: Callable[[], float],
+        emit: Callable[[QueryEvent], Awaitable[None]],
+    ) -> None:
+        self._backend = backend
+        self._params = params
+        self._now = now
+        self._emit = emit
+        self._token_ids: tuple[int, ...] = ()
+        self._text = ""
+        self._task: asyncio.Task[None] | None = None
+        self._has_failed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.withdraw()
+
+    async def begin(self, token_ids: Sequence[int], chunks: tuple[Chunk, ...]) -> None:
+        """Draft the answer to the prompt `token_ids`, whose passages are `chunks`, instead of that to an earlier one.
+
+        An engine that fails ends the drafts, but not the query, which fails by itself if it must.
+        """
+        await self.withdraw()
+        if not self._has_failed:
+            prompt = Prompt(tuple(token_ids), 0, is_complete=True, request_class="draft", draft=self._token_ids)
+            self._task = asyncio.create_task(self._generate(prompt, chunks), name="streamrag draft")
+
+    async def withdraw(self) -> tuple[int, ...]:
+        """Stop drafting, and return the tokens of the draft so far."""
+        if self._task is not None:
+            await cancel_and_wait([self._task])
+            self._task = None
+        return self._token_ids
+
+    async def _generate(self, prompt: Prompt, chunks: tuple[Chunk, ...]) -> None:
+        before = AnswerDraft(prompt.draft, len(prompt.draft))
+        token_ids: list[int] = []
+        text = ""
+        try:
+            async with (
+                aclosing(_only(prompt)) as prompts,
+                closing(self._backend.generate(prompts, self._params)) as events,
+            ):
+                async for event in events:
+                    if isinstance(event, AnswerChunk):
+                        token_ids += event.token_ids
+                        text += event.text
+                        is_finished = event.finish_reason is not None
+                        self._token_ids = tuple(token_ids) if is_finished else before.continue_from(token_ids)
+                        await self._show(text, chunks, is_finished=is_finished)
+        except Exception:  # a backend is foreign code, whose failure the query itself reports
+            self._has_failed = True
+
+    async def _show(self, text: str, chunks: tuple[Chunk, ...], *, is_finished: bool) -> None:
+        """Emit the text of the draft, except while it only repeats the beginning of the text before."""
+        if text != self._text and (is_finished or not self._text.startswith(text)):
+            self._text = text
+            await self._emit(DraftChanged(self._now(), text, chunks))
+
+
+async def _only(prompt: Prompt) -> AsyncGenerator[Prompt, None]:
+    yield prompt
