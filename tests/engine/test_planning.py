@@ -109,7 +109,7 @@ def test_the_most_urgent_request_with_work_is_always_served(requests: list[Reque
     ordered = make_policy("fcfs").order(requests, 10.0)
     # Among those that have shown a token, whoever holds a slot goes on first.
     ordered.sort(key=lambda r: r.has_output and not r.is_running)
-    ordered.sort(key=lambda r: not r.has_output)
+    ordered.sort(key=lambda r: not r.has_output or r.request_class == "draft")
     made = plan(ordered, list, limits, Blocks(0))
     first = next((r for r in ordered if r.num_remaining_tokens), None)
     if first is None or first.is_complete or limits.can_partial_evict:

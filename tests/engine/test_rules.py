@@ -12,6 +12,7 @@ from streamrag.engine.rules import (
     AdapterSlots,
     DataHighWater,
     DataShare,
+    DraftsLast,
     GroupedPrefills,
     KvBudget,
     KvBudgetLeft,
@@ -21,6 +22,7 @@ from streamrag.engine.rules import (
     PartialEviction,
     Rule,
     ShortBeforeReplaced,
+    ShortDrafts,
     SizedSteps,
     Turns,
 )
@@ -120,6 +122,21 @@ def test_short_before_replaced_limits_one_partial_prompt_by_its_own_number() -> 
     short = partial("a", num_step_tokens=16)
     assert tokens(planned([short, partial("b")], ShortBeforeReplaced())) == {"a": 16, "b": 160}
     assert tokens(planned([short._replace(is_complete=True)], ShortBeforeReplaced())) == {"a": 160}
+
+
+def test_drafts_last_holds_drafts_while_anything_else_computes_and_lends_their_blocks() -> None:
+    draft = holding(complete("draft", request_class="draft", has_output=True), 5)
+    assert tokens(planned([draft], DraftsLast())) == {"draft": 80}
+    assert tokens(planned([partial("a"), draft], DraftsLast())) == {"a": 160}
+    assert not planned([draft], DraftsLast(), budget=StepBudget(1_000, 8, num_ahead=1)).grants
+    made = planned([draft, complete("a", 80)], DraftsLast(), num_free=0)
+    assert (tokens(made), [e.request.request_id for e in made.evictions]) == ({"a": 80}, ["draft"])
+
+
+def test_short_drafts_limits_drafts_only() -> None:
+    draft = complete("draft", request_class="draft")
+    assert tokens(planned([draft, complete("a")], ShortDrafts(lambda: 50))) == {"draft": 50, "a": 160}
+    assert tokens(planned([draft], ShortDrafts(lambda: None))) == {"draft": 160}
 
 
 def test_data_share_divides_a_step_among_all_that_have_something_to_compute() -> None:

@@ -8,7 +8,7 @@ from streamrag.engine.walk import Candidate, Wait
 
 
 class DraftsLast(Rule):
-    """Holds drafts back while anything else can compute. Meanwhile, others may take their blocks."""
+    """Holds drafts back while anything else can compute, and lets others take their blocks."""
 
     asks_partial = False
     is_waived_if_idle = True
@@ -18,7 +18,7 @@ class DraftsLast(Rule):
 
 
 class ShortDrafts(TokenRule):
-    """Limits the tokens of a draft in a step, so that what arrives meanwhile does not wait long.
+    """Limits the tokens that a draft computes in a step, so that what arrives meanwhile does not wait long.
 
     num_tokens: returns the most tokens; None for no limit.
     """

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from streamrag.backends.vllm.chunk_wire import (
     KEY,
+    LONGEST_DRAFT,
     LONGEST_NAME,
     EndOfInput,
     MalformedMessageError,
@@ -89,3 +90,13 @@ def test_whatever_is_sent_is_understood_or_refused(fields: Any, changed: dict[st
         except MalformedMessageError:
             continue
         assert message is None or isinstance(message, EndOfInput) or message.extra_args() == {KEY: {**FIELDS, **each}}
+
+
+def test_a_draft_is_a_list_of_tokens_of_bounded_length() -> None:
+    message = PromptMessage.of(0, 5, 0, True, 1.0, None, draft=(1, 2))
+    assert decode(message.extra_args()) == message
+    longest = PromptMessage.of(0, 5, 0, True, 1.0, None, draft=range(LONGEST_DRAFT + 9)).draft
+    assert longest == list(range(LONGEST_DRAFT))
+    for wrong in ("ab", 5, None, [-1], [1.5], ["1"], [True], [[1]], {}, [1] * (LONGEST_DRAFT + 1), [1 << 64]):
+        with pytest.raises(MalformedMessageError, match="draft"):
+            decode({KEY: {**message.extra_args()[KEY], "draft": wrong}})

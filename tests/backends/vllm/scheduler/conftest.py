@@ -1,6 +1,6 @@
 """Engines without a model, for the tests of this folder."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -56,9 +56,12 @@ class Bench:
         max_tokens: int = 2,
         request_class: RequestClass = "pool",
         structured_outputs: StructuredOutputsParams | None = None,
+        draft: Sequence[int] = (),
     ) -> None:
         index = self._num_messages[name] = self._num_messages.get(name, -1) + 1
-        message = PromptMessage(index, kept, is_complete, self.engine.now_s, request_class=request_class)
+        message = PromptMessage(
+            index, kept, is_complete, self.engine.now_s, request_class=request_class, draft=list(draft)
+        )
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, structured_outputs=structured_outputs)
         self.engine.add(name, tokens, params, message)
 

@@ -1,0 +1,92 @@
+"""Which tokens of a draft are verified next."""
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from streamrag.engine.drafts import LEAST_DEPTH, AnswerDraft
+
+TOKENS = st.lists(st.integers(0, 5), max_size=40)
+
+
+def words(text: str) -> list[int]:
+    """A token for each letter."""
+    return [ord(letter) for letter in text]
+
+
+def rest(draft: str, answer: str, most: int = 99) -> str:
+    """What is verified after this answer, all of which comes at once."""
+    return "".join(map(chr, AnswerDraft(words(draft), 99).next_tokens(words(answer), most)))
+
+
+def steps(draft: list[int], answer: list[int], depth: int) -> list[tuple[int, int]]:
+    """The tokens verified in each step, and those that were right, of a model that always gives this answer."""
+    following = AnswerDraft(draft, depth)
+    taken = [(0, 0)]  # the step that computes the end of the prompt gives the first token
+    num_shown = 1
+    while num_shown < len(answer):
+        guesses = following.next_tokens(answer[:num_shown], len(answer) - num_shown - 1)
+        pairs = zip(guesses, answer[num_shown:], strict=False)
+        num_right = next((i for i, (guess, token) in enumerate(pairs) if guess != token), len(guesses))
+        taken.append((len(guesses), num_right))
+        num_shown += num_right + 1
+    return taken
+
+
+def test_the_draft_is_followed_from_where_the_answer_is() -> None:
+    assert rest("the cat sat", "") == "the cat sat"
+    assert rest("the cat sat", "the ") == "cat sat"
+    assert rest("the cat sat", "the ", most=3) == "cat"
+    assert rest("the cat sat", "the cat sat") == ""
+    assert rest("the cat sat", "the cat sat on") == ""
+    assert rest("", "the") == ""
+
+
+def test_an_answer_that_left_the_draft_is_found_again_by_three_tokens() -> None:
+    draft = "the cat sat on the mat"
+    assert rest(draft, "the dog s") == ""
+    assert rest(draft, "the dog sa") == "t on"
+    assert AnswerDraft(words(draft), 99).continue_from(words("the dog sat")) == tuple(words("the dog sat on the mat"))
+    assert rest(draft, "a c") == ""
+
+
+def test_of_several_places_the_next_one_is_taken_else_the_first() -> None:
+    draft = "one two, one ten"
+    assert AnswerDraft(words(draft), 99).continue_from(words("xone")) == tuple(words("xone two, one ten"))
+    assert AnswerDraft(words(draft), 99).continue_from(words("one two! one")) == tuple(words("one two! one ten"))
+
+
+def test_a_draft_that_is_right_takes_one_step_and_one_that_is_wrong_at_once_costs_nothing() -> None:
+    answer = list(range(100))
+    assert steps(answer, answer, 99) == [(0, 0), (98, 98)]
+    assert {num for num, _ in steps([777] * 100, answer, 99)} == {0}
+
+
+def test_after_an_error_few_tokens_are_verified_and_then_twice_as_many_each_time() -> None:
+    answer = list(range(100))
+    changed = [*answer[:10], 777, *answer[11:]]
+    first, *others = steps(changed, answer, 32)[1:]
+    assert first == (32, 9)
+    assert [each for each in others if each[0]] == [(LEAST_DEPTH, 4), (8, 8), (16, 16), (32, 32), (21, 21)]
+
+
+def test_an_answer_that_begins_anew_is_followed_from_the_start() -> None:
+    draft = AnswerDraft(words("the cat sat"), 99)
+    assert draft.next_tokens(words("the c"), 99) == words("at sat")
+    assert draft.next_tokens(words("the"), 99) == words(" cat sat")
+
+
+@given(draft=TOKENS, answer=TOKENS.filter(bool), depth=st.integers(1, 12))
+def test_whatever_the_draft_is_it_never_takes_more_steps_than_none(
+    draft: list[int], answer: list[int], depth: int
+) -> None:
+    taken = steps(draft, answer, depth)
+    assert len(taken) <= len(answer)
+    assert all(num <= depth for num, _ in taken)
+
+
+@given(draft=TOKENS, answer=TOKENS)
+def test_the_whole_rest_of_a_draft_continues_the_answer(draft: list[int], answer: list[int]) -> None:
+    whole = AnswerDraft(draft, 1).continue_from(answer)
+    assert list(whole[: len(answer)]) == answer
+    tail = whole[len(answer) :]
+    assert not tail or tuple(draft[-len(tail) :]) == tail

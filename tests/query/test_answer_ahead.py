@@ -1,0 +1,141 @@
+"""Drafts of an answer while its context changes: which are asked for, what is told, and that nothing is left behind."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import anyio
+import pytest
+
+from streamrag import AnswerChunk, Append, Chunk, Pipeline, Prompt, SamplingParams, Update
+from streamrag.core import BackendEvent
+from streamrag.errors import BackendError, ConfigurationError
+from streamrag.telemetry import DraftChanged, DraftUse, QueryEvent
+from streamrag.testing import ScriptedBackend, ScriptedSource
+
+A, B, C = (Chunk(text, f"{text[0]}.md") for text in ("alpha", "beta", "gamma"))
+PAUSE_S = 0.05
+
+
+class DraftingBackend(ScriptedBackend):
+    """Verifies drafts; its answer begins with the last chunk's name. `fails` are the classes of requests that fail."""
+
+    def __init__(self, *fails: str, pause_s: float = 0.0) -> None:
+        super().__init__()
+        self.model = replace(self.model, verifies_drafts=True)
+        self.fails = fails
+        self.pause_s = pause_s
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        received: list[Prompt] = []
+        self.prompts.append(received)
+        self.num_requests += 1
+        try:
+            async for prompt in prompts:
+                received.append(prompt)
+                if prompt.request_class in self.fails:
+                    raise BackendError("broken")
+            text = self.model.tokenizer.decode(received[-1].token_ids)
+            answer = "see " + max(("alpha", "beta", "gamma"), key=text.rfind)
+            for number, letter in enumerate(answer, start=1):
+                await anyio.sleep(self.pause_s)
+                yield AnswerChunk(letter, (ord(letter),), "stop" if number == len(answer) else None)
+        finally:
+            self.num_requests -= 1
+
+    @property
+    def drafts(self) -> list[Prompt]:
+        """The prompts of all drafts, in order."""
+        return [prompts[0] for prompts in self.prompts if prompts and prompts[0].request_class == "draft"]
+
+    @property
+    def last(self) -> Prompt:
+        """The complete prompt of the query."""
+        (prompt,) = [p for prompts in self.prompts for p in prompts if p.is_complete and p.request_class == "pool"]
+        return prompt
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(map(ord, text))
+
+
+async def events_of(pipeline: Pipeline, **options: object) -> tuple[list[QueryEvent], DraftUse | None]:
+    stream = pipeline.events("What?", answer_ahead=True, **options)  # type: ignore[arg-type]
+    events = [event async for event in stream]
+    return events, stream.result.draft
+
+
+async def test_each_context_is_drafted_and_the_complete_prompt_comes_with_the_last_draft() -> None:
+    source, backend = ScriptedSource([Append(A), PAUSE_S, Append(B), PAUSE_S]), DraftingBackend()
+    async with Pipeline(source, backend, overlap=True) as pipeline:
+        events, use = await events_of(pipeline)
+    first, second = backend.drafts
+    assert (first.draft, second.draft, backend.last.draft) == ((), ids("see alpha"), ids("see beta"))
+    assert backend.last.token_ids == second.token_ids  # the context did not change any more
+    assert all(draft.is_complete for draft in backend.drafts)
+    assert use == DraftUse(num_drafted=len("see beta"))
+    shown = [event for event in events if isinstance(event, DraftChanged)]
+    assert [event.text for event in shown][-1] == "see beta"
+    assert shown[-1].chunks == (A, B)
+    assert "see alpha" in [event.text for event in shown if event.chunks == (A,)]
+    assert backend.num_requests == 0
+
+
+async def test_a_new_context_keeps_what_was_drafted_before_and_does_not_show_less_than_before() -> None:
+    source = ScriptedSource([Append(A), PAUSE_S, Update((B,)), 0.01, Update((B, A)), PAUSE_S])
+    backend = DraftingBackend(pause_s=0.002)
+    async with Pipeline(source, backend, overlap=True) as pipeline:
+        events, _ = await events_of(pipeline)
+    assert backend.drafts[-1].draft  # that of B was withdrawn, perhaps before it was finished
+    texts = [event.text for event in events if isinstance(event, DraftChanged)]
+    assert not any(old.startswith(new) for old, new in zip(texts, texts[1:], strict=False))
+    assert texts[-1] == "see alpha"
+
+
+async def test_a_context_without_chunks_is_not_drafted() -> None:
+    backend = DraftingBackend()
+    async with Pipeline(ScriptedSource([PAUSE_S]), backend, overlap=True) as pipeline:
+        _, use = await events_of(pipeline)
+    assert backend.drafts == []
+    assert backend.last.draft == ()
+    assert use == DraftUse()
+
+
+async def test_a_draft_that_fails_does_not_fail_the_query() -> None:
+    source, backend = ScriptedSource([Append(A), PAUSE_S, Append(B), PAUSE_S]), DraftingBackend("draft")
+    async with Pipeline(source, backend, overlap=True) as pipeline:
+        _, use = await events_of(pipeline)
+    assert len(backend.drafts) == 1
+    assert use == DraftUse()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.03, 0.06, 0.08])
+async def test_a_query_that_is_left_leaves_no_draft_behind(after_s: float) -> None:
+    source = ScriptedSource([Append(A), PAUSE_S, Append(B), PAUSE_S])
+    backend = DraftingBackend(pause_s=0.01)
+    async with Pipeline(source, backend, overlap=True) as pipeline:
+        with anyio.move_on_after(after_s):
+            await events_of(pipeline)
+        assert (backend.num_requests, source.num_streams, pipeline.num_queries) == (0, 0, 0)
+
+
+async def test_without_overlap_or_with_a_grammar_there_is_no_draft_and_the_answer_says_why() -> None:
+    for options, reason in (
+        ({"overlap": False}, 'overlap "none"'),
+        ({"params": SamplingParams(json_schema={"type": "object"})}, "grammar"),
+        ({"params": SamplingParams(extra={"structured_outputs": {"regex": "a*"}})}, "grammar"),
+    ):
+        backend = DraftingBackend()
+        async with Pipeline(ScriptedSource([Append(A), PAUSE_S]), backend, overlap=True) as pipeline:
+            _, use = await events_of(pipeline, **options)
+        assert backend.drafts == []
+        assert use is not None
+        assert reason in (use.why_none or "")
+
+
+async def test_a_backend_that_verifies_no_drafts_says_so_and_without_the_option_there_are_none() -> None:
+    async with Pipeline(ScriptedSource([Append(A)]), ScriptedBackend(), answer_ahead=True) as pipeline:
+        with pytest.raises(ConfigurationError, match=r"VllmBackend\(answer_ahead=True\)"):
+            await events_of(pipeline)
+        stream = pipeline.stream("What?", answer_ahead=False)
+        assert [chunk async for chunk in stream]
+        assert stream.result.draft is None
