@@ -138,6 +138,9 @@ bench-near-end: .venv/installed ## a search on the model's own processors: what 
 bench-one-user: .venv/installed ## one user whose context changes faster than a step takes: does streaming make anybody wait? real engine, two minutes
 	$(RUN) experiments/one_user.py --json experiments/results/one_user.json
 
+bench-ahead: .venv/installed ## answers drafted while retrieval runs: seconds to the last token with drafts and without; real engine, ten minutes
+	$(RUN) experiments/answer_ahead.py --json experiments/results/answer_ahead.json
+
 bench-auto: .venv/installed ## overlap="auto" against always and never, and what learning costs; real engine, quarter of an hour
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/auto_overlap.py --json experiments/results/auto_overlap.json
 
