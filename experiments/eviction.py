@@ -27,7 +27,7 @@ from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, digest, percentile
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import StepProfile
-from streamrag.engine.fates import EVICTIONS
+from streamrag.engine.recompute_or_swap import EVICTIONS
 from streamrag.support.files import write_atomic
 
 PROFILES = ("h200-llama8b-tp2", "h200-llama8b-tp2-slow-host", "h200-llama8b-tp2-fast-host")

@@ -37,7 +37,7 @@ from streamrag.bench.wall import engine_for, max_model_len, play_cell
 from streamrag.bench.workload import longest_prompt, make_load
 from streamrag.engine.costs.profile_files import save_profile
 from streamrag.engine.costs.step_profiles import TableProfile
-from streamrag.engine.fates import EvictionMode
+from streamrag.engine.recompute_or_swap import EvictionMode
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedQuery

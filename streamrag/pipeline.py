@@ -47,8 +47,7 @@ class Pipeline:
     template: the words around the context.
     overlap: whether to prefill while retrieval runs. "auto" learns from the queries which way brings the first token
         sooner, see `Answer.overlap`; False retrieves everything first, the baseline of all measurements.
-    answer_ahead: whether to draft answers while retrieval runs, see `DraftChanged`. The answers are the same, and their
-        last tokens come sooner. Needs a backend that verifies drafts: `VllmBackend(answer_ahead=True)`.
+    answer_ahead: whether to draft answers while retrieval runs; needs `VllmBackend(answer_ahead=True)`.
     max_concurrent_queries: most queries that run at the same time; beyond that, `when_full` decides.
     when_full: "wait" queues the query, "refuse" raises TooManyQueriesError.
     on_source_error: "raise", or "answer" from the chunks that had arrived and tell the model that retrieval failed.
@@ -167,12 +166,9 @@ class Pipeline:
         window_tokens: most tokens of data in the prompt; three quarters of the model's length by default.
         slide_share: share of the window that is removed at once when it is full. The rest is then computed again in the
             background, while questions are answered from the previous version.
-        max_waiting, max_waiting_characters: most data that wait for the engine; beyond that the oldest are dropped.
-            None takes the defaults of `Session`.
-        batch_interval_s: least seconds between two batches of data. Each batch takes the engine a step at least, so
-            fewer batches delay questions less, but their data are older.
-        log: a file for the session's text; if it exists, the session resumes from it, with its system text and
-            versions.
+        max_waiting, max_waiting_characters: most data that wait for the engine before the oldest are dropped.
+        batch_interval_s: least seconds between batches of data: fewer delay questions less, but their data are older.
+        log: a file for the session's text, from which the session resumes, with its versions, if it exists.
         name: for errors and schedulers.
         tenant: the owner, for the pipeline's `session_limits`.
         """

@@ -131,7 +131,7 @@ class RequestRecord:
     num_verified: int = 0
     """Tokens of drafts that were computed to verify them."""
     num_accepted: int = 0
-    """Those of them that became part of the answer: so many steps were saved."""
+    """Verified tokens that became part of the answer: so many steps were saved."""
     holds: Mapping[str, int] = field(default_factory=dict)
     """Steps in which it got nothing, by the scheduling rule that held it back. Counted only if the scheduler's
     `records` option names a file."""

@@ -30,7 +30,7 @@ from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
 from streamrag.bench.provenance import versions
 from streamrag.core import SamplingParams
-from streamrag.engine.fates import EvictionMode
+from streamrag.engine.recompute_or_swap import EvictionMode
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 

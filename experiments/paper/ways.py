@@ -6,7 +6,7 @@ from typing import Any
 
 from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.bench.cell import Arm, CellSettings
-from streamrag.engine.fates import EVICTIONS, EvictionMode
+from streamrag.engine.recompute_or_swap import EVICTIONS, EvictionMode
 
 from .points import Point
 from .published import WORKLOADS

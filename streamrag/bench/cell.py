@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-from streamrag.engine.fates import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
+from streamrag.engine.recompute_or_swap import EvictionMode
 from streamrag.errors import ConfigurationError
 from streamrag.records import RequestRecord
 from streamrag.support.validation import Count, Positive, validated

@@ -11,8 +11,8 @@ from pydantic import Field
 
 from streamrag.bench.cell import Arm, CellClock, CellSettings, check_clock
 from streamrag.bench.workload import BUDGETS, HINTS, check_workload
-from streamrag.engine.fates import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY, make_policy
+from streamrag.engine.recompute_or_swap import EvictionMode
 from streamrag.support.validation import Count, Positive, validated
 
 PLAIN = tuple(BUDGETS)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from streamrag.bench.cell import CellResult, CellSettings, CopyTotals, RequestResult
-from streamrag.engine.fates import FATES
+from streamrag.engine.recompute_or_swap import FATES
 from streamrag.errors import ConfigurationError
 
 PERCENTILES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}

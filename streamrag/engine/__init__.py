@@ -7,7 +7,6 @@
 The vLLM scheduler and the simulator call the same functions. Nothing here imports vLLM.
 """
 
-from streamrag.engine.fates import Fate as Fate
 from streamrag.engine.memory import Memory as Memory
 from streamrag.engine.pace import Pace as Pace
 from streamrag.engine.planning import Eviction as Eviction
@@ -17,6 +16,7 @@ from streamrag.engine.planning import plan as plan
 from streamrag.engine.policies import POLICIES as POLICIES
 from streamrag.engine.policies import Policy as Policy
 from streamrag.engine.policies import make_policy as make_policy
+from streamrag.engine.recompute_or_swap import Fate as Fate
 from streamrag.engine.request import RequestView as RequestView
 from streamrag.engine.urgency_classes import ClassPolicy as ClassPolicy
 from streamrag.engine.walk import Grant as Grant

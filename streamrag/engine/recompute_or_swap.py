@@ -7,10 +7,17 @@
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from streamrag.engine.costs.price import Price
-from streamrag.engine.fates import Fate
+
+Fate: TypeAlias = Literal["recompute", "swap"]
+"""Whether a victim's KV is dropped, or copied to host memory."""
+FATES: tuple[Fate, ...] = get_args(Fate)
+
+EvictionMode: TypeAlias = Literal[Fate, "cost"]
+"""A fixed fate, or "cost" to choose the cheaper one for each victim."""
+EVICTIONS: tuple[EvictionMode, ...] = get_args(EvictionMode)
 
 WRITE_THROUGH_BELOW = 0.3
 """Share of free KV blocks below which evictions are so near that blocks are copied ahead of them."""

@@ -18,7 +18,7 @@ from streamrag.bench.summary import digest
 from streamrag.bench.workload import NUM_TAIL_TOKENS
 from streamrag.engine.costs.profile_files import load_profile, save_profile
 from streamrag.engine.costs.step_profiles import TableProfile
-from streamrag.engine.fates import EVICTIONS
+from streamrag.engine.recompute_or_swap import EVICTIONS
 from streamrag.errors import ConfigurationError
 from streamrag.support.bounded_reading import as_dataclass
 from streamrag.trace.values import Trace, TracedQuery

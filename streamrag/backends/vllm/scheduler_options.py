@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from streamrag.backends.vllm.chunk_wire import KEY
-from streamrag.engine.fates import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
+from streamrag.engine.recompute_or_swap import EvictionMode
 from streamrag.engine.rules.memory_rules import LOW_WATER
 from streamrag.errors import ConfigurationError
 from streamrag.support.validation import Count, CountOrZero, NonEmptyText, PositiveFraction, validated
@@ -70,7 +70,8 @@ class SchedulerOptions:
     """Whether requests whose next tokens are equal compute them once; see `streamrag.engine.rules`. Needs the same as
     `looks_up_again`."""
     eviction: EvictionMode = "cost"
-    """Whether a victim's KV is recomputed or swapped; see `streamrag.engine.fates`. Swapping needs our connector."""
+    """Whether a victim's KV is recomputed or swapped; see `streamrag.engine.recompute_or_swap`. Only with our connector
+    is it swapped."""
     host_kv_bytes: Count | None = None
     """Host memory for KV, per worker; None for a share of the machine's: see `host_size`."""
     num_host_blocks: CountOrZero | None = None

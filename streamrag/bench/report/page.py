@@ -10,7 +10,7 @@ from streamrag.bench.report.comparison import BASELINE, Figure, LoadComparison, 
 from streamrag.bench.report.html import Cell, HtmlTable, cell, render
 from streamrag.bench.report.verdict import NO_VERDICT, verdicts
 from streamrag.bench.summary import PERCENTILES, Digest, Slos, spread
-from streamrag.engine.fates import FATES
+from streamrag.engine.recompute_or_swap import FATES
 from streamrag.errors import require_modules
 from streamrag.support.versions import __version__
 

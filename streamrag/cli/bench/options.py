@@ -13,8 +13,8 @@ from streamrag.bench.cell import ARMS
 from streamrag.bench.grid import PLAIN, Grid
 from streamrag.bench.summary import LIMITS
 from streamrag.engine.costs.profile_files import load_profile
-from streamrag.engine.fates import EVICTIONS, EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
+from streamrag.engine.recompute_or_swap import EVICTIONS, EvictionMode
 
 T = TypeVar("T")
 

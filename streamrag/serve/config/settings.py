@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr
 
-from streamrag.engine.fates import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
+from streamrag.engine.recompute_or_swap import EvictionMode
 from streamrag.modes import PromptTemplate
 from streamrag.serve.limits import Checked, Limits
 

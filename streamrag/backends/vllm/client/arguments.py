@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.scheduler_options import SchedulerOptions, draft_config
 from streamrag.engine import make_policy
-from streamrag.engine.fates import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
+from streamrag.engine.recompute_or_swap import EvictionMode
 from streamrag.errors import ConfigurationError
 from streamrag.support.validation import validated
 

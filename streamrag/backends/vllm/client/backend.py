@@ -23,8 +23,8 @@ from streamrag.backends.vllm.client.token_streams import TokenStreams, check_pro
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams
 from streamrag.core.lifecycle import started_once
-from streamrag.engine.fates import EvictionMode
 from streamrag.engine.policies import DEFAULT_POLICY
+from streamrag.engine.recompute_or_swap import EvictionMode
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError
 from streamrag.records import KvHeld, KvUse
 from streamrag.support.tasks import run_shielded

@@ -11,7 +11,7 @@ class NoProposer:
         pass
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """There is no model to load."""
+        """Load nothing."""
 
     def propose(self, sampled_token_ids: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
         """Return no tokens for each request of the step."""
