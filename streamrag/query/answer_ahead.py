@@ -19,6 +19,9 @@ from streamrag.query.retrieval import closing
 from streamrag.support.tasks import cancel_and_wait
 from streamrag.telemetry import DraftChanged, QueryEvent
 
+INTERVAL_S = 0.05
+"""Least seconds between two events of a draft, each of which has its whole text."""
+
 
 def why_not_drafted(params: SamplingParams) -> str | None:
     """Return why answers with these parameters are not drafted; None if they are."""
@@ -47,6 +50,7 @@ class AnswerAhead:
         self._emit = emit
         self._token_ids: tuple[int, ...] = ()
         self._text = ""
+        self._shown_s = -INTERVAL_S
         self._task: asyncio.Task[None] | None = None
         self._has_failed = False
 
@@ -93,10 +97,12 @@ class AnswerAhead:
             self._has_failed = True
 
     async def _show(self, text: str, chunks: tuple[Chunk, ...], *, is_finished: bool) -> None:
-        """Emit the text of the draft, except while it only repeats the beginning of the text before."""
-        if text != self._text and (is_finished or not self._text.startswith(text)):
-            self._text = text
-            await self._emit(DraftChanged(self._now(), text, chunks))
+        """Emit the text of the draft, now and then, and not while it only repeats the beginning of the text before."""
+        at_s = self._now()
+        is_due = at_s >= self._shown_s + INTERVAL_S and not self._text.startswith(text)
+        if text != self._text and (is_finished or is_due):
+            self._text, self._shown_s = text, at_s
+            await self._emit(DraftChanged(at_s, text, chunks))
 
 
 async def _only(prompt: Prompt) -> AsyncGenerator[Prompt, None]:

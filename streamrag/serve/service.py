@@ -42,7 +42,7 @@ class Service:
     """A backend and a source that answer the queries of many clients. Starts and closes both.
 
     source: retrieval for queries that bring no context; None if all of them do.
-    mode, template, overlap, on_source_error: as for `Pipeline`.
+    mode, template, overlap, answer_ahead, on_source_error: as for `Pipeline`.
     limits: bounds on the requests of clients.
     params: default sampling parameters.
     max_context_tokens: default bound on the tokens of context.
@@ -67,6 +67,7 @@ class Service:
         mode: Mode | None = None,
         template: PromptTemplate | None = None,
         overlap: bool | Literal["auto"] = "auto",
+        answer_ahead: bool = False,
         on_source_error: Literal["raise", "answer"] = "raise",
         limits: Limits | None = None,
         params: SamplingParams | None = None,
@@ -97,7 +98,12 @@ class Service:
         self._model_name = model_name
         self._options: QueryOptions = {} if max_context_tokens is None else {"max_context_tokens": max_context_tokens}
         self._template = template or PromptTemplate()
-        self._pipeline_options: dict[str, Any] = {"mode": mode, "overlap": overlap, "on_source_error": on_source_error}
+        self._pipeline_options: dict[str, Any] = {
+            "mode": mode,
+            "overlap": overlap,
+            "answer_ahead": answer_ahead,
+            "on_source_error": on_source_error,
+        }
         self._pipeline = self._make_pipeline(NoSource() if source is None else source)
         self._progress: Progress = lambda line: None
         self._started = AsyncExitStack()

@@ -68,6 +68,73 @@ OF_CLASSES = "tests/backends/vllm/scheduler/test_classes.py"
 
 MUTANTS = (
     Mutant(
+        "drafts decode as answers do",
+        STEP,
+        'if request.is_decoding and request.request_class != "draft":',
+        "if request.is_decoding:",
+        400,
+    ),
+    Mutant(
+        "a preempted draft is resumed without what it has shown",
+        QUEUES,
+        "                continue  # vLLM resumes it with its output\n",
+        "",
+        400,
+    ),
+    Mutant(
+        "a step that ends early verifies the whole draft",
+        REQUEST,
+        "self.spec_token_ids = self.spec_token_ids[: max(end - num_known, 0)]",
+        "pass",
+        800,
+    ),
+    Mutant(
+        "what the model has room for does not bound what is verified",
+        REQUEST,
+        "room = min(self.max_tokens, max_model_len - self.num_prompt_tokens) - self.num_output_tokens",
+        "room = 1_000",
+        0,  # vLLM does not verify more either, and drops what is too much
+        "tests/backends/vllm/scheduler/test_drafts.py"
+        "::test_the_end_of_the_answer_and_of_the_model_bounds_what_is_verified",
+    ),
+    Mutant(
+        "a draft leaves no budget for prompts, and is not counted",
+        STEP,
+        "num_tokens = scheduler.max_num_scheduled_tokens - sum(len(r.spec_token_ids) for r in decoding)",
+        "num_tokens = scheduler.max_num_scheduled_tokens",
+        400,
+    ),
+    Mutant(
+        "blocks of drafts are not counted",
+        STEP,
+        "memory.num_free_blocks -= num_groups * (cdiv(end + num_tokens, block_size) - cdiv(end, block_size))",
+        "pass",
+        1_500,
+    ),
+    Mutant(
+        "a draft may have tokens that the model does not have",
+        INTAKE,
+        "if message.draft and max(message.draft) >=",
+        "if message.draft and -1 >=",
+        0,  # the fuzz has no such tokens
+        "tests/backends/vllm/scheduler/test_drafts.py"
+        "::test_a_draft_with_a_token_that_the_model_does_not_have_fails_its_request_only",
+    ),
+    Mutant(
+        "drafts wait for others even if nothing else can run",
+        RULES + "drafts",
+        "is_waived_if_idle = True",
+        "is_waived_if_idle = False",
+        400,
+    ),
+    Mutant(
+        "drafts do not wait for others",
+        RULES + "drafts",
+        'return Wait.YIELD if candidate.request.request_class == "draft" else None',
+        "return None",
+        400,
+    ),
+    Mutant(
         "KV past the LCP is kept",
         PROMPTS,
         "min(request.num_computed_tokens, num_shared, len(new_tokens) - 1)",

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,8 +11,11 @@ import anyio
 import httpx
 import pytest
 
-from streamrag import Append, Chunk, Update
+from streamrag import Append, Chunk, Prompt, SamplingParams, Update
+from streamrag.core import AnswerChunk, BackendEvent
 from streamrag.modes import UpdateMode
+from streamrag.serve.protocols.event_encoder import event_values
+from streamrag.telemetry import DraftChanged
 from streamrag.testing import ScriptedBackend, Step
 from tests.serve.browsing import QUESTION, browsing, expect
 from tests.serve.serving import PARIS, ROME, serving
@@ -93,6 +97,52 @@ async def test_passages_and_an_answer_appear_while_they_come_about() -> None:
             f"had been prefilled. The model read {len(prompt.token_ids):,} tokens and wrote 33."
         )
         await expect(seen.page.locator("#spoken")).to_contain_text("It is Paris [1]")
+
+
+class DraftingBackend(ScriptedBackend):
+    """Verifies drafts. Its answer waits for `rest` before its second half."""
+
+    def __init__(self, rest: anyio.Event) -> None:
+        super().__init__()
+        self.model = replace(self.model, verifies_drafts=True)
+        self.rest = rest
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        newest = [prompt async for prompt in prompts][-1]
+        if newest.request_class == "draft":
+            yield AnswerChunk("It is Paris [1].", (1, 2), "stop")
+            return
+        yield AnswerChunk("It is Paris", (1,))
+        await self.rest.wait()
+        yield AnswerChunk(" [1], surely.", (3,), "stop")
+
+
+async def test_a_draft_is_grey_until_it_is_confirmed_or_gone() -> None:
+    all_of_it, rest = anyio.Event(), anyio.Event()
+    options = {"backend": DraftingBackend(rest), "overlap": True, "answer_ahead": True}
+    async with serving([Append(PARIS), all_of_it], **options) as served, browsing(served.url) as seen:
+        await seen.ask()
+        draft = seen.page.locator(".answer .draft")
+        await expect(draft).to_have_text("It is Paris [1].")
+        await expect(seen.page.locator(".state")).to_have_text("Drafting")
+        all_of_it.set()
+        await expect(draft).to_have_text("[1].")
+        await expect(seen.page.locator(".answer .text")).to_have_text("It is Paris [1].")
+        grey, black = [
+            await seen.page.locator(f".answer {place}").evaluate("each => getComputedStyle(each).color")
+            for place in (".draft", ".text")
+        ]
+        assert grey != black
+        rest.set()
+        await seen.answered("It is Paris [1], surely.")
+        await expect(draft).to_have_text("")
+        await expect(seen.page.locator(".cite")).to_have_text(["1"])
+
+
+def test_a_draft_is_told_with_the_addresses_of_its_passages_and_not_their_text() -> None:
+    reference = {"uri": PARIS.uri, "passage": PARIS.passage}
+    told = event_values(DraftChanged(1.5, "It is Paris [1].", (PARIS,)))
+    assert told == {"at_s": 1.5, "text": "It is Paris [1].", "chunks": [reference]}
 
 
 async def test_citations_light_up_their_passage_and_lead_to_it() -> None:

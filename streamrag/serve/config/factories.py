@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.core import Backend, SamplingParams, Source
-from streamrag.errors import require_modules
+from streamrag.errors import ConfigurationError, require_modules
 from streamrag.modes import PromptTemplate
 from streamrag.routing import make_router
 from streamrag.serve.config.settings import (
@@ -66,6 +66,8 @@ def make_replicated(
     name: str = "streamrag",
 ) -> Backend:
     """Return a backend of replicas, not started: those of `cluster`, or else new ones that are named after `name`."""
+    if engine.answer_ahead:
+        raise ConfigurationError("engine.answer_ahead does not work with replicas: leave one of them out")
     cluster = cluster or _make_cluster(partial(_make_engines, model, engine, replicas), replicas, f"{name}-engines")
     from streamrag.backends.ray import RayBackend
 
@@ -155,6 +157,7 @@ def service_of(
         template=make_template(settings.prompt),
         max_context_tokens=settings.prompt.max_context_tokens,
         overlap=answers.overlap,
+        answer_ahead=settings.engine.answer_ahead,
         on_source_error=answers.on_source_error,
         limits=settings.limits,
         params=SamplingParams(**answers.model_dump(exclude={"overlap", "on_source_error"})),

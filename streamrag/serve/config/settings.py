@@ -81,6 +81,7 @@ class EngineSettings(Checked):
     """The engine of an embedded vLLM. Without a value, vLLM's own default holds."""
 
     strategy: Literal["streaming", "warming"] = Field(default="streaming", description="how it prefills early")
+    answer_ahead: bool = Field(default=False, description="draft answers while retrieval runs, and verify the drafts")
     policy: str = Field(default=DEFAULT_POLICY, description="order in which it serves requests")
     can_partial_evict: bool | None = Field(default=None, description="whether partial prompts may preempt others")
     eviction: EvictionMode | None = Field(default=None, description="what happens to the KV of preempted requests")

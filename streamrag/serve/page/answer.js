@@ -16,11 +16,23 @@ export class Answer {
     this._held = null; // a text node whose end may become a citation
     this._unsaid = "";
     this._frame = 0;
+    this._received = "";
+    this._draft = "";
+    this._grey = element("span", "draft"); // stands behind all else
+    this._grey.setAttribute("aria-hidden", "true");
+    this._place.append(this._grey);
+  }
+
+  // text: a draft of the whole answer. What is not confirmed of it is shown in grey.
+  draft(text) {
+    this._draft = plain(text);
+    this._frame ||= requestAnimationFrame(() => this._draw());
   }
 
   add(text) {
     this.text += text;
     this._waiting += plain(text);
+    this._received += plain(text);
     this._unsaid += plain(text);
     const end = Math.max(this._unsaid.lastIndexOf(". "), this._unsaid.lastIndexOf("\n")) + 1;
     if (end > 40) this._say(end);
@@ -28,6 +40,7 @@ export class Answer {
   }
 
   finish() {
+    this._draft = "";
     cancelAnimationFrame(this._frame);
     this._draw(true);
     this._say(this._unsaid.length);
@@ -47,18 +60,19 @@ export class Answer {
     let at = 0;
     for (const match of ready.matchAll(MARK)) {
       this._put(ready.slice(at, match.index));
-      this._place.append(this._marks(match[1]));
+      this._grey.before(this._marks(match[1]));
       at = match.index + match[0].length;
     }
     this._put(ready.slice(at));
     this._waiting = open ? open[0] : "";
-    if (open) this._place.append((this._held = document.createTextNode(open[0])));
+    if (open) this._grey.before((this._held = document.createTextNode(open[0])));
+    this._grey.textContent = this._draft.startsWith(this._received) ? this._draft.slice(this._received.length) : "";
   }
 
   _put(text) {
-    const last = this._place.lastChild;
+    const last = this._grey.previousSibling;
     if (last?.nodeType === Node.TEXT_NODE) last.appendData(text);
-    else if (text) this._place.append(text);
+    else if (text) this._grey.before(text);
   }
 
   _marks(numbers) {

@@ -101,6 +101,10 @@ export class Turn {
         this.tell("Reading");
         this.say(`${values.num_chunks} ${values.num_chunks === 1 ? "passage" : "passages"}`);
         break;
+      case "draft_changed":
+        this.tell("Drafting");
+        this.answer.draft(values.text);
+        break;
       case "tokens_generated":
         if (!values.text) break;
         this.tell("");

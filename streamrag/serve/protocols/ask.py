@@ -21,7 +21,7 @@ from streamrag.serve.protocols.event_encoder import respond_with_events, write_e
 from streamrag.serve.request_fields import SAMPLING, parse_turn, sampling
 from streamrag.serve.service import Service
 
-QUERY_FIELDS = {"max_context_tokens", "deadline_s", "reserve_fraction", "overlap"}
+QUERY_FIELDS = {"max_context_tokens", "deadline_s", "reserve_fraction", "overlap", "answer_ahead"}
 
 
 class QueryRequest(StrictModel):
@@ -39,6 +39,7 @@ class QueryRequest(StrictModel):
     deadline_s: float | None = None
     reserve_fraction: float | None = None
     overlap: bool | Literal["auto"] | None = None
+    answer_ahead: bool | None = None
 
     def query_options(self, service: Service) -> QueryOptions:
         """Return the options for the pipeline. Raises RequestError or ConfigurationError for invalid options."""

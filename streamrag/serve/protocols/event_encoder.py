@@ -22,7 +22,7 @@ from streamrag.serve.connections.json_body import encode_json
 from streamrag.serve.connections.sse import Produce, Write, respond
 from streamrag.serve.failures import Failure, failure_of
 from streamrag.serve.service import Service
-from streamrag.telemetry import Answer, Answered, ContextChanged, QueryEvent, SourceFailed
+from streamrag.telemetry import Answer, Answered, ContextChanged, DraftChanged, QueryEvent, SourceFailed
 
 PRIVATE_FIELDS = ("token_ids", "record", "source_error", "submitted_s")
 """Fields of an answer that are not sent, or not as they are."""
@@ -63,6 +63,8 @@ def event_values(event: QueryEvent, context: tuple[Chunk, ...] = ()) -> dict[str
         values = asdict(replace(event, chunks=()))
         del values["chunks"]
         return {**values, "splice": _splice(context, event.chunks)}
+    if isinstance(event, DraftChanged):
+        return {"at_s": event.at_s, "text": event.text, "chunks": [_reference(chunk) for chunk in event.chunks]}
     if isinstance(event, Answered):
         answer = event.answer
         values = {name: value for name, value in asdict(answer).items() if name not in PRIVATE_FIELDS}
@@ -79,8 +81,13 @@ def _splice(before: tuple[Chunk, ...], after: tuple[Chunk, ...]) -> dict[str, An
     if after[:at] != before:  # the fast path: most contexts only grow
         at = _num_shared(before, after)
     num_last = _num_shared(before[at:][::-1], after[at:][::-1])
-    chunks = [{"uri": chunk.uri, "passage": chunk.passage} for chunk in after[at : len(after) - num_last]]
+    chunks = [_reference(chunk) for chunk in after[at : len(after) - num_last]]
     return {"at": at, "num_removed": len(before) - at - num_last, "chunks": chunks}
+
+
+def _reference(chunk: Chunk) -> dict[str, Any]:
+    """Return what identifies a chunk that was sent when it arrived."""
+    return {"uri": chunk.uri, "passage": chunk.passage}
 
 
 def _num_shared(one: Sequence[Chunk], other: Sequence[Chunk]) -> int:

@@ -108,6 +108,13 @@ SURFACE = {
     "vllm.v1.metrics.loggers:StatLoggerBase": "9279065577d0",
     "vllm.v1.kv_cache_interface:group_kernel_blocks": "7065b0d8547c",
     "vllm.v1.simple_kv_offload.cuda_mem_ops:pin_tensor": "69ca761bb75c",
+    "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats": "1aa649c3e1f5",
+    "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids": "80edbbb8acda",
+    "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer": "b1e403fca99b",
+    "vllm.v1.spec_decode.dynamic.utils:build_dynamic_sd_schedule_lookup": "42cdacbf2f30",
+    "vllm.v1.worker.gpu_input_batch:InputBatch.update_req_spec_token_ids": "d32203755892",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner._calc_spec_decode_metadata": "909b5316ef9b",
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": "2ba033e60fa7",
 }
 
 """Fingerprints for the oldest series, by name."""
@@ -143,6 +150,7 @@ CHANGES: dict[str, dict[str, str | None]] = {
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor._start_workers_concurrently": "ba4e81f37b8b",
         "vllm.v1.engine.core:EngineCoreProc._reject_add_while_paused": "2a6c7e2b5b5e",
         "vllm.v1.engine.core_client:BackgroundResources": "5e46b5a07ec4",
+        "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": "08c4010106f5",
     },
 }
 """Fingerprints that differ from those of the series before; None where there is no such name any more."""

@@ -1,0 +1,138 @@
+"""Drafts on a real vLLM engine on the CPU: the same tokens, log-probabilities and distribution as without them."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Sequence
+from math import sqrt
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from real_engine import GREEDY, MOST_DIFFERENCE, Answer, fresh, make_model, pairs, running_engine, tokens
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from streamrag.backends.vllm.client.streaming import stream_then_generate
+from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
+from streamrag.backends.vllm.scheduler_options import draft_config
+from streamrag.core import AnswerChunk, Prompt, RequestClass, SamplingParams
+from streamrag.records import RequestRecord
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+PROMPT = tokens(random.Random(5), 200)
+NUM_SAMPLES = 300
+MOST_DEVIATIONS = 4.0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncLLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        model = make_model(tmp_path_factory.mktemp("model"))
+        limits = {"max_num_seqs": 16, "max_num_batched_tokens": 256}
+        async with running_engine(model, patch, speculative_config=draft_config(16), **limits) as engine:
+            yield engine
+
+
+async def answer(
+    engine: AsyncLLM,
+    draft: Sequence[int] = (),
+    params: SamplingParams = GREEDY,
+    request_class: RequestClass = "pool",
+    prompt: list[int] = PROMPT,
+) -> tuple[Answer, RequestRecord]:
+    """The answer to a prompt that comes in two pieces, the second one with the draft."""
+    streams = TokenStreams(engine)
+    async with streams.open(prompt[:-20], params, request_class=request_class) as stream:
+        await stream.update(prompt, is_complete=True, draft=draft)
+        found: Answer = []
+        async for event in stream:
+            if isinstance(event, StreamedTokens):
+                found += pairs(event) if event.logprobs else [(token, 0.0) for token in event.token_ids]
+        assert stream.record is not None
+        return found, stream.record
+
+
+def token_ids(found: Answer) -> list[int]:
+    return [token for token, _ in found]
+
+
+def largest_difference(found: Answer, expected: Answer) -> float:
+    assert token_ids(found) == token_ids(expected)
+    return max(abs(a - b) for (_, a), (_, b) in zip(found, expected, strict=True))
+
+
+async def test_drafts_good_and_bad_change_no_token_and_no_log_probability(engine: AsyncLLM) -> None:
+    plain, record = await answer(engine)
+    expected = await fresh(engine, "fresh", PROMPT, plain)
+    assert (record.num_verified, record.num_accepted) == (0, 0)
+    right = token_ids(plain)
+    other = [(token + 1) % 100 for token in right]
+    drafts = {
+        "right": right,
+        "wrong at once": other,
+        "wrong in the middle": [*right[:8], other[8], *right[9:]],
+        "without a token": [*right[:5], *right[6:]],
+        "too long": right * 3,
+        "short": right[:4],
+    }
+    verified = {}
+    for name, draft in drafts.items():
+        found, record = await answer(engine, draft)
+        assert largest_difference(found, expected) <= MOST_DIFFERENCE, name
+        verified[name] = (record.num_verified, record.num_accepted)
+    assert verified["right"] == (len(right) - 2, len(right) - 2)
+    assert verified["wrong at once"] == (0, 0)
+    assert verified["wrong in the middle"][1] >= 7
+
+
+async def test_many_drafts_at_once_beside_answers_and_drafts_of_drafts(engine: AsyncLLM) -> None:
+    rng = random.Random(6)
+    prompts = [tokens(rng, rng.randrange(40, 300)) for _ in range(12)]
+    plain = [(await answer(engine, prompt=prompt))[0] for prompt in prompts]
+    classes: list[RequestClass] = ["pool", "draft"]
+
+    async def again(number: int) -> float:
+        await asyncio.sleep(rng.uniform(0, 0.5))
+        draft = token_ids(plain[number])
+        draft[rng.randrange(len(draft))] = rng.randrange(100)
+        found, _ = await answer(engine, draft, request_class=classes[number % 2], prompt=prompts[number])
+        return largest_difference(found, plain[number])
+
+    assert max(await asyncio.gather(*map(again, range(len(prompts))))) <= MOST_DIFFERENCE
+    assert not await engine.engine_core.call_utility_async("has_work")
+
+
+async def test_sampling_with_a_draft_has_the_distribution_of_sampling_without(engine: AsyncLLM) -> None:
+    """The first two tokens of the greedy answer come about as often, with a draft of them as without."""
+    greedy, _ = await answer(engine)
+    draft = token_ids(greedy)[:2]
+
+    async def share(num: int, temperature: float, draft: list[int]) -> float:
+        params = SamplingParams(max_tokens=3, temperature=temperature, ignore_eos=True)
+        found = await asyncio.gather(*(answer(engine, draft, params) for _ in range(num)))
+        return sum(token_ids(each)[:2] == token_ids(greedy)[:2] for each, _ in found) / num
+
+    for temperature in (1.0, 0.5, 0.25, 0.12, 0.06, 0.03):
+        if await share(32, temperature, []) >= 0.25:  # else hardly any draft would be verified
+            break
+    without = await share(NUM_SAMPLES, temperature, [])
+    drafted = await share(NUM_SAMPLES, temperature, draft)
+    error = sqrt(2 * max(without * (1 - without), 0.01) / NUM_SAMPLES)
+    print(f"temperature {temperature}: {without:.3f} without, {drafted:.3f} with a draft, +- {error:.3f}")
+    assert 0.1 < without < 0.95
+    assert abs(drafted - without) <= MOST_DEVIATIONS * error
+
+
+async def test_a_draft_that_is_withdrawn_leaves_nothing_behind(engine: AsyncLLM) -> None:
+    async def prompts() -> AsyncIterator[Prompt]:
+        yield Prompt(tuple(PROMPT), 0, is_complete=True, request_class="draft", draft=(1, 2, 3))
+
+    for num_chunks in (0, 1, 3):
+        events: Any = stream_then_generate(prompts(), TokenStreams(engine), GREEDY)
+        for _ in range(num_chunks):
+            while not isinstance(await anext(events), AnswerChunk):
+                pass
+        await events.aclose()
+    await asyncio.sleep(0.2)
+    assert not await engine.engine_core.call_utility_async("has_work")
+    assert engine.output_processor.get_num_unfinished_requests() == 0
