@@ -43,7 +43,7 @@ class ChosenAnswer:
     """Lead over the next best answer, in log-probability; None if unknown, or if there is no other answer."""
 
 
-class _Draft:
+class _AnswerBuilder:
     """The pieces of an answer that is being computed, with their times."""
 
     def __init__(self, snapshot: Snapshot, submitted_s: float, clock: Callable[[], float], emit: Emit) -> None:
@@ -106,21 +106,21 @@ async def compute_answer(
     :raises PromptTooLongError, BackendError: it cannot be computed.
     :raises ConfigurationError: the given answers cannot be told apart.
     """
-    draft = _Draft(snapshot, submitted_s, clock, emit)
+    builder = _AnswerBuilder(snapshot, submitted_s, clock, emit)
     tokenizer, answers = snapshot.prompts.tokenizer, question.answers
     choices = await in_thread(tokenizer, partial(encode_answers, tokenizer, answers)) if answers else {}
     token_ids = await in_thread(tokenizer, partial(snapshot.prompts.complete, snapshot.token_ids, question.text))
     if choices:
-        one_pass = _passes(backend, token_ids, question, choices, draft.chunks)
+        one_pass = _passes(backend, token_ids, question, choices, builder.chunks)
         choice = await choose_answer(choices, one_pass, question.decisive_margin)
-        await draft.put(AnswerChunk(choice.text, choice.token_ids, "stop"))
-        return draft.finish(backend.model, len(token_ids), choice.gap if question.with_margin else None)
-    async with aclosing(_generate(backend, token_ids, question.params_for())) as pieces:
+        await builder.put(AnswerChunk(choice.text, choice.token_ids, "stop"))
+        return builder.finish(backend.model, len(token_ids), choice.gap if question.with_margin else None)
+    async with aclosing(_generate(backend, token_ids, question.params_for(), question.draft)) as pieces:
         async for chunk in pieces:
-            draft.chunks.append(chunk)
-            await draft.put(chunk)
-    gap = next((_gap(chunk.logprobs) for chunk in draft.chunks if chunk.token_ids), None)
-    return draft.finish(backend.model, len(token_ids), gap)
+            builder.chunks.append(chunk)
+            await builder.put(chunk)
+    gap = next((_gap(chunk.logprobs) for chunk in builder.chunks if chunk.token_ids), None)
+    return builder.finish(backend.model, len(token_ids), gap)
 
 
 def encode_answers(tokenizer: Tokenizer, answers: Sequence[str]) -> dict[TokenIds, str]:
@@ -198,11 +198,13 @@ def _passes(
     return one_pass
 
 
-async def _generate(backend: Backend, token_ids: TokenIds, params: SamplingParams) -> AsyncGenerator[AnswerChunk, None]:
+async def _generate(
+    backend: Backend, token_ids: TokenIds, params: SamplingParams, draft: TokenIds = ()
+) -> AsyncGenerator[AnswerChunk, None]:
     """Yield the answer chunks of one request; raise BackendError if it ends without its last chunk."""
     is_finished = False
     async with (
-        aclosing(_one_prompt(token_ids)) as prompts,
+        aclosing(_one_prompt(token_ids, draft)) as prompts,
         closing(backend.generate(prompts, params)) as events,
     ):
         async for event in events:
@@ -213,8 +215,8 @@ async def _generate(backend: Backend, token_ids: TokenIds, params: SamplingParam
         raise BackendError("the engine ended without finishing its answer")
 
 
-async def _one_prompt(token_ids: TokenIds) -> AsyncGenerator[Prompt, None]:
-    yield Prompt(token_ids, 0, is_complete=True, request_class="session")
+async def _one_prompt(token_ids: TokenIds, draft: TokenIds) -> AsyncGenerator[Prompt, None]:
+    yield Prompt(token_ids, 0, is_complete=True, request_class="session", draft=draft)
 
 
 def _gap(logprobs: Any) -> float | None:

@@ -33,6 +33,8 @@ class Question:
     params: SamplingParams = field(default_factory=SamplingParams)
     with_margin: bool = False
     decisive_margin: Annotated[Number, Field(ge=0)] = DECISIVE_MARGIN
+    draft: tuple[int, ...] = ()
+    """Tokens that a free answer may consist of, see `Prompt.draft`."""
     key: tuple[str, frozenset[str], float, str] = field(init=False)
     """Equal for questions that have the same answer. Its last part is empty if the answer can differ each time."""
 

@@ -273,8 +273,10 @@ class Watches:
 
     async def _answer(self, watch: Watch, num_concurrent: int) -> None:
         began_s = _now_s()
+        last = () if watch.newest is None else watch.newest.answer.token_ids
+        question = replace(watch.spec, draft=last)  # most new versions do not change the answer
         try:
-            async with AnswerStream(self._questions.prepare(watch.spec)) as stream:
+            async with AnswerStream(self._questions.prepare(question)) as stream:
                 async for _ in stream:
                     pass
             answer = stream.result

@@ -42,6 +42,18 @@ async def test_an_answer_that_did_not_change_is_not_told_again() -> None:
         assert (second.text, second.version) == ("no", 4)
 
 
+async def test_a_watched_question_is_asked_with_its_last_answer_as_a_draft() -> None:
+    engine = Engine(answer="yes")
+    async with Pipeline(ScriptedSource([]), engine) as pipeline, pipeline.session() as session:
+        watch = session.watch("Any?")
+        await anext(watch)
+        for number in range(1, 4):
+            await session.append(f"line {number}")
+            await watch.at_least(number)
+    asked = [prompts[-1] for prompts in engine.prompts if prompts and prompts[-1].is_complete]
+    assert [prompt.draft for prompt in asked] == [(), *[tuple(map(ord, "yes"))] * 3]
+
+
 async def test_the_higher_priority_is_answered_first_and_none_starves() -> None:
     engine = Engine(answer="yes")
     async with Pipeline(ScriptedSource([]), engine) as pipeline, pipeline.session() as session:
