@@ -115,7 +115,7 @@ async def retrieve(folder: Path, questions: Sequence[str]) -> dict[str, tuple[Ch
     await source.start(lambda line: None)
     try:
         for question in questions:
-            async with aclosing(source.stream(question)) as events:  # type: ignore[type-var]
+            async with aclosing(source.stream(question)) as events:
                 async for event in events:
                     if isinstance(event, Update):
                         found[question] = event.chunks

@@ -782,8 +782,8 @@ MUTANTS = (
     Mutant(
         "a running request computes one token more than was planned",
         EXECUTOR,
-        "            request.step_end = end\n",
-        "            request.step_end = end + 1\n",
+        "            request.end_step_at(end)\n",
+        "            request.end_step_at(end + 1)\n",
         0,
         "tests/backends/vllm/scheduler/test_grants.py::test_a_running_request_computes_as_many_tokens_as_it_is_granted",
     ),
