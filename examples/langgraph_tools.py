@@ -3,8 +3,7 @@
     pip install '.[langchain,vllm]' langgraph
     python examples/langgraph_tools.py ./Qwen2.5-7B-Instruct
 
-A grammar forces the first step to call the tool, so that every model does. Without
-`tool_choice`, the model decides.
+A grammar forces the first step to call the tool, so that every model does. Without `tool_choice`, the model decides.
 """
 
 import asyncio
@@ -27,8 +26,8 @@ def ticket_state(number: Literal["T-101"]) -> str:
 async def main(path: str) -> None:
     source = ScriptedSource([Append(Chunk("The printer jams on thick paper.", "T-101"))])
     pipeline = Pipeline(source, VllmBackend(path, max_model_len=2048))
-    async with StreamragChatModel(pipeline=pipeline, tool_parser="hermes", max_tokens=60) as model:
-        first = model.bind_tools([ticket_state], tool_choice="any", strict=True)
+    async with StreamragChatModel(pipeline=pipeline, tool_parser="hermes", max_tokens=200) as model:
+        first = model.bind_tools([ticket_state], tool_choice="ticket_state", strict=True)
         later = model.bind_tools([ticket_state])
 
         async def step(state: MessagesState) -> dict[str, Any]:

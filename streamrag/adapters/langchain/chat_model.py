@@ -75,7 +75,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     timeout: float | None = None
     """Time limit of an answer in seconds, including retrieval."""
     tool_parser: str | None = None
-    """vLLM's tool parser for the model, such as "hermes", for `bind_tools`."""
+    """Tool parser of vLLM for the model, such as "hermes", for `bind_tools`."""
     cache: BaseCache | bool | None = Field(default=False, exclude=True)
     """LangChain's cache; off by default, because the answer depends on the retrieved documents."""
     portal: Any = Field(default=None, exclude=True, repr=False)

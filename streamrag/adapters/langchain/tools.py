@@ -8,7 +8,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, Tool
 from langchain_core.messages.tool import tool_call_chunk
 
 from streamrag.errors import ConfigurationError
-from streamrag.support.messages import short_repr
+from streamrag.support.messages import short_repr, type_name
 
 
 def uses_tools(messages: Sequence[BaseMessage]) -> bool:
@@ -18,10 +18,11 @@ def uses_tools(messages: Sequence[BaseMessage]) -> bool:
 
 def openai_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """Return messages in OpenAI's form. Raises ConfigurationError for content other than text."""
-    converted: Any = convert_to_openai_messages(list(messages), text_format="string")
+    converted: Any = convert_to_openai_messages(list(messages))
     for message, each in zip(messages, converted, strict=True):
-        if not isinstance(each["content"], str):
-            raise ConfigurationError(f"{type(message).__name__} has content other than text, which is not supported")
+        if not isinstance(message, AIMessage) and any(block["type"] != "text" for block in message.content_blocks):
+            raise ConfigurationError(f"{type_name(message)} has content other than text, which is not supported")
+        each["content"] = str(message.text)
         for call in each.get("tool_calls", ()):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     return list(converted)

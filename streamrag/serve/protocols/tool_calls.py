@@ -23,10 +23,7 @@ MAX_TOOLS = 128  # maximum tools of a request, and calls of a message
 MAX_CHARS = 65_536
 """Maximum characters of all tools of a request, and also of the calls in all its messages."""
 
-NO_PARSER = (
-    "tools: this service has no tool parser. Its operator can name vLLM's for the model: --tool-call-parser NAME, or "
-    "model.tool_call_parser in its settings"
-)
+NO_PARSER = "tools: this service has no tool parser. Its operator can name vLLM's: --tool-call-parser NAME"
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
