@@ -102,6 +102,7 @@ GIVEN = {"AnswerStream", "EventStream", "Session", "TokenStream", "TokenStreams"
 
 INTERNAL = {
     "PromptTemplate.passage_format",
+    "StreamragChatModel.parser",
     "StreamragChatModel.portal",
     "StreamragRetriever.portal",
     "TokenStream.fail",

@@ -93,7 +93,7 @@ class Pipeline:
         self.answer_ahead = answer_ahead
         self.max_concurrent_queries = max_concurrent_queries
         self._mode = mode
-        self._template = template or PromptTemplate()
+        self.template = template or PromptTemplate()
         self._refuses = when_full == "refuse"
         self._answers_despite_source_error = on_source_error == "answer"
         self._recorder = recorder
@@ -287,7 +287,7 @@ class Pipeline:
         system = values.pop("system", None)
         if not isinstance(system, str | None):
             raise ConfigurationError(f"system={short_repr(system)} must be a str")
-        values["template"] = template = values.get("template", self._template)
+        values["template"] = template = values.get("template", self.template)
         if system is not None and isinstance(template, PromptTemplate):
             values["template"] = replace(template, system=plain_text(system))
         return Query(text, **{"overlap": self.overlap, "answer_ahead": self.answer_ahead, **values})

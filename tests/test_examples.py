@@ -16,6 +16,7 @@ import nbformat
 import pytest
 
 from scripts.notebook import NOTEBOOK, executed
+from tests.backends.tools.tool_model import make_tool_llama
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -172,6 +173,16 @@ def test_langgraph_agent() -> None:
     assert found == ["found T-101", "found T-103"]
     assert tool == r"tool: 'The printer jams on thick paper.\n\nIts driver is new.'"
     assert answer == "ai: 'It jams on thick paper.'"
+
+
+@pytest.mark.engine
+def test_langgraph_tools(tmp_path: Path, run_here: Callable[..., str]) -> None:
+    model = make_tool_llama(tmp_path / "model", max_model_len=2048)
+    question, called, result, answer = run_here("langgraph_tools.py", str(model)).splitlines()
+    assert question == "human: 'Is the ticket of the printer still open?'"
+    assert re.fullmatch(r"ai: \[\{'name': 'ticket_state', 'args': \{'number': 'T-101'\}, .*\]", called)
+    assert result == "tool: 'T-101 is open.'"
+    assert answer.startswith("ai: ")  # noise: the weights are random
 
 
 def test_llamaindex_query_engine() -> None:

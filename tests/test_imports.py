@@ -22,7 +22,7 @@ RING = [
     {"serve"},
     {"adapters", "bench", "demo", "testing"},
     {"backends/ray"},
-    {"backends/measured", "backends/simulated", "routing"},
+    {"backends/measured", "backends/simulated", "backends/tools", "routing"},
     {"sources/crawl", "sources/postgres", "sources/search", "sources/timing"},
     {"sources/index", "sources/pages"},
     {"sources/http", "sources/workers"},

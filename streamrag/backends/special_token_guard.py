@@ -103,18 +103,18 @@ class TextTokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.bos_text: str = getattr(tokenizer, "bos_text", "")
         self.unit: LengthUnit = getattr(tokenizer, "unit", "tokens")
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Return the token ids of `text`, with look-alikes broken unless `allow_special`."""
         if allow_special:
-            return self._tokenizer.encode(text, allow_special=True)
-        return self._tokenizer.encode(break_look_alikes(text))
+            return self.tokenizer.encode(text, allow_special=True)
+        return self.tokenizer.encode(break_look_alikes(text))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids)
+        return self.tokenizer.decode(token_ids)
 
     def render_chat(self, turns: Sequence[Turn]) -> str:
-        return self._tokenizer.render_chat(turns)
+        return self.tokenizer.render_chat(turns)

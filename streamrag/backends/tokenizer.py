@@ -51,30 +51,31 @@ class HuggingFaceTokenizer:
         except ImportError:
             raise MissingDependencyError("transformers", "pip install transformers") from None
         try:
-            self._whole: Any = AutoTokenizer.from_pretrained(
+            self.whole: Any = AutoTokenizer.from_pretrained(
                 str(path or model),
                 revision=revision,
                 trust_remote_code=trust_remote_code,
                 local_files_only=path is not None,
             )
-            self._fast, self._plain = _fast_copies(self._whole)
+            """The tokenizer of transformers."""
+            self._fast, self._plain = _fast_copies(self.whole)
             if not self._fast:  # check now that it can split special tokens
-                self._whole.encode("a", add_special_tokens=False, split_special_tokens=True)
-            bos_id, first_id, eos_id = self._whole.bos_token_id, self._whole.encode("a")[0], self._whole.eos_token_id
+                self.whole.encode("a", add_special_tokens=False, split_special_tokens=True)
+            bos_id, first_id, eos_id = self.whole.bos_token_id, self.whole.encode("a")[0], self.whole.eos_token_id
         except Exception as error:
             raise ModelError(f"the tokenizer of {model} cannot be loaded: {error}") from error
-        self.bos_text: str = self._whole.bos_token if bos_id == first_id else ""
+        self.bos_text: str = self.whole.bos_token if bos_id == first_id else ""
         """Beginning of a prompt without chat template, for `encode(..., allow_special=True)`; often empty."""
-        self.added_token_ids: frozenset[int] = frozenset(self._whole.get_added_vocab().values())
+        self.added_token_ids: frozenset[int] = frozenset(self.whole.get_added_vocab().values())
         """Ids that no text is encoded to: special tokens, and other tokens added to the vocabulary."""
-        markers = set(MARKER.findall(str(self._whole.chat_template or ""))).difference(self._whole.get_added_vocab())
+        markers = set(MARKER.findall(str(self.whole.chat_template or ""))).difference(self.whole.get_added_vocab())
         self._markers = _breaking(map(folded, markers))
-        unknown_id = self._whole.unk_token_id  # for text that the vocabulary cannot express
+        unknown_id = self.whole.unk_token_id  # for text that the vocabulary cannot express
         self._forbidden_ids = self.added_token_ids - ({unknown_id} if unknown_id not in (bos_id, eos_id) else set())
         self._broken: re.Pattern[str] | None = None
         if not self._fast:
-            self._broken = _breaking(self._found_in_text(self._whole.get_added_vocab()))
-            if unbroken := self._found_in_text(self._whole.get_added_vocab()):
+            self._broken = _breaking(self._found_in_text(self.whole.get_added_vocab()))
+            if unbroken := self._found_in_text(self.whole.get_added_vocab()):
                 raise ModelError(
                     f"the tokenizer of {model} turns text into special tokens, even with a space inside: "
                     f"{', '.join(map(repr, unbroken[:5]))}"
@@ -106,13 +107,13 @@ class HuggingFaceTokenizer:
             (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
             return list(encoding.ids)
         if allow_special:
-            return list(self._whole.encode(text, add_special_tokens=False, split_special_tokens=False))
+            return list(self.whole.encode(text, add_special_tokens=False, split_special_tokens=False))
         # Drop special tokens that a custom tokenizer finds in any other spelling.
         return [token_id for token_id in self._encode_slowly(text) if token_id not in self._forbidden_ids]
 
     def _encode_slowly(self, text: str) -> list[int]:
         text = self._broken.sub(r"\g<0> ", text) if self._broken else text
-        return list(self._whole.encode(text, add_special_tokens=False, split_special_tokens=True))
+        return list(self.whole.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def _found_in_text(self, tokens: Iterable[str]) -> list[str]:
         """Return the tokens that the tokenizer still finds in text, or fails at, with special tokens switched off."""
@@ -130,7 +131,7 @@ class HuggingFaceTokenizer:
         """Return the text of `token_ids`, including special tokens."""
         if self._fast:
             return str(self._fast.decode(list(token_ids), skip_special_tokens=False))
-        return str(self._whole.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(self.whole.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def render_chat(self, turns: Sequence[Turn]) -> str:
         """Return the text of `turns` in the model's chat template, up to the beginning of the answer.
@@ -140,7 +141,7 @@ class HuggingFaceTokenizer:
 
         :raises ConfigurationError: when the template refuses the turns themselves.
         """
-        if not self._whole.chat_template:
+        if not self.whole.chat_template:
             return self.bos_text + plain_chat(turns)
         system = [turn.text for turn in turns if turn.role == "system"]
         if system:
@@ -156,7 +157,7 @@ class HuggingFaceTokenizer:
 
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
         try:
-            return str(self._whole.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return str(self.whole.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except (TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(turn.role for turn in turns)
             raise ConfigurationError(

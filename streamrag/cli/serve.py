@@ -42,6 +42,7 @@ SHORT = {
     "model.name": "--model",
     "model.server": "--server",
     "model.max_model_len": "--max-model-len",
+    "model.tool_call_parser": "--tool-call-parser",
     "source.urls": "--url",
     "source.index": "--index",
     "source.postgres": "--postgres",

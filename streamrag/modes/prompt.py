@@ -7,7 +7,7 @@ Every part is tokenised separately. So an added passage never changes the ids be
 same ids as one that is assembled at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from streamrag.core import Chunk, Prompt, Tokenizer, Turn, common_prefix_len
@@ -40,6 +40,8 @@ class PromptTemplate:
     """Text behind the passages, or in place of `no_context`, when retrieval failed or was cut short."""
     after_context: str = "Question: {question}"
     """Format of the `question`. It comes last, so that everything before it can be prefilled during retrieval."""
+    wrap_tokenizer: Callable[[Tokenizer, int], Tokenizer] | None = field(default=None, kw_only=True)
+    """Function of the model's tokenizer and length that returns the tokenizer to use; None for the model's own."""
 
     def __post_init__(self) -> None:
         for name, values in (
@@ -109,6 +111,8 @@ class PromptAssembler:
         relevance: RelevanceJudge | None = None,
         reserve_fraction: float = 0.0,
     ) -> None:
+        if template.wrap_tokenizer is not None:
+            tokenizer = template.wrap_tokenizer(tokenizer, max_model_len)
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._template = template

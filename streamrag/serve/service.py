@@ -8,6 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, Unpack
 
+import anyio.to_thread
+
+from streamrag.backends.tools.parser import ToolCallParser
 from streamrag.core import Backend, Mode, ModelInfo, Progress, SamplingParams, Source, SourceEvent, Turn
 from streamrag.core.lifecycle import start_all
 from streamrag.errors import PipelineClosedError
@@ -52,6 +55,7 @@ class Service:
     on_engine_death: "restart" restarts a dead engine; "exit" does not, and sets `dead`.
     max_restarts, restart_window_s: restart budget. Restarts have an exponential backoff; once `max_restarts` restarts
         within `restart_window_s` seconds are spent, `dead` is set.
+    tool_parser: finds calls of tools in answers; without it, requests with tools are refused.
 
     :raises ConfigurationError: invalid options.
     """
@@ -78,6 +82,7 @@ class Service:
         on_engine_death: OnEngineDeath = "exit",
         max_restarts: int = 5,
         restart_window_s: float = 3600.0,
+        tool_parser: ToolCallParser | None = None,
     ) -> None:
         self.backend = backend
         self.source = source
@@ -85,6 +90,7 @@ class Service:
         self.params = params or SamplingParams()
         self.observers = tuple(observers)
         self.session_log_dir = session_log_dir
+        self.tool_parser = tool_parser
         self.started_s = time.monotonic()
         self.share = FairShare()
         self.closers: list[Callable[[], Awaitable[None]]] = []
@@ -97,7 +103,7 @@ class Service:
         self._engine = EngineWatch(backend, budget, self._queries)
         self._model_name = model_name
         self._options: QueryOptions = {} if max_context_tokens is None else {"max_context_tokens": max_context_tokens}
-        self._template = template or PromptTemplate()
+        self.template = template or PromptTemplate()
         self._pipeline_options: dict[str, Any] = {
             "mode": mode,
             "overlap": overlap,
@@ -120,7 +126,7 @@ class Service:
 
     def system_text(self, client_text: str) -> str:
         """Return the service's own system text, which explains citations, followed by the client's."""
-        return f"{self._template.system}\n\n{client_text}" if self._template.system else client_text
+        return f"{self.template.system}\n\n{client_text}" if self.template.system else client_text
 
     @property
     def is_ready(self) -> bool:
@@ -158,6 +164,8 @@ class Service:
         try:
             self._started = await start_all([self.backend], progress)
             await self._pipeline.start()
+            if self.tool_parser is not None:
+                await anyio.to_thread.run_sync(self.tool_parser.load, self.model.tokenizer)
         except BaseException:
             await self.aclose()
             raise
@@ -236,7 +244,7 @@ class Service:
             self.backend,
             owns_source=source is self.source,
             owns_backend=False,
-            template=self._template,
+            template=self.template,
             max_concurrent_queries=self.limits.max_queries,
             on_progress=lambda line: self._progress(line),
             **self._pipeline_options,

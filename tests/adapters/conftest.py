@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-NOT_OFFERED = re.compile("tool|agent|few_shot|json_mode|_inputs|override|test_stream_time")
+NOT_OFFERED = re.compile("(image|pdf)_tool_message|json_mode|_inputs|override|test_stream_time")
 """In the suite of LangChain's chat models, tests of what a pipeline has not, which the suite skips one by one."""
 
 

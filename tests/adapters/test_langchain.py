@@ -4,10 +4,12 @@ import asyncio
 import gc
 import inspect
 import json
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -35,6 +37,7 @@ from streamrag.adapters.langchain import StreamragChatModel, StreamragRetriever,
 from streamrag.core import SamplingParams, SourceEvent
 from streamrag.errors import PipelineClosedError
 from streamrag.testing import ScriptedBackend, ScriptedSource
+from tests.backends.tools.tool_model import ToolBackend, call, make_tool_llama
 
 A, B, C, D = (Chunk(f"text {name}", f"{name}.md", f"Title {name}", 3, 0.5) for name in "abcd")
 
@@ -136,8 +139,34 @@ class ConstrainedBackend(ScriptedBackend):
             yield event
 
 
+def answer_of_a_model(prompt: str, params: SamplingParams) -> str:
+    """Call the first tool with what stands in the question, or answer from a tool's result, or from the schema."""
+    question = prompt.rpartition("Question: ")[2]
+    if params.json_schema is not None:
+        properties = params.json_schema["properties"]
+        return json.dumps({name: f"a {name}" for name in params.json_schema.get("required", properties)})
+    if "<tool_response>" in question or "<tools>" not in prompt:
+        return "An answer."
+    function = json.loads(prompt.partition("<tools>\n")[2].partition("\n")[0])["function"]
+    quoted = re.search("'(.+?)'", question)
+    by_type = {"integer": 3, "string": quoted[1] if quoted else "a text"}
+    properties = function["parameters"]["properties"]
+    return call(function["name"], **{name: by_type[schema["type"]] for name, schema in properties.items()})
+
+
+@pytest.fixture(scope="module")
+def tool_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tool_llama(tmp_path_factory.mktemp("models") / "model")
+
+
 class OurModel:
-    """Tools and pictures are the model's own business, and a pipeline has none of them."""
+    """The model has tools. Pictures are the model's own business, and a pipeline has none of them."""
+
+    folder: Path
+
+    @pytest.fixture(autouse=True)
+    def _has_a_folder(self, tool_folder: Path) -> None:
+        type(self).folder = tool_folder
 
     @property
     def chat_model_class(self) -> type[BaseChatModel]:
@@ -145,11 +174,8 @@ class OurModel:
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"pipeline": Pipeline(ScriptedSource([Append(A)]), ConstrainedBackend())}
-
-    @property
-    def has_tool_calling(self) -> bool:
-        return False
+        backend = ToolBackend(self.folder, answer_of_a_model)
+        return {"pipeline": Pipeline(ScriptedSource([Append(A)]), backend), "tool_parser": "hermes"}
 
 
 class TestChatModel(OurModel, ChatModelUnitTests):

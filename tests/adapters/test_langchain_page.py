@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 
+import streamrag
+from streamrag import Append, Chunk
+from streamrag.testing import ScriptedSource
 from tests.backends.openai.openai_server import Request, Server, chunk, stream
+from tests.backends.tools.tool_model import ToolBackend, call, make_tool_llama
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "langchain.md").read_text()
 STAGED = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)[0].partition("documents = await")[0]
-BEFORE, AFTER = re.findall(r"^```py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+BEFORE, AFTER, TOOLS = re.findall(r"^```py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 USAGE = {"prompt_tokens": 60, "completion_tokens": 5, "total_tokens": 65}
 
 
@@ -66,3 +70,13 @@ async def test_the_printed_programs_run_and_have_the_prompt_of_the_application(p
     assert "Answer from these documents:\n" in text
     assert "The printer jams on thick paper." in text
     assert "\n\nQuestion: Why does the printer jam?" in text
+
+
+def test_the_printed_program_with_tools_calls_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("vllm")
+    backend = ToolBackend(make_tool_llama(tmp_path / "model"), lambda prompt, _: call("ticket_state", number="T-101"))
+    monkeypatch.setattr(streamrag, "VllmBackend", lambda model: backend)
+    exec(TOOLS, {"source": ScriptedSource([Append(Chunk("The printer jams.", "T-101"))])})
+    assert "'name': 'ticket_state', 'args': {'number': 'T-101'}" in capsys.readouterr().out

@@ -95,7 +95,7 @@ async def test_the_last_message_is_asked_and_the_others_are_history() -> None:
         ({"messages": QUESTION, "temperature": "hot"}, 400, "temperature"),
         ({"messages": QUESTION, "max_tokens": 0, "stream": True}, 400, None),
         ({"messages": QUESTION, "model": "gpt-9"}, 404, "model"),
-        ({"messages": QUESTION, "tools": [{}]}, 400, "tools"),
+        ({"messages": QUESTION, "tools": [{}]}, 400, "tools.0.type"),
         ({"messages": QUESTION, "max_completion_tokens": 0}, 400, None),
         ({"messages": QUESTION, "stop": ["x"] * 30_000}, 400, None),
         ({"messages": QUESTION, "stop": ["x"] * 100_000}, 413, None),

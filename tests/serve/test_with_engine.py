@@ -5,12 +5,14 @@ leaves frees its KV, and a killed engine is replaced.
 """
 
 import asyncio
+import json
 import math
 import os
 import signal
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -18,11 +20,13 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from streamrag import Append, Chunk, SamplingParams, Update, VllmBackend
+from streamrag.backends.tools.parser import ToolCallParser
 from streamrag.serve import Limits
 from streamrag.serve.observe.live import Live
 from streamrag.serve.observe.metrics import Metrics
 from streamrag.telemetry import PrefillProgressed
-from streamrag.testing import Step, make_tiny_llama
+from streamrag.testing import Step
+from tests.backends.tools.tool_model import call, make_tool_llama
 from tests.serve import test_session_socket as session_socket
 from tests.serve.raw import FINISH, OPEN, append, raw
 from tests.serve.responses.talking import client_of, talking
@@ -39,7 +43,7 @@ STEPS: dict[str, Sequence[Step]] = {}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serving]:
-    model: Path = make_tiny_llama(tmp_path_factory.mktemp("models") / "model", max_model_len=8192)
+    model: Path = make_tool_llama(tmp_path_factory.mktemp("models") / "model", max_model_len=8192)
     backend = VllmBackend(
         model, dtype="float32", max_num_batched_tokens=256, kv_cache_bytes=1 << 28, collect_stats=True
     )
@@ -50,6 +54,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         limits=Limits(max_tokens=1500),
         observers=[Metrics(), Live()],
         on_engine_death="restart",
+        tool_parser=ToolCallParser("hermes"),
     ) as served:
         yield served
 
@@ -171,6 +176,40 @@ async def test_a_client_that_leaves_frees_the_engine(served: Serving) -> None:
         )
         while (await talk.connection.recv()).type != "response.output_text.delta":
             pass
+    await unfinished(served)
+
+
+# -------------------------------------------------------------------------------------------------------------- tools
+
+
+async def test_a_call_comes_from_the_engine_and_its_result_goes_there(
+    served: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are random, so a grammar of ours makes the call."""
+    written = call("get_weather", city="Paris").replace("\n", "")
+    extra = {"skip_special_tokens": False, "structured_outputs": {"choice": [written]}}
+    weather = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
+    options: dict[str, Any] = {"model": "scripted", "tools": [{"type": "function", "function": weather}]}
+    options["max_tokens"] = 200
+    async with client_of(served) as client:
+        with monkeypatch.context() as forced:
+            forced.setattr(served.service.tool_parser, "sampling", lambda: extra)
+            forced.setattr(served.service, "params", SamplingParams())  # a grammar ends with the end of the sequence
+            whole = await client.chat.completions.create(messages=messages, **options)
+            async with client.chat.completions.stream(messages=messages, **options) as stream:
+                streamed = await stream.get_final_completion()
+        for completion in (whole, streamed):
+            (made,) = completion.choices[0].message.tool_calls
+            assert (made.function.name, json.loads(made.function.arguments)) == ("get_weather", {"city": "Paris"})
+            assert completion.choices[0].finish_reason == "tool_calls"
+        messages += [streamed.choices[0].message, {"role": "tool", "tool_call_id": made.id, "content": "It is blue."}]
+        last = await client.chat.completions.create(messages=messages, **options)
+    assert last.choices[0].message.content
+    answer = served.watcher.answers[-1]
+    assert answer is not None
+    assert answer.record is not None
+    assert answer.record.num_from_cache > 0  # the prompt begins like that of the call
     await unfinished(served)
 
 

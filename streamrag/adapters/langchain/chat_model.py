@@ -5,25 +5,29 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, fields, replace
 from operator import itemgetter
-from typing import Any, NoReturn, Self
+from typing import Any, Self, cast
 
+import anyio.to_thread
 from langchain_core.caches import BaseCache
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
-from langchain_core.messages import AIMessageChunk, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
-from langchain_core.utils.function_calling import convert_to_json_schema
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field
 
 from streamrag.adapters.langchain.prompt import template_of, turn_of
 from streamrag.adapters.langchain.source import from_langchain
+from streamrag.adapters.langchain.tools import chunk_of, openai_messages, openai_tool_choice, uses_tools
 from streamrag.adapters.portal import LoopPortal, PortalOwner
-from streamrag.core import AnswerChunk, Backend, Mode, SamplingParams, Turn, part_name
+from streamrag.backends.tools.parser import AnswerReader, ToolCallParser
+from streamrag.backends.tools.template import with_tools
+from streamrag.core import Backend, Mode, SamplingParams, Turn, part_name
 from streamrag.errors import ConfigurationError
 from streamrag.modes import PromptTemplate
 from streamrag.pipeline import Pipeline
@@ -35,9 +39,9 @@ LONG_QUERY_CHARS = 2_000
 QUOTED_CHARS = 40
 """A query that contains a passage of this length is a prompt, too."""
 NO_TOOLS = (
-    "StreamragChatModel has no tools, because it retrieves and answers in one request. Let the agent keep its own chat "
-    "model, and give it this retrieval as a tool: create_retriever_tool(StreamragRetriever(source=source), name, "
-    "description)"
+    "this model has no tool parser: name that of vLLM for it, as in StreamragChatModel(..., tool_parser='hermes'). Or "
+    "let the agent keep its own chat model, and give it this retrieval as a tool: "
+    "create_retriever_tool(StreamragRetriever(source=source), name, description)"
 )
 
 
@@ -70,10 +74,14 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     """Texts that end the answer."""
     timeout: float | None = None
     """Time limit of an answer in seconds, including retrieval."""
+    tool_parser: str | None = None
+    """Tool parser of vLLM for the model, such as "hermes", for `bind_tools`."""
     cache: BaseCache | bool | None = Field(default=False, exclude=True)
     """LangChain's cache; off by default, because the answer depends on the retrieved documents."""
     portal: Any = Field(default=None, exclude=True, repr=False)
     """The portal to the pipeline's event loop; copies of the model share it."""
+    parser: Any = Field(default=None, exclude=True, repr=False)
+    """The tool parser; copies of the model share it."""
 
     @classmethod
     def from_retriever(
@@ -110,6 +118,8 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         super().model_post_init(context)
         if self.portal is None:
             self.portal = LoopPortal.to_pipeline(self.pipeline)
+        if self.parser is None and self.tool_parser is not None:
+            self.parser = ToolCallParser(self.tool_parser)
 
     @property
     def _llm_type(self) -> str:
@@ -154,7 +164,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         query, options = self._parse_messages(messages, stop, kwargs)
-        for part in self.portal.iterate(lambda: _answer(self.pipeline, query, options)):
+        for part in self.portal.iterate(lambda: _answer(self, query, options)):
             yield self._chunk(query, part)
 
     async def _astream(
@@ -165,7 +175,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
         query, options = self._parse_messages(messages, stop, kwargs)
-        async with aclosing(self.portal.aiterate(lambda: _answer(self.pipeline, query, options))) as parts:
+        async with aclosing(self.portal.aiterate(lambda: _answer(self, query, options))) as parts:
             async for part in parts:
                 yield self._chunk(query, part)
 
@@ -182,7 +192,16 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
             given["deadline_s"] = given.pop("timeout")
         sampling = {name: given.pop(name) for name in SAMPLING & given.keys()}
         params = given.pop("params", SamplingParams())
-        system, history, query = _conversation(messages)
+        if given.get("tools") and self.parser is None:
+            raise ConfigurationError(NO_TOOLS)
+        if given.get("tool_choice") == "none":
+            given = {name: value for name, value in given.items() if name not in ("tools", "tool_choice")}
+        tools, history = given.get("tools", ()), list[Turn]()
+        if tools or uses_tools(messages):
+            template = given.pop("template", self.pipeline.template)
+            system, query, given["template"] = with_tools(template, openai_messages(messages), tools)
+        else:
+            system, history, query = _conversation(messages)
         if len(query) > LONG_QUERY_CHARS:
             _warn_of_prompt(query)
         return query, {
@@ -192,9 +211,29 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
             **given,
         }
 
-    def bind_tools(self, tools: Any, **kwargs: Any) -> NoReturn:
-        """Raise ConfigurationError, which says what to do instead."""
-        raise ConfigurationError(NO_TOOLS)
+    def bind_tools(
+        self,
+        tools: Sequence[Any],
+        *,
+        tool_choice: str | dict[str, Any] | bool | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """Return a runnable whose answers may call tools. Needs the field `tool_parser`, and vLLM.
+
+        tools: functions, pydantic models, LangChain tools or schemas.
+        tool_choice: "any" or True for any tool, or the name of one: the engine constrains the answer to a call. By
+            default the model decides; with "none" it sees no tools.
+        strict: whether a call that the engine constrains also follows the tool's schema.
+        kwargs: as for `bind`; `parallel_tool_calls=False` for at most one call.
+
+        :raises ConfigurationError: there is no tool parser, or no such tool.
+        """
+        if self.parser is None:
+            raise ConfigurationError(NO_TOOLS)
+        definitions = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+        bound = self.bind(tools=definitions, tool_choice=openai_tool_choice(tool_choice, definitions), **kwargs)
+        return cast(Runnable[LanguageModelInput, AIMessage], bound)
 
     def with_structured_output(
         self,
@@ -222,10 +261,10 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         failed = RunnablePassthrough.assign(parsed=lambda _: None)
         return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
-    def _chunk(self, query: str, part: AnswerChunk | Answer) -> ChatGenerationChunk:
+    def _chunk(self, query: str, part: AIMessageChunk | Answer) -> ChatGenerationChunk:
         """Return a chunk of text, or for the answer the last chunk, which has usage and metadata but no text."""
-        if isinstance(part, AnswerChunk):
-            return ChatGenerationChunk(message=AIMessageChunk(content=part.text))
+        if isinstance(part, AIMessageChunk):
+            return ChatGenerationChunk(message=part)
         texts = [citation.text.strip() for citation in part.citations]
         if len(query) <= LONG_QUERY_CHARS and any(len(text) >= QUOTED_CHARS and text in query for text in texts):
             _warn_of_prompt(query)
@@ -265,14 +304,23 @@ def _warn_of_prompt(query: str) -> None:
 
 
 async def _answer(
-    pipeline: Pipeline, query: str, options: Mapping[str, Any]
-) -> AsyncGenerator[AnswerChunk | Answer, None]:
-    """Yield the chunks with text, and then the whole answer."""
+    model: StreamragChatModel, query: str, options: dict[str, Any]
+) -> AsyncGenerator[AIMessageChunk | Answer, None]:
+    """Yield the chunks with text or calls of tools, and then the whole answer."""
+    pipeline, reader = model.pipeline, AnswerReader()
+    tools, choice = options.pop("tools", ()), options.pop("tool_choice", "auto")
+    is_single = options.pop("parallel_tool_calls", None) is False
+    if tools:
+        await pipeline.start()  # for its tokenizer
+        await anyio.to_thread.run_sync(model.parser.load, pipeline.backend.model.tokenizer)
+        params = options["params"]
+        options["params"] = replace(params, extra={**model.parser.sampling(tools, choice), **params.extra})
+        reader = model.parser.reader(tools, choice, is_single=is_single)
     async with pipeline.stream(query, **options) as stream:
-        async for chunk in stream:
-            if chunk.text:
-                yield chunk
-    yield stream.result
+        async for piece in stream:
+            if delta := reader.push(piece):
+                yield chunk_of(delta)
+    yield replace(stream.result, finish_reason=reader.finish_reason(stream.result.finish_reason))
 
 
 def _conversation(messages: Sequence[BaseMessage]) -> tuple[str, list[Turn], str]:

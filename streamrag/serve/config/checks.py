@@ -9,7 +9,7 @@ from typing import Any
 
 from streamrag.errors import ConfigurationError, MissingDependencyError, install_line
 from streamrag.routing import make_router
-from streamrag.serve.config.factories import make_backend, make_template, replica_options
+from streamrag.serve.config.factories import make_backend, make_template, make_tool_parser, replica_options
 from streamrag.serve.config.keys import read_keys
 from streamrag.serve.config.layers import Loaded, Problem
 from streamrag.serve.config.settings import EngineSettings, ReplicaSettings, Settings, SourceSettings
@@ -153,6 +153,7 @@ def _model(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
             yield Problem(where, f"{folder} has no config.json", "Name a folder that holds a model")
     model_errors = list(_errors(where, lambda: make_backend(model, EngineSettings())))
     yield from model_errors or _errors("engine", lambda: make_backend(model, engine))
+    yield from _errors(loaded.where("model", "tool_call_parser"), lambda: make_tool_parser(model))
 
 
 def _engines(loaded: Loaded, settings: Settings) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
+from streamrag.backends.tools.parser import ToolCallParser
 from streamrag.core import Backend, SamplingParams, Source
 from streamrag.errors import ConfigurationError, require_modules
 from streamrag.modes import PromptTemplate
@@ -167,7 +168,13 @@ def service_of(
         on_engine_death=server.on_engine_death,
         max_restarts=server.max_restarts,
         restart_window_s=server.restart_window_s,
+        tool_parser=make_tool_parser(settings.model),
     )
+
+
+def make_tool_parser(model: ModelSettings) -> ToolCallParser | None:
+    """Return the tool parser, not loaded. Raises ConfigurationError if vLLM has none of that name."""
+    return None if model.tool_call_parser is None else ToolCallParser(model.tool_call_parser)
 
 
 def make_observers(settings: Settings, keys: Mapping[str, str]) -> tuple[list[Observer], Callable[[], Awaitable[None]]]:

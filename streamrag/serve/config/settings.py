@@ -75,6 +75,7 @@ class ModelSettings(Checked):
     timeout_s: float = Field(default=60.0, gt=0, description="seconds without data from `server` until it fails")
     max_model_len: int | None = Field(default=None, ge=16, description="maximum tokens of prompt and answer together")
     served_name: str | None = Field(default=None, description="name for clients; by default the last part of `name`")
+    tool_call_parser: str | None = Field(default=None, description="vLLM's tool parser for the model, such as hermes")
 
 
 class EngineSettings(Checked):

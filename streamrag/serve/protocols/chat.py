@@ -8,12 +8,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from streamrag.backends.tools.parser import AnswerReader
 from streamrag.core import MAX_INT, SamplingParams, Turn
 from streamrag.query.options import QueryOptions
 from streamrag.serve.citation_marks import url_citations
@@ -22,6 +23,7 @@ from streamrag.serve.connections.json_body import encode_json, read_body
 from streamrag.serve.connections.sse import Write, respond, unless_disconnected
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.protocols.event_encoder import wait_for_answer
+from streamrag.serve.protocols.tool_calls import MAX_TOOLS, Tool, ToolCall, check_size, tool_query, uses_tools
 from streamrag.serve.request_fields import SAMPLING, parse_turn, refuse_fields, sampling, split_turns
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer, Answered, RetrievalStarted, TokensGenerated
@@ -33,6 +35,11 @@ Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
 class Message(BaseModel):
     role: str
     content: Any = None
+
+
+class ChatMessage(Message):
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_call_id: str | None = Field(default=None, max_length=128)
 
 
 class StreamOptions(BaseModel):
@@ -54,7 +61,7 @@ class ChatRequest(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    messages: list[Message] = Field(min_length=1, max_length=1000)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -72,7 +79,15 @@ class ChatRequest(BaseModel):
     logit_bias: dict[TokenId, Bias] | None = Field(default=None, max_length=300)
     n: int | None = None
     response_format: dict[str, Any] | None = None
+    tools: Annotated[list[Tool] | None, BeforeValidator(check_size), Field(max_length=MAX_TOOLS)] = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _check_calls(cls, messages: Any) -> Any:
+        check_size([each.get("tool_calls") for each in messages if isinstance(each, dict)])
+        return messages
 
     def params(self, default: SamplingParams) -> SamplingParams:
         """Return the request's sampling parameters, `default`'s where it has none, as `sampling` does."""
@@ -98,12 +113,12 @@ def routes(service: Service) -> list[Route]:
         body = await read_body(request, ChatRequest)
         body.check()
         check_model(service, body.model)
-        turns = [parse_turn(each.role, each.content, f"messages.{i}") for i, each in enumerate(body.messages)]
-        question, options = conversation_options(service, turns, "messages", body.params(service.params))
-        encoder = ChatEncoder(service.model_name)
+        question, options, reader = chat_query(service, body)
+        encoder = ChatEncoder(service.model_name, reader)
         query = service.events(request.scope[CALLER], "chat", question, **options)
         if not body.stream:
-            return JSONResponse(encoder.whole(await unless_disconnected(wait_for_answer(query), request.receive)))
+            answer = await unless_disconnected(wait_for_answer(query, encoder.delta), request.receive)
+            return JSONResponse(encoder.whole(answer))
         with_usage = body.stream_options is not None and body.stream_options.include_usage
 
         async def produce(write: Write) -> None:
@@ -117,6 +132,15 @@ def routes(service: Service) -> list[Route]:
         return await respond(request, produce, on_failure=encode_failure, send_timeout_s=timeout_s)
 
     return [Route("/v1/chat/completions", chat, methods=["POST"])]
+
+
+def chat_query(service: Service, body: ChatRequest) -> tuple[str, QueryOptions, AnswerReader]:
+    """Return the question, the query's options, and a reader of the answer. Raises RequestError."""
+    params = body.params(service.params)
+    if uses_tools(body):
+        return tool_query(service, body, params)
+    turns = [parse_turn(each.role, each.content, f"messages.{i}") for i, each in enumerate(body.messages)]
+    return *conversation_options(service, turns, "messages", params), AnswerReader()
 
 
 def conversation_options(
@@ -145,18 +169,22 @@ def encode_failure(failure: Failure) -> Sequence[ServerSentEvent]:
 class ChatEncoder:
     """The encoder of one chat completion, whole or in chunks."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, reader: AnswerReader) -> None:
         self._common = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._reader = reader
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the body of a response without a stream."""
+        """Return the body of a response without a stream, after `delta` of all events."""
+        text, calls = self._reader.text, self._reader.calls
         message = {
             "role": "assistant",
-            "content": answer.text,
+            "content": text if text.strip() or not calls else None,
             "refusal": None,
-            "annotations": url_citations(answer.text, answer.citations),
+            "annotations": url_citations(text, answer.citations),
+            **({"tool_calls": calls} if calls else {}),
         }
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
+        finish_reason = self._reader.finish_reason(answer.finish_reason)
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
         return {
             **self._common,
             "object": "chat.completion",
@@ -170,15 +198,19 @@ class ChatEncoder:
         match event:
             case RetrievalStarted():  # signals the admission of the query
                 return [self._chunk({"role": "assistant", "content": ""})]
-            case TokensGenerated(text=text) if text:
-                return [self._chunk({"content": text})]
             case Answered(answer=answer):
-                annotations = url_citations(answer.text, answer.citations)
-                last = self._chunk({"annotations": annotations} if annotations else {}, answer.finish_reason)
+                annotations = url_citations(self._reader.text, answer.citations)
+                finish_reason = self._reader.finish_reason(answer.finish_reason)
+                last = self._chunk({"annotations": annotations} if annotations else {}, finish_reason)
                 last["streamrag"] = {"citations": encode_passages(answer)}
                 usage = {**self._chunk({}), "choices": [], "usage": encode_usage(answer)}
                 return [last, *([usage] if with_usage else [])]
-        return []
+        delta = self.delta(event)
+        return [self._chunk(delta)] if delta else []
+
+    def delta(self, event: object) -> dict[str, Any]:
+        """Return what `event` adds to the message."""
+        return self._reader.push(event) if isinstance(event, TokensGenerated) else {}
 
     def _chunk(self, delta: Mapping[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}

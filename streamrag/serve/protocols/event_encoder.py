@@ -7,7 +7,7 @@ The name of an event is that of its class, in snake case. `answered` or `error` 
 """
 
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, replace
 from typing import Any
@@ -110,10 +110,13 @@ async def respond_with_events(
     return await respond(request, produce, on_failure=encode_failure, send_timeout_s=timeout_s, receive=receive)
 
 
-async def wait_for_answer(query: AbstractAsyncContextManager[AsyncIterator[QueryEvent]]) -> Answer:
-    """Return the complete answer to a query. Raises the query's error."""
+async def wait_for_answer(
+    query: AbstractAsyncContextManager[AsyncIterator[QueryEvent]], note: Callable[[QueryEvent], object] = id
+) -> Answer:
+    """Return the complete answer to a query, and pass each event before it to `note`. Raises the query's error."""
     async with query as events:
         async for event in events:
             if isinstance(event, Answered):
                 return event.answer
+            note(event)
     raise RuntimeError("a query ended without an answer and without an error")

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.backends.tools.tool_model import ToolBackend, call, make_tool_llama
 from tests.serve.serving import PARIS, ROME, serving
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "serve-openai.md"
-ASKING, BRINGING = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+ASKING, TOOLS, BRINGING = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
 async def test_a_question_and_its_citations(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,6 +20,20 @@ async def test_a_question_and_its_citations(capsys: pytest.CaptureFixture[str]) 
         names = {"url": f"{served.url}/v1", "model": "scripted"}
         await asyncio.to_thread(exec, ASKING, names)
     assert capsys.readouterr().out.splitlines() == ["It is Paris [1].", f"{PARIS.title} {PARIS.uri}"]
+
+
+async def test_an_agent_calls_its_tool_and_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("vllm")
+    from streamrag.backends.tools.parser import ToolCallParser
+
+    def script(prompt: str, params: object) -> str:
+        return "You may [1]." if "It snows in Paris." in prompt else call("get_weather", city="Paris")
+
+    backend = ToolBackend(make_tool_llama(tmp_path / "model"), script)
+    async with serving(backend=backend, tool_parser=ToolCallParser("hermes")) as served:
+        await asyncio.to_thread(exec, TOOLS, {"url": f"{served.url}/v1", "model": "scripted"})
+    assert capsys.readouterr().out == "You may [1].\n"
+    assert len(backend.texts) == 2
 
 
 async def test_texts_are_brought_while_they_arrive() -> None:
