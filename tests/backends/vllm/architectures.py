@@ -103,9 +103,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "Nemotron-H": Architecture(
         "NemotronHConfig",
-        {**GROUPED, **HEADS},
+        {
+            **GROUPED,
+            **HEADS,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+        },
         has_mamba=True,
-        why_untested="vLLM has its experts, which have no gate, on GPUs only",
     ),
     "Qwen3-Next": Architecture(
         "Qwen3NextConfig",

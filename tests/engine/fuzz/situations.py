@@ -45,8 +45,21 @@ def make_scenario(seed: int) -> Scenario:
         scenario = _twins(twins, scenario)
     for name in names:
         scenario = SITUATIONS[name](rng, scenario)
+    scenario = _mamba(random.Random(-17 * seed - 41), scenario)  # last: it fits few of the situations
     events = tuple(sorted(scenario.events, key=lambda e: e[0]))
     return replace(scenario, situations=tuple(names), events=events)
+
+
+def _mamba(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Half of the layers become Mamba layers, in half of the loads in which there is one kind of blocks."""
+    if scenario.eviction != "recompute" or scenario.sliding_window is not None or rng.random() < 0.5:
+        return scenario
+    return replace(
+        scenario,
+        has_mamba=True,
+        num_blocks=2 * scenario.num_blocks + 3,
+        max_num_batched_tokens=max(scenario.max_num_batched_tokens, scenario.block_size),
+    )
 
 
 def _twins(rng: random.Random, scenario: Scenario) -> Scenario:

@@ -1,0 +1,69 @@
+"""Streams of models with Mamba layers, of which vLLM keeps one state for each block: where prompts stop and go back to."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+LAST = 30
+"""Tokens of the first prompt: seven blocks of four, and two tokens more."""
+
+
+@pytest.fixture
+def mamba(bench: Callable[..., Any]) -> Any:
+    return bench(has_mamba=True)
+
+
+def test_a_partial_prompt_is_computed_to_the_end_of_its_last_whole_block(mamba: Any) -> None:
+    mamba.chunk("s", list(range(LAST)))
+    mamba.run()
+    assert mamba.scheduler.requests["s"].num_computed_tokens == 28
+    mamba.chunk("s", [50, 51, 52], kept=LAST)
+    mamba.run()
+    assert mamba.scheduler.requests["s"].num_computed_tokens == 32
+    mamba.chunk("s", [53], kept=33, is_complete=True)
+    mamba.run()
+    assert mamba.tokens("s") == mamba.fresh_answer([*range(LAST), 50, 51, 52, 53])
+
+
+@pytest.mark.parametrize(
+    ("num_shared", "num_left"),
+    [(28, 28), (17, 16), (16, 16), (15, 12), (7, 0), (3, 0), (0, 0)],
+    ids=["after all", "in a block", "at its end", "before it", "before the first state", "in the first block", "at 0"],
+)
+def test_an_update_goes_back_to_the_last_state_that_was_kept(mamba: Any, num_shared: int, num_left: int) -> None:
+    prompt = list(range(LAST))
+    mamba.chunk("s", prompt[:17])  # the states after 8, 12 and 16 tokens are kept
+    mamba.run()
+    mamba.chunk("s", prompt[17:], kept=17)
+    mamba.run()
+    new = prompt[:num_shared] + [60, 61, 62, 63, 64]
+    mamba.chunk("s", new[num_shared:], kept=num_shared, is_complete=True)
+    mamba.step()
+    mamba.run()
+    assert mamba.tokens("s") == mamba.fresh_answer(new)
+    assert mamba.record("s").num_computed == 28 + len(new) - num_left
+
+
+def test_an_update_starts_again_where_no_states_are_kept(bench: Callable[..., Any]) -> None:
+    mamba = bench(has_mamba=True, has_prefix_cache=False)
+    mamba.chunk("s", list(range(LAST)))
+    mamba.run()
+    assert mamba.scheduler.requests["s"].num_computed_tokens == LAST - 1
+    mamba.chunk("s", [60, 61], kept=LAST, is_complete=False)
+    mamba.run()
+    assert mamba.scheduler.requests["s"].num_computed_tokens == LAST + 1
+    mamba.chunk("s", [60, 61], kept=LAST - 2, is_complete=True)
+    mamba.run()
+    assert mamba.tokens("s") == mamba.fresh_answer([*range(LAST - 2), 60, 61])
+    assert mamba.record("s").num_computed == LAST + 1 + LAST
+
+
+def test_the_runner_forgets_an_old_state_although_a_step_without_tokens_came_between(mamba: Any) -> None:
+    mamba.chunk("s", list(range(LAST)))
+    mamba.run()
+    mamba.scheduler.finished_req_ids.add("of another")  # vLLM then schedules a step that computes nothing
+    mamba.step()
+    mamba.chunk("s", [60, 61, 62], kept=5, is_complete=True)
+    mamba.run()
+    assert mamba.tokens("s") == mamba.fresh_answer([*range(5), 60, 61, 62])
