@@ -64,6 +64,7 @@ ADMISSION = "streamrag.backends.vllm.scheduler.kv.claims"
 LATER = "streamrag.backends.vllm.scheduler.kv.later_hits"
 OF_LATER, OF_PLANS = "tests/backends/vllm/scheduler/test_later_hits.py", "tests/engine/test_planning.py"
 PLACES, POLICIES, PLACES_TEST = "streamrag.engine.places", "streamrag.engine.policies", "tests/engine/test_places.py"
+OF_MAMBA = "tests/backends/vllm/scheduler/test_mamba.py"
 OF_CLASSES = "tests/backends/vllm/scheduler/test_classes.py"
 
 MUTANTS = (
@@ -103,7 +104,7 @@ MUTANTS = (
         200,
     ),
     Mutant("a step is shorter than a block of states", RULES + "tokens", "max(candidate.num_allowed // self._num_tokens, 1)", "candidate.num_allowed // self._num_tokens", 400),
-    Mutant("states of the last step are not used yet", KV_MEMORY, "        self._manager.new_step_starts()", "        #", 400),
+    Mutant("states of the last step are not used yet", KV_MEMORY, "        self._manager.new_step_starts()", "        pass", 0, OF_MAMBA),
     Mutant("a shared block is written", PROMPTS, "if offset and not manager", "if False and not manager", 100),
     Mutant(
         "block hashes of the old prompt are kept",

@@ -100,4 +100,6 @@ def kv_cache_config(shape: EngineShape) -> KVCacheConfig:
             prefill_checkpoint_alignment=1,
         )
         groups.append(KVCacheGroupSpec(["mamba"], spec))
-    return KVCacheConfig(shape.num_blocks + 1, [], groups)
+    # As by default in vLLM: only the last state of each prompt is kept.
+    retained = {"prefix_cache_retention_interval": 0} if shape.has_mamba else {}
+    return KVCacheConfig(shape.num_blocks + 1, [], groups, **retained)

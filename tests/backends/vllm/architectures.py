@@ -34,7 +34,7 @@ class Architecture:
     has_host_memory: bool = True
     """Whether its KV is copied to host memory; of several kinds of KV blocks it is not."""
     has_mamba: bool = False
-    """Whether it has Mamba layers, for which the scheduler refuses it."""
+    """Whether it has Mamba layers, and so more than one kind of KV blocks."""
     why_untested: str = ""
     """Why vLLM cannot run it on a CPU."""
 
@@ -84,6 +84,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "mamba_d_state": 16,
             "mamba_dt_rank": 8,
         },
+        has_host_memory=False,
         has_mamba=True,
     ),
     "Granite 4": Architecture(
@@ -99,6 +100,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "mamba_d_state": 16,
             "mamba_n_groups": 1,
         },
+        has_host_memory=False,
         has_mamba=True,
     ),
     "Nemotron-H": Architecture(
@@ -113,6 +115,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ssm_state_size": 16,
             "n_groups": 1,
         },
+        has_host_memory=False,
         has_mamba=True,
     ),
     "Qwen3-Next": Architecture(
@@ -129,6 +132,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "linear_key_head_dim": 32,
             "linear_value_head_dim": 32,
         },
+        has_host_memory=False,
         has_mamba=True,
     ),
 }
