@@ -103,8 +103,21 @@ MUTANTS = (
         "",
         200,
     ),
-    Mutant("a step is shorter than a block of states", RULES + "tokens", "max(candidate.num_allowed // self._num_tokens, 1)", "candidate.num_allowed // self._num_tokens", 400),
-    Mutant("states of the last step are not used yet", KV_MEMORY, "        self._manager.new_step_starts()", "        pass", 0, OF_MAMBA),
+    Mutant(
+        "a step is shorter than a block of states",
+        RULES + "tokens",
+        "max(candidate.num_allowed // self._num_tokens, 1)",
+        "candidate.num_allowed // self._num_tokens",
+        400,
+    ),
+    Mutant(
+        "states of the last step are not used yet",
+        KV_MEMORY,
+        "        self._manager.new_step_starts()",
+        "        pass",
+        0,
+        OF_MAMBA,
+    ),
     Mutant("a shared block is written", PROMPTS, "if offset and not manager", "if False and not manager", 100),
     Mutant(
         "block hashes of the old prompt are kept",
@@ -161,8 +174,8 @@ MUTANTS = (
     Mutant(
         "a partial prompt shows its last token",
         REQUEST,
-        "_all_token_ids) - (not self.is_complete) if",
-        "_all_token_ids) if",
+        "else (num_tokens - 1) // self.prefill_unit",
+        "else num_tokens // self.prefill_unit",
         50,
     ),
     Mutant(

@@ -23,7 +23,9 @@ class MambaStates:
     `is_cached` says whether there is one for each block of tokens, or a single one for each request.
     """
 
-    def __init__(self, block_size: int, fail: Callable[[str], Exception], *, is_cached: bool, has_v2_runner: bool) -> None:
+    def __init__(
+        self, block_size: int, fail: Callable[[str], Exception], *, is_cached: bool, has_v2_runner: bool
+    ) -> None:
         self._block_size = block_size
         self._fail = fail
         self._is_cached = is_cached

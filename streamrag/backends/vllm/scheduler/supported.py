@@ -31,7 +31,7 @@ CHECKS: dict[str, Callable[["VllmConfig"], bool]] = {
 CHECKS_WITH_MAMBA: dict[str, Callable[["VllmConfig", set[int]], bool]] = {
     "KV blocks of several sizes": lambda c, sizes: len(sizes) > 1,
     "a `prefix_match_unit`": lambda c, sizes: c.cache_config.prefix_match_unit not in (None, *sizes),
-    "steps of fewer tokens than a KV block has": lambda c, sizes: c.scheduler_config.max_num_batched_tokens < max(sizes),
+    "steps of fewer tokens than a KV block": lambda c, sizes: c.scheduler_config.max_num_batched_tokens < max(sizes),
     "ReplaySSM": lambda c, sizes: c.cache_config.use_replayssm,
     "a KV connector other than ours": lambda c, sizes: (
         c.kv_transfer_config is not None and c.kv_transfer_config.kv_connector != "HostKVConnector"

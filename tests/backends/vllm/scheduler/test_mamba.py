@@ -1,4 +1,4 @@
-"""Streams of models with Mamba layers, of which vLLM keeps one state for each block: where prompts stop and go back to."""
+"""Streams of models with Mamba layers, whose states vLLM keeps at ends of blocks: where prompts stop and go back to."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ def test_an_update_goes_back_to_the_last_state_that_was_kept(mamba: Any, num_sha
     mamba.run()
     mamba.chunk("s", prompt[17:], kept=17)
     mamba.run()
-    new = prompt[:num_shared] + [60, 61, 62, 63, 64]
+    new = [*prompt[:num_shared], 60, 61, 62, 63, 64]
     mamba.chunk("s", new[num_shared:], kept=num_shared, is_complete=True)
     mamba.step()
     mamba.run()
@@ -105,7 +105,7 @@ def another_connector(config: VllmConfig) -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (too_short_steps, "steps of fewer tokens than a KV block has"),
+        (too_short_steps, "steps of fewer tokens than a KV block"),
         (hashes_of_half_blocks, "a `prefix_match_unit`"),
         (replay, "ReplaySSM"),
         (another_connector, "a KV connector other than ours"),
