@@ -64,6 +64,7 @@ ADMISSION = "streamrag.backends.vllm.scheduler.kv.claims"
 LATER = "streamrag.backends.vllm.scheduler.kv.later_hits"
 OF_LATER, OF_PLANS = "tests/backends/vllm/scheduler/test_later_hits.py", "tests/engine/test_planning.py"
 PLACES, POLICIES, PLACES_TEST = "streamrag.engine.places", "streamrag.engine.policies", "tests/engine/test_places.py"
+OF_MAMBA = "tests/backends/vllm/scheduler/test_mamba.py"
 OF_CLASSES = "tests/backends/vllm/scheduler/test_classes.py"
 
 MUTANTS = (
@@ -148,6 +149,42 @@ MUTANTS = (
         "min(request.num_computed_tokens, num_shared)",
         50,
     ),
+    Mutant(
+        "the state of a Mamba layer is kept after an update",
+        PROMPTS,
+        "        release_kv(scheduler, request)\n        return 0\n    (group,) = managers",
+        "        return num_valid\n    (group,) = managers",
+        200,
+    ),
+    Mutant(
+        "the runner remembers where the state of a Mamba layer was",
+        STEPS,
+        "scheduler_output.preempted_req_ids.update(new.req_id for new in scheduler_output.scheduled_new_reqs)",
+        "pass",
+        400,
+    ),
+    Mutant(
+        "a partial prompt ends within a block of states",
+        REQUEST,
+        " // self.prefill_unit * self.prefill_unit",
+        "",
+        200,
+    ),
+    Mutant(
+        "a step is shorter than a block of states",
+        RULES + "tokens",
+        "max(candidate.num_allowed // self._num_tokens, 1)",
+        "candidate.num_allowed // self._num_tokens",
+        400,
+    ),
+    Mutant(
+        "states of the last step are not used yet",
+        KV_MEMORY,
+        "        self._manager.new_step_starts()",
+        "        pass",
+        0,
+        OF_MAMBA,
+    ),
     Mutant("a shared block is written", PROMPTS, "if offset and not manager", "if False and not manager", 100),
     Mutant(
         "block hashes of the old prompt are kept",
@@ -204,8 +241,8 @@ MUTANTS = (
     Mutant(
         "a partial prompt shows its last token",
         REQUEST,
-        "_all_token_ids) - (not self.is_complete) if",
-        "_all_token_ids) if",
+        "else (num_tokens - 1) // self.prefill_unit",
+        "else num_tokens // self.prefill_unit",
         50,
     ),
     Mutant(

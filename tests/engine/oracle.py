@@ -18,6 +18,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelR
 
 from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
 from streamrag.engine.costs.copy_costs import CopyCosts
+from tests.engine.states import MambaStates
 
 __all__ = ["UNKNOWN", "OracleRunner", "StaleKVError", "V1OracleRunner", "V2OracleRunner", "fingerprint", "next_token"]
 
@@ -74,7 +75,14 @@ class OracleRunner(ABC):
         vocabulary: int,
         is_async: bool,
         windows: tuple[int | None, ...] = (None,),
+        has_cached_states: bool | None = None,
     ) -> None:
+        self.states: MambaStates | None = None
+        """Those of the last group, if it is of Mamba layers: its states are kept for each block, or only for now."""
+        if has_cached_states is not None:
+            self.states = MambaStates(
+                block_size, StaleKVError, is_cached=has_cached_states, has_v2_runner=isinstance(self, V2OracleRunner)
+            )
         self.windows = windows
         """Per group, how many tokens attention reaches back; None for all."""
         self.block_size = block_size
@@ -152,12 +160,16 @@ class OracleRunner(ABC):
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         self.update(step)
+        if self.states is not None:
+            self.states.start(step, self.rows)
         if not step.num_scheduled_tokens:
             return EMPTY_MODEL_RUNNER_OUTPUT
         counts, self.proposed = step.num_scheduled_tokens, step.scheduled_spec_decode_tokens
         # As in each layer of a model: all write, then all read.
         for request_id, num_tokens in counts.items():
             self._write(request_id, num_tokens)
+            if self.states is not None:
+                self.states.compute(request_id, self.rows[request_id], num_tokens, self._weights)
         is_tainted = [self._read(request_id, num_tokens) for request_id, num_tokens in counts.items()]
         sampled = [
             self._sample(request_id, num_tokens, is_wrong=is_wrong)
@@ -195,7 +207,7 @@ class OracleRunner(ABC):
         while len(row.prefixes) <= end:
             position = len(row.prefixes) - 1
             row.prefixes.append(fingerprint(row.prefixes[-1], self._token_at(request_id, position)))
-        for blocks in row.blocks:
+        for blocks in row.blocks[: len(self.windows)]:
             for position in range(row.num_computed, end):
                 index, offset = divmod(position, self.block_size)
                 if index >= len(blocks) or blocks[index] == NULL_BLOCK:
@@ -208,7 +220,7 @@ class OracleRunner(ABC):
         """Whether it reads what was not loaded, of which the scheduler has not heard: all that follows is wrong."""
         row = self.rows[request_id]
         end = row.num_computed + num_tokens
-        for blocks, window in zip(row.blocks, self.windows, strict=True):
+        for blocks, window in zip(row.blocks, self.windows, strict=False):
             start = 0 if window is None else max(row.num_computed - window + 1, 0)
             while start < end:
                 index, offset = divmod(start, self.block_size)

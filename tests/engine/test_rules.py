@@ -25,6 +25,7 @@ from streamrag.engine.rules import (
     ShortDrafts,
     SizedSteps,
     Turns,
+    WholeUnits,
 )
 from streamrag.engine.step_size import StepCosts
 
@@ -163,6 +164,15 @@ def test_a_step_has_room_for_some_adapters_and_those_of_requests_that_decode_com
     order = [request._replace(request_id=f"{index}") for index, request in enumerate(order)]
     for ahead, served in ((set(), "0123"), ({2}, "0123"), ({3}, "0134"), ({1, 3}, "0134"), ({8, 9}, "0")):
         assert "".join(tokens(planned(order, AdapterSlots(2, lambda ahead=ahead: ahead)))) == served
+
+
+def test_whole_units_grants_whole_blocks_or_the_rest_of_a_prompt_and_ends_a_step_without_room_for_one() -> None:
+    lean = LeanPartials(lambda: 20)
+    for num_left, granted in ((160, 64), (64, 64), (50, 50)):
+        assert tokens(planned([partial("r", num_left)], lean, WholeUnits(64))) == {"r": granted}
+    order = [complete("long", 160), complete("short", 8)]
+    assert tokens(planned(order, WholeUnits(64), num_tokens=150)) == {"long": 128, "short": 8}
+    assert tokens(planned(order, WholeUnits(64), num_tokens=60)) == {}
 
 
 def test_low_water_keeps_blocks_free_where_one_that_was_evicted_starts_again() -> None:

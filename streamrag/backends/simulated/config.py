@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
 
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.client.arguments import kv_transfer_config
@@ -34,6 +34,8 @@ class EngineShape:
     num_draft_tokens: int = 0  # most tokens of a draft that one step verifies; 0 for an engine without drafts
     sliding_window: int | None = None
     """If set, half of the layers attend to this many tokens only: a second group of KV blocks, from the same pool."""
+    has_mamba: bool = False
+    """Whether half of the layers are Mamba layers: their states are a second group, kept between blocks if cached."""
     streamrag: dict[str, Any] = field(default_factory=dict)  # the options in `additional_config["streamrag"]`
 
 
@@ -81,6 +83,7 @@ def vllm_config(shape: EngineShape) -> VllmConfig:
     config.cache_config.block_size = shape.block_size
     config.cache_config.enable_prefix_caching = shape.has_prefix_cache
     config.cache_config.num_gpu_blocks = shape.num_blocks + 1
+    config.cache_config.mamba_cache_mode = "align" if shape.has_mamba and shape.has_prefix_cache else "none"
     config.additional_config = {KEY: dict(shape.streamrag)}
     if shape.streamrag.get("eviction", "recompute") != "recompute":
         config.kv_transfer_config = kv_transfer_config()
@@ -94,4 +97,16 @@ def kv_cache_config(shape: EngineShape) -> KVCacheConfig:
     if shape.sliding_window is not None:
         spec = SlidingWindowSpec(**common, sliding_window=shape.sliding_window)
         groups.append(KVCacheGroupSpec(["sliding"], spec))
-    return KVCacheConfig(shape.num_blocks + 1, [], groups)
+    if shape.has_mamba:
+        spec = MambaSpec(
+            block_size=shape.block_size if shape.has_prefix_cache else shape.max_model_len,
+            shapes=((1,),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode="align" if shape.has_prefix_cache else "none",
+            num_prefill_checkpoint_blocks=1,
+            prefill_checkpoint_alignment=1,
+        )
+        groups.append(KVCacheGroupSpec(["mamba"], spec))
+    # As by default in vLLM: only the last state of each prompt is kept.
+    retained = {"prefix_cache_retention_interval": 0} if shape.has_mamba else {}
+    return KVCacheConfig(shape.num_blocks + 1, [], groups, **retained)

@@ -1,6 +1,7 @@
 """The loop of vLLM's `EngineCore` in virtual time."""
 
 import copy
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -56,7 +57,7 @@ class SimulatedEngine:
         has_v2_runner: bool = False,
         block_hasher: BlockHasher | None = None,
     ) -> None:
-        config = vllm_config(shape)
+        config, kv_config = vllm_config(shape), kv_cache_config(shape)
         self.shape = shape
         self.runner = runner
         self.step_s = step_s  # returns the seconds of a step, given its start. Also called for steps that only copy.
@@ -66,9 +67,9 @@ class SimulatedEngine:
         self.num_steps = 0
         self.scheduler: Scheduler = make_scheduler(
             vllm_config=config,
-            kv_cache_config=kv_cache_config(shape),
+            kv_cache_config=kv_config,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=shape.block_size,
+            block_size=math.lcm(*(group.kv_cache_spec.block_size for group in kv_config.kv_cache_groups)),
             hash_block_size=shape.block_size,
             log_stats=False,
         )

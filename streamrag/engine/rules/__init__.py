@@ -23,4 +23,5 @@ from streamrag.engine.rules.sized_steps import SizedSteps as SizedSteps
 from streamrag.engine.rules.tokens import DataShare as DataShare
 from streamrag.engine.rules.tokens import LeanPartials as LeanPartials
 from streamrag.engine.rules.tokens import ShortBeforeReplaced as ShortBeforeReplaced
+from streamrag.engine.rules.tokens import WholeUnits as WholeUnits
 from streamrag.engine.rules.turns import Turns as Turns

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from streamrag.engine.rules.rule import TokenRule
-from streamrag.engine.walk import Candidate, Walk
+from streamrag.engine.rules.rule import Rule, TokenRule
+from streamrag.engine.walk import BUDGET, Candidate, Wait, Walk
 
 NO_LIMIT = 1 << 62
 
@@ -95,3 +95,23 @@ class DataShare(TokenRule):
 
     def most_tokens(self, candidate: Candidate) -> float:
         return self._num_share if candidate.request.request_class == "stream" else NO_LIMIT
+
+
+class WholeUnits(Rule):
+    """Rounds the tokens of a request down to a multiple of `num_tokens`, but not to 0, unless its prompt ends there.
+
+    vLLM keeps states of Mamba layers at the ends of blocks only, and computes nothing that ends before the first.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+
+    def ask(self, candidate: Candidate) -> Wait | None:
+        num_left = candidate.request.num_tokens - candidate.num_present
+        if candidate.num_allowed < num_left:
+            whole = max(candidate.num_allowed // self._num_tokens, 1) * self._num_tokens
+            candidate.num_allowed = min(whole, num_left)
+        if candidate.num_allowed <= candidate.walk.num_tokens_left:
+            return None
+        candidate.walk.closed_by = BUDGET  # or shorter prompts would overtake it as long as others decode
+        return Wait.SKIP

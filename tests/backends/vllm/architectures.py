@@ -34,7 +34,7 @@ class Architecture:
     has_host_memory: bool = True
     """Whether its KV is copied to host memory; of several kinds of KV blocks it is not."""
     has_mamba: bool = False
-    """Whether it has Mamba layers, for which the scheduler refuses it."""
+    """Whether it has Mamba layers, and so more than one kind of KV blocks."""
     why_untested: str = ""
     """Why vLLM cannot run it on a CPU."""
 
@@ -84,6 +84,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "mamba_d_state": 16,
             "mamba_dt_rank": 8,
         },
+        has_host_memory=False,
         has_mamba=True,
     ),
     "Granite 4": Architecture(
@@ -99,13 +100,23 @@ ARCHITECTURES: dict[str, Architecture] = {
             "mamba_d_state": 16,
             "mamba_n_groups": 1,
         },
+        has_host_memory=False,
         has_mamba=True,
     ),
     "Nemotron-H": Architecture(
         "NemotronHConfig",
-        {**GROUPED, **HEADS},
+        {
+            **GROUPED,
+            **HEADS,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+        },
+        has_host_memory=False,
         has_mamba=True,
-        why_untested="vLLM has its experts, which have no gate, on GPUs only",
     ),
     "Qwen3-Next": Architecture(
         "Qwen3NextConfig",
@@ -121,6 +132,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "linear_key_head_dim": 32,
             "linear_value_head_dim": 32,
         },
+        has_host_memory=False,
         has_mamba=True,
     ),
 }

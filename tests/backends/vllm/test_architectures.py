@@ -20,8 +20,11 @@ pytestmark = pytest.mark.engine
 PAGE = Path(__file__).parents[3] / "docs" / "versions.md"
 NUM_STREAMS, WITHIN_S = 16, 0.5  # more than memory holds, however fast the machine is
 IN_EACH_RUN = {"Gemma 3"}  # the others take minutes in all: `make models`
-REFUSED = [name for name, each in ARCHITECTURES.items() if each.has_mamba and not each.why_untested]
-WORKING = [name for name, each in ARCHITECTURES.items() if not (each.has_mamba or each.why_untested)]
+WORKING = [name for name, each in ARCHITECTURES.items() if not each.why_untested]
+WITH_MAMBA = [name for name in WORKING if ARCHITECTURES[name].has_mamba]
+ONE_BLOCK = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 24}
+"""For Mamba layers, blocks have 64 tokens: the page of a block must hold a state. On CPUs, Mamba 2 takes no longer step
+with a prefix cache: vLLM has the kernel that keeps a state in the middle of a step for GPUs only."""
 
 
 async def one_after_another(load: Load) -> None:
@@ -33,7 +36,7 @@ async def one_after_another(load: Load) -> None:
         async with load.streams.open(prompt, GREEDY) as stream:
             events = stream.events()
             assert isinstance(await anext(events), Prefilled)
-            prompt = prompt[:320] + tokens(rng, 30)
+            prompt = prompt[:300] + tokens(rng, 30)
             await stream.update(prompt, is_complete=True)
             answer = [pair async for event in events if isinstance(event, StreamedTokens) for pair in pairs(event)]
             assert stream.record is not None
@@ -44,6 +47,8 @@ async def one_after_another(load: Load) -> None:
 async def check(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     """Compare streams that outgrow memory with fresh requests, and check that all that can happen to KV did."""
     architecture = ARCHITECTURES[name]
+    if architecture.has_mamba:
+        options = ONE_BLOCK | options
     if architecture.has_host_memory:
         options["kv_transfer_config"] = kv_transfer_config()
     scheduling = {"streamrag": {"eviction": "swap" if architecture.has_host_memory else "recompute"}}
@@ -52,8 +57,8 @@ async def check(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **opti
         load = Load(TokenStreams(engine))
         await one_after_another(load)
         assert load.count("num_invalidated") > 0
-        assert load.count("num_from_cache") > 0
         await load.run(NUM_STREAMS, WITHIN_S)
+        assert load.count("num_from_cache") > 0
         assert max(await differences(engine, load)) <= MOST_DIFFERENCE
     assert load.count("preemptions") > 0
     assert (load.count("num_loaded") > 0) == architecture.has_host_memory
@@ -77,10 +82,11 @@ async def test_two_workers_have_the_answers_of_one(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", REFUSED)
-async def test_models_with_mamba_layers_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match=r'a model with Mamba layers.*strategy="warming"'):
-        async with running_engine(make_model(name, tmp_path), monkeypatch):
+async def test_steps_shorter_than_a_block_of_states_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigurationError, match=r'Mamba layers together with steps.*strategy="warming"'):
+        async with running_engine(make_model("Jamba", tmp_path), monkeypatch, max_num_batched_tokens=32):
             pass
 
 
@@ -90,5 +96,5 @@ def test_the_page_has_each_architecture() -> None:
     del rows["architecture"], rows["---"]
     assert rows.keys() == ARCHITECTURES.keys()
     for name, each in ARCHITECTURES.items():
-        expected = "refused" if each.has_mamba else "untested" if each.why_untested else "exact"
+        expected = "untested" if each.why_untested else "exact"
         assert rows[name].startswith(expected), name

@@ -115,6 +115,12 @@ SURFACE = {
     "vllm.v1.worker.gpu_input_batch:InputBatch.update_req_spec_token_ids": "d32203755892",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._calc_spec_decode_metadata": "909b5316ef9b",
     "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": "2ba033e60fa7",
+    "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split": "41fff10b7298",
+    "vllm.v1.core.single_type_kv_cache_manager:MambaManager": "8d831892d81a",
+    "vllm.v1.worker.mamba_utils:preprocess_mamba": "db0bd6e4b593",
+    "vllm.v1.worker.mamba_utils:cleanup_mamba_state_idx": "6199f07bb648",
+    "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState.add_request": "3d2ef6f49c42",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.new_step_starts": "4a760d9c37bf",
 }
 
 """Fingerprints for the oldest series, by name."""
@@ -151,6 +157,8 @@ CHANGES: dict[str, dict[str, str | None]] = {
         "vllm.v1.engine.core:EngineCoreProc._reject_add_while_paused": "2a6c7e2b5b5e",
         "vllm.v1.engine.core_client:BackgroundResources": "5e46b5a07ec4",
         "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": "08c4010106f5",
+        "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split": "c99536d21684",
+        "vllm.v1.core.single_type_kv_cache_manager:MambaManager": "12c09b7dbf4f",
     },
 }
 """Fingerprints that differ from those of the series before; None where there is no such name any more."""

@@ -44,7 +44,7 @@ class Checks:
         for block in pool.blocks[1:]:
             if block.ref_cnt != held[id(block)]:  # to say what it is takes longer than to look
                 raise FuzzError(f"{block} is held {held[id(block)]} times")
-        if self.scenario.has_prefix_cache and self.scenario.sliding_window is None:
+        if self.scenario.has_prefix_cache and self.scenario.sliding_window is None and not self.scenario.has_mamba:
             self._hashes()
         if self.run.host_memory is not None:
             pool = self.run.host_memory.pool
@@ -120,6 +120,7 @@ class Checks:
         self.met["runs: with classes"] += bool(scenario.request_classes)
         for option, value in scenario.options.items():
             self.met[f"runs: with {option}"] += bool(value)
+        self.met["runs: with Mamba layers"] += scenario.has_mamba
         self.met["runs: with a sliding window"] += scenario.sliding_window is not None
         self.met["runs: asynchronous" if scenario.is_async else "runs: synchronous"] += 1
         self.met["runs: runner V2" if scenario.has_v2_runner else "runs: runner V1"] += 1

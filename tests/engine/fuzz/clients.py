@@ -35,6 +35,8 @@ class Client:
     request_id: str
     """That of an earlier request, perhaps."""
     max_model_len: int
+    prefill_unit: int = 1
+    """Of how many tokens a multiple is computed while its prompt is partial."""
     prompt: tuple[int, ...] = ()
     max_tokens: int = 0
     stop: int | None = None
@@ -145,7 +147,7 @@ class Client:
         check(self.is_stream and index < self.num_chunks - self.is_complete, f"{name}: acknowledged too much")
         self.num_acknowledged += 1
         self.lacks_memory = lacks_memory
-        num_computable = len(self.sent[index][1]) - 1
+        num_computable = (len(self.sent[index][1]) - 1) // self.prefill_unit * self.prefill_unit
         if index < self.num_chunks - 1 or self.must_fail or lacks_memory:
             # It was superseded, perhaps, or is not computed for the time being.
             check(0 <= num_computed <= num_computable, f"{name}: {num_computed} computed of {num_computable}")

@@ -29,6 +29,7 @@ class Scenario:
     must_fit_whole: bool
     watermark: float
     sliding_window: int | None
+    has_mamba: bool
     block_size: int
     max_model_len: int
     num_blocks: int
@@ -123,6 +124,7 @@ def make_load(seed: int) -> Scenario:
         request_classes=request_classes,
         options=options,
         sliding_window=window,
+        has_mamba=False,
         eviction=eviction,
         num_host_blocks=swap.choice([3, 10, 40, 400]),
         share_of_faults=swap.choice([0.0, 0.0, 0.1, 0.3]),

@@ -50,8 +50,22 @@ def make_scenario(seed: int) -> Scenario:
         scenario = SITUATIONS[name](rng, scenario)
     if seed % 4 == 2:
         scenario = _drafts(random.Random(-17 * seed - 31), scenario)
+    scenario = _mamba(random.Random(-17 * seed - 41), scenario)  # last: it fits few of the situations
     events = tuple(sorted(scenario.events, key=lambda e: e[0]))
     return replace(scenario, situations=tuple(names), events=events)
+
+
+def _mamba(rng: random.Random, scenario: Scenario) -> Scenario:
+    """Half of the layers become Mamba layers, in half of the loads in which there is one kind of blocks."""
+    is_other = scenario.eviction != "recompute" or scenario.sliding_window is not None or scenario.num_draft_tokens
+    if is_other or rng.random() < 0.5:
+        return scenario
+    return replace(
+        scenario,
+        has_mamba=True,
+        num_blocks=2 * scenario.num_blocks + 3,
+        max_num_batched_tokens=max(scenario.max_num_batched_tokens, scenario.block_size),
+    )
 
 
 def _twins(rng: random.Random, scenario: Scenario) -> Scenario:

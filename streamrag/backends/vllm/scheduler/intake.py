@@ -16,6 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 from streamrag.backends.vllm.chunk_wire import EndOfInput, MalformedMessageError, PromptMessage, decode
 from streamrag.backends.vllm.scheduler.estimates import Estimates
 from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
+from streamrag.backends.vllm.scheduler.kv.memory import KvMemory
 from streamrag.backends.vllm.scheduler.kv.replacement import drop_output_in_flight, replace_prompt
 from streamrag.backends.vllm.scheduler.outbox import Outbox
 from streamrag.backends.vllm.scheduler.queues import Queues
@@ -39,6 +40,7 @@ class Intake:
     records: Records
     estimates: Estimates
     steps: StepsInFlight
+    kv_memory: KvMemory
     host_memory: HostMemory | None
 
     def receive(self, request: Request) -> None:
@@ -156,7 +158,9 @@ class Intake:
 
     def _adopt(self, request: Request, message: PromptMessage | None) -> StreamRequest:
         now_s = self.clock.monotonic()
-        return StreamRequest.adopt(request, message, now_s - (self.clock.wall() - request.arrival_time), now_s)
+        stream = StreamRequest.adopt(request, message, now_s - (self.clock.wall() - request.arrival_time), now_s)
+        stream.prefill_unit = self.kv_memory.prefill_unit
+        return stream
 
 
 def _why_unfit(stream: StreamRequest, request: Request, message: PromptMessage) -> str | None:

@@ -27,6 +27,7 @@ class StreamRequest(Request):
 
     The last token of a partial prompt is hidden from the scheduler but not from the model runner. The model runner
     therefore sees an unfinished prefill and samples nothing, and a final chunk always leaves one token to compute.
+    Where vLLM keeps states of Mamba layers only at the ends of blocks, all tokens after the last such end are hidden.
     """
 
     is_complete: bool
@@ -38,6 +39,7 @@ class StreamRequest(Request):
     source_name: str = ""
     request_class: RequestClass = "pool"
     is_replaced: bool = False  # whether its source is known to replace chunks that it has sent
+    prefill_unit: int = 1  # a partial prompt is computed up to a multiple of this many tokens
     num_step_tokens: int | None = None  # most tokens in one step while the prompt is partial; None for no limit
     num_messages: int = 1
     num_acknowledged: int = 0  # chunks that have been acknowledged. vLLM's client expects exactly one finish per chunk
@@ -115,7 +117,10 @@ class StreamRequest(Request):
 
     @property
     def num_tokens(self) -> int:
-        return len(self._all_token_ids) - (not self.is_complete) if self.step_end is None else self.step_end
+        if self.step_end is not None:
+            return self.step_end
+        num_tokens = len(self._all_token_ids)
+        return num_tokens if self.is_complete else (num_tokens - 1) // self.prefill_unit * self.prefill_unit
 
     @property
     def num_tokens_with_spec(self) -> int:

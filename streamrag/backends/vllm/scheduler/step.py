@@ -32,6 +32,7 @@ from streamrag.engine.rules import (
     ShortDrafts,
     SizedSteps,
     Turns,
+    WholeUnits,
 )
 from streamrag.engine.victims import order_idle
 
@@ -128,6 +129,7 @@ class StepPlanner:
             LowWater(self.num_reserved_free),
             None if options.kv_budget is None else KvBudget(lambda: self.claims.budget_left),
             sized,
+            None if self.kv_memory.prefill_unit == 1 else WholeUnits(self.kv_memory.prefill_unit),
             None if next_block is None else GroupedPrefills(next_block),
             None if self.num_reserved_from_data is None else DataHighWater(self.num_reserved_from_data),
             LateBinding(lambda: self.steps.has_prefills, sized) if options.late_binding else None,

@@ -54,6 +54,9 @@ class StepsInFlight:
     def record_scheduled(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
         """Record what a step computes. Within the context, vLLM counts its tokens; then partial prompts sample none."""
         requests = self.scheduler.requests
+        if self.scheduler.need_mamba_block_aligned_split and scheduler_output.preempted_req_ids is not None:
+            # The first model runner then forgets in which block it left the state of a Mamba layer for such an id.
+            scheduler_output.preempted_req_ids.update(new.req_id for new in scheduler_output.scheduled_new_reqs)
         partial: list[StreamRequest] = []
         prefills: list[tuple[StreamRequest, bool]] = []
         num_pairs = 0.0

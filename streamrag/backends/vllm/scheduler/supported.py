@@ -29,6 +29,18 @@ CHECKS: dict[str, Callable[["VllmConfig"], bool]] = {
     "auxiliary outputs, such as routed experts": lambda c: c.aux_output_config.enabled,
 }
 
+CHECKS_WITH_MAMBA: dict[str, Callable[["VllmConfig", set[int]], bool]] = {
+    "KV blocks of several sizes": lambda c, sizes: len(sizes) > 1,
+    "a `prefix_match_unit`": lambda c, sizes: c.cache_config.prefix_match_unit not in (None, *sizes),
+    "steps of fewer tokens than a KV block": lambda c, sizes: c.scheduler_config.max_num_batched_tokens < max(sizes),
+    "drafts of answers": lambda c, sizes: c.speculative_config is not None,
+    "ReplaySSM": lambda c, sizes: c.cache_config.use_replayssm,
+    "a KV connector other than ours": lambda c, sizes: (
+        c.kv_transfer_config is not None and c.kv_transfer_config.kv_connector != "HostKVConnector"
+    ),
+}
+"""Checks for models with Mamba layers, given the sizes of KV blocks between which vLLM keeps their states, if any."""
+
 
 def check_supported(config: "VllmConfig", kv_cache_config: KVCacheConfig) -> None:
     """Check the configuration of an engine.
@@ -37,7 +49,10 @@ def check_supported(config: "VllmConfig", kv_cache_config: KVCacheConfig) -> Non
     """
     unsupported = [name for name, is_used in CHECKS.items() if is_used(config)]
     if kv_cache_config.has_mamba_layers:
-        unsupported.append("a model with Mamba layers")
+        sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+        sizes = sizes if config.cache_config.mamba_cache_mode == "align" else {1}
+        checks = CHECKS_WITH_MAMBA.items()
+        unsupported += [f"Mamba layers together with {name}" for name, is_used in checks if is_used(config, sizes)]
     if kv_cache_config.hisparse_host_num_blocks is not None:
         unsupported.append("HiSparse")
     if unsupported:

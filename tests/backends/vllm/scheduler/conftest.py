@@ -35,7 +35,8 @@ class Bench:
             }
         )
         windows = (None,) if shape.sliding_window is None else (None, shape.sliding_window)
-        self.runner = V1OracleRunner(shape.num_blocks, shape.block_size, 1_000, shape.is_async, windows)
+        states = shape.has_prefix_cache if shape.has_mamba else None
+        self.runner = V1OracleRunner(shape.num_blocks, shape.block_size, 1_000, shape.is_async, windows, states)
         self.engine = SimulatedEngine(shape, self.runner, always(1.0))
         assert isinstance(self.engine.scheduler, StreamingHooks)
         self.scheduler = self.engine.scheduler

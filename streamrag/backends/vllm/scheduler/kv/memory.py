@@ -35,6 +35,8 @@ class KvMemory:
         self.groups = self._manager.coordinator.single_type_managers
         self.num_device_blocks: int = self._manager.block_pool.num_gpu_blocks
         self.smallest_block_size = min(group.block_size for group in self.groups)
+        self.prefill_unit = scheduler.block_size if scheduler.need_mamba_block_aligned_split else 1
+        """Prompts are computed in multiples of this many tokens, except for the end of a complete one."""
         self._requests: dict[str, StreamRequest] = scheduler.requests
         self.later_hits = later_hits
         self.next_block: NextBlock | None = self._next_block if later_hits and later_hits.includes_plain else None
@@ -46,6 +48,7 @@ class KvMemory:
     def start_step(self) -> None:
         """Discard the lookups of the last step, and count the free blocks."""
         self.end_step()
+        self._manager.new_step_starts()  # states of Mamba layers that the last step computes may be used from now on
         self.num_free_blocks = self._manager.block_pool.get_num_free_blocks()
 
     def end_step(self) -> None:
