@@ -171,8 +171,6 @@ class StreamragGenerator:
         usage = answer.usage
         meta = {
             "model": self._pipeline.backend.model.name,
-            "index": 0,
-            "finish_reason": answer.finish_reason,
             "usage": {
                 "prompt_tokens": usage.num_prompt_tokens,
                 "completion_tokens": usage.num_output_tokens,
@@ -182,7 +180,10 @@ class StreamragGenerator:
             "ttft_s": answer.timings.ttft_s,
             "total_s": answer.timings.total_s,
         }
-        replies = [ChatMessage.from_assistant(answer.text, meta=meta)]
+        replies = [
+            ChatMessage.from_assistant(each.text, meta=meta | {"index": index, "finish_reason": each.finish_reason})
+            for index, each in enumerate((answer, *answer.alternatives))
+        ]
         return {"replies": replies, "documents": documents}
 
 
