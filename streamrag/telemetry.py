@@ -168,7 +168,7 @@ class TokensGenerated:
     finish_reason: str | None
     """None until the last event of this kind."""
     logprobs: Any = None
-    """As in `AnswerChunk`."""
+    """Log-probabilities of the tokens, as in `AnswerChunk`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from streamrag.sources.retriever import MAX_CALLS
 from streamrag.sources.threads import Threads
 from streamrag.support.messages import type_name
 from streamrag.support.tasks import cancel_and_wait
-from streamrag.telemetry import Answer, ContextComplete, TokensGenerated
+from streamrag.telemetry import Alternative, Answer, ContextComplete, TokensGenerated
 
 try:
     from haystack import Document, component
@@ -180,9 +180,10 @@ class StreamragGenerator:
             "ttft_s": answer.timings.ttft_s,
             "total_s": answer.timings.total_s,
         }
+        answers: list[Answer | Alternative] = [answer, *answer.alternatives]
         replies = [
             ChatMessage.from_assistant(each.text, meta=meta | {"index": index, "finish_reason": each.finish_reason})
-            for index, each in enumerate((answer, *answer.alternatives))
+            for index, each in enumerate(answers)
         ]
         return {"replies": replies, "documents": documents}
 
