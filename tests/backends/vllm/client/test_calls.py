@@ -254,6 +254,30 @@ async def test_the_engine_dies_between_the_ends_of_several_answers(num_answered:
     assert backend._request_ids == set()
 
 
+async def test_a_client_that_stops_reading_gets_the_rest_of_each_answer_later() -> None:
+    async def complete() -> AsyncGenerator[Prompt, None]:
+        yield PROMPTS[-1]
+
+    core = FakeCore()
+    backend = make_backend(core, "warming")
+    async with aclosing(backend.generate(complete(), SEVERAL)) as events:  # type: ignore[type-var]
+        reading = asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
+        await settle()
+        first, second, third = list(core.held)
+        core.answer(first, [10], is_last=False)
+        chunks = [await reading]
+        for request_id, token_ids, is_last in (
+            (second, [11, 12], True), (first, [13], False), (third, [14], True), (first, [15], True)
+        ):  # fmt: skip
+            core.answer(request_id, token_ids, is_last=is_last)
+        await settle()
+        chunks += [chunk async for chunk in events]
+    answers = {index: [t for chunk in chunks if chunk.index == index for t in chunk.token_ids] for index in range(3)}
+    assert answers == {0: [10, 13, 15], 1: [11, 12], 2: [14]}
+    assert {chunk.index: chunk.finish_reason for chunk in chunks} == dict.fromkeys(range(3), "length")
+    await assert_nothing_is_left(core, backend._engine)
+
+
 async def test_one_of_several_answers_that_the_engine_drops_ends_the_others() -> None:
     core = FakeCore()
     backend = make_backend(core, "warming")
