@@ -5,13 +5,14 @@ Every `at_s` is in seconds since the query was submitted, on the pipeline's cloc
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from streamrag.core import Chunk, LengthUnit, TokenUsage
 from streamrag.errors import SourceError
 from streamrag.records import ChunkRecord, PreemptionRecord, RequestRecord, RestoreRecord, read_records
 
 __all__ = [
+    "Alternative",
     "Answer",
     "Answered",
     "ChunkArrived",
@@ -179,6 +180,8 @@ class TokensGenerated:
     """The text as tokens; empty if a server returns text only."""
     finish_reason: str | None
     """None until the last event of this kind."""
+    logprobs: Any = None
+    """Log-probabilities of the tokens, as in `AnswerChunk`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +238,15 @@ class DraftUse:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """A further answer to the same prompt, sampled because `SamplingParams.n` is above 1."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """The whole answer to one query."""
 
@@ -266,7 +278,8 @@ class Answer:
     timings: Timings
     """Duration of each part."""
     record: RequestRecord | None = None
-    """The engine's record of the request; None if the engine keeps no records."""
+    """The engine's record of the request; None if the engine keeps no records. With `alternatives`, that of the stream
+    that prefilled the prompt."""
     breaks_look_alikes: bool = False
     """Whether text that looks like a special token got a space inserted, because a server tokenised the text. Otherwise
     the model saw it unchanged, as text. It never saw a special token."""
@@ -284,6 +297,10 @@ class Answer:
     """The tokens of prompt and answer, as the backend reports them or as they were counted; None where unknown."""
     unit: LengthUnit = "tokens"
     """Unit of `num_prompt_tokens` and `num_invalidated`: characters if the model's tokenizer is not available."""
+    alternatives: tuple[Alternative, ...] = ()
+    """The further answers, if `SamplingParams.n` is above 1."""
+    prompt_logprobs: Any = None
+    """Log-probabilities of the prompt's tokens, as in `AnswerChunk`; None unless they were requested."""
 
     @property
     def is_in_rank_order(self) -> bool:

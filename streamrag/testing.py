@@ -11,6 +11,7 @@ a small model that answers in English, from two installed packages. `StretchedSo
 """
 
 from collections.abc import AsyncIterator, Callable, Iterable
+from itertools import product
 from typing import TYPE_CHECKING, TypeAlias
 
 import anyio
@@ -141,12 +142,12 @@ class ScriptedBackend:
                     await self._hold.wait()
                 yield Prefilled(len(prompt.token_ids))
             answer = self._answer[: params.max_tokens]
-            for i, character in enumerate(answer):
+            for index, (i, character) in product(range(params.n), enumerate(answer)):
                 if self._error is not None and i == 1:
                     raise self._error
                 is_last = i + 1 == len(answer) and not self._is_endless
                 reason = "length" if len(answer) < len(self._answer) else "stop"
-                yield AnswerChunk(character, (ord(character),), reason if is_last else None)
+                yield AnswerChunk(character, (ord(character),), reason if is_last else None, index=index)
                 await anyio.lowlevel.checkpoint()
             if self._is_endless:
                 await anyio.sleep_forever()

@@ -27,6 +27,7 @@ RING = [
     {"sources/index", "sources/pages"},
     {"sources/http", "sources/workers"},
     {"sessions", "trace"},
+    {"display_text", "trace_context"},
 ]
 CORE = [
     {"pipeline"},

@@ -30,7 +30,7 @@ from streamrag.sources.retriever import MAX_CALLS
 from streamrag.sources.threads import Threads
 from streamrag.support.messages import type_name
 from streamrag.support.tasks import cancel_and_wait
-from streamrag.telemetry import Answer, ContextComplete, TokensGenerated
+from streamrag.telemetry import Alternative, Answer, ContextComplete, TokensGenerated
 
 try:
     from haystack import Document, component
@@ -171,8 +171,6 @@ class StreamragGenerator:
         usage = answer.usage
         meta = {
             "model": self._pipeline.backend.model.name,
-            "index": 0,
-            "finish_reason": answer.finish_reason,
             "usage": {
                 "prompt_tokens": usage.num_prompt_tokens,
                 "completion_tokens": usage.num_output_tokens,
@@ -182,7 +180,11 @@ class StreamragGenerator:
             "ttft_s": answer.timings.ttft_s,
             "total_s": answer.timings.total_s,
         }
-        replies = [ChatMessage.from_assistant(answer.text, meta=meta)]
+        answers: list[Answer | Alternative] = [answer, *answer.alternatives]
+        replies = [
+            ChatMessage.from_assistant(each.text, meta=meta | {"index": index, "finish_reason": each.finish_reason})
+            for index, each in enumerate(answers)
+        ]
         return {"replies": replies, "documents": documents}
 
 

@@ -163,6 +163,7 @@ class StreamragQueryEngine(PortalOwner, BaseQueryEngine):
         answer = events.result
         metadata["streamrag"] = {
             "finish_reason": answer.finish_reason,
+            "alternatives": [each.text for each in answer.alternatives],
             "num_prompt_tokens": answer.usage.num_prompt_tokens,
             "num_tokens": answer.usage.num_output_tokens,
             "retrieval_s": answer.timings.retrieval_s,

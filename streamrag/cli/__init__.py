@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
-from streamrag.support.display_text import sanitize
+from streamrag.display_text import sanitize
 
 
 def main(argv: Sequence[str] | None = None) -> int:

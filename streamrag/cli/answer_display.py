@@ -8,7 +8,7 @@ from rich.text import Text
 
 from streamrag.cli.output import markup
 from streamrag.cli.progress import bar
-from streamrag.support.display_text import sanitize
+from streamrag.display_text import sanitize
 from streamrag.telemetry import (
     Answer,
     Answered,

@@ -13,8 +13,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from streamrag.display_text import json_text, one_line, sanitize
 from streamrag.errors import StreamRagError
-from streamrag.support.display_text import json_text, one_line, sanitize
 
 MIN_NAMES_WIDTH = 14  # minimum width of a table's first column, in characters
 MAX_WIDTH = 10_000

@@ -16,8 +16,8 @@ from rich.progress import (
 from rich.text import Text
 
 from streamrag.cli.output import Output
+from streamrag.display_text import one_line
 from streamrag.support.clock import Clock, monotonic
-from streamrag.support.display_text import one_line
 
 EVERY_S = 10.0
 

@@ -18,11 +18,11 @@ from streamrag.cli.output import Output
 from streamrag.cli.progress import StepLines, bar
 from streamrag.cli.source_options import add_source_arguments, make_source
 from streamrag.core import Chunk
+from streamrag.display_text import one_line
 from streamrag.errors import ConfigurationError
 from streamrag.modes import PromptTemplate
 from streamrag.sources.index.document_passages import count_words
 from streamrag.support.bounded_reading import MAX_SMALL_FILE_BYTES, read_bytes
-from streamrag.support.display_text import one_line
 from streamrag.trace.recorder import CountTokens, TraceRecorder, record_queries
 
 DESCRIPTION = """\

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from streamrag.cli.option_types import seconds
 from streamrag.cli.output import Output, markup
+from streamrag.display_text import one_line
 from streamrag.errors import ConfigurationError, StreamRagError
-from streamrag.support.display_text import one_line
 from streamrag.support.messages import message_of
 
 DESCRIPTION = """\

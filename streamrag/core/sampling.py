@@ -13,6 +13,7 @@ MAX_STOP_TEXTS, MAX_STOP_CHARS = 16, 256
 The longest text's length is held back from the answer. OpenAI allows 4 texts; vLLM has no limit."""
 
 MAX_INT = (1 << 31) - 1
+MAX_ANSWERS = 128  # as at OpenAI
 
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopTexts = Annotated[
@@ -46,5 +47,7 @@ class SamplingParams:
     """Whether to continue after the model's end-of-sequence token, up to `max_tokens`."""
     json_schema: Annotated[Mapping[str, Any], Field(min_length=1)] | None = None
     """JSON schema that the answer follows, if the engine can constrain answers, as vLLM can; None for free text."""
+    n: Annotated[Whole, Field(ge=1, le=MAX_ANSWERS)] = 1
+    """Number of answers to sample for the same prompt: the first streams, the others are `Answer.alternatives`."""
     extra: Annotated[Mapping[str, Any], Field()] = field(default_factory=dict)
     """Parameters that streamrag does not name, passed to the engine unchanged."""

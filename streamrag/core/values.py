@@ -170,6 +170,10 @@ class AnswerChunk:
     """Log-probabilities in the engine's own format, one entry per token, if `SamplingParams.extra` asks for them."""
     usage: TokenUsage | None = None
     """The backend's own count, on the last chunk only; None if the ids of prompt and answer are tokens to count."""
+    prompt_logprobs: Any = None
+    """Log-probabilities of the prompt in the engine's own format, on the first chunk only, if they were requested."""
+    index: int = 0
+    """Number of the answer that the chunk belongs to, from 0; with `SamplingParams.n` above 1, chunks interleave."""
 
 
 BackendEvent: TypeAlias = Prefilled | AnswerChunk

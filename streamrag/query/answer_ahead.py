@@ -27,6 +27,8 @@ def why_not_drafted(params: SamplingParams) -> str | None:
     """Return why answers with these parameters are not drafted; None if they are."""
     if params.json_schema is not None or "structured_outputs" in params.extra:
         return "the answer follows a grammar, beside which drafts cannot be verified"
+    if params.n > 1 or "prompt_logprobs" in params.extra:
+        return "several answers and log-probabilities of the prompt are sampled by plain requests"
     return None
 
 

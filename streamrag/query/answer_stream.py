@@ -144,7 +144,7 @@ class AnswerStream(QueryHandle[AnswerChunk]):
         while True:
             event = await self._next_event()
             if isinstance(event, TokensGenerated):
-                return AnswerChunk(event.text, event.token_ids, event.finish_reason)
+                return AnswerChunk(event.text, event.token_ids, event.finish_reason, logprobs=event.logprobs)
 
 
 class EventStream(QueryHandle[QueryEvent]):

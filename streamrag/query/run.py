@@ -2,21 +2,15 @@
 
 import asyncio
 import warnings
-from collections.abc import Awaitable, Callable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, nullcontext
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
-from streamrag.core import (
-    AnswerChunk,
-    Backend,
-    Mode,
-    Prefilled,
-    Source,
-    part_name,
-)
+from streamrag.core import AnswerChunk, Backend, Mode, Prefilled, Source, part_name
 from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError
 from streamrag.modes import AssembledPrompt
 from streamrag.query.answer_ahead import AnswerAhead, why_not_drafted
@@ -29,6 +23,7 @@ from streamrag.support.clock import Clock
 from streamrag.support.messages import message_of, type_name
 from streamrag.support.tasks import LET_GO_S, cancel_and_wait, is_cancelled
 from streamrag.telemetry import (
+    Alternative,
     Answer,
     Answered,
     DraftUse,
@@ -187,8 +182,10 @@ class QueryRun:
         )
         async with ahead or nullcontext():
             chunks, first_token_s = await self._generate(prompts)
-        if not chunks or chunks[-1].finish_reason is None:
-            raise BackendError(f"{part_name(self._backend)} ended without finishing its answer")
+        answers = _join_answers(chunks)
+        if answers.keys() != set(range(self._query.params.n)):
+            of_n = "" if self._query.params.n == 1 else f": {len(answers)} of n={self._query.params.n} are finished"
+            raise BackendError(f"{part_name(self._backend)} ended without finishing its answer{of_n}")
         if prompts.complete is None or prompts.retrieval_s is None:
             raise BackendError(f"{part_name(self._backend)} ended its answer before it had the complete prompt")
         total_s = self._now()
@@ -204,7 +201,7 @@ class QueryRun:
         if self._query.overlap == "auto":
             outcome = OverlapOutcome.of(self._overlap.way, timings, has_forecast=prompts.has_forecast)
             self._overlap_chooser.learn(outcome, self._num_running)
-        answer = self._answer(chunks, prompts, prompts.complete, timings)
+        answer = self._answer(answers, chunks, prompts, prompts.complete, timings)
         await self._emit(Answered(total_s, answer))
         return answer
 
@@ -222,7 +219,7 @@ class QueryRun:
         return AnswerAhead(self._backend, self._query.params, now=self._now, emit=self._emit)
 
     async def _generate(self, prompts: QueryPrompts) -> tuple[list[AnswerChunk], float | None]:
-        """Emit the backend's events; return its answer and the first token's time, or None. Raises for other events."""
+        """Emit the backend's events. Return its answers and the first token's time, if any. Raise for other events."""
         first_token_s: float | None = None
         chunks: list[AnswerChunk] = []
         async with (
@@ -239,7 +236,9 @@ class QueryRun:
                     if first_token_s is None and (event.token_ids or event.text):
                         first_token_s = at_s
                     chunks.append(event)
-                    await self._emit(TokensGenerated(at_s, event.text, event.token_ids, event.finish_reason))
+                    if event.index == 0:
+                        values = event.text, event.token_ids, event.finish_reason, event.logprobs
+                        await self._emit(TokensGenerated(at_s, *values))
                 else:
                     raise BackendError(
                         f"{part_name(self._backend)} failed: it yielded {type_name(event)}, and not an AnswerChunk or "
@@ -248,20 +247,23 @@ class QueryRun:
         return chunks, first_token_s
 
     def _answer(
-        self, chunks: list[AnswerChunk], prompts: QueryPrompts, last: AssembledPrompt, timings: Timings
+        self,
+        answers: dict[int, Alternative],
+        chunks: list[AnswerChunk],
+        prompts: QueryPrompts,
+        last: AssembledPrompt,
+        timings: Timings,
     ) -> Answer:
-        finish_reason, model = chunks[-1].finish_reason, self._backend.model
-        assert finish_reason is not None
-        text = "".join(chunk.text for chunk in chunks)
-        token_ids = tuple(token_id for chunk in chunks for token_id in chunk.token_ids)
+        model, num_prompt = self._backend.model, len(last.prompt.token_ids)
+        num_output = sum(len(answer.token_ids) for answer in answers.values())
         return Answer(
-            text=text,
-            token_ids=token_ids,
-            finish_reason=finish_reason,
+            text=answers[0].text,
+            token_ids=answers[0].token_ids,
+            finish_reason=answers[0].finish_reason,
             citations=prompts.citations(last.included),
             left_out=last.left_out,
             shortened=last.shortened,
-            num_prompt_tokens=len(last.prompt.token_ids),
+            num_prompt_tokens=num_prompt,
             num_invalidated=prompts.num_invalidated,
             is_exact=model.is_exact,
             source_error=prompts.source_error,
@@ -272,8 +274,10 @@ class QueryRun:
             overlap=self._overlap,
             draft=self._draft_use(prompts.num_drafted, chunks[-1].record),
             breaks_look_alikes=model.breaks_look_alikes,
-            usage=model.usage(len(last.prompt.token_ids), len(token_ids), text, chunks[-1].usage),
+            usage=model.usage(num_prompt, num_output, "".join(chunk.text for chunk in chunks), chunks[-1].usage),
             unit=model.unit,
+            alternatives=tuple(answers[index] for index in range(1, len(answers))),
+            prompt_logprobs=next((each.prompt_logprobs for each in chunks if each.prompt_logprobs is not None), None),
         )
 
     def _draft_use(self, num_drafted: int, record: RequestRecord | None) -> DraftUse | None:
@@ -288,3 +292,17 @@ class QueryRun:
 
     def _now(self) -> float:
         return self._clock() - self._submitted_s
+
+
+def _join_answers(chunks: Sequence[AnswerChunk]) -> dict[int, Alternative]:
+    """Return the finished answers by their index."""
+    parts: defaultdict[int, list[AnswerChunk]] = defaultdict(list)
+    for chunk in chunks:
+        parts[chunk.index].append(chunk)
+    return {
+        index: Alternative(
+            "".join(chunk.text for chunk in part), tuple(i for chunk in part for i in chunk.token_ids), reason
+        )
+        for index, part in parts.items()
+        if (reason := part[-1].finish_reason) is not None
+    }

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from streamrag.core.trace_context import conversation, conversation_of
 from streamrag.errors import DeadlineExceededError, EngineDeadError, StreamRagError
 from streamrag.serve.admission import Admission, Reservation
 from streamrag.serve.connections.fair_share import Account, FairShare
 from streamrag.serve.failures import NotAdmittedError, failure_of
 from streamrag.serve.observe.observer import Interface, Observer, QueryOutcome, ServedQuery, current_query
 from streamrag.telemetry import Answer, Answered, QueryEvent
+from streamrag.trace_context import conversation, conversation_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,8 +201,8 @@ class Service:
         await self._started.aclose()
 
     def cap_params(self, given: SamplingParams) -> SamplingParams:
-        """Return `given` with `max_tokens` capped at the service's limit."""
-        return replace(given, max_tokens=min(given.max_tokens, self.limits.max_tokens))
+        """Return `given` for one answer, with `max_tokens` capped at the service's limit."""
+        return replace(given, max_tokens=min(given.max_tokens, self.limits.max_tokens), n=1)
 
     @asynccontextmanager
     async def events(

@@ -43,6 +43,11 @@ class Question:
             raise ConfigurationError("the question is empty: ask something")
         if not isinstance(self.params, SamplingParams):
             raise ConfigurationError(f"params={short_repr(self.params)} must be a SamplingParams")
+        if self.params.n > 1 or "prompt_logprobs" in self.params.extra:
+            raise ConfigurationError(
+                f"params={short_repr(self.params)} has n or prompt_logprobs, which a session's question cannot have: "
+                "leave them out, or ask a pipeline"
+            )
         text, answers = plain_text(self.text), tuple(map(plain_text, self.answers))
         params = replace(self.params, max_tokens=1, temperature=0.0) if answers else self.params
         key = (text, frozenset(answers), self.decisive_margin if answers else 0.0, _exact(params))

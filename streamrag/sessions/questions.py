@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, TypeAlias, TypedDict
 
 from streamrag.core import Backend, SamplingParams, part_name
-from streamrag.core.trace_context import conversation
 from streamrag.errors import ConfigurationError
 from streamrag.query.answer_stream import Emit, StartQuery
 from streamrag.sessions.answer import compute_answer
@@ -23,6 +22,7 @@ from streamrag.support.messages import short_repr
 from streamrag.support.tasks import Broadcast, cancel_and_wait
 from streamrag.support.validation import Seconds, Whole, validated
 from streamrag.telemetry import Answer, Answered, QueryEvent, Timings, TokensGenerated
+from streamrag.trace_context import conversation
 
 MAX_ANSWERS = 1024
 MAX_ANSWER_BYTES = 4_000_000

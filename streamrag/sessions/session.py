@@ -10,7 +10,6 @@ from typing import Annotated, Self, Unpack
 from pydantic import Field
 
 from streamrag.core import Backend, Chunk, SamplingParams, Source
-from streamrag.core.trace_context import conversation
 from streamrag.errors import ConfigurationError
 from streamrag.modes import PromptTemplate
 from streamrag.query.answer_stream import AnswerStream, EventStream
@@ -24,6 +23,7 @@ from streamrag.sessions.tasks import SessionTasks
 from streamrag.sessions.watched_questions import Admit, Watch, Watches
 from streamrag.support.tasks import run_shielded
 from streamrag.support.validation import Count, Number, SecondsOrZero, validated
+from streamrag.trace_context import conversation
 
 
 class Session:

@@ -7,8 +7,8 @@ from math import log10
 from pathlib import Path
 from typing import Any
 
+from streamrag.display_text import for_picture
 from streamrag.errors import require_modules
-from streamrag.support.display_text import for_picture
 from streamrag.support.files import write_atomic
 from streamrag.trace.statistics import Distribution, TraceStatistics
 from streamrag.trace.values import Trace

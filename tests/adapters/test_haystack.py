@@ -27,6 +27,7 @@ from streamrag import (
     ConfigurationError,
     MissingDependencyError,
     Pipeline,
+    SamplingParams,
     Skipped,
     Source,
     SourceError,
@@ -146,6 +147,15 @@ def test_the_callback_of_the_component_is_used_unless_a_run_has_its_own() -> Non
     pipeline.run({"rag": {"query": "Where?", "streaming_callback": its.append}})
     assert len(own) == len(its) == 10
     pipeline.close()
+
+
+def test_each_of_several_answers_is_a_reply() -> None:
+    pipeline = Pipeline(ScriptedSource([Append(PARIS)]), ScriptedBackend())
+    generator = StreamragGenerator(pipeline, params=SamplingParams(n=3))
+    replies = generator.run("Where is Paris?")["replies"]
+    generator.close()
+    assert [(reply.text, reply.meta["index"]) for reply in replies] == [("An answer.", index) for index in range(3)]
+    assert {reply.meta["finish_reason"] for reply in replies} == {"stop"}
 
 
 def test_replies_and_documents_connect_to_an_answer_builder() -> None:

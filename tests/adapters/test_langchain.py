@@ -465,6 +465,15 @@ async def test_chunks_come_one_by_one_and_the_last_has_usage_and_citations(
     assert len(backend.prompts[0]) == 3  # two while retrieval ran
 
 
+def test_alternatives_come_with_the_metadata(model: StreamragChatModel) -> None:
+    message = model.invoke("Why?", n=3)
+    assert message.text == "It jams [1]."
+    assert message.response_metadata["alternatives"] == ["It jams [1]."] * 2
+    assert message.usage_metadata
+    assert message.usage_metadata["output_tokens"] == 36
+    assert "alternatives" not in model.invoke("Why?").response_metadata
+
+
 def test_it_is_one_message_without_streaming_too(model: StreamragChatModel) -> None:
     message = model.invoke("Why?")
     assert isinstance(message, AIMessage)

@@ -218,6 +218,7 @@ def test_a_query_streams_its_answer_behind_its_source_nodes() -> None:
         assert response.metadata["geo.md#0"] == {"uri": "geo.md", "title": "Geography", "passage": 0}
         assert response.metadata["streamrag"]["finish_reason"] == "stop"
         assert response.metadata["streamrag"]["num_tokens"] == len("An answer.")
+        assert response.metadata["streamrag"]["alternatives"] == []
 
 
 def test_a_query_engine_is_a_tool_of_llamaindex() -> None:

@@ -19,9 +19,9 @@ from streamrag import (
     UpdateMode,
 )
 from streamrag.core import BackendEvent, Source
-from streamrag.errors import BackendError, SourceError
+from streamrag.errors import BackendError, ConfigurationError, SourceError
 from streamrag.records import RequestRecord
-from streamrag.telemetry import ChunkArrived
+from streamrag.telemetry import Alternative, ChunkArrived, TokensGenerated
 from streamrag.testing import ScriptedBackend, ScriptedSource, StretchedSource
 
 A, B, C = (Chunk(text, f"{text[0]}.md") for text in ("alpha", "beta", "gamma"))
@@ -100,6 +100,48 @@ async def test_an_error_names_the_part() -> None:
     async with Pipeline(ScriptedSource([]), ScriptedBackend(answer="")) as pipeline:
         with pytest.raises(BackendError, match=r"^ScriptedBackend ended without finishing its answer"):
             await ask(pipeline)
+
+
+async def test_a_query_may_have_several_answers_of_which_the_first_streams() -> None:
+    async with Pipeline(ScriptedSource([Append(A)]), ScriptedBackend("Yes.")) as pipeline:
+        stream = pipeline.stream("What?", params=SamplingParams(n=3))
+        assert [chunk.text async for chunk in stream] == list("Yes.")
+        events = [event async for event in pipeline.events("What?", params=SamplingParams(n=3))]
+    answer = stream.result
+    assert (answer.text, answer.finish_reason) == ("Yes.", "stop")
+    assert answer.alternatives == (Alternative("Yes.", tuple(map(ord, "Yes.")), "stop"),) * 2
+    assert answer.usage.num_output_tokens == 12
+    assert sum(isinstance(event, TokensGenerated) for event in events) == 4
+
+
+@pytest.mark.parametrize("n", [0, 129, 1.5, True, "2"])
+def test_a_number_of_answers_that_no_engine_has_is_refused(n: object) -> None:
+    with pytest.raises(ConfigurationError, match="n="):
+        SamplingParams(n=n)  # type: ignore[arg-type]
+
+
+class TellingBackend(ScriptedBackend):
+    """Tells all that a backend can tell of tokens, and answers once, whatever it is asked."""
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        async for _ in prompts:
+            pass
+        yield AnswerChunk("Y", (1,), logprobs=["first"], prompt_logprobs=[None, "row"])
+        yield AnswerChunk("es", (2,), "stop", RECORD, logprobs=["second"])
+
+
+async def test_log_probabilities_come_with_the_tokens_and_those_of_the_prompt_with_the_answer() -> None:
+    async with Pipeline(ScriptedSource([Append(A)]), TellingBackend()) as pipeline:
+        stream = pipeline.stream("What?")
+        assert [chunk.logprobs async for chunk in stream] == [["first"], ["second"]]
+    assert stream.result.prompt_logprobs == [None, "row"]
+
+
+async def test_a_backend_that_gives_fewer_answers_than_it_was_asked_for_is_named() -> None:
+    async with Pipeline(ScriptedSource([Append(A)]), TellingBackend()) as pipeline:
+        with pytest.raises(BackendError, match=r"TellingBackend ended without .* answer: 1 of n=2 are finished"):
+            async for _ in pipeline.stream("What?", params=SamplingParams(n=2)):
+                pass
 
 
 class Compared(Chunk):

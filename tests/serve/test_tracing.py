@@ -20,13 +20,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode, get_current_span
 
 from streamrag import Append, Chunk, SourceError, WebSource, search_engine
-from streamrag.core.trace_context import trace_headers
 from streamrag.serve import Service
 from streamrag.serve.observe.observer import ServedQuery
 from streamrag.serve.observe.tracing import MAX_EVENTS, Tracing, context_of, to_otlp
 from streamrag.serve.open_queries import Caller
 from streamrag.telemetry import ChunkArrived
 from streamrag.testing import ScriptedBackend, Step
+from streamrag.trace_context import trace_headers
 from tests.serve.serving import CHUNKS, PARIS, serving
 from tests.serve.test_metrics import RecordingBackend
 

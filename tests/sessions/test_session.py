@@ -646,6 +646,15 @@ async def test_a_window_that_the_model_cannot_hold_is_refused() -> None:
                 pass
 
 
+@pytest.mark.parametrize("params", [SamplingParams(n=2), SamplingParams(extra={"prompt_logprobs": 1})])
+async def test_a_question_has_one_answer_and_no_log_probabilities_of_its_prompt(params: SamplingParams) -> None:
+    async with Pipeline(ScriptedSource([]), Engine(answer="x")) as pipeline, pipeline.session() as session:
+        with pytest.raises(ConfigurationError, match="n or prompt_logprobs, which a session's question cannot have"):
+            session.ask("Why?", params=params)
+        with pytest.raises(ConfigurationError, match="n or prompt_logprobs"):
+            session.watch("Why?", params=params)
+
+
 async def test_questions_that_cannot_work_are_refused() -> None:
     async with Pipeline(ScriptedSource([]), Engine(answer="x")) as pipeline, pipeline.session() as session:
         for question, options in (("", {}), ("  ", {}), ("x", {"at_least": 5}), ("x", {"deadline_s": 0})):

@@ -53,7 +53,8 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
 
     The answer streams in chunks. The last one has `usage_metadata`, if the numbers of tokens are known, and in
     `response_metadata` the `citations` (number, uri, title, passage, text and score of each passage in the prompt),
-    `finish_reason`, `model_name`, `timings`, and `cut_short` and `source_error` if retrieval ended early.
+    `finish_reason`, `model_name`, `timings`, `cut_short` and `source_error` if retrieval ended early, and the texts of
+    the `alternatives` if `n` is above 1.
 
     A pipeline that has been started is used in its event loop. Otherwise `async with` starts it in the current loop, or
     the first call starts it in a thread with its own loop, until `close()`, the end of a `with` block, or garbage
@@ -271,6 +272,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         about = {
             "citations": [asdict(citation) for citation in part.citations],
             "finish_reason": part.finish_reason,
+            "alternatives": [each.text for each in part.alternatives] or None,
             "model_name": self.pipeline.backend.model.name,
             "timings": asdict(part.timings),
             "cut_short": part.cut_short,

@@ -28,8 +28,8 @@ from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 
 from streamrag.adapters.mcp import relay
 from streamrag.adapters.mcp.bounds import BoundedTransport, Traffic
+from streamrag.display_text import excerpt
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
-from streamrag.support.display_text import excerpt
 from streamrag.support.tasks import wait_shielded
 
 ROOT = Path(relay.__file__).resolve().parents[3]

@@ -11,9 +11,9 @@ import anyio.to_thread
 
 from streamrag.core import Chunk, CutShort, Progress, Skipped, SourceEvent, Update
 from streamrag.core.lifecycle import started_once
+from streamrag.display_text import excerpt
 from streamrag.errors import ConfigurationError, SourceError, require_modules
 from streamrag.sources.passage_reader import TEXTS, PassageReader
-from streamrag.support.display_text import excerpt
 from streamrag.support.messages import short_repr
 from streamrag.support.validation import Count, Seconds, SecondsOrZero, validated
 

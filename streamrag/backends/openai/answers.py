@@ -35,8 +35,8 @@ def token_ids(value: Any, *, server: str) -> list[int]:
     return value
 
 
-def answer_chunk(choice: dict[str, Any], *, server: str) -> AnswerChunk:
-    """Return the part of an answer in one choice of an event.
+def answer_chunk(choice: dict[str, Any], *, server: str, n: int) -> AnswerChunk:
+    """Return the part of one of `n` answers in one choice of an event.
 
     :raises ServerError: the choice is malformed, or its finish_reason says that the server aborted the answer.
     """
@@ -46,9 +46,12 @@ def answer_chunk(choice: dict[str, Any], *, server: str) -> AnswerChunk:
             raise ServerError(f"{server} sent {name}={clean(reprlib.repr(value))}, which is not text")
     if reason in GIVEN_UP:
         raise ServerError(f"{server} aborted the answer: its finish_reason is {reason!r}")
+    index = choice.get("index") or 0
+    if not _is_number(index) or index >= n:
+        raise ServerError(f"{server} sent index={clean(reprlib.repr(index))}, but n={n} answers were requested")
     ids = tuple(token_ids(choice.get("token_ids"), server=server))
     whole_text = without_lone_surrogates(text or "")  # JSON may contain halves of characters
-    return AnswerChunk(whole_text, ids, None if not reason else clean(reason)[:MAX_REASON_CHARS])
+    return AnswerChunk(whole_text, ids, None if not reason else clean(reason)[:MAX_REASON_CHARS], index=index)
 
 
 def token_usage(value: Any) -> TokenUsage:

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,7 +26,7 @@ from streamrag.support.validation import Count, CountOrZero, Seconds, SecondsOrZ
 
 PROBE = "The server says which tokens it was sent."
 MAX_MODEL_NAME_CHARS = 500
-RESERVED = {"model", "prompt", "stream", "n"}
+RESERVED = {"model", "prompt", "stream"}
 
 MAX_PROMPT_TOKEN_BYTES = 64  # most bytes of an answer for each token of the prompt, which servers may repeat
 MAX_TOKEN_BYTES = 1 << 12
@@ -217,7 +218,7 @@ class OpenAIBackend:
 
         async def answer(token_ids: tuple[int, ...]) -> AsyncGenerator[AnswerChunk, None]:
             body["prompt"] = await self._prompt(token_ids)
-            async with aclosing(self._stream(body, len(token_ids), params.max_tokens)) as chunks:
+            async with aclosing(self._stream(body, len(token_ids), params)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
@@ -244,32 +245,36 @@ class OpenAIBackend:
         return await self._started_server().ask("POST", "/completions", body)
 
     async def _stream(
-        self, body: dict[str, Any], num_prompt_tokens: int, max_tokens: int
+        self, body: dict[str, Any], num_prompt_tokens: int, params: SamplingParams
     ) -> AsyncGenerator[AnswerChunk, None]:
-        """Yield the answer. Its last chunk is held back until the server's usage has come, which follows it."""
-        last: AnswerChunk | None = None
+        """Yield the answers. Their last chunks are held back until the server's usage has come, which follows them."""
+        ends: dict[int, AnswerChunk] = {}
         reported: Any = None
-        text, num_ids = "", 0
-        async with aclosing(self._events(body, num_prompt_tokens, max_tokens)) as events:
+        texts, num_ids = [""] * params.n, 0
+        num_tokens = params.n * min(params.max_tokens, self.model.max_model_len)
+        async with aclosing(self._events(body, num_prompt_tokens, num_tokens)) as events:
             async for event in events:
                 reported = event.get("usage") or reported
-                choice = next(objects(event.get("choices")), None)  # only one answer was requested
-                if choice is None:
-                    continue
-                chunk = answer_chunk(choice, server=self._url)
-                text, num_ids = text + chunk.text, num_ids + len(chunk.token_ids)
-                last = chunk if chunk.finish_reason is not None else None
-                if last is None:
-                    yield chunk
-        if last is None:
+                for choice in islice(objects(event.get("choices")), params.n):
+                    chunk = answer_chunk(choice, server=self._url, n=params.n)
+                    texts[chunk.index] += chunk.text
+                    num_ids += len(chunk.token_ids)
+                    ends.pop(chunk.index, None)
+                    if chunk.finish_reason is not None:
+                        ends[chunk.index] = chunk
+                    else:
+                        yield chunk
+        if len(ends) < params.n:
             raise ServerError(f"{self._url} ended the stream in the middle of an answer")
-        yield replace(last, usage=await self._usage(token_usage(reported), num_prompt_tokens, text, num_ids))
+        *others, last = ends.values()
+        for chunk in others:
+            yield chunk
+        yield replace(last, usage=await self._usage(token_usage(reported), num_prompt_tokens, texts, num_ids))
 
     async def _events(
-        self, body: dict[str, Any], num_prompt_tokens: int, max_tokens: int
+        self, body: dict[str, Any], num_prompt_tokens: int, num_tokens: int
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of an answer, with its usage unless the server refuses to report that."""
-        num_tokens = min(max_tokens, self.model.max_model_len)
+        """Yield the events of answers, with their usage unless the server refuses to report that."""
         num_prompt_bytes = num_prompt_tokens * MAX_PROMPT_TOKEN_BYTES
         stream = partial(
             self._started_server().stream,
@@ -292,14 +297,15 @@ class OpenAIBackend:
                 if not usage:
                     raise
 
-    async def _usage(self, reported: TokenUsage, num_prompt: int, text: str, num_ids: int) -> TokenUsage | None:
+    async def _usage(self, reported: TokenUsage, num_prompt: int, texts: list[str], num_ids: int) -> TokenUsage | None:
         """Return what the server reported, its gaps filled by counting; None if the ids alone say as much."""
         model = self.model
-        counted = model.usage(num_prompt, num_ids, text, None)
+        counted = model.usage(num_prompt, num_ids, "".join(texts), None)
         num_output = counted.num_output_tokens if reported.num_output_tokens is None else reported.num_output_tokens
         if num_output is None and model.unit == "tokens":
             with suppress(ServerError):  # of a tokenizer behind a server
-                num_output = len(await in_thread(model.tokenizer, partial(model.tokenizer.encode, text)))
+                encode = model.tokenizer.encode
+                num_output = await in_thread(model.tokenizer, lambda: sum(len(encode(text)) for text in texts))
         num_prompt_tokens = reported.num_prompt_tokens
         usage = TokenUsage(counted.num_prompt_tokens if num_prompt_tokens is None else num_prompt_tokens, num_output)
         return None if usage == counted else usage
@@ -322,6 +328,7 @@ def _body(params: SamplingParams) -> dict[str, Any]:
         "stop": list(params.stop) or None,
         "top_k": params.top_k or None,
         "ignore_eos": params.ignore_eos or None,
+        "n": params.n if params.n > 1 else None,
         "response_format": params.json_schema and _response_format(params.json_schema),
     }
     body |= {name: value for name, value in optional.items() if value is not None}

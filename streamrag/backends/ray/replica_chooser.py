@@ -11,10 +11,10 @@ from math import inf
 from typing import Any, TypeVar
 
 from streamrag.core import Prompt
-from streamrag.core.trace_context import conversation
 from streamrag.routing import Opening, ReplicaTracker, Report, Router
 from streamrag.routing.replica_tracker import REPORTED
 from streamrag.support.clock import Clock
+from streamrag.trace_context import conversation
 
 log = logging.getLogger("streamrag.ray")
 

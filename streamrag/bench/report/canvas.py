@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from streamrag.display_text import for_picture
 from streamrag.errors import require_modules
-from streamrag.support.display_text import for_picture
 from streamrag.support.files import write_atomic
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrag.bench.report.comparison import Figure
+from streamrag.display_text import one_line
 from streamrag.errors import require_modules
-from streamrag.support.display_text import one_line
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 from streamrag.bench.grid import describe_qps
 from streamrag.bench.report.canvas import as_svg, formatter, make_panels, plain_log_ticks, seconds_upwards
 from streamrag.bench.report.comparison import LoadComparison, Values
-from streamrag.support.display_text import for_picture
+from streamrag.display_text import for_picture
 
 GREY = "#8a8a8a"
 GRID = "#e3e3e3"

@@ -21,8 +21,8 @@ from streamrag.bench.summary import Digest, Slos, digest, parse_slos, summarise
 from streamrag.cli.bench.display import CellsView, print_comparison, print_verdicts
 from streamrag.cli.bench.options import DESCRIPTION, EPILOG, VERBS, grid_of
 from streamrag.cli.output import Output
+from streamrag.display_text import json_text
 from streamrag.errors import ConfigurationError
-from streamrag.support.display_text import json_text
 from streamrag.support.files import write_atomic
 
 TABLE_WIDTH = 120  # width of the table of figures without a terminal

@@ -20,7 +20,7 @@ from streamrag.bench.runner import CellEvent, CellFailed, CellFinished, CellProg
 from streamrag.bench.summary import PERCENTILES
 from streamrag.cli.output import Output, markup
 from streamrag.cli.progress import StepLines, bar
-from streamrag.support.display_text import one_line
+from streamrag.display_text import one_line
 
 LEGEND = (
     "s: ttft_after_retrieval_s of all requests of all seeds; below it, the range over single seeds. "

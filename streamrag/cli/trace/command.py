@@ -9,8 +9,8 @@ from rich.table import Table
 from streamrag.cli.output import Output
 from streamrag.cli.record import WORDS, WORDS_NOTE
 from streamrag.cli.trace import generation
+from streamrag.display_text import one_line
 from streamrag.errors import ConfigurationError, MissingDependencyError
-from streamrag.support.display_text import one_line
 from streamrag.trace.picture import draw_trace
 from streamrag.trace.read import read_trace
 from streamrag.trace.statistics import Distribution, TraceStatistics, describe

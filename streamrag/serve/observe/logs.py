@@ -15,9 +15,9 @@ from textwrap import indent
 from typing import Any, Literal, TextIO, TypeAlias
 from urllib.parse import quote, quote_plus
 
+from streamrag.display_text import one_line, sanitize
 from streamrag.serve.failures import failure_of
 from streamrag.serve.observe.observer import Interface, Observer, QueryOutcome, Refusal, ServedQuery, current_query
-from streamrag.support.display_text import one_line, sanitize
 from streamrag.telemetry import Answer
 
 Form: TypeAlias = Literal["json", "text"]

@@ -17,7 +17,6 @@ from typing import Any
 
 import anyio.to_thread
 
-from streamrag.core.trace_context import trace_headers
 from streamrag.errors import MissingDependencyError, install_line
 from streamrag.records import RequestRecord
 from streamrag.serve.failures import failure_of
@@ -35,6 +34,7 @@ from streamrag.telemetry import (
     RetrievalStarted,
     SourceFailed,
 )
+from streamrag.trace_context import trace_headers
 
 try:
     from opentelemetry.context import Context, attach, get_current

@@ -24,7 +24,7 @@ from streamrag.serve.failures import Failure, failure_of
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer, Answered, ContextChanged, DraftChanged, QueryEvent, SourceFailed
 
-PRIVATE_FIELDS = ("token_ids", "record", "source_error", "submitted_s")
+PRIVATE_FIELDS = ("token_ids", "record", "source_error", "submitted_s", "alternatives", "prompt_logprobs")
 """Fields of an answer that are not sent, or not as they are."""
 
 _INNER_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
@@ -72,7 +72,7 @@ def event_values(event: QueryEvent, context: tuple[Chunk, ...] = ()) -> dict[str
         values |= values.pop("usage")
         values["num_cached_tokens"] = None if answer.record is None else answer.record.num_from_cache
         return {"at_s": event.at_s, "answer": values}
-    return asdict(event)
+    return {name: value for name, value in asdict(event).items() if name != "logprobs"}
 
 
 def _splice(before: tuple[Chunk, ...], after: tuple[Chunk, ...]) -> dict[str, Any]:

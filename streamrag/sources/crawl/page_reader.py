@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
-from streamrag.core.trace_context import trace_headers
 from streamrag.errors import UnreachableError, UnsafeUrlError
 from streamrag.sources.crawl.options import CrawlOptions
 from streamrag.sources.http.fetch import Fetcher
@@ -27,6 +26,7 @@ from streamrag.sources.workers.pool import (
     WorkerStartError,
     WorkerTimeoutError,
 )
+from streamrag.trace_context import trace_headers
 
 XML = "application/xml", "text/xml", "application/rss+xml"
 GZIP = "application/gzip", "application/x-gzip", "application/octet-stream"

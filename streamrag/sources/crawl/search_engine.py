@@ -8,11 +8,11 @@ from typing import TypeAlias, cast
 
 import httpx
 
-from streamrag.core.trace_context import trace_headers
 from streamrag.errors import SourceError
 from streamrag.sources.http.urls import parse_start_url
 from streamrag.support.messages import message_of
 from streamrag.support.validation import Count, Seconds, validated
+from streamrag.trace_context import trace_headers
 
 FindUrls: TypeAlias = Callable[[str], Awaitable[list[str]]]
 

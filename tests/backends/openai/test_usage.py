@@ -8,7 +8,8 @@ from openai_server import REFUSE, Server, chunk, collect, prompt, reply, stream
 
 from streamrag import Append, Chunk, Pipeline
 from streamrag.backends.openai import OpenAIBackend
-from streamrag.core import AnswerChunk, Prompt, TokenUsage, Turn, plain_chat
+from streamrag.core import AnswerChunk, Prompt, SamplingParams, TokenUsage, Turn, plain_chat
+from streamrag.errors import ServerError
 from streamrag.telemetry import ContextChanged, ContextComplete
 from streamrag.testing import ScriptedSource
 
@@ -99,4 +100,51 @@ async def test_with_a_tokenizer_tokens_are_counted_if_the_server_reports_none(se
     *_, last = await collect(backend, Prompt(tuple(ids), 0, True))
     assert isinstance(last, AnswerChunk)
     assert last.usage == TokenUsage(4, 3)
+    await backend.aclose()
+
+
+def part(index: object, text: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"choices": [{"index": index, "text": text, "finish_reason": reason, **more}]}
+
+
+SEVERAL = SamplingParams(max_tokens=5, n=2, temperature=1.0)
+
+
+async def test_several_answers_are_one_request_and_the_usage_comes_last(server: Server, backend: OpenAIBackend) -> None:
+    both = {"choices": [*part(1, "C")["choices"], *part(0, "A")["choices"]]}
+    server.handlers = [stream(both, part(1, "D", "stop"), part(0, "B", "length"), REPORTED, "[DONE]")]
+    assert await collect(backend, prompt("Why?"), params=SEVERAL) == [
+        AnswerChunk("C", (), index=1),
+        AnswerChunk("A", (), index=0),
+        AnswerChunk("D", (), "stop", index=1),
+        AnswerChunk("B", (), "length", index=0, usage=TokenUsage(1_612, 58)),
+    ]
+    assert server.requests[-1].body["n"] == 2
+
+
+@pytest.mark.parametrize("index", [2, -1, True, "0", 0.5, [1]])
+async def test_an_answer_that_was_not_requested_is_an_error(
+    server: Server, backend: OpenAIBackend, index: object
+) -> None:
+    server.handlers = [stream(part(index, "A"), "[DONE]")]
+    with pytest.raises(ServerError, match=r"sent index=.*, but n=2 answers were requested"):
+        await collect(backend, prompt("Why?"), params=SEVERAL)
+
+
+async def test_an_answer_that_does_not_come_is_an_error(server: Server, backend: OpenAIBackend) -> None:
+    server.handlers = [stream(part(1, "A", "stop"), part(1, "B", "stop"), REPORTED, "[DONE]")]
+    with pytest.raises(ServerError, match="in the middle of an answer"):
+        await collect(backend, prompt("Why?"), params=SEVERAL)
+
+
+async def test_the_tokens_of_several_answers_are_counted_answer_by_answer(server: Server) -> None:
+    server.handlers = [
+        reply(chunk("x")),
+        stream(part(0, "It"), part(1, "is"), part(0, "", "stop"), part(1, "", "stop")),
+    ]
+    backend = OpenAIBackend(server.url, "tiny", tokenizer=Words())
+    await backend.start(lambda line: None)
+    *_, last = await collect(backend, Prompt(tuple(backend.model.tokenizer.encode("Why?")), 0, True), params=SEVERAL)
+    assert isinstance(last, AnswerChunk)
+    assert last.usage == TokenUsage(1, 2)  # "Itis" is one word
     await backend.aclose()

@@ -24,12 +24,12 @@ from streamrag.backends.ray.replica_chooser import ReplicaCandidate, ReplicaChoo
 from streamrag.backends.ray.request_router import StreamRouter
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused
 from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
-from streamrag.core.trace_context import conversation
 from streamrag.errors import ConfigurationError, PromptTooLongError
 from streamrag.records import RequestRecord
 from streamrag.routing import Opening, ReplicaState
 from streamrag.routing.speed import LASTS_S, QUERY_TOKENS
 from streamrag.testing import ScriptedBackend
+from streamrag.trace_context import conversation
 
 FIRST = Prompt((1, 2, 3), 0, is_complete=False, source_name="search")
 STATS = {

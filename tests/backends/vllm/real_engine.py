@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from streamrag.backends.vllm.client.processes import EngineProcesses
 from streamrag.backends.vllm.client.sampling import to_vllm
-from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams
+from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams, record_of
 from streamrag.core import SamplingParams
 from streamrag.records import RequestRecord
 
@@ -119,6 +119,37 @@ async def fresh(engine: AsyncLLM, name: str, prompt: list[int], answer: Answer) 
         (part,) = output.outputs
         found += [(t, of[t].logprob) for t, of in zip(part.token_ids, part.logprobs, strict=True)]
     return found
+
+
+async def prompt_logprobs(engine: AsyncLLM, name: str, prompt: list[int]) -> tuple[list[float], RequestRecord | None]:
+    """Return the log-probabilities of all tokens of `prompt` but the first, and the request's record.
+
+    `VllmBackend` makes such a request of a complete prompt. vLLM computes it from its first token on.
+    """
+    params = to_vllm(replace(GREEDY, extra={"prompt_logprobs": 0}), engine.vllm_config)
+    found: list[Any] = []
+    async for output in engine.generate(tokens_input(list(prompt)), params, name):
+        found = found or output.prompt_logprobs
+    return [row[t].logprob for row, t in zip(found[1:], prompt[1:], strict=True)], record_of(output)
+
+
+async def prompt_logprob_differences(engine: AsyncLLM, load: Load, num: int) -> tuple[float, list[RequestRecord]]:
+    """Return the largest difference that `load` makes to the log-probabilities of `num` prompts, and their records."""
+    rng = random.Random(7)
+    prompts = [tokens(random.Random(i % 5), 70) + tokens(rng, rng.randrange(100, 800)) for i in range(num)]
+
+    async def later(number: int) -> tuple[list[float], RequestRecord | None]:
+        await asyncio.sleep(number / 4)
+        return await prompt_logprobs(engine, f"beside-{number}", prompts[number])
+
+    *beside, _ = await asyncio.gather(*map(later, range(num)), load.run(num, within_s=num / 4))
+    alone = [await prompt_logprobs(engine, f"alone-{i}", prompt) for i, prompt in enumerate(prompts)]
+    largest = max(
+        abs(a - b)
+        for (ours, _), (theirs, _) in zip(beside, alone, strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+    return largest, [record for _, record in beside if record is not None]
 
 
 async def differences(engine: AsyncLLM, load: Load) -> list[float]:

@@ -216,33 +216,37 @@ class VllmBackend:
         :raises BackendError: when the engine fails otherwise.
         """
         answering = to_vllm(params, self._live_engine().vllm_config)
-        if self._strategy == "streaming":
+        answer = partial(self._answer, answering)
+        if self._strategy == "warming" or answering.prompt_logprobs is not None:
+            # vLLM computes all of a prompt for its log-probabilities: nothing is prefilled before.
+            block_size = self._block_size if answering.prompt_logprobs is None else self.model.max_model_len
+            events = warm_then_generate(prompts, prefill=self._prefill, generate=answer, block_size=block_size)
+        elif answering.n > 1:
+            events = stream_then_generate(prompts, self.streams, SamplingParams(max_tokens=1), answer)
+        else:
             for_stream(answering)  # raises before retrieval begins
             events = stream_then_generate(prompts, self.streams, params)
-        else:
-            events = self._warm_then_generate(prompts, answering)
         async with aclosing(events):
             async for event in events:
                 yield event
 
-    def _warm_then_generate(self, prompts: AsyncIterator[Prompt], answering: Any) -> AsyncGenerator[BackendEvent, None]:
+    async def _prefill(self, token_ids: tuple[int, ...]) -> None:
         # Greedy and without text: the one token is discarded.
-        warming = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        params = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        async with aclosing(self._request(token_ids, params)) as outputs:
+            async for _ in outputs:
+                pass
 
-        async def prefill(token_ids: tuple[int, ...]) -> None:
-            async with aclosing(self._request(token_ids, warming)) as outputs:
-                async for _ in outputs:
-                    pass
-
-        async def answer(token_ids: tuple[int, ...]) -> AsyncGenerator[AnswerChunk, None]:
-            async with aclosing(self._request(token_ids, answering)) as outputs:
-                async for output in outputs:
-                    (part,) = output.outputs
-                    yield AnswerChunk(
-                        part.text, tuple(part.token_ids), part.finish_reason, record_of(output), part.logprobs or None
-                    )
-
-        return warm_then_generate(prompts, prefill=prefill, generate=answer, block_size=self._block_size)
+    async def _answer(self, params: Any, token_ids: tuple[int, ...]) -> AsyncGenerator[AnswerChunk, None]:
+        is_first = True
+        async with aclosing(self._request(token_ids, params)) as outputs:
+            async for output in outputs:
+                record = record_of(output) if params.n == 1 else None
+                for part in output.outputs:
+                    values = part.text, tuple(part.token_ids), part.finish_reason, record, part.logprobs or None
+                    rows = output.prompt_logprobs if is_first else None  # vLLM repeats them after a preemption
+                    yield AnswerChunk(*values, prompt_logprobs=rows, index=part.index)
+                    is_first = False
 
     async def _request(self, token_ids: tuple[int, ...], params: Any) -> AsyncGenerator[Any, None]:
         """Yield vLLM's RequestOutputs of one request. Closing the generator aborts the request."""

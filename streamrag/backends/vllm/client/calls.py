@@ -58,7 +58,7 @@ async def request_outputs(
         with vllm_errors_translated(why_dead):
             async with aclosing(engine.generate(prompt, params, request_id)) as outputs:
                 async for output in outputs:
-                    if output.outputs and output.outputs[0].finish_reason in ("abort", "error"):
+                    if any(part.finish_reason in ("abort", "error") for part in output.outputs):
                         raise BackendError("the engine dropped the request; was the backend closed?")
                     yield output
     finally:

@@ -11,17 +11,18 @@ if TYPE_CHECKING:
     import vllm
     from vllm.config import VllmConfig
 
-RESERVED = {"n", "output_kind", "detokenize"}
+RESERVED = {"output_kind", "detokenize"}
 """Sampling parameters of vLLM that would break the stream of the answer's text."""
 
 OF_WHOLE_PROMPTS = (
+    "n",
     "prompt_logprobs",
     "prompt_logprob_token_ids",
     "prompt_logprob_start",
     "routed_experts_prompt_start",
     "trace_decode_token_ids",
 )
-"""Sampling parameters that need the whole prompt at once, in vLLM or in our scheduler."""
+"""Sampling parameters that a stream cannot have, because vLLM or our scheduler needs the whole prompt at once."""
 
 
 def to_vllm(params: SamplingParams, config: "VllmConfig") -> "vllm.SamplingParams":
@@ -34,6 +35,7 @@ def to_vllm(params: SamplingParams, config: "VllmConfig") -> "vllm.SamplingParam
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     args: dict[str, Any] = {
+        "n": params.n,
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -85,7 +87,8 @@ def for_stream(params: "vllm.SamplingParams", *, has_grammar: bool = False) -> "
     if unsupported := [name for name in OF_WHOLE_PROMPTS if _is_given(getattr(params, name), getattr(default, name))]:
         raise ConfigurationError(
             f"SamplingParams: {', '.join(unsupported)} cannot be used with a streamed prompt. "
-            'Leave that out, or start the engine with VllmBackend(strategy="warming")'
+            'Leave that out, or start the engine with VllmBackend(strategy="warming"). A pipeline takes n and '
+            "prompt_logprobs with either strategy"
         )
     copy = params.clone()
     copy.stop = []

@@ -9,8 +9,10 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams
+from streamrag.backends.warming import Generate
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams
 from streamrag.errors import BackendError
 from streamrag.support.tasks import cancel_and_wait
@@ -19,9 +21,12 @@ NO_COMPLETE_PROMPT = "the prompts ended without a complete one"
 
 
 async def stream_then_generate(
-    prompts: AsyncIterator[Prompt], streams: TokenStreams, params: SamplingParams
+    prompts: AsyncIterator[Prompt], streams: TokenStreams, params: SamplingParams, generate: Generate | None = None
 ) -> AsyncGenerator[BackendEvent, None]:
     """Push each prompt when it arrives. Yield how far the newest is prefilled, then the answer to the last.
+
+    With `generate`, for an answer that no stream can give, the stream's own answer is discarded: it ends the prefill,
+    and `generate` finds the KV of the complete prompt in the prefix cache.
 
     Closing the generator aborts the request. Errors of `prompts` are raised here. The caller closes `prompts`.
 
@@ -45,9 +50,16 @@ async def stream_then_generate(
         try:
             async with aclosing(stream.events()) as events:
                 async for event in events:
-                    yield event if isinstance(event, Prefilled) else _answer_chunk(event, stream)
+                    if isinstance(event, Prefilled):
+                        yield event
+                    elif generate is None:
+                        yield _answer_chunk(event, stream)
         finally:
             await cancel_and_wait([pushing])
+    if generate is not None:
+        async with aclosing(generate(stream.token_ids)) as chunks:
+            async for chunk in chunks:
+                yield replace(chunk, record=stream.record) if chunk.finish_reason else chunk
 
 
 async def _push(prompts: AsyncIterator[Prompt], stream: TokenStream) -> None:

@@ -125,6 +125,11 @@ class TokenStream:
         """Length of the prompt so far."""
         return len(self._token_ids)
 
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The prompt so far."""
+        return tuple(self._token_ids)
+
     async def _start(self) -> None:
         end = for_stream(self._answer_params)
         end.extra_args = {**(end.extra_args or {}), **EndOfInput().extra_args()}

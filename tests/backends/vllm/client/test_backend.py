@@ -24,10 +24,21 @@ from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.client.arguments import Strategy
 from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream
-from streamrag.core import AnswerChunk, BackendEvent, Hint, Prefilled, Prompt, SamplingParams, common_prefix_len
+from streamrag.core import (
+    AnswerChunk,
+    Append,
+    BackendEvent,
+    Chunk,
+    Hint,
+    Prefilled,
+    Prompt,
+    SamplingParams,
+    common_prefix_len,
+)
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, PromptTooLongError, StreamRagError
+from streamrag.pipeline import Pipeline
 from streamrag.support.tasks import cancel_and_wait
-from streamrag.testing import make_tiny_llama
+from streamrag.testing import ScriptedSource, make_tiny_llama
 
 tokens_input = pytest.importorskip("vllm.inputs.engine").tokens_input
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -621,7 +632,6 @@ async def test_a_parameter_that_vllm_refuses_is_named(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("prompt_logprobs", 1),
         ("prompt_logprob_token_ids", np.array([[1]])),
         ("prompt_logprob_token_ids", np.array([[1, 2], [3, 4]])),
     ],
@@ -754,6 +764,162 @@ async def test_prompts_without_a_complete_one_are_an_error_not_a_hang(
 ) -> None:
     with pytest.raises(BackendError, match="without a complete one"):
         await answer(backend, at_once(prompts_of(*partial, [])[:-1]))
+    await assert_nothing_is_left(backend)
+
+
+# ------------------------------------------------------------- what a stream cannot have, but a query with a stream can
+
+PROMPT_LOGPROBS = replace(GREEDY, extra={"prompt_logprobs": 1, "logprobs": 1})
+SAMPLED = replace(GREEDY, temperature=1.0, n=3)
+"""Without a seed, which vLLM does not take on a CPU. Its own sampler takes no `n` with a temperature of 0."""
+
+
+async def one_shot_prompt_logprobs(backend: VllmBackend, prompt: Sequence[int]) -> list[float]:
+    params = to_vllm(PROMPT_LOGPROBS, backend._engine.vllm_config)
+    async with aclosing(backend._engine.generate(tokens_input(list(prompt)), params, "rows")) as outputs:
+        return of_tokens(prompt, [row async for output in outputs for row in output.prompt_logprobs or ()])
+
+
+def of_tokens(prompt: Sequence[int], rows: list[Any]) -> list[float]:
+    """The log-probabilities of the tokens but the first, for which there is none."""
+    assert rows[0] is None
+    return [row[token_id].logprob for row, token_id in zip(rows[1:], prompt[1:], strict=True)]
+
+
+async def chunks_of(backend: VllmBackend, prompts: AsyncIterator[Prompt], params: SamplingParams) -> list[AnswerChunk]:
+    async with aclosing(backend.generate(prompts, params)) as events:
+        return [event async for event in events if isinstance(event, AnswerChunk)]
+
+
+async def each_prefilled(backend: VllmBackend, prompts: Sequence[Prompt]) -> AsyncIterator[Prompt]:
+    for prompt in prompts:
+        yield prompt
+        if not prompt.is_complete:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            await until(lambda: is_asleep(backend))
+
+
+def by_index(chunks: Sequence[AnswerChunk]) -> list[tuple[list[int], list[float], str, str | None]]:
+    """Tokens, log-probabilities, text and finish reason of each answer."""
+    answers: dict[int, tuple[list[int], list[float], str, str | None]] = {}
+    for chunk in chunks:
+        token_ids, logprobs, so_far, reason = answers.get(chunk.index, ([], [], "", None))
+        assert reason is None
+        entries = zip(chunk.token_ids, chunk.logprobs or (), strict=True)
+        logprobs = logprobs + [entry[token_id].logprob for token_id, entry in entries]
+        answers[chunk.index] = token_ids + list(chunk.token_ids), logprobs, so_far + chunk.text, chunk.finish_reason
+    return [answers[index] for index in range(len(answers))]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+async def test_a_query_has_the_log_probabilities_of_its_whole_prompt(
+    backend: VllmBackend, strategy: Strategy, requests: Requests, pattern: str
+) -> None:
+    prompt = PATTERNS[pattern][-1]
+    expected = await one_shot_prompt_logprobs(backend, prompt)
+    assert await answer(backend, at_once(prompts_of(prompt)))  # from now on the prefix cache has most of the prompt
+    requests.prompts.clear()
+    first, *others = await chunks_of(backend, each_prefilled(backend, prompts_of(*PATTERNS[pattern])), PROMPT_LOGPROBS)
+    assert requests.prompts == [len(prompt)]
+    assert not any(chunk.prompt_logprobs for chunk in others)
+    # Here vLLM's own requests differ by as much among each other; in `test_streaming_engine` they do not.
+    assert of_tokens(prompt, first.prompt_logprobs) == pytest.approx(expected, abs=1e-4)
+    token_ids = [token_id for chunk in (first, *others) for token_id in chunk.token_ids]
+    assert token_ids == await one_shot(backend, prompt)
+    await assert_nothing_is_left(backend)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+async def test_each_of_several_answers_is_one_that_the_whole_prompt_could_have_had_alone(
+    backend: VllmBackend, strategy: Strategy, pattern: str
+) -> None:
+    prompt = PATTERNS[pattern][-1]
+    given = each_prefilled(backend, prompts_of(*PATTERNS[pattern]))
+    answers = by_index(await chunks_of(backend, given, SAMPLED))
+    assert len(answers) == 3
+    assert len({tuple(token_ids) for token_ids, _, _, _ in answers}) > 1
+    for token_ids, logprobs, answer_text, finish_reason in answers:
+        assert finish_reason == "length"
+        whole = await one_shot_prompt_logprobs(backend, [*prompt, *token_ids])
+        assert logprobs == pytest.approx(whole[len(prompt) - 1 :], abs=1e-4)
+        assert answer_text
+    await assert_nothing_is_left(backend)
+
+
+async def test_where_only_one_token_may_be_sampled_all_answers_are_the_greedy_one(
+    backend: VllmBackend, strategy: Strategy
+) -> None:
+    given = each_prefilled(backend, prompts_of(A, A + B, A + C + QUESTION))
+    answers = by_index(await chunks_of(backend, given, replace(SAMPLED, top_k=1)))
+    assert [token_ids for token_ids, _, _, _ in answers] == [await one_shot(backend, A + C + QUESTION)] * 3
+    await assert_nothing_is_left(backend)
+
+
+async def test_several_answers_share_one_prefill(backend: VllmBackend, requests: Requests) -> None:
+    given = each_prefilled(backend, prompts_of(A, A + B, A + B + QUESTION))
+    chunks = await chunks_of(backend, given, replace(SAMPLED, n=4))
+    record = next(chunk.record for chunk in chunks if chunk.finish_reason)
+    assert record
+    assert [each.num_tokens for each in record.chunks] == [700, 1400, 1440]
+    assert record.num_computed == 1440
+    assert requests.prompts == [1440]  # for vLLM's client one request
+    assert {output.num_cached_tokens for output in requests.outputs[-1]} == {1408}  # all blocks but the last one
+    await assert_nothing_is_left(backend)
+
+
+async def test_each_of_several_answers_ends_by_itself(backend: VllmBackend, strategy: Strategy) -> None:
+    params = replace(SAMPLED, max_tokens=200, n=8, extra={}, stop=("a", "e"))
+    chunks = await chunks_of(backend, at_once(prompts_of(A, A + QUESTION)), params)
+    texts = ["".join(chunk.text for chunk in chunks if chunk.index == index) for index in range(8)]
+    reasons = {chunk.index: chunk.finish_reason for chunk in chunks if chunk.finish_reason}
+    assert not any("a" in each or "e" in each for each in texts)
+    assert reasons.keys() == set(range(8))
+    assert "stop" in reasons.values()
+    await assert_nothing_is_left(backend)
+
+
+async def test_a_pipeline_gives_the_first_answer_in_its_stream_and_the_others_at_its_end(backend: VllmBackend) -> None:
+    source = ScriptedSource([Append(Chunk("one passage", "a.md")), Append(Chunk("another", "b.md"))])
+    params = replace(SAMPLED, extra={"prompt_logprobs": 0, "logprobs": 1})
+    async with Pipeline(source, backend, owns_backend=False) as pipeline:
+        async with pipeline.stream("Why?", params=params) as stream:
+            chunks = [chunk async for chunk in stream]
+        result = stream.result
+        with pytest.raises(ConfigurationError, match="n must be 1 when using greedy sampling, got 3"):
+            async for _ in pipeline.stream("Why?", params=replace(params, temperature=0.0)):
+                pass
+    assert "".join(chunk.text for chunk in chunks) == result.text
+    assert [len(chunk.logprobs) for chunk in chunks] == [len(chunk.token_ids) for chunk in chunks]
+    assert len(result.prompt_logprobs) == result.num_prompt_tokens
+    assert [len(each.token_ids) for each in (result, *result.alternatives)] == [12, 12, 12]
+    assert result.usage.num_output_tokens == 36
+    await assert_nothing_is_left(backend)
+
+
+@pytest.mark.parametrize("params", [SAMPLED, replace(SAMPLED, n=1, extra={"prompt_logprobs": 1})])
+async def test_leaving_a_query_ends_all_that_it_has_in_the_engine(
+    backend: VllmBackend, strategy: Strategy, params: SamplingParams
+) -> None:
+    for num_events in range(1, 8):
+        async with aclosing(
+            backend.generate(at_once(prompts_of(A, B + QUESTION)), replace(params, max_tokens=4000))
+        ) as events:
+            for _ in range(num_events):
+                await anext(events)
+        await assert_nothing_is_left(backend)
+
+
+@pytest.mark.parametrize("params", [SAMPLED, PROMPT_LOGPROBS])
+async def test_a_push_interface_has_neither(backend: VllmBackend, params: SamplingParams) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"(n|prompt_logprobs) cannot be used with a streamed prompt.*pipeline"
+    ):
+        async with backend.streams.open(A, params):
+            pass
+    async with backend.streams.open(A, GREEDY) as stream:
+        with pytest.raises(ConfigurationError, match="cannot be used with a streamed prompt"):
+            await stream.finish(QUESTION, params=params)
     await assert_nothing_is_left(backend)
 
 

@@ -18,7 +18,7 @@ from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.arguments import Strategy
 from streamrag.backends.vllm.client.token_streams import TokenStreams
 from streamrag.core import AnswerChunk, ModelInfo, Prompt, SamplingParams
-from streamrag.errors import EngineDeadError
+from streamrag.errors import BackendError, EngineDeadError
 
 Cut = Callable[[Coroutine[Any, Any, Any]], Coroutine[Any, Any, "asyncio.Task[Any]"]]
 PARAMS = SamplingParams(max_tokens=9)
@@ -117,6 +117,38 @@ async def cancelled_when_it_waits(cuts: tuple[int, ...], coroutine: Coroutine[An
     return cancelled_at(cuts, coroutine)
 
 
+SEVERAL = SamplingParams(max_tokens=9, temperature=1.0, n=3)
+PROMPT_LOGPROBS = SamplingParams(max_tokens=9, extra={"prompt_logprobs": 1})
+
+
+@pytest.mark.parametrize("params", [SEVERAL, PROMPT_LOGPROBS])
+@pytest.mark.parametrize("num_events", [None, 1, 3])
+@pytest.mark.parametrize("strategy", ["streaming", "warming"])
+async def test_what_plain_requests_answer_may_be_cancelled_anywhere(
+    strategy: Strategy, num_events: int | None, params: SamplingParams
+) -> None:
+    async def run(client: Client, core: FakeCore) -> None:
+        backend = make_backend(core, strategy)
+        backend._engine = client
+        backend._streams = TokenStreams(client)
+        async with (
+            aclosing(prompts()) as given,
+            aclosing(backend.generate(given, params)) as events,  # type: ignore[type-var]
+        ):
+            found = []
+            async for event in events:
+                found.append(event)
+                if len(found) == num_events:
+                    return
+        answers = [event for event in found if isinstance(event, AnswerChunk)]
+        assert sorted(chunk.index for chunk in answers) == list(range(params.n))
+        assert {chunk.token_ids for chunk in answers} == {tuple(TEXT_TOKENS[:3])}
+        assert {chunk.finish_reason for chunk in answers} == {"length"}
+        assert backend._request_ids == set()
+
+    assert await cut_everywhere(run) > 8
+
+
 @pytest.mark.parametrize("num_events", [None, 1])
 @pytest.mark.parametrize("strategy", ["streaming", "warming"])
 async def test_generate_may_be_cancelled_anywhere(strategy: Strategy, num_events: int | None) -> None:
@@ -196,6 +228,69 @@ async def test_of_a_dead_engine_everything_raises_at_once(strategy: Strategy) ->
             await call
     with pytest.raises(EngineDeadError, match="it was killed"):
         _ = backend.streams
+
+
+async def answers_to(backend: VllmBackend, params: SamplingParams) -> list[Any]:
+    async with aclosing(prompts()) as given, aclosing(backend.generate(given, params)) as events:  # type: ignore[type-var]
+        return [event async for event in events]
+
+
+@pytest.mark.parametrize("num_answered", [0, 1, 2])
+async def test_the_engine_dies_between_the_ends_of_several_answers(num_answered: int) -> None:
+    core = FakeCore()
+    backend = make_backend(core)
+    generating = asyncio.ensure_future(answers_to(backend, SEVERAL))
+    await settle()
+    (stream,) = core.held  # the prefill
+    core.answer(stream, [10], is_last=True)
+    await settle()
+    assert [held.prompt for held in core.held.values()] == [list(PROMPTS[-1].token_ids)] * 3
+    for request_id in list(core.held)[:num_answered]:
+        core.answer(request_id, [11, 12], is_last=True)
+    await settle()
+    core.die()
+    with pytest.raises(EngineDeadError, match="it was killed"):
+        await generating
+    assert backend._request_ids == set()
+
+
+async def test_a_client_that_stops_reading_gets_the_rest_of_each_answer_later() -> None:
+    async def complete() -> AsyncGenerator[Prompt, None]:
+        yield PROMPTS[-1]
+
+    core = FakeCore()
+    backend = make_backend(core, "warming")
+    async with aclosing(backend.generate(complete(), SEVERAL)) as events:  # type: ignore[type-var]
+        reading = asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
+        await settle()
+        first, second, third = list(core.held)
+        core.answer(first, [10], is_last=False)
+        chunks = [await reading]
+        for request_id, token_ids, is_last in (
+            (second, [11, 12], True), (first, [13], False), (third, [14], True), (first, [15], True)
+        ):  # fmt: skip
+            core.answer(request_id, token_ids, is_last=is_last)
+        await settle()
+        chunks += [chunk async for chunk in events]
+    answers = {index: [t for chunk in chunks if chunk.index == index for t in chunk.token_ids] for index in range(3)}
+    assert answers == {0: [10, 13, 15], 1: [11, 12], 2: [14]}
+    assert {chunk.index: chunk.finish_reason for chunk in chunks} == dict.fromkeys(range(3), "length")
+    await assert_nothing_is_left(core, backend._engine)
+
+
+async def test_one_of_several_answers_that_the_engine_drops_ends_the_others() -> None:
+    core = FakeCore()
+    backend = make_backend(core, "warming")
+    generating = asyncio.ensure_future(answers_to(backend, SEVERAL))
+    while len(core.held) < 3:
+        await settle()
+        for request_id, held in list(core.held.items()):
+            if held.params.max_tokens == 1:  # a warming request
+                core.answer(request_id, [10], is_last=True)
+    core.give_up(list(core.held)[1])
+    with pytest.raises(BackendError, match="dropped the request"):
+        await generating
+    await assert_nothing_is_left(core, backend._engine)
 
 
 @pytest.mark.parametrize("strategy", ["streaming", "warming"])

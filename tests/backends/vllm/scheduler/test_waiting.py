@@ -134,6 +134,22 @@ def test_log_probabilities_of_a_prompt_are_whole_though_it_gave_up_its_slot(
         assert b.tokens(f"p{i}") == b.fresh_answer(list(range(100 * i, 100 * i + 50)))
 
 
+def test_several_answers_after_a_stream_compute_its_last_block_each_and_nothing_else(bench: Make) -> None:
+    b = bench(max_num_batched_tokens=64, max_num_seqs=8)
+    b.chunk("s", list(range(30)))
+    b.run()
+    b.chunk("s", list(range(100, 123)), kept=20, is_complete=True, max_tokens=1)
+    b.run()
+    prompt = [*range(20), *range(100, 123)]  # 43 tokens: ten whole blocks of 4
+    for i in range(4):
+        b.engine.add(f"a{i}", prompt, SamplingParams(max_tokens=3, temperature=0.0))
+    b.run()
+    records = [b.record(f"a{i}") for i in range(4)]
+    assert [(record.num_computed, record.num_from_cache) for record in records] == [(3, 40)] * 4
+    assert b.record("s").num_computed == 29 + 23
+    assert {tuple(b.tokens(f"a{i}")) for i in range(4)} == {tuple(b.fresh_answer(prompt, max_tokens=3))}
+
+
 @pytest.mark.parametrize("wanted", [{"prompt_logprobs": 1}, {"prompt_logprob_token_ids": [[1]] * 40}])
 def test_streams_cannot_have_log_probabilities_of_their_prompt(bench: Make, wanted: dict[str, Any]) -> None:
     from streamrag.backends.vllm.chunk_wire import PromptMessage

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrag.support.display_text import for_picture, one_line, sanitize
+from streamrag.display_text import for_picture, one_line, sanitize
 from streamrag.trace.picture import draw_trace
 from streamrag.trace.statistics import describe
 from streamrag.trace.values import Trace, TracedQuery
