@@ -171,8 +171,8 @@ def test_whole_units_grants_whole_blocks_or_the_rest_of_a_prompt_and_ends_a_step
     for num_left, granted in ((160, 64), (64, 64), (50, 50)):
         assert tokens(planned([partial("r", num_left)], lean, WholeUnits(64))) == {"r": granted}
     order = [complete("long", 160), complete("short", 8)]
-    assert tokens(planned(order, WholeUnits(64), num_tokens=150)) == {"long": 128, "short": 8}
-    assert tokens(planned(order, WholeUnits(64), num_tokens=60)) == {}
+    assert tokens(planned(order, WholeUnits(64), budget=StepBudget(150, 8))) == {"long": 128, "short": 8}
+    assert tokens(planned(order, WholeUnits(64), budget=StepBudget(60, 8))) == {}
 
 
 def test_low_water_keeps_blocks_free_where_one_that_was_evicted_starts_again() -> None:

@@ -21,7 +21,6 @@ PAGE = Path(__file__).parents[3] / "docs" / "versions.md"
 NUM_STREAMS, WITHIN_S = 16, 0.5  # more than memory holds, however fast the machine is
 IN_EACH_RUN = {"Gemma 3"}  # the others take minutes in all: `make models`
 WORKING = [name for name, each in ARCHITECTURES.items() if not each.why_untested]
-WITH_MAMBA = [name for name in WORKING if ARCHITECTURES[name].has_mamba]
 ONE_BLOCK = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 24}
 """For Mamba layers, blocks have 64 tokens: the page of a block must hold a state. On CPUs, Mamba 2 takes no longer step
 with a prefix cache: vLLM has the kernel that keeps a state in the middle of a step for GPUs only."""

@@ -14,9 +14,10 @@ LAST = 30
 """Tokens of the first prompt: seven blocks of four, and two tokens more."""
 
 
-@pytest.fixture
-def mamba(bench: Callable[..., Any]) -> Any:
-    return bench(has_mamba=True)
+@pytest.fixture(params=["recompute", "swap"])
+def mamba(bench: Callable[..., Any], request: pytest.FixtureRequest) -> Any:
+    """With our KV connector vLLM looks up prefixes in another way, although it copies nothing of such models."""
+    return bench(has_mamba=True, streamrag={"eviction": request.param, "num_host_blocks": 10})
 
 
 def test_a_partial_prompt_is_computed_to_the_end_of_its_last_whole_block(mamba: Any) -> None:
