@@ -149,7 +149,9 @@ def test_postgres_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_merged_sources() -> None:
     *arrived, citations = run("merged_sources.py").splitlines()
-    assert [line.split()[2] for line in arrived] == ["T-101:", "T-103:", "handbook#12:", "handbook#40:", "handbook#7:"]
+    found = [line.split()[2] for line in arrived]
+    assert [uri for uri in found if uri[0] == "T"] == ["T-101:", "T-103:"]  # how the two mix is up to the machine
+    assert [uri for uri in found if uri[0] == "h"] == ["handbook#12:", "handbook#40:", "handbook#7:"]
     assert citations == "[1] T-101 [2] handbook#7 [3] T-103"
 
 
