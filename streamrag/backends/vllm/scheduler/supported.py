@@ -3,7 +3,15 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    MambaSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+    iter_layer_specs,
+)
 
 from streamrag.backends.vllm.scheduler_options import PROPOSER
 from streamrag.errors import ConfigurationError
@@ -49,6 +57,9 @@ def check_supported(config: "VllmConfig", kv_cache_config: KVCacheConfig) -> Non
     """
     unsupported = [name for name, is_used in CHECKS.items() if is_used(config)]
     if kv_cache_config.has_mamba_layers:
+        specs = [spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+        kinds = {spec.mamba_type for spec in specs if isinstance(spec, MambaSpec)} - {MambaAttentionBackendEnum.MAMBA2}
+        unsupported += [f"a model with Mamba layers of the kind {kind.name}" for kind in kinds]  # never compared
         sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
         sizes = sizes if config.cache_config.mamba_cache_mode == "align" else {1}
         checks = CHECKS_WITH_MAMBA.items()
