@@ -27,8 +27,8 @@ ONE_BLOCK = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 24}
 with a prefix cache: vLLM has the kernel that keeps a state in the middle of a step for GPUs only."""
 
 
-async def one_after_another(load: Load) -> None:
-    """Replace the end of a prompt, twice; the second prompt begins like the first one."""
+async def one_after_another(load: Load, num_kept: int) -> None:
+    """Replace all of a prompt but `num_kept` tokens, twice; the second prompt begins like the first one."""
     beginning = tokens(random.Random(100), 300)
     for number in (100, 101):
         rng = random.Random(number)
@@ -36,7 +36,7 @@ async def one_after_another(load: Load) -> None:
         async with load.streams.open(prompt, GREEDY) as stream:
             events = stream.events()
             assert isinstance(await anext(events), Prefilled)
-            prompt = prompt[:300] + tokens(rng, 30)
+            prompt = prompt[:num_kept] + tokens(rng, 30)
             await stream.update(prompt, is_complete=True)
             answer = [pair async for event in events if isinstance(event, StreamedTokens) for pair in pairs(event)]
             assert stream.record is not None
@@ -55,9 +55,10 @@ async def check(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **opti
     model = make_model(name, folder)
     async with running_engine(model, monkeypatch, **options, additional_config=scheduling) as engine:
         load = Load(TokenStreams(engine))
-        await one_after_another(load)
-        assert load.count("num_invalidated") > 0
+        # vLLM keeps the state of a Mamba layer at 320 tokens of 350, and no earlier one.
+        await one_after_another(load, num_kept=330 if architecture.has_mamba else 300)
         await load.run(NUM_STREAMS, WITHIN_S)
+        assert load.count("num_invalidated") > 0
         assert load.count("num_from_cache") > 0
         assert max(await differences(engine, load)) <= MOST_DIFFERENCE
     assert load.count("preemptions") > 0
