@@ -18,17 +18,8 @@ PROPOSER = "streamrag.backends.vllm.worker.no_proposer.NoProposer"
 
 
 def draft_config(num_tokens: int) -> dict[str, Any]:
-    """Return vLLM's `speculative_config` for drafts, of which a step verifies at most `num_tokens` per request.
-
-    The schedule, of one entry, keeps vLLM from filling up requests that have a single token to compute.
-    """
-    per_batch_size = [(1, 1, num_tokens)]
-    return {
-        "method": "custom_class",
-        "model": PROPOSER,
-        "num_speculative_tokens": num_tokens,
-        "num_speculative_tokens_per_batch_size": per_batch_size,
-    }
+    """Return vLLM's `speculative_config` for drafts, of which a step verifies at most `num_tokens` per request."""
+    return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": num_tokens}
 
 
 @validated

@@ -111,7 +111,6 @@ SURFACE = {
     "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats": "1aa649c3e1f5",
     "vllm.v1.core.sched.scheduler:Scheduler.update_draft_token_ids": "80edbbb8acda",
     "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer": "b1e403fca99b",
-    "vllm.v1.spec_decode.dynamic.utils:build_dynamic_sd_schedule_lookup": "42cdacbf2f30",
     "vllm.v1.worker.gpu_input_batch:InputBatch.update_req_spec_token_ids": "d32203755892",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._calc_spec_decode_metadata": "909b5316ef9b",
     "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": "2ba033e60fa7",

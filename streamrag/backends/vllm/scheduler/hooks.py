@@ -58,6 +58,9 @@ class StreamingHooks(_Base):
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", *args: Any, **kwargs: Any) -> None:
         check_supported(vllm_config, kv_cache_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
+        if self.num_spec_tokens:
+            # A constant schedule. Without one, vLLM adds placeholders to requests that have one token to compute.
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.scheduler_config.max_num_seqs + 1)
         options = SchedulerOptions.of(vllm_config)
         self.plugin = StreamingPlugin(self, options, super().add_request, super()._preempt_request)
 

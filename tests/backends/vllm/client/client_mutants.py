@@ -8,7 +8,10 @@ from streamrag.backends.vllm.client import token_streams
 
 YIELDS = "await self._let_others_run()"
 ADDS = "self._push(self._token_ids + added, len(self._token_ids), hint=hint)"
-UPDATES = "self._push(new, common_prefix_len(self._token_ids, new, num_shared), is_complete=is_complete, hint=hint)"
+UPDATES = (
+    "num_shared = common_prefix_len(self._token_ids, new, num_shared)\n"
+    "        self._push(new, num_shared, is_complete=is_complete, hint=hint, draft=draft)"
+)
 FINISHES = "self._push(self._token_ids + added, len(self._token_ids), is_complete=True, params=params)"
 NEXT = "\n        "
 
