@@ -17,18 +17,20 @@ from streamrag.core import AnswerChunk, Backend, Chunk, Prompt, SamplingParams
 from streamrag.engine.drafts import AnswerDraft
 from streamrag.query.retrieval import closing
 from streamrag.support.tasks import cancel_and_wait
-from streamrag.telemetry import DraftChanged, QueryEvent
+from streamrag.telemetry import DraftChanged, OverlapChoice, QueryEvent
 
 INTERVAL_S = 0.05
 """Least seconds between two events of a draft, each of which has its whole text."""
 
 
-def why_not_drafted(params: SamplingParams) -> str | None:
-    """Return why answers with these parameters are not drafted; None if they are."""
+def why_not_drafted(params: SamplingParams, overlap: OverlapChoice) -> str | None:
+    """Return why an answer with these parameters is not drafted, given how it overlaps retrieval; None if it is."""
     if params.json_schema is not None or "structured_outputs" in params.extra:
         return "the answer follows a grammar, beside which drafts cannot be verified"
     if params.n > 1 or "prompt_logprobs" in params.extra:
         return "several answers and log-probabilities of the prompt are sampled by plain requests"
+    if overlap.way != "immediate":
+        return f'there are no drafts with overlap "{overlap.way}": {overlap.reason}'
     return None
 
 

@@ -214,7 +214,7 @@ class QueryRun:
                 f"answer_ahead=True needs a backend that verifies drafts, which {part_name(self._backend)} does not: "
                 "use VllmBackend(answer_ahead=True)"
             )
-        if self._overlap.way != "immediate" or why_not_drafted(self._query.params):
+        if why_not_drafted(self._query.params, self._overlap):
             return None
         return AnswerAhead(self._backend, self._query.params, now=self._now, emit=self._emit)
 
@@ -284,9 +284,7 @@ class QueryRun:
         """Return how drafts were used; None if none were wanted."""
         if not self._query.answer_ahead:
             return None
-        why_none = why_not_drafted(self._query.params)
-        if self._overlap.way != "immediate":
-            why_none = why_none or f'there are no drafts with overlap "{self._overlap.way}": {self._overlap.reason}'
+        why_none = why_not_drafted(self._query.params, self._overlap)
         num_verified, num_accepted = (record.num_verified, record.num_accepted) if record else (0, 0)
         return DraftUse(num_drafted, num_verified, num_accepted, why_none)
 

@@ -139,10 +139,10 @@ async def prompt_logprob_differences(engine: AsyncLLM, load: Load, num: int) -> 
     prompts = [tokens(random.Random(i % 5), 70) + tokens(rng, rng.randrange(100, 800)) for i in range(num)]
 
     async def later(number: int) -> tuple[list[float], RequestRecord | None]:
-        await asyncio.sleep(number / 4)
+        await asyncio.sleep(number / 50)  # soon: together they need more memory than there is
         return await prompt_logprobs(engine, f"beside-{number}", prompts[number])
 
-    *beside, _ = await asyncio.gather(*map(later, range(num)), load.run(num, within_s=num / 4))
+    *beside, _ = await asyncio.gather(*map(later, range(num)), load.run(num, within_s=0.5))
     alone = [await prompt_logprobs(engine, f"alone-{i}", prompt) for i, prompt in enumerate(prompts)]
     largest = max(
         abs(a - b)
@@ -162,3 +162,15 @@ async def differences(engine: AsyncLLM, load: Load) -> list[float]:
             max(abs(a - b) for (_, a), (_, b) in zip(answer, expected, strict=True)) if same else float("inf")
         )
     return largest
+
+
+async def check_prompt_logprobs(engine: AsyncLLM) -> None:
+    """Check that prompts beside streams that take their memory have their log-probabilities."""
+    load = Load(TokenStreams(engine))
+    largest, records = await prompt_logprob_differences(engine, load, 24)
+    num_preemptions = sum(len(record.preemptions) for record in records)
+    print(f"largest difference {largest:.2e} with {num_preemptions} preemptions")
+    assert largest <= MOST_DIFFERENCE
+    assert max(await differences(engine, load)) <= MOST_DIFFERENCE
+    assert num_preemptions > 0
+    assert all(record.num_from_cache == record.num_loaded == 0 for record in records)

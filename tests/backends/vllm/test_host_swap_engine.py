@@ -19,11 +19,11 @@ from real_engine import (
     NUM_ANSWER_TOKENS,
     Answer,
     Load,
+    check_prompt_logprobs,
     differences,
     fresh,
     make_model,
     pairs,
-    prompt_logprob_differences,
     running_engine,
     tokens,
 )
@@ -60,14 +60,7 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asyn
 
 
 async def test_prompts_beside_streams_that_take_their_memory_have_their_log_probabilities(engine: AsyncLLM) -> None:
-    load = Load(TokenStreams(engine))
-    largest, records = await prompt_logprob_differences(engine, load, 24)
-    num_preemptions = sum(len(record.preemptions) for record in records)
-    print(f"largest difference {largest:.2e} with {num_preemptions} preemptions")
-    assert largest <= MOST_DIFFERENCE
-    assert max(await differences(engine, load)) <= MOST_DIFFERENCE
-    assert num_preemptions > 0
-    assert all(record.num_from_cache == record.num_loaded == 0 for record in records)
+    await check_prompt_logprobs(engine)
 
 
 # ------------------------------------------------------------------------------------------- pauses, nonsense, losses

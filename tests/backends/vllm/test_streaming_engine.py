@@ -12,11 +12,11 @@ from real_engine import (
     MOST_DIFFERENCE,
     NUM_ANSWER_TOKENS,
     Load,
+    check_prompt_logprobs,
     differences,
     fresh,
     make_model,
     pairs,
-    prompt_logprob_differences,
     running_engine,
     tokens,
 )
@@ -64,14 +64,7 @@ async def test_streams_answer_as_fresh_requests_do_under_every_policy_and_short_
 
 
 async def test_prompts_beside_streams_that_take_their_memory_have_their_log_probabilities(engine: AsyncLLM) -> None:
-    load = Load(TokenStreams(engine))
-    largest, records = await prompt_logprob_differences(engine, load, 24)
-    num_preemptions = sum(len(record.preemptions) for record in records)
-    print(f"largest difference {largest:.2e} with {num_preemptions} preemptions")
-    assert largest <= MOST_DIFFERENCE
-    assert max(await differences(engine, load)) <= MOST_DIFFERENCE
-    assert num_preemptions > 0
-    assert all(record.num_from_cache == record.num_loaded == 0 for record in records)
+    await check_prompt_logprobs(engine)
 
 
 def num_mid_prefill(record: RequestRecord) -> int:

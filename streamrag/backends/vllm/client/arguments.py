@@ -31,7 +31,8 @@ KV_TRANSFER = {
 
 
 NUM_DRAFT_TOKENS = 32
-"""Most tokens of a draft that a step verifies per request. A draft that is wrong at once costs the time of so many."""
+"""Most tokens of a draft that a step verifies per request. A draft that goes wrong costs the time of so many, once; at
+its first token it costs nothing, since that is sampled before."""
 
 
 def draft_args(strategy: Strategy, engine_args: Mapping[str, Any]) -> dict[str, Any]:
