@@ -3,7 +3,9 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,17 +22,27 @@ from streamrag.records import RequestRecord
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = tokens(random.Random(5), 200)
-NUM_SAMPLES = 300
+NUM_SAMPLES = 600
 MOST_DEVIATIONS = 4.0
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AsyncLLM]:
+@asynccontextmanager
+async def drafting_engine(model: Path, **engine_args: str) -> AsyncIterator[AsyncLLM]:
+    args = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "speculative_config": draft_config(16)}
     with pytest.MonkeyPatch.context() as patch:
-        model = make_model(tmp_path_factory.mktemp("model"))
-        limits = {"max_num_seqs": 16, "max_num_batched_tokens": 256}
-        async with running_engine(model, patch, speculative_config=draft_config(16), **limits) as engine:
+        async with running_engine(model, patch, **args, **engine_args) as engine:
             yield engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model: Path) -> AsyncIterator[AsyncLLM]:
+    async with drafting_engine(model) as engine:
+        yield engine
 
 
 async def answer(
@@ -102,25 +114,46 @@ async def test_many_drafts_at_once_beside_answers_and_drafts_of_drafts(engine: A
     assert not await engine.engine_core.call_utility_async("has_work")
 
 
-async def test_sampling_with_a_draft_has_the_distribution_of_sampling_without(engine: AsyncLLM) -> None:
+async def test_no_draft_is_verified_on_a_cpu_while_a_request_samples_at_random(engine: AsyncLLM) -> None:
+    plain, _ = await answer(engine)
+    at_random = SamplingParams(max_tokens=200, temperature=1.0, ignore_eos=True)
+    async with TokenStreams(engine).open(PROMPT, at_random) as stream:
+        await stream.finish()
+        await anext(aiter(stream))
+        found, record = await answer(engine, token_ids(plain))
+        assert token_ids(found) == token_ids(plain)
+        assert record.num_verified == 0
+        _, record = await answer(engine, token_ids(plain), at_random)
+        assert record.num_verified == 0
+    found, record = await answer(engine, token_ids(plain))
+    assert token_ids(found) == token_ids(plain)
+    assert record.num_accepted == record.num_verified > 0
+
+
+async def test_sampling_with_a_draft_has_the_distribution_of_sampling_without(model: Path) -> None:
     """The first two tokens of the greedy answer come about as often, with a draft of them as without."""
-    greedy, _ = await answer(engine)
-    draft = token_ids(greedy)[:2]
+    mended = {"scheduler_cls": "mended.MendedScheduler", "worker_extension_cls": "mended.MendedWorker"}
+    async with drafting_engine(model, **mended) as engine:
+        greedy, _ = await answer(engine)
+        expected = token_ids(greedy)[:2]
 
-    async def share(num: int, temperature: float, draft: list[int]) -> float:
-        params = SamplingParams(max_tokens=3, temperature=temperature, ignore_eos=True)
-        found = await asyncio.gather(*(answer(engine, draft, params) for _ in range(num)))
-        return sum(token_ids(each)[:2] == token_ids(greedy)[:2] for each, _ in found) / num
+        async def share(num: int, temperature: float, draft: list[int]) -> tuple[float, int, int]:
+            params = SamplingParams(max_tokens=3, temperature=temperature, ignore_eos=True)
+            answers = await asyncio.gather(*(answer(engine, draft, params) for _ in range(num)))
+            num_equal = sum(token_ids(found)[:2] == expected for found, _ in answers)
+            records = [record for _, record in answers]
+            return num_equal / num, sum(r.num_verified for r in records), sum(r.num_accepted for r in records)
 
-    for temperature in (1.0, 0.5, 0.25, 0.12, 0.06, 0.03):
-        if await share(32, temperature, []) >= 0.25:  # else hardly any draft would be verified
-            break
-    without = await share(NUM_SAMPLES, temperature, [])
-    drafted = await share(NUM_SAMPLES, temperature, draft)
-    error = sqrt(2 * max(without * (1 - without), 0.01) / NUM_SAMPLES)
-    print(f"temperature {temperature}: {without:.3f} without, {drafted:.3f} with a draft, +- {error:.3f}")
-    assert 0.1 < without < 0.95
-    assert abs(drafted - without) <= MOST_DEVIATIONS * error
+        for temperature in (1.0, 0.5, 0.25, 0.12, 0.06, 0.03):
+            if (await share(32, temperature, []))[0] >= 0.25:  # else hardly any draft would be verified
+                break
+        without, _, _ = await share(NUM_SAMPLES, temperature, [])
+        drafted, num_verified, num_accepted = await share(NUM_SAMPLES, temperature, expected)
+        error = sqrt(2 * max(without * (1 - without), 0.01) / NUM_SAMPLES)
+        print(f"temperature {temperature}: {without:.3f} without, {drafted:.3f} with a draft, +- {error:.3f}")
+        assert 0.1 < without < 0.95
+        assert abs(drafted - without) <= MOST_DEVIATIONS * error
+        assert 0 < num_accepted < num_verified
 
 
 async def test_a_draft_that_is_withdrawn_leaves_nothing_behind(engine: AsyncLLM) -> None:

@@ -114,6 +114,7 @@ SURFACE = {
     "vllm.v1.worker.gpu_input_batch:InputBatch.update_req_spec_token_ids": "d32203755892",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner._calc_spec_decode_metadata": "909b5316ef9b",
     "vllm.v1.sample.rejection_sampler:RejectionSampler.forward": "2ba033e60fa7",
+    "vllm.utils.cpu_triton_utils:_expand_kernel_impl": "0dff9a5154b8",  # if it changes: StepPlanner._can_verify_drafts
     "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split": "41fff10b7298",
     "vllm.v1.core.single_type_kv_cache_manager:MambaManager": "8d831892d81a",
     "vllm.v1.worker.mamba_utils:preprocess_mamba": "db0bd6e4b593",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from vllm.sampling_params import SamplingType
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -165,21 +166,31 @@ class StepPlanner:
             return [], scheduler.running
         memory.num_free_blocks -= num_blocks
         if scheduler.num_spec_tokens:
-            self._verify_drafts(decoding)
+            depth = scheduler.num_spec_tokens if self._can_verify_drafts() else 0
+            self._verify_drafts(decoding, depth)
             for request in others:
                 if request.is_decoding:  # the plan counts its tokens and blocks
-                    request.propose_tokens(scheduler.num_spec_tokens, scheduler.max_model_len)
+                    request.propose_tokens(depth, scheduler.max_model_len)
         return decoding, others
 
-    def _verify_drafts(self, decoding: list[StreamRequest]) -> None:
-        """Propose tokens of drafts, as many as the step's budget and the free blocks allow beside one token each."""
+    def _can_verify_drafts(self) -> bool:
+        """Whether vLLM verifies drafts exactly in this step. On a CPU, it does not if any request samples at random.
+
+        Source: https://github.com/vllm-project/vllm/issues/55005. Its temperatures are read from memory never written.
+        """
+        if self.scheduler.vllm_config.device_config.device_type != "cpu":
+            return True
+        return all(r.sampling_params.sampling_type is SamplingType.GREEDY for r in self.scheduler.requests.values())
+
+    def _verify_drafts(self, decoding: list[StreamRequest], depth: int) -> None:
+        """Propose up to `depth` tokens of each draft, if budget and free blocks allow it beside one token each."""
         memory, block_size = self.kv_memory, self.kv_memory.smallest_block_size
         num_groups, num_left = len(memory.groups), self.scheduler.max_num_scheduled_tokens - len(decoding)
         for request in decoding:
             if request.draft is not None:
                 end = request.num_computed_tokens + 1
                 num_room = -end % block_size + memory.num_free_blocks // num_groups * block_size
-                num_tokens = request.propose_tokens(min(num_left, num_room), self.scheduler.max_model_len)
+                num_tokens = request.propose_tokens(min(depth, num_left, num_room), self.scheduler.max_model_len)
                 num_left -= num_tokens
                 memory.num_free_blocks -= num_groups * (cdiv(end + num_tokens, block_size) - cdiv(end, block_size))
 
