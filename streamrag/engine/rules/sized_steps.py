@@ -74,7 +74,7 @@ def count_waiting(order: Sequence[RequestView], costs: StepCosts) -> float:
     for request in order:
         if not request.is_complete or request.has_output or request.request_class == "draft":
             continue
-        # `_is_awaited`, `num_likely_tokens` and `StepCosts.length`, inlined: hundreds of requests wait on a busy engine.
+        # `_is_awaited`, `num_likely_tokens`, `StepCosts.length`, inlined: hundreds of requests wait on a busy engine.
         num_before, num_kept = request.num_computed_tokens, request.num_kept_tokens
         if num_kept > num_before:
             num_before = num_kept
