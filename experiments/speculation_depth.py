@@ -2,16 +2,18 @@
 
     python experiments/speculation_depth.py [--folder FOLDER] [--only PART ...] [--json FILE] [--plot FILE]
 
-pairs       the model of `make demo` answers questions about this documentation from all five passages, and from the
-            first two and four of them: the drafts. Kept in --pairs, and made anew only if that is not there.
-real        vLLM's engine core on this machine answers from five passages, 1, 4 and 16 at a time, whose KV is in the
-            prefix cache. All policies answer the same questions right after each other, in turning order.
-simulated   the same answers and drafts on the profile of an H200, 1 to 256 at a time; and made-up drafts.
+real        vLLM's engine core on this machine: the model of `make demo` answers questions about this documentation from
+            five passages whose KV is in the prefix cache, 1, 4 and 16 at a time. The drafts are its answers from the
+            first two and four passages; they are kept in --pairs, and made anew only if that is not there. All policies
+            answer the same questions right after each other, in turning order.
+simulated   on the profile of an H200, 1 to 256 at a time: the same answers and drafts, others that `make bench-answers`
+            recorded of the same model, and made-up drafts.
 
 `speculation_policies.py` has the policies, `speculation_engine.py` the engines. Tokens must be equal.
 """
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -55,7 +57,7 @@ from streamrag.engine.drafts import AnswerDraft
 from streamrag.modes.prompt import PromptAssembler
 from streamrag.support.files import write_atomic
 
-PARTS = ("pairs", "real", "simulated")
+PARTS = ("real", "simulated")
 MAX_TOKENS = 64
 NUM_DRAFT_PASSAGES = (2, 4)
 REAL_STREAMS = {1: 4, 4: 8, 16: 16}
@@ -64,6 +66,14 @@ SIMULATED_STREAMS = (1, 4, 16, 64, 256)
 PROFILE = "h200-llama8b-tp2-sync"
 BUDGET = 8_192
 LEAST_JOBS = 240
+RESULTS = Path(__file__).parent / "results"
+ANSWERS = {
+    "2 of 4 sentences": ("2 sentences", "4 sentences"),
+    "3 of 5 long passages": ("3 long passages", "5 long passages"),
+}
+"""Settings of `make bench-answers`: of the draft, and of the answer."""
+END = 2
+MADE_UP, MADE_UP_FROM, WRONG_SHARE = "made up: 1 token in 10 is wrong", "3 of 5 long passages", 0.1
 WRONG = 899
 """A token that no answer has; the tokens of prompts are above it, so that nothing is found in them."""
 POSITIONS = (1, 2, 4, 8, 16, 32)
@@ -83,7 +93,7 @@ class Pair:
     answer: tuple[int, ...]
 
 
-# ---------------------------------------------------------------------------------------------------------------- pairs
+# --------------------------------------------------------------------------------------------------------------- drafts
 
 
 def prompts_of(folder: Path, num_questions: int) -> list[dict[int, tuple[int, ...]]]:
@@ -130,32 +140,44 @@ def verifications(pair: Pair) -> Iterator[tuple[bool, int, int]]:
 
 
 def acceptance(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return how much of the drafts is right, by their passages, and by the position in a verification."""
-    found: dict[str, Any] = {}
-    for num in NUM_DRAFT_PASSAGES:
-        these = [pair for pair in pairs if pair.num_passages == num]
-        steps = [step for pair in these for step in verifications(pair)]
-        found[str(num)] = {
-            "num_pairs": len(these),
-            "num_same": sum(pair.draft == pair.answer for pair in these),
-            "num_wrong_at_once": sum(pair.draft[:1] != pair.answer[:1] for pair in these),
-            "num_answer_tokens": sum(len(pair.answer) for pair in these),
-            **{
-                name: {
-                    str(position): [
-                        sum(
-                            num_right >= position
-                            for first, n, num_right in steps
-                            if first == is_first and n >= position
-                        ),
-                        sum(first == is_first and n >= position for first, n, _ in steps),
-                    ]
-                    for position in POSITIONS
-                }
-                for name, is_first in (("first", True), ("again", False))
-            },
-        }
-    return found
+    """Return how much of the drafts is right: of those verified up to each position, how many held up to there."""
+    steps = [step for pair in pairs for step in verifications(pair)]
+    return {
+        "num_pairs": len(pairs),
+        "num_same": sum(pair.draft == pair.answer for pair in pairs),
+        "num_wrong_at_once": sum(pair.draft[:1] != pair.answer[:1] for pair in pairs),
+        "num_answer_tokens": sum(len(pair.answer) for pair in pairs),
+        **{
+            name: {
+                str(position): [
+                    sum(num_right >= position for first, n, num_right in steps if first == is_first and n >= position),
+                    sum(first == is_first and n >= position for first, n, _ in steps),
+                ]
+                for position in POSITIONS
+            }
+            for name, is_first in (("first", True), ("again", False))
+        },
+    }
+
+
+def recorded_drafts(path: Path) -> tuple[dict[str, list[Pair]], int]:
+    """Return drafts by what they are based on, and the token that ends answers."""
+    settings = json.loads((RESULTS / "answers.json").read_text())["settings"]
+    found = {}
+    for name, (fewer, all_) in ANSWERS.items():
+        pairs = enumerate(zip(settings[fewer], settings[all_], strict=True))
+        found[name] = [
+            Pair(number, 0, b["num_prompt_tokens"], tuple(a["token_ids"]), tuple(b["token_ids"]))
+            for number, (a, b) in pairs
+        ]
+    if not path.exists():
+        return found, END
+    pairs_, end = read_pairs(path)
+    assert end == END
+    of_num = {
+        f"{num} of {NUM_PASSAGES} passages": [p for p in pairs_ if p.num_passages == num] for num in NUM_DRAFT_PASSAGES
+    }
+    return of_num | found, end
 
 
 # ----------------------------------------------------------------------------------------------------------------- real
@@ -169,20 +191,21 @@ def measure(
     jobs = [Job(prompts[p.question][NUM_PASSAGES], p.draft, p.answer, end, MAX_TOKENS) for p in pairs]
     play(engine, Fixed(0), [replace(job, draft=(), most_tokens=1) for job in jobs], 1)  # fills the prefix cache
     names, learnt = list(policies()), []
-    end_s, number = time.monotonic() + 60 * minutes, 0
-    while time.monotonic() < end_s or not number:
-        for num_streams, num_jobs in REAL_STREAMS.items():
-            chosen = list(repeated(jobs, num_jobs, rng))
-            for name in [*names[number % len(names) :], *names[: number % len(names)]]:
-                played = play(engine, policies()[name](), chosen, num_streams)
-                rows.append(row_of(name, num_streams, number, chosen, played))
-                for step in played.steps:
-                    steps[step.num_decoding, step.num_rows].append((step.seconds, step.num_pairs))
-            learnt.append(prices(engine, num_streams, statistics.median(len(job.prompt) for job in jobs)))
-        number += 1
-        console.print(f"round {number}")
+    end_s = time.monotonic() + 60 * minutes
+    for number, (num_streams, num_jobs) in itertools.product(range(1_000), REAL_STREAMS.items()):
+        if number and time.monotonic() > end_s:
+            break
+        chosen, first = list(repeated(jobs, num_jobs, rng)), number * len(REAL_STREAMS) % len(names)
+        for name in [*names[first:], *names[:first]]:
+            played = play(engine, policies()[name](), chosen, num_streams)
+            rows.append(row_of(name, num_streams, number, chosen, played))
+            for step in played.steps:
+                steps[step.num_decoding, step.num_rows].append(step.seconds)
+        context = statistics.median(len(job.prompt) for job in jobs)
+        learnt.append(prices(engine, num_streams, context))
+        console.print(f"round {number}, {num_streams} at a time")
     curve = [
-        [num_decoding, num_rows, len(of), statistics.median(seconds for seconds, _ in of)]
+        [num_decoding, num_rows, len(of), statistics.median(of)]
         for (num_decoding, num_rows), of in sorted(steps.items())
     ]
     return {"rows": rows, "steps": curve, "learnt": learnt}
@@ -219,20 +242,22 @@ def prices(engine: Engine, num_streams: int, context: float) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------ simulated
 
 
-def simulated_jobs(pairs: Sequence[Pair], end: int) -> dict[str, list[Job]]:
+def simulated_jobs(drafts: Mapping[str, Sequence[Pair]], end: int) -> dict[str, list[Job]]:
     """Return the recorded answers with the recorded drafts and with made-up ones, in tokens of a small vocabulary."""
-    found: dict[str, list[Job]] = {"recorded": [], "1 in 10 wrong": [], "1 in 3 wrong": []}
-    for number, pair in enumerate(pairs):
-        rng, ids = random.Random(number), {end: 0}
-        answer, draft = (tuple(ids.setdefault(t, len(ids)) for t in part) for part in (pair.answer, pair.draft))
-        prompt = tuple(rng.choices(range(WRONG + 1, 1_000), k=pair.num_prompt_tokens))
-        for name, share in (("recorded", 0.0), ("1 in 10 wrong", 1 / 10), ("1 in 3 wrong", 1 / 3)):
-            guess = tuple(WRONG if rng.random() < share else token for token in answer) if share else draft
-            found[name].append(Job(prompt, guess, answer, 0, MAX_TOKENS))
+    found: dict[str, list[Job]] = defaultdict(list)
+    for name, pairs in drafts.items():
+        for pair in pairs:
+            rng, ids = random.Random(len(found[name])), {end: 0}
+            answer, draft = (tuple(ids.setdefault(t, len(ids)) for t in part) for part in (pair.answer, pair.draft))
+            prompt = tuple(rng.choices(range(WRONG + 1, 1_000), k=pair.num_prompt_tokens))
+            found[name].append(Job(prompt, draft, answer, 0, len(draft) + len(answer)))
+            wrong = tuple(WRONG if rng.random() < WRONG_SHARE else token for token in answer)
+            if name == MADE_UP_FROM:
+                found[MADE_UP].append(Job(prompt, wrong, answer, 0, len(draft) + len(answer)))
     return found
 
 
-def simulate(pairs: Sequence[Pair], end: int) -> dict[str, Any]:
+def simulate(drafts: Mapping[str, Sequence[Pair]], end: int) -> dict[str, Any]:
     """Answer three times as many questions as there are at a time, on an engine of its own for each policy."""
     profile = load_profile(PROFILE)
     assert isinstance(profile, AnalyticProfile)
@@ -240,9 +265,10 @@ def simulate(pairs: Sequence[Pair], end: int) -> dict[str, Any]:
     ways: dict[str, tuple[Callable[[], DepthPolicy], Any]] = {n: (make, None) for n, make in policies().items()}
     ways["by price, known costs"] = ByPrice, costs
     rows, learnt = [], []
-    cells = [(drafts, num) for drafts in simulated_jobs(pairs, end) for num in SIMULATED_STREAMS]
-    for drafts, num_streams in track(cells, "simulating", console=console, transient=True):
-        jobs = simulated_jobs(pairs, end)[drafts]
+    jobs_of = simulated_jobs(drafts, end)
+    cells = list(itertools.product(jobs_of, SIMULATED_STREAMS))
+    for name_of_drafts, num_streams in track(cells, "simulating", console=console, transient=True):
+        jobs = jobs_of[name_of_drafts]
         chosen = list(repeated(jobs, max(3 * num_streams, LEAST_JOBS), random.Random(0)))
         context = statistics.mean(len(job.prompt) for job in jobs)
         true = costs(num_streams, num_streams * context)
@@ -251,9 +277,9 @@ def simulate(pairs: Sequence[Pair], end: int) -> dict[str, Any]:
             engine = AnsweringEngine(profile, max_num_seqs=max(SIMULATED_STREAMS), budget=BUDGET)
             play(engine, Fixed(0), [replace(job, draft=(), most_tokens=1) for job in jobs], 16)
             played = play(engine, make(), chosen, num_streams, cost)
-            rows.append({"drafts": drafts, **row_of(name, num_streams, 0, chosen, played)})
+            rows.append({"drafts": name_of_drafts, **row_of(name, num_streams, 0, chosen, played)})
             if name in ("none", "by price"):
-                known = {"drafts": drafts, "policy": name, "known": more / step - 1}
+                known = {"drafts": name_of_drafts, "policy": name, "known": more / step - 1}
                 learnt.append(known | prices(engine, num_streams, context))
     return {"profile": PROFILE, "budget": BUDGET, "rows": rows, "learnt": learnt}
 
@@ -348,10 +374,10 @@ def draw(path: Path, found: Mapping[str, Any]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = [("two CPU cores", list(found["real"]["summary"]))]
+    panels = [("two CPU cores", list(found["real"]["summary"]))] if "real" in found else []
     panels += [
-        (f"H200 profile, {drafts} drafts", [r for r in found["simulated"]["summary"] if r["drafts"] == drafts])
-        for drafts in ("recorded", "1 in 3 wrong")
+        (f"H200 profile, {drafts}", [r for r in found["simulated"]["summary"] if r["drafts"] == drafts])
+        for drafts in (MADE_UP_FROM, MADE_UP)
     ]
     figure, axes = pyplot.subplots(1, len(panels), figsize=(15, 4.5))
     for axis, (title, rows) in zip(axes, panels, strict=True):
@@ -379,23 +405,23 @@ def draw(path: Path, found: Mapping[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, results = parser.add_argument, Path(__file__).parent / "results"
+    add = parser.add_argument
     add("--folder", type=Path, default=Path(".demo"), help="that of `make demo` (%(default)s)")
-    add("--questions", type=int, default=12, metavar="N", help="(%(default)s)")
-    add("--minutes", type=float, default=5.0, metavar="M", help="for the rounds on the real engine (%(default)s)")
+    add("--questions", type=int, default=10, metavar="N", help="(%(default)s)")
+    add("--minutes", type=float, default=4.0, metavar="M", help="for the rounds on the real engine (%(default)s)")
     add("--only", choices=PARTS, nargs="+", default=PARTS, help="what to do; the rest of --json is kept")
-    add("--pairs", type=Path, default=results / "speculation_pairs.json", metavar="FILE", help="(%(default)s)")
+    add("--pairs", type=Path, default=RESULTS / "speculation_pairs.json", metavar="FILE", help="(%(default)s)")
     add("--json", type=Path, metavar="FILE", help="where to put the numbers")
     add("--plot", type=Path, metavar="FILE", help="draw a PNG there")
     arguments = parser.parse_args()
     found = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else {}
-    if "pairs" in arguments.only or "real" in arguments.only:
-        found |= run_real(arguments)
-    pairs, end = read_pairs(arguments.pairs)
-    found |= {"date": date.today().isoformat(), "versions": versions()}
-    found |= {"acceptance": acceptance(pairs), "specustream": specustream_depths()}
+    if "real" in arguments.only:
+        found["real"] = run_real(arguments)
+    drafts, end = recorded_drafts(arguments.pairs)
+    found |= {"date": date.today().isoformat(), "versions": versions(), "specustream": specustream_depths()}
+    found["acceptance"] = {name: acceptance(pairs) for name, pairs in drafts.items()}
     if "simulated" in arguments.only:
-        found["simulated"] = simulate(pairs, end)
+        found["simulated"] = simulate(drafts, end)
     for part in ("real", "simulated"):
         if "rows" in found.get(part, {}):
             found[part]["summary"] = summarize(found[part]["rows"])
@@ -430,10 +456,8 @@ def run_real(arguments: argparse.Namespace) -> dict[str, Any]:
         if not arguments.pairs.exists():
             pairs = [asdict(pair) for pair in record_pairs(engine, prompts, end)]
             write_atomic(arguments.pairs, json.dumps({"end": end, "pairs": pairs}) + "\n")
-        if "real" not in arguments.only:
-            return {}
         pairs_, _ = read_pairs(arguments.pairs)
-        return {"real": measure(engine, prompts, pairs_, end, arguments.minutes)}
+        return measure(engine, prompts, pairs_, end, arguments.minutes)
     finally:
         engine.close()
 

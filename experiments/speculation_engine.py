@@ -120,7 +120,7 @@ class DepthDraft(AnswerDraft):
         draft.most, draft.history = 0, []
         return draft
 
-    def read(self, answer: Sequence[int], most: int) -> list[int]:
+    def look(self, answer: Sequence[int], most: int) -> list[int]:
         """Read the new tokens of `answer`, and return at most `most` tokens that may follow."""
         num_new = len(answer) - self._num_read
         has_left = self._follow(answer) > 0
@@ -160,13 +160,12 @@ class DepthChooser:
 
     def choose(self, decoding: list[StreamRequest], most: int) -> None:
         """Set the depth of each draft."""
-        start_s = time.perf_counter()
-        drafts, states = [], []
+        start_s, drafts, states = time.perf_counter(), [], []
         for request in decoding:
-            if (draft := request.draft) is not None:
-                draft = draft if isinstance(draft, DepthDraft) else DepthDraft.adopt(draft)
-                states.append(self._state(request, draft.read(request._output_token_ids, most), draft.history))
+            if request.draft is not None:
+                draft = request.draft if isinstance(request.draft, DepthDraft) else DepthDraft.adopt(request.draft)
                 drafts.append(draft)
+                states.append(self._state(request, draft.look(request._output_token_ids, most), draft.history))
         num_pairs = float(sum(request.num_computed_tokens + 1 for request in decoding))
         step = StepState(
             states,
@@ -177,7 +176,7 @@ class DepthChooser:
             self._cost(len(decoding), num_pairs) if self._cost else learnt_cost(self._engine),
             *self._shares(),
         )
-        for draft, depth in zip(drafts, self._policy.depths(step) if drafts else [], strict=True):
+        for draft, depth in zip(drafts, self._policy.depths(step) if states else (), strict=True):
             draft.most = min(depth, most)
         self.planning_s = time.perf_counter() - start_s
 

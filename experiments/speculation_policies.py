@@ -166,8 +166,9 @@ class ByPrice:
     long as tokens over cost rises. Survival at position k is a^k, with the acceptance rate a of this request.
     """
 
-    prior: float = 0.9
-    """The acceptance rate that is assumed of a draft, as if `weight` tokens had been verified."""
+    prior: float = 0.97
+    """The acceptance rate that is assumed of a draft, as if `weight` tokens had been verified: the best found for the
+    recorded drafts."""
     weight: float = 4.0
     memory: float = 0.8
     """How much less each verification counts than the one after it."""
@@ -207,6 +208,14 @@ class ByPrice:
 
 
 @dataclass(frozen=True)
+class CappedDoubling:
+    """The smaller of doubling and the price."""
+
+    def depths(self, step: StepState) -> list[int]:
+        return list(map(min, Doubling().depths(step), ByPrice().depths(step)))
+
+
+@dataclass(frozen=True)
 class Oracle:
     """What is right, and no more. No policy can do that: it is a bound, where rows cost less than steps."""
 
@@ -226,5 +235,6 @@ def policies() -> dict[str, Callable[[], DepthPolicy]]:
         "by batch size": BatchSizes,
         "doubling": Doubling,
         "by price": ByPrice,
+        "doubling, priced": CappedDoubling,
         "oracle": Oracle,
     }
