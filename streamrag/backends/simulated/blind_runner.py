@@ -1,5 +1,6 @@
 """Model runners that compute nothing."""
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -20,14 +21,21 @@ class Runner(Protocol):
 
 
 class BlindRunner:
-    """Always samples the same token and checks nothing, for simulations of large loads. Follows vLLM's V1 runner.
+    """Samples given tokens and checks nothing, for simulations of large loads. Follows vLLM's V1 runner.
 
-    With `copy_costs`, its reports include the duration of copies.
+    token: the token that is always sampled. Of a draft it accepts these tokens, up to the first other one.
+    copy_costs: with these, reports include the duration of copies.
+    token_at: returns the token of an answer, by request id and position, to be sampled instead of `token`.
     """
 
-    def __init__(self, token: int = 1, copy_costs: CopyCosts | None = None) -> None:
-        self.token = token
+    def __init__(
+        self,
+        token: int = 1,
+        copy_costs: CopyCosts | None = None,
+        token_at: Callable[[str, int], int] | None = None,
+    ) -> None:
         self.copy_costs = copy_costs
+        self._token_at = token_at or (lambda request_id, position: token)
         self._num_prompt_tokens: dict[str, int] = {}
 
     def copy(self, copies: HostCopies) -> KVConnectorOutput | None:
@@ -48,6 +56,7 @@ class BlindRunner:
         if not counts:
             return EMPTY_MODEL_RUNNER_OUTPUT
         num_missing: dict[str, int] = {}
+        num_outputs: dict[str, int] = {}
         for new in step.scheduled_new_reqs:
             self._num_prompt_tokens[new.req_id] = new.prompt_len
             num_missing[new.req_id] = new.prompt_len - new.num_computed_tokens
@@ -56,5 +65,19 @@ class BlindRunner:
             cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
         ):
             num_missing[request_id] = self._num_prompt_tokens[request_id] + num_output - num_computed
-        sampled = [[self.token] if n >= num_missing[r] else [] for r, n in counts.items()]
+            num_outputs[request_id] = num_output
+        drafts = step.scheduled_spec_decode_tokens
+        sampled = [
+            self._sample(r, num_outputs.get(r, 0), drafts.get(r, ())) if n >= num_missing[r] else []
+            for r, n in counts.items()
+        ]
         return ModelRunnerOutput(list(counts), {r: i for i, r in enumerate(counts)}, sampled)
+
+    def _sample(self, request_id: str, position: int, draft: Sequence[int]) -> list[int]:
+        """Return the accepted tokens of the draft, and the one behind them."""
+        sampled = [self._token_at(request_id, position)]
+        for token in draft:
+            if token != sampled[-1]:
+                break
+            sampled.append(self._token_at(request_id, position + len(sampled)))
+        return sampled
