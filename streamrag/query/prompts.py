@@ -53,6 +53,7 @@ class QueryPrompts:
     """The prompts of one query: partial ones while its source retrieves, then the complete one.
 
     overlap: says which partial prompts there are. The complete prompt is the same in any case.
+    draft: text or tokens that the answer may repeat.
     now: returns the seconds since the query was submitted.
     """
 
@@ -69,6 +70,7 @@ class QueryPrompts:
         emit: Callable[[QueryEvent], Awaitable[None]],
         recorder: "TraceRecorder | None",
         ahead: AnswerAhead | None = None,
+        draft: str | tuple[int, ...] = (),
     ) -> None:
         self._query = query
         self._retrieval = retrieval
@@ -81,6 +83,7 @@ class QueryPrompts:
         self._emit = emit
         self._recorder = recorder
         self._ahead = ahead
+        self._draft = draft
         self._rank_of: dict[tuple[str, int, str], int] = {}  # in the last ranking, by uri, passage and text
         self.first_chunk_s: float | None = None
         self.retrieval_s: float | None = None
@@ -98,6 +101,9 @@ class QueryPrompts:
     async def stream(self) -> AsyncGenerator[Prompt, None]:
         """Yield partial prompts when `_due_s` says, then the complete prompt; emit what changed. Call it once."""
         assembler = await self._in_thread(self._new_assembler)
+        draft = self._draft
+        if isinstance(draft, str):
+            draft = tuple(await self._in_thread(partial(self._model.tokenizer.encode, draft)))
         chunks = Context()
         is_ranked = False
         hint: Hint | None = None
@@ -118,7 +124,7 @@ class QueryPrompts:
                     await self._report(step)
                     yield replace(step.prompt, hint=hint, source_name=self._source_name)
                     if self._ahead is not None and step.included:
-                        await self._ahead.begin((*step.prompt.token_ids, *assembler.tail), step.included)
+                        await self._ahead.begin((*step.prompt.token_ids, *assembler.tail), step.included, draft)
         self.retrieval_s = self._now()
         is_cut_short = self.cut_short is not None or self.source_error is not None
         step = await self._in_thread(
@@ -126,7 +132,8 @@ class QueryPrompts:
         )
         await self._report_complete(step, assembler.max_context_tokens)
         self.complete = step
-        draft = () if self._ahead is None else await self._ahead.withdraw()
+        if self._ahead is not None:
+            draft = await self._ahead.withdraw() or draft
         self.num_drafted = len(draft)
         yield replace(step.prompt, draft=draft)
 
