@@ -135,7 +135,7 @@ def test_the_load_of_others_does_not_have_ones_own(comparison: ModuleType) -> No
 def interrupted(demo: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of a demo that is interrupted after one pair."""
 
-    async def run(arguments: argparse.Namespace, groups: dict[str, Any]) -> None:
+    async def run(arguments: argparse.Namespace, groups: dict[str, Any], ahead: list[Any]) -> None:
         (pair,), _ = await asked(sys.modules["demo_comparison"], most_s=0.0, most_pairs=None)
         groups["crawl"] = demo.Group(pair, [pair])
         groups["search"] = demo.Group(pair, [])
