@@ -40,14 +40,9 @@ class AheadPair:
 
     def outcome(self) -> str:
         """Return in one or two sentences how much sooner the answer was complete."""
-        (first, first_plain), (last, last_plain) = (
-            [after(answer) for answer in self.answers]
-            for after in (
-                lambda answer: answer.timings.ttft_after_retrieval_s,
-                lambda answer: answer.timings.total_s - answer.timings.retrieval_s,
-            )
-        )
         ahead, plain = self.answers
+        first, first_plain = (answer.timings.ttft_after_retrieval_s for answer in self.answers)
+        last, last_plain = (answer.timings.total_s - answer.timings.retrieval_s for answer in self.answers)
         assert ahead.draft is not None
         same = "the same" if ahead.token_ids == plain.token_ids else "different"
         return (
