@@ -24,7 +24,7 @@ from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.modes import AssembledPrompt, PromptAssembler
 from streamrag.modes.context import Context, passage_key
-from streamrag.query.answer_ahead import AnswerAhead
+from streamrag.query.answer_ahead import AnswerAhead, why_not_drafted
 from streamrag.query.options import Query
 from streamrag.query.relevance import Relevance
 from streamrag.query.retrieval import Retrieval, with_timeouts
@@ -53,7 +53,6 @@ class QueryPrompts:
     """The prompts of one query: partial ones while its source retrieves, then the complete one.
 
     overlap: says which partial prompts there are. The complete prompt is the same in any case.
-    draft: text or tokens that the answer may repeat.
     now: returns the seconds since the query was submitted.
     """
 
@@ -70,7 +69,6 @@ class QueryPrompts:
         emit: Callable[[QueryEvent], Awaitable[None]],
         recorder: "TraceRecorder | None",
         ahead: AnswerAhead | None = None,
-        draft: str | tuple[int, ...] = (),
     ) -> None:
         self._query = query
         self._retrieval = retrieval
@@ -83,7 +81,7 @@ class QueryPrompts:
         self._emit = emit
         self._recorder = recorder
         self._ahead = ahead
-        self._draft = draft
+        self._draft = () if why_not_drafted(query, model, overlap) else query.draft
         self._rank_of: dict[tuple[str, int, str], int] = {}  # in the last ranking, by uri, passage and text
         self.first_chunk_s: float | None = None
         self.retrieval_s: float | None = None

@@ -179,7 +179,6 @@ class QueryRun:
             emit=self._emit,
             recorder=self._recorder,
             ahead=ahead,
-            draft=() if self._why_not_drafted() else self._query.draft,
         )
         async with ahead or nullcontext():
             chunks, first_token_s = await self._generate(prompts)

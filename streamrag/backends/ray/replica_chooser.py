@@ -148,4 +148,4 @@ class DraftTicket:
         return [each.id for each in candidates if each.id == self.replica_id]
 
     def went_to(self, replica_id: str) -> None:
-        """Do nothing: a draft is not counted."""
+        """Record nothing, as the router does not count drafts."""
