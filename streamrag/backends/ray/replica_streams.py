@@ -66,6 +66,17 @@ class Counts:
     """Number of queries that failed because their replica was lost."""
 
 
+@dataclass(slots=True)
+class _Place:
+    """The replica in which a query's stream is open, for the drafts of the query."""
+
+    replica_id: str = ""
+    is_open: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+_place_of_query: ContextVar[_Place | None] = ContextVar("streamrag_place_of_query", default=None)
+
+
 class NewestPrompt:
     """Reads a query's prompts in a task, and keeps the newest. `aclose` ends the task.
 
@@ -75,6 +86,8 @@ class NewestPrompt:
     def __init__(self, prompts: AsyncIterator[Prompt]) -> None:
         self.prompt: Prompt | None = None
         self.number = 0  # number of the newest prompt, from 1; 0 before the first
+        self.place = _Place()
+        _place_of_query.set(self.place)  # the task below inherits it, and so do the drafts that `prompts` begins
         self._has_more = asyncio.Event()
         self.pulling = asyncio.create_task(self._pull(prompts), name="pull prompts")
         self.pulling.add_done_callback(lambda task: self._has_more.set())
@@ -151,24 +164,23 @@ class ReplicaStreams:
 
         :raises BackendError: a replica was lost after the first token, or too many were; or as the engine's backend.
         """
-        of_query, place = _place_of_query.get(), _Place()
-        _place_of_query.set(place)  # inherited by the task that pulls prompts, and so by the drafts that it begins
+        of_query = _place_of_query.get()
         async with aclosing(NewestPrompt(prompts)) as newest:
-            is_draft = (await newest.after(0)).request_class == "draft"
-            if is_draft and of_query is not None:
+            first = await newest.after(0)
+            if first.request_class == "draft" and of_query is not None:
                 answering = self._draft(newest, params, of_query)
             else:
-                answering = self._answer(newest, params, place)
+                answering = self._answer(newest, params)
             async with aclosing(answering) as events:
                 async for event in events:
                     yield event
 
     async def _draft(
-        self, newest: NewestPrompt, params: SamplingParams, of_query: "_Place"
+        self, newest: NewestPrompt, params: SamplingParams, of_query: _Place
     ) -> AsyncGenerator[BackendEvent, None]:
         """Draft an answer in the replica of its query. A draft is never replayed."""
         await of_query.is_open.wait()
-        stream = _Stream(self, newest, params, _Place(), DraftTicket(of_query.replica_id))
+        stream = _Stream(self, newest, params, DraftTicket(of_query.replica_id))
         try:
             async with aclosing(stream.events()) as events:
                 async for event in events:
@@ -176,15 +188,13 @@ class ReplicaStreams:
         except ReplicaLostError as error:
             raise BackendError(f"the replica that drafted an answer was lost: {error}") from None
 
-    async def _answer(
-        self, newest: NewestPrompt, params: SamplingParams, place: "_Place"
-    ) -> AsyncGenerator[BackendEvent, None]:
+    async def _answer(self, newest: NewestPrompt, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
         self.counts.num_asked += 1
         num_replays = num_shown = 0
         is_finished = False
         while True:
             try:
-                async with aclosing(self._attempt(newest, params, place)) as events:
+                async with aclosing(self._attempt(newest, params)) as events:
                     async for event in events:
                         if isinstance(event, AnswerChunk):
                             num_shown += max(len(event.token_ids), bool(event.text))
@@ -210,12 +220,10 @@ class ReplicaStreams:
                     raise BackendError(f"{num_replays} replicas were lost, one after another: {error}") from None
                 self.counts.num_replayed += 1
 
-    async def _attempt(
-        self, newest: NewestPrompt, params: SamplingParams, place: "_Place"
-    ) -> AsyncGenerator[BackendEvent, None]:
+    async def _attempt(self, newest: NewestPrompt, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
         pause_s = FIRST_PAUSE_S
         while True:
-            stream = _Stream(self, newest, params, place)
+            stream = _Stream(self, newest, params)
             async with aclosing(stream.events()) as events:
                 async for event in events:
                     yield event
@@ -225,30 +233,14 @@ class ReplicaStreams:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-@dataclass(slots=True)
-class _Place:
-    """The replica in which a query's stream is open, for the drafts of the query."""
-
-    replica_id: str = ""
-    is_open: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-_place_of_query: ContextVar[_Place | None] = ContextVar("streamrag place of query", default=None)
-
-
 class _Stream:
-    """An attempt to answer a query: one stream in one replica.
-
-    place: is told the replica.
-    draft_ticket: ticket of a draft; the ticket of a query is made here.
-    """
+    """An attempt to answer a query, or with `draft_ticket` to draft the answer: one stream in one replica."""
 
     def __init__(
         self,
         streams: ReplicaStreams,
         newest: NewestPrompt,
         params: SamplingParams,
-        place: _Place,
         draft_ticket: DraftTicket | None = None,
     ) -> None:
         self._replicas = streams.replicas
@@ -256,7 +248,6 @@ class _Stream:
         self._caller_id = streams.caller_id
         self._newest = newest
         self._params = params
-        self._place = place
         self._draft_ticket = draft_ticket
         self._id = uuid.uuid4().hex
         self._replica_id: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -295,8 +286,8 @@ class _Stream:
             case Opened(replica_id) if not self._replica_id.done():
                 ticket.went_to(replica_id)
                 self._replica_id.set_result(replica_id)
-                self._place.replica_id = replica_id
-                self._place.is_open.set()
+                self._newest.place.replica_id = replica_id
+                self._newest.place.is_open.set()
             case Refused():
                 self.is_refused = True
             case Failed():
