@@ -1,5 +1,7 @@
 """Streams a crawl, and a search by keywords, vectors and a reranker, into vLLM on CPU, and compares with not streaming.
 
+At last it repeats the crawl slowly, and shows an answer that is drafted before it ends.
+
 Run it with `make demo`. By default it serves streamrag's own documentation on loopback, indexes it, and asks SmolLM2, a
 model with 135 M parameters made by `streamrag demo-model`. For each source it shows one question live, records the
 retrieval of all questions, and repeats them in pairs with the recorded retrieval until the confidence intervals are
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
+from demo_ahead import CRAWL_S, AheadPair, DraftDisplay, ask_ahead
 from demo_comparison import (
     BUSY_LOAD,
     CONFIDENCE,
@@ -206,6 +209,27 @@ async def compare(
         print_answer(pair.answers[0])
 
 
+async def show_ahead(
+    crawl: Group, question: str, backend: VllmBackend, arguments: argparse.Namespace, ahead: list[AheadPair]
+) -> None:
+    """Repeat the recorded crawl of the question slowly, with drafts of its answer and without."""
+    factor = max(CRAWL_S / crawl.pairs[0].answers[0].timings.retrieval_s, 1.0)
+    console.rule("[bold]answers ahead", align="left")
+    console.print(
+        f"The crawl of question 1 again, {factor:.1f} times as slow, as long as real ones. The engine has time, and "
+        "drafts the answer from the pages so far. It is grey until it is verified: later pages may change it."
+    )
+    source = ReplaySource(arguments.out / "crawl.jsonl", delay=factor)
+    params = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=arguments.tiny)
+    async with Pipeline(source, backend, owns_backend=False, template=TEMPLATE) as pipeline:
+        with DraftDisplay(console, printable) as display:
+            pair = await ask_ahead(
+                pipeline, backend, question, params, max_context_tokens=MAX_CONTEXT_TOKENS, on_event=display.show
+            )
+    ahead.append(pair)
+    console.print(f"   {pair.outcome()}", soft_wrap=True)
+
+
 def seconds_of(pair: Pair) -> str:
     streaming, waiting = (answer.timings.ttft_after_retrieval_s for answer in pair.answers)
     return f"first token after retrieval: streaming {streaming:.2f} s, not streaming {waiting:.2f} s"
@@ -302,7 +326,7 @@ def _from_to(counts: list[int]) -> str:
     return f"{least} to {most} changes" if least < most else f"{most} change{'s' * (most != 1)}"
 
 
-def save(out: Path, groups: dict[str, Group]) -> None:
+def save(out: Path, groups: dict[str, Group], ahead: list[AheadPair]) -> None:
     """The timeline picture, and the numbers behind it."""
     rows = [
         (
@@ -315,8 +339,11 @@ def save(out: Path, groups: dict[str, Group]) -> None:
         )
         for name, group in groups.items()
     ]
+    for pair in ahead:
+        row = [QueryRow("without drafts", pair.without), QueryRow("with drafts", pair.ahead)]
+        rows.append(("a slow crawl, both streaming", row))
     draw_timeline(out / "timeline.png", rows, title="From the query to the answer, with and without streaming")
-    results = {
+    results: dict[str, list[dict[str, Any]]] = {
         name: [
             {
                 "question": pair.question,
@@ -332,13 +359,15 @@ def save(out: Path, groups: dict[str, Group]) -> None:
         ]
         for name, group in groups.items()
     }
+    if ahead:
+        results["answers ahead"] = ahead[0].rows
     (out / "results.json").write_text(json.dumps(results, indent=2))
     for what, name in (("timeline", "timeline.png"), ("numbers", "results.json")):
         console.print(f"{what}: {os.path.relpath(out / name)}", soft_wrap=True)
 
 
-async def run(arguments: argparse.Namespace, groups: dict[str, Group]) -> None:
-    """Measure both sources, and add their groups."""
+async def run(arguments: argparse.Namespace, groups: dict[str, Group], ahead: list[AheadPair]) -> None:
+    """Measure both sources, and add their groups; then show an answer ahead, and add its pair."""
     out: Path = arguments.out
     index = arguments.index or out / "index"
     async with AsyncExitStack() as stack:
@@ -352,6 +381,7 @@ async def run(arguments: argparse.Namespace, groups: dict[str, Group]) -> None:
             arguments.model or out / "model",
             max_model_len=MAX_MODEL_LEN,
             dtype="auto" if arguments.model else "float32",
+            answer_ahead=arguments.model is None,  # not every model can, and on a GPU it has a price
         )
         crawl = WebSource([url], max_pages=12, max_page_chars=1500, num_workers=1, allow_private=arguments.url is None)
         search = DelayedUpdates(
@@ -374,9 +404,13 @@ async def run(arguments: argparse.Namespace, groups: dict[str, Group]) -> None:
             console.rule(f"[bold]{name}", align="left")
             console.print(what)
             await compare(name, source, backend, arguments, groups)
+        if arguments.model is None:
+            await show_ahead(groups["crawl"], (arguments.ask or QUESTIONS)[0], backend, arguments, ahead)
 
 
-def print_results(arguments: argparse.Namespace, groups: dict[str, Group], others: OthersLoad) -> None:
+def print_results(
+    arguments: argparse.Namespace, groups: dict[str, Group], ahead: list[AheadPair], others: OthersLoad
+) -> None:
     """Print and save what was measured."""
     measured = {name: group for name, group in groups.items() if group.pairs}
     if not measured:
@@ -384,7 +418,7 @@ def print_results(arguments: argparse.Namespace, groups: dict[str, Group], other
     console.rule("[bold]results", align="left")
     print_table(measured)
     warn_if_busy(others.share(), "kept")
-    save(arguments.out, measured)
+    save(arguments.out, measured, ahead)
     if arguments.model:
         console.print(
             "In another dtype than float32 some answers may differ by rounding alone: docs/backends.md#exactness"
@@ -399,11 +433,12 @@ def main() -> int:
         warn_if_busy(psutil.cpu_percent(interval=1) / 100, "keep")
         prepare(arguments)
         groups: dict[str, Group] = {}
+        ahead: list[AheadPair] = []
         others = OthersLoad()
         try:
-            asyncio.run(run(arguments, groups))
+            asyncio.run(run(arguments, groups, ahead))
         finally:  # also what was measured before Ctrl-C
-            print_results(arguments, groups, others)
+            print_results(arguments, groups, ahead, others)
     except StreamRagError as error:
         console.print(f"[red]{type(error).__name__}:[/] {error}")
         return 1

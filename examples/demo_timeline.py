@@ -8,9 +8,17 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from streamrag.telemetry import Answered, ChunkArrived, ContextChanged, PrefillProgressed, QueryEvent, TokensGenerated
+from streamrag.telemetry import (
+    Answered,
+    ChunkArrived,
+    ContextChanged,
+    DraftChanged,
+    PrefillProgressed,
+    QueryEvent,
+    TokensGenerated,
+)
 
-RETRIEVAL, PREFILL, DECODE = "#8fb8de", "#f4a259", "#5b8e7d"
+RETRIEVAL, PREFILL, DECODE, DRAFT = "#8fb8de", "#f4a259", "#5b8e7d", "#d3d3d3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +46,7 @@ def prefill_spans(events: Sequence[QueryEvent]) -> list[tuple[float, float]]:
 
 
 def draw_timeline(path: Path, groups: Sequence[tuple[str, Sequence[QueryRow]]], *, title: str) -> None:
-    """Write a picture with one row a query: retrieval with its chunks, prefill, decode; one panel a group.
+    """Write a picture with one row a query: retrieval with its chunks, prefill, decode, drafts; one panel a group.
 
     Its format is what the suffix of `path` says.
     """
@@ -58,12 +66,14 @@ def draw_timeline(path: Path, groups: Sequence[tuple[str, Sequence[QueryRow]]], 
         panel.set_axisbelow(True)
     panels[-1, 0].set_xlabel("seconds from the query")
     panels[-1, 0].set_xlim(left=0)
+    has_drafts = any(isinstance(event, DraftChanged) for _, rows in groups for row in rows for event in row.events)
     legend: list[Any] = [
         Patch(color=RETRIEVAL, label="retrieval (a tick for each chunk)"),
         Patch(color=PREFILL, label="prefill"),
         Patch(color=DECODE, label="decode"),
+        *([Patch(color=DRAFT, label="provisional answer (a tick for each change)")] if has_drafts else []),
     ]
-    figure.legend(handles=legend, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False, fontsize=9)
     figure.savefig(path)
 
 
@@ -77,8 +87,13 @@ def _draw_row(panel: Any, y: int, row: QueryRow) -> None:
     for start_s, end_s in prefill_spans(row.events):
         panel.barh(y + 0.17, end_s - start_s, left=start_s, height=0.34, color=PREFILL)
     panel.barh(y + 0.17, timings.total_s - timings.ttft_s, left=timings.ttft_s, height=0.34, color=DECODE)
+    changes = [event.at_s for event in row.events if isinstance(event, DraftChanged)]
+    if changes:
+        panel.barh(y + 0.4, timings.retrieval_s - changes[0], left=changes[0], height=0.12, color=DRAFT)
+        panel.vlines(changes, y + 0.34, y + 0.46, color="#808080", linewidth=0.6)
+    last_s = timings.total_s - timings.retrieval_s
     panel.annotate(
-        f" first token {timings.ttft_after_retrieval_s:.2f} s after retrieval",
+        f" first token {timings.ttft_after_retrieval_s:.2f} s after retrieval, last {last_s:.2f} s",
         (timings.total_s, y),
         va="center",
         fontsize=7,

@@ -289,7 +289,7 @@ class Answer:
     overlap: OverlapChoice | None = None
     """The way in which retrieval and prefill overlapped, and the reason for it; None in sessions."""
     draft: DraftUse | None = None
-    """The use of drafts; None without `answer_ahead`."""
+    """The use of drafts; None without `answer_ahead` and without a `draft` of the query."""
     gap: float | None = None
     """Lead of the first token over the next best, as a difference of log-probabilities; None unless a session's
     question was asked with `with_margin`."""

@@ -10,12 +10,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import anyio
 import pytest
 from scipy import stats  # type: ignore[import-untyped]
 
 from streamrag import Append, Chunk, Pipeline, SamplingParams
-from streamrag.telemetry import Timings
+from streamrag.telemetry import DraftChanged, QueryEvent, Timings
 from streamrag.testing import ScriptedBackend, ScriptedSource
+from tests.query.test_answer_ahead import DraftingBackend
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 QUESTIONS = ("Why does the printer jam?", "Who approves travel?")
@@ -135,7 +137,7 @@ def test_the_load_of_others_does_not_have_ones_own(comparison: ModuleType) -> No
 def interrupted(demo: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of a demo that is interrupted after one pair."""
 
-    async def run(arguments: argparse.Namespace, groups: dict[str, Any]) -> None:
+    async def run(arguments: argparse.Namespace, groups: dict[str, Any], ahead: list[Any]) -> None:
         (pair,), _ = await asked(sys.modules["demo_comparison"], most_s=0.0, most_pairs=None)
         groups["crawl"] = demo.Group(pair, [pair])
         groups["search"] = demo.Group(pair, [])
@@ -157,3 +159,36 @@ def test_ctrl_c_keeps_what_was_measured(
     results = json.loads((interrupted / "results.json").read_text())
     assert {name: len(rows) for name, rows in results.items()} == {"crawl": 2}
     assert (interrupted / "timeline.png").exists()
+
+
+async def test_a_provisional_answer_is_shown_before_retrieval_ends_and_drawn(
+    demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = sys.modules["demo_ahead"]
+    is_drafted = anyio.Event()
+
+    class Engine(DraftingBackend):
+        async def reset_prefix_cache(self) -> None: ...
+
+    def show(event: QueryEvent) -> None:
+        display.show(event)
+        if isinstance(event, DraftChanged) and event.text == "see alpha":
+            is_drafted.set()
+
+    backend, params = Engine(), SamplingParams(max_tokens=20)
+    source = ScriptedSource([Append(Chunk("alpha", "a.md", "The first page")), is_drafted])
+    async with Pipeline(source, backend) as pipeline:
+        with part.DraftDisplay(demo.console, demo.printable) as display:
+            pair = await part.ask_ahead(pipeline, backend, "Why?", params, max_context_tokens=100, on_event=show)
+    lines = [line[10:].strip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "+ The first page",
+        "perhaps, after 1 page: see alpha",
+        "retrieval complete",
+        "answer: see alpha",
+    ]
+    assert "The answers have the same tokens; 0 of 9 came from the draft." in pair.outcome()
+    assert [row["arm"] for row in pair.rows] == ["with drafts", "without drafts"]
+    demo.save(tmp_path, {}, [pair])
+    assert json.loads((tmp_path / "results.json").read_text())["answers ahead"] == pair.rows
+    assert (tmp_path / "timeline.png").exists()

@@ -295,6 +295,6 @@ def test_the_demo_draws_its_timeline_and_saves_its_numbers(tmp_path: Path) -> No
     printed = run("demo.py", "--tiny", "--queries", "1", "--max-tokens", "4", "--out", str(tmp_path / "demo"))
     assert "Streaming against not streaming" in printed
     results = json.loads((tmp_path / "demo" / "results.json").read_text())
-    assert [len(rows) for rows in results.values()] == [2, 2]
+    assert [len(rows) for rows in results.values()] == [2, 2, 2]
     assert all(row["ttft_s"] >= row["ttft_after_retrieval_s"] > 0 for rows in results.values() for row in rows)
     assert (tmp_path / "demo" / "timeline.png").read_bytes().startswith(b"\x89PNG")

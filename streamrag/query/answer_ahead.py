@@ -13,8 +13,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Self
 
-from streamrag.core import AnswerChunk, Backend, Chunk, Prompt, SamplingParams
+from streamrag.core import AnswerChunk, Backend, Chunk, ModelInfo, Prompt, SamplingParams
 from streamrag.engine.drafts import AnswerDraft
+from streamrag.query.options import Query
 from streamrag.query.retrieval import closing
 from streamrag.support.tasks import cancel_and_wait
 from streamrag.telemetry import DraftChanged, OverlapChoice, QueryEvent
@@ -23,13 +24,16 @@ INTERVAL_S = 0.05
 """Least seconds between two events of a draft, each of which has its whole text."""
 
 
-def why_not_drafted(params: SamplingParams, overlap: OverlapChoice) -> str | None:
-    """Return why an answer with these parameters is not drafted, given how it overlaps retrieval; None if it is."""
+def why_not_drafted(query: Query, model: ModelInfo, overlap: OverlapChoice) -> str | None:
+    """Return why the answer is neither drafted nor verified, given how it overlaps retrieval; None if it is."""
+    params = query.params
+    if not model.verifies_drafts:
+        return "the backend verifies no drafts: use VllmBackend(answer_ahead=True)"
     if params.json_schema is not None or "structured_outputs" in params.extra:
         return "the answer follows a grammar, beside which drafts cannot be verified"
     if params.n > 1 or "prompt_logprobs" in params.extra:
         return "several answers and log-probabilities of the prompt are sampled by plain requests"
-    if overlap.way != "immediate":
+    if overlap.way != "immediate" and not query.draft:
         return f'there are no drafts with overlap "{overlap.way}": {overlap.reason}'
     return None
 
@@ -64,14 +68,16 @@ class AnswerAhead:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.withdraw()
 
-    async def begin(self, token_ids: Sequence[int], chunks: tuple[Chunk, ...]) -> None:
+    async def begin(self, token_ids: Sequence[int], chunks: tuple[Chunk, ...], draft: tuple[int, ...] = ()) -> None:
         """Draft the answer to the prompt `token_ids`, whose passages are `chunks`, instead of that to an earlier one.
+
+        draft: tokens to verify if there is no earlier draft.
 
         An engine that fails ends the drafts, but not the query, which fails by itself if it must.
         """
-        await self.withdraw()
+        draft = await self.withdraw() or draft
         if not self._has_failed:
-            prompt = Prompt(tuple(token_ids), 0, is_complete=True, request_class="draft", draft=self._token_ids)
+            prompt = Prompt(tuple(token_ids), 0, is_complete=True, request_class="draft", draft=draft)
             self._task = asyncio.create_task(self._generate(prompt, chunks), name="streamrag draft")
 
     async def withdraw(self) -> tuple[int, ...]:
@@ -82,9 +88,8 @@ class AnswerAhead:
         return self._token_ids
 
     async def _generate(self, prompt: Prompt, chunks: tuple[Chunk, ...]) -> None:
-        before = AnswerDraft(prompt.draft, len(prompt.draft))
         token_ids: list[int] = []
-        text = ""
+        text, is_finished = "", False
         try:
             async with (
                 aclosing(_only(prompt)) as prompts,
@@ -95,10 +100,12 @@ class AnswerAhead:
                         token_ids += event.token_ids
                         text += event.text
                         is_finished = event.finish_reason is not None
-                        self._token_ids = tuple(token_ids) if is_finished else before.continue_from(token_ids)
                         await self._show(text, chunks, is_finished=is_finished)
         except Exception:  # a backend is foreign code, whose failure the query itself reports
             self._has_failed = True
+        finally:
+            before = AnswerDraft(() if is_finished else prompt.draft, 0)
+            self._token_ids = before.continue_from(token_ids)
 
     async def _show(self, text: str, chunks: tuple[Chunk, ...], *, is_finished: bool) -> None:
         """Emit the text of the draft, now and then, and not while it only repeats the beginning of the text before."""

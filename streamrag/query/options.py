@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal, TypeAlias, TypedDict
 
 from pydantic import Field, InstanceOf, PlainValidator
 
-from streamrag.core import SamplingParams, Turn
+from streamrag.core import MAX_INT, SamplingParams, Turn
 from streamrag.errors import ConfigurationError
 from streamrag.modes import PromptTemplate
 from streamrag.support.messages import plain_text
@@ -19,6 +19,15 @@ they leave more tokens to compute at the end."""
 
 MAX_QUERY_CHARACTERS = 100_000
 """A query is embedded and searched for as well as tokenised, so it should not be a whole document."""
+
+MAX_DRAFT = 1 << 16
+"""Most characters of a draft, or token ids, as many as an engine takes."""
+
+Draft: TypeAlias = (
+    Annotated[Text, Field(max_length=MAX_DRAFT)]
+    | Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_INT)], ...], Field(max_length=MAX_DRAFT, strict=False)]
+)
+"""A text, or token ids in a tuple or list."""
 
 ROLES = ("system", "user", "assistant")
 
@@ -47,6 +56,7 @@ class Query:
     deadline_s: Seconds | None = None
     overlap: Flag | Literal["auto"] = "auto"
     answer_ahead: Flag = False
+    draft: Draft = ()
     reserve_fraction: Annotated[Number, Field(ge=0, lt=1)] = RESERVE_FRACTION
 
     def __post_init__(self) -> None:
@@ -80,6 +90,9 @@ class QueryOptions(TypedDict, total=False):
     answer_ahead: bool
     """Whether to draft the answer while retrieval runs, and to verify the draft when the context is complete. The
     answer is the same; its last token comes sooner if the engine idles meanwhile. As the pipeline by default."""
+    draft: str | Sequence[int]
+    """Text or token ids that the answer may repeat, such as the last answer if a user asks for it anew. What the engine
+    verifies of it comes at once; the answer is the same. Needs `VllmBackend(answer_ahead=True)`; others ignore it."""
     reserve_fraction: float
     """Share of the token budget that is reserved for the most relevant of the chunks that no longer fit, in a context
     that grows chunk by chunk; a quarter by default. With 0, chunks are added whole, in order of arrival."""

@@ -24,7 +24,7 @@ from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.modes import AssembledPrompt, PromptAssembler
 from streamrag.modes.context import Context, passage_key
-from streamrag.query.answer_ahead import AnswerAhead
+from streamrag.query.answer_ahead import AnswerAhead, why_not_drafted
 from streamrag.query.options import Query
 from streamrag.query.relevance import Relevance
 from streamrag.query.retrieval import Retrieval, with_timeouts
@@ -81,6 +81,7 @@ class QueryPrompts:
         self._emit = emit
         self._recorder = recorder
         self._ahead = ahead
+        self._draft = () if why_not_drafted(query, model, overlap) else query.draft
         self._rank_of: dict[tuple[str, int, str], int] = {}  # in the last ranking, by uri, passage and text
         self.first_chunk_s: float | None = None
         self.retrieval_s: float | None = None
@@ -98,6 +99,9 @@ class QueryPrompts:
     async def stream(self) -> AsyncGenerator[Prompt, None]:
         """Yield partial prompts when `_due_s` says, then the complete prompt; emit what changed. Call it once."""
         assembler = await self._in_thread(self._new_assembler)
+        draft = self._draft
+        if isinstance(draft, str):
+            draft = tuple(await self._in_thread(partial(self._model.tokenizer.encode, draft)))
         chunks = Context()
         is_ranked = False
         hint: Hint | None = None
@@ -118,7 +122,7 @@ class QueryPrompts:
                     await self._report(step)
                     yield replace(step.prompt, hint=hint, source_name=self._source_name)
                     if self._ahead is not None and step.included:
-                        await self._ahead.begin((*step.prompt.token_ids, *assembler.tail), step.included)
+                        await self._ahead.begin((*step.prompt.token_ids, *assembler.tail), step.included, draft)
         self.retrieval_s = self._now()
         is_cut_short = self.cut_short is not None or self.source_error is not None
         step = await self._in_thread(
@@ -126,7 +130,8 @@ class QueryPrompts:
         )
         await self._report_complete(step, assembler.max_context_tokens)
         self.complete = step
-        draft = () if self._ahead is None else await self._ahead.withdraw()
+        if self._ahead is not None:
+            draft = await self._ahead.withdraw() or draft
         self.num_drafted = len(draft)
         yield replace(step.prompt, draft=draft)
 

@@ -214,9 +214,12 @@ class QueryRun:
                 f"answer_ahead=True needs a backend that verifies drafts, which {part_name(self._backend)} does not: "
                 "use VllmBackend(answer_ahead=True)"
             )
-        if why_not_drafted(self._query.params, self._overlap):
+        if self._why_not_drafted():
             return None
         return AnswerAhead(self._backend, self._query.params, now=self._now, emit=self._emit)
+
+    def _why_not_drafted(self) -> str | None:
+        return why_not_drafted(self._query, self._backend.model, self._overlap)
 
     async def _generate(self, prompts: QueryPrompts) -> tuple[list[AnswerChunk], float | None]:
         """Emit the backend's events. Return its answers and the first token's time, if any. Raise for other events."""
@@ -282,11 +285,10 @@ class QueryRun:
 
     def _draft_use(self, num_drafted: int, record: RequestRecord | None) -> DraftUse | None:
         """Return how drafts were used; None if none were wanted."""
-        if not self._query.answer_ahead:
+        if not self._query.answer_ahead and not self._query.draft:
             return None
-        why_none = why_not_drafted(self._query.params, self._overlap)
         num_verified, num_accepted = (record.num_verified, record.num_accepted) if record else (0, 0)
-        return DraftUse(num_drafted, num_verified, num_accepted, why_none)
+        return DraftUse(num_drafted, num_verified, num_accepted, self._why_not_drafted())
 
     def _now(self) -> float:
         return self._clock() - self._submitted_s

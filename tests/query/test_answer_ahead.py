@@ -10,6 +10,7 @@ import pytest
 from streamrag import AnswerChunk, Append, Chunk, Pipeline, Prompt, SamplingParams, Update
 from streamrag.core import BackendEvent
 from streamrag.errors import BackendError, ConfigurationError
+from streamrag.query.options import MAX_DRAFT
 from streamrag.telemetry import DraftChanged, DraftUse, QueryEvent
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
@@ -140,3 +141,70 @@ async def test_a_backend_that_verifies_no_drafts_says_so_and_without_the_option_
         stream = pipeline.stream("What?", answer_ahead=False)
         assert [chunk async for chunk in stream]
         assert stream.result.draft is None
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("draft", ["see alpha", [*map(ord, "see alpha")]])
+async def test_a_given_draft_comes_with_the_complete_prompt_only(draft: object, overlap: bool) -> None:
+    backend = DraftingBackend()
+    async with Pipeline(ScriptedSource([Append(A), PAUSE_S, Append(B)]), backend) as pipeline:
+        stream = pipeline.stream("What?", draft=draft, overlap=overlap)  # type: ignore[arg-type]
+        assert [chunk async for chunk in stream]
+        assert stream.result.draft == DraftUse(num_drafted=len("see alpha"))
+    assert backend.drafts == []
+    assert backend.last.draft == ids("see alpha")
+    assert all(prompt.draft == () for prompts in backend.prompts for prompt in prompts if not prompt.is_complete)
+
+
+async def test_the_first_draft_verifies_a_given_one_and_without_passages_it_is_kept() -> None:
+    backend = DraftingBackend()
+    async with Pipeline(ScriptedSource([Append(A), PAUSE_S]), backend, overlap=True) as pipeline:
+        await events_of(pipeline, draft="see beta")
+    assert [draft.draft for draft in backend.drafts] == [ids("see beta")]
+    assert backend.last.draft == ids("see alpha")
+    backend = DraftingBackend()
+    async with Pipeline(ScriptedSource([PAUSE_S]), backend, overlap=True) as pipeline:
+        await events_of(pipeline, draft="see beta")
+    assert backend.last.draft == ids("see beta")
+
+
+async def test_a_given_draft_that_no_engine_verifies_changes_nothing_and_the_answer_says_why() -> None:
+    grammar = SamplingParams(json_schema={"type": "object"})
+    for backend, params, reason in (
+        (ScriptedBackend(), SamplingParams(), r"VllmBackend(answer_ahead=True)"),
+        (DraftingBackend(), grammar, "grammar"),
+    ):
+        async with Pipeline(ScriptedSource([Append(A)]), backend) as pipeline:
+            stream = pipeline.stream("What?", draft="see alpha", params=params)
+            assert [chunk async for chunk in stream]
+        assert stream.result.draft is not None
+        assert reason in (stream.result.draft.why_none or "")
+        assert stream.result.draft.num_drafted == 0
+        assert backend.prompts[-1][-1].draft == ()
+
+
+@pytest.mark.parametrize("draft", [5, [-1], ["see"], [True], "a" * (MAX_DRAFT + 1), [1] * (MAX_DRAFT + 1), [1 << 40]])
+async def test_a_draft_is_a_text_or_token_ids_of_bounded_length(draft: object) -> None:
+    async with Pipeline(ScriptedSource([Append(A)]), DraftingBackend()) as pipeline:
+        with pytest.raises(ConfigurationError, match="draft"):
+            pipeline.stream("What?", draft=draft)  # type: ignore[arg-type]
+
+
+class StuckBackend(DraftingBackend):
+    """Never gets further than the first four letters of an answer that is drafted from B."""
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        num_letters = 0
+        async for event in super().generate(prompts, params):
+            yield event
+            num_letters += 1
+            if num_letters == 4 and len(self.drafts) == 2 and self.num_requests == 2:
+                await anyio.sleep_forever()
+
+
+async def test_a_draft_that_is_withdrawn_in_the_middle_keeps_the_rest_of_the_one_before() -> None:
+    source, backend = ScriptedSource([Append(A), PAUSE_S, Append(B), PAUSE_S]), StuckBackend()
+    async with Pipeline(source, backend, overlap=True) as pipeline:
+        await events_of(pipeline, draft="see alpha and more")
+    assert backend.drafts[1].draft == ids("see alpha")  # finished: nothing of the given one is left behind it
+    assert backend.last.draft == ids("see ") + ids("alpha")

@@ -2,12 +2,17 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import anyio
 import openai
 import pytest
 
 from streamrag import Append, BackendError, SourceError
+from streamrag.core import AnswerChunk, BackendEvent, Prompt, SamplingParams
+from streamrag.query.options import MAX_DRAFT
+from streamrag.records import RequestRecord
 from streamrag.serve import Limits
 from streamrag.testing import ScriptedBackend
 from tests.serve.serving import CHUNKS, PARIS, Serving, serving
@@ -111,6 +116,15 @@ async def test_the_last_message_is_asked_and_the_others_are_history() -> None:
         ({"messages": QUESTION, "web_search_options": {}}, 400, "web_search_options"),
         ({"messages": QUESTION, "bad_words": ["Paris"]}, 400, "bad_words"),
         ({"messages": QUESTION, "x" * 200: 1}, 400, "x" * 80),
+        ({"messages": QUESTION, "prediction": "Paris"}, 400, "prediction"),
+        ({"messages": QUESTION, "prediction": {"type": "context", "content": "Paris"}}, 400, "prediction.type"),
+        ({"messages": QUESTION, "prediction": {"type": "content"}}, 400, "prediction.content"),
+        ({"messages": QUESTION, "prediction": {"type": "content", "content": 5}}, 400, "prediction.content"),
+        (
+            {"messages": QUESTION, "prediction": {"type": "content", "content": [{"type": "x"}]}},
+            400,
+            "prediction.content",
+        ),
     ],
 )
 async def test_what_cannot_be_answered_is_refused(body: object, status: int, param: str | None) -> None:
@@ -255,3 +269,47 @@ async def test_a_body_that_is_too_long_is_refused() -> None:
 
         chunked = await served.http.post("/v1/chat/completions", content=pieces())
     assert declared.status_code == chunked.status_code == 413
+
+
+RECORD = RequestRecord("1", "finished", True, 0, 0, 0, 0, 0, 0, 10, 2, 10, 0, 0, 0, num_verified=5, num_accepted=3)
+
+
+class VerifyingBackend(ScriptedBackend):
+    """Verifies drafts: five tokens of one, of which three were right."""
+
+    def __init__(self) -> None:
+        super().__init__(answer="It is Paris [1].")
+        self.model = replace(self.model, verifies_drafts=True)
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        async for event in super().generate(prompts, params):
+            if isinstance(event, AnswerChunk) and event.finish_reason:
+                yield replace(event, record=RECORD)
+            else:
+                yield event
+
+
+TEXT = "It is Lyon."
+
+
+@pytest.mark.parametrize("content", [TEXT, [{"type": "text", "text": "It is "}, {"type": "text", "text": "Lyon."}]])
+async def test_a_prediction_is_the_draft_of_the_answer(content: object) -> None:
+    prediction = {"type": "content", "content": content}
+    async with serving(backend=VerifyingBackend()) as served, client_of(served) as client:
+        answer = await client.chat.completions.create(model="scripted", messages=QUESTION, prediction=prediction)
+        complete = served.backend.prompts[-1][-1]
+    assert complete.draft == tuple(map(ord, TEXT))
+    assert answer.choices[0].message.content == "It is Paris [1]."
+    details = answer.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (3, 2)
+    assert answer.usage.completion_tokens == len("It is Paris [1].")
+
+
+async def test_a_prediction_is_bounded_and_without_an_engine_that_verifies_drafts_it_is_not_used() -> None:
+    prediction = {"type": "content", "content": "x" * (MAX_DRAFT + 5)}
+    for backend, num_drafted in ((VerifyingBackend(), MAX_DRAFT), (ScriptedBackend(), 0)):
+        async with serving(backend=backend) as served, client_of(served) as client:
+            answer = await client.chat.completions.create(model="scripted", messages=QUESTION, prediction=prediction)
+        assert len(backend.prompts[-1][-1].draft) == num_drafted
+    details = answer.usage.completion_tokens_details  # of the second, which verifies none
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)

@@ -96,6 +96,7 @@ class RayBackend:
             facts.max_model_len,
             is_exact=facts.is_exact,
             breaks_look_alikes=facts.breaks_look_alikes,
+            verifies_drafts=facts.verifies_drafts,
         )
         self._streams = ReplicaStreams(replicas, self._chooser, max_replays=self._max_replays)
         self._touching = asyncio.create_task(self._streams.touch_forever(), name="streamrag heartbeat to replicas")

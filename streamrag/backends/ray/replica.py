@@ -30,6 +30,7 @@ class ModelFacts:
     max_model_len: int
     is_exact: bool
     breaks_look_alikes: bool
+    verifies_drafts: bool
 
 
 class PromptFeed:
@@ -71,6 +72,7 @@ class PromptFeed:
 class _Stream:
     feed: PromptFeed
     caller_id: str
+    is_draft: bool = False
     num_prefilled: int = 0
     waited_s: float = 0.0  # the stream's share of the time in which prompts waited
     has_output: bool = False
@@ -79,7 +81,7 @@ class _Stream:
 
     @property
     def num_queued_tokens(self) -> int:
-        return max(self.feed.num_tokens - self.num_prefilled, 0)
+        return 0 if self.is_draft else max(self.feed.num_tokens - self.num_prefilled, 0)
 
     @property
     def is_waiting(self) -> bool:
@@ -133,11 +135,15 @@ class EngineReplica:
             check()
 
     async def generate(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
-        """Yield the events of a stream in batches of all available ones. Closing the generator aborts the stream."""
-        if len(self._streams) >= self._max_open:
+        """Yield the events of a stream in batches of all available ones. Closing the generator aborts the stream.
+
+        Drafts take no places, and nothing of them is reported or measured: they compute only while nothing else does.
+        """
+        is_draft = call.first.request_class == "draft"
+        if self.num_open >= self._max_open and not is_draft:
             yield (Refused(),)
             return
-        stream = _Stream(PromptFeed(call.first), call.caller_id)
+        stream = _Stream(PromptFeed(call.first), call.caller_id, is_draft)
         self._streams[call.stream_id] = stream
         self._update_queue()
         self.touch(call.caller_id)
@@ -146,7 +152,7 @@ class EngineReplica:
             async with (
                 aclosing(stream.feed.prompts()) as prompts,
                 aclosing(self._backend.generate(prompts, call.params)) as events,  # type: ignore[type-var]
-                aclosing(batched(self._tracked(stream, events), stream)) as batches,
+                aclosing(batched(events if is_draft else self._tracked(stream, events), stream)) as batches,
             ):
                 async for batch in batches:
                     yield batch
@@ -212,11 +218,14 @@ class EngineReplica:
 
     def facts(self) -> ModelFacts:
         model = self._backend.model
-        return ModelFacts(model.name, model.max_model_len, model.is_exact, model.breaks_look_alikes)
+        return ModelFacts(
+            model.name, model.max_model_len, model.is_exact, model.breaks_look_alikes, model.verifies_drafts
+        )
 
     @property
     def num_open(self) -> int:
-        return len(self._streams)
+        """Number of open streams, without drafts."""
+        return sum(not stream.is_draft for stream in self._streams.values())
 
     @property
     def num_queued_tokens(self) -> int:

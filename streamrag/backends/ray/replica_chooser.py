@@ -136,3 +136,16 @@ class Ticket:
 
     def went_to(self, replica_id: str) -> None:
         self.chooser.went_to(self.stream_id, self.opening, replica_id)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTicket:
+    """A draft's ticket to the replica of its query, whose KV the draft shares. The router never hears of drafts."""
+
+    replica_id: str
+
+    def rank(self, candidates: Sequence[ReplicaCandidate]) -> list[str]:
+        return [each.id for each in candidates if each.id == self.replica_id]
+
+    def went_to(self, replica_id: str) -> None:
+        """Record nothing, as the router does not count drafts."""

@@ -11,10 +11,11 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from streamrag.backends.ray.replica_chooser import ReplicaChooser, Ticket
+from streamrag.backends.ray.replica_chooser import DraftTicket, ReplicaChooser, Ticket
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused, WireEvent
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError, EngineDeadError
@@ -65,6 +66,17 @@ class Counts:
     """Number of queries that failed because their replica was lost."""
 
 
+@dataclass(slots=True)
+class _Place:
+    """The replica in which a query's stream is open, for the drafts of the query."""
+
+    replica_id: str = ""
+    is_open: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+_place_of_query: ContextVar[_Place | None] = ContextVar("streamrag_place_of_query", default=None)
+
+
 class NewestPrompt:
     """Reads a query's prompts in a task, and keeps the newest. `aclose` ends the task.
 
@@ -74,6 +86,8 @@ class NewestPrompt:
     def __init__(self, prompts: AsyncIterator[Prompt]) -> None:
         self.prompt: Prompt | None = None
         self.number = 0  # number of the newest prompt, from 1; 0 before the first
+        self.place = _Place()
+        _place_of_query.set(self.place)  # the task below inherits it, and so do the drafts that `prompts` begins
         self._has_more = asyncio.Event()
         self.pulling = asyncio.create_task(self._pull(prompts), name="pull prompts")
         self.pulling.add_done_callback(lambda task: self._has_more.set())
@@ -150,38 +164,61 @@ class ReplicaStreams:
 
         :raises BackendError: a replica was lost after the first token, or too many were; or as the engine's backend.
         """
+        of_query = _place_of_query.get()
+        async with aclosing(NewestPrompt(prompts)) as newest:
+            first = await newest.after(0)
+            if first.request_class == "draft" and of_query is not None:
+                answering = self._draft(newest, params, of_query)
+            else:
+                answering = self._answer(newest, params)
+            async with aclosing(answering) as events:
+                async for event in events:
+                    yield event
+
+    async def _draft(
+        self, newest: NewestPrompt, params: SamplingParams, of_query: _Place
+    ) -> AsyncGenerator[BackendEvent, None]:
+        """Draft an answer in the replica of its query. A draft is never replayed."""
+        await of_query.is_open.wait()
+        stream = _Stream(self, newest, params, DraftTicket(of_query.replica_id))
+        try:
+            async with aclosing(stream.events()) as events:
+                async for event in events:
+                    yield event
+        except ReplicaLostError as error:
+            raise BackendError(f"the replica that drafted an answer was lost: {error}") from None
+
+    async def _answer(self, newest: NewestPrompt, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
         self.counts.num_asked += 1
         num_replays = num_shown = 0
         is_finished = False
-        async with aclosing(NewestPrompt(prompts)) as newest:
-            await newest.after(0)
-            while True:
-                try:
-                    async with aclosing(self._attempt(newest, params)) as events:
-                        async for event in events:
-                            if isinstance(event, AnswerChunk):
-                                num_shown += max(len(event.token_ids), bool(event.text))
-                                if event.finish_reason is not None:
-                                    is_finished = True
-                                    self.counts.num_answered += 1
-                            yield event
-                    if not is_finished:
-                        raise ReplicaLostError("its stream ended without the end of an answer")
+        while True:
+            try:
+                async with aclosing(self._attempt(newest, params)) as events:
+                    async for event in events:
+                        if isinstance(event, AnswerChunk):
+                            num_shown += max(len(event.token_ids), bool(event.text))
+                            if event.finish_reason is not None:
+                                is_finished = True
+                                self.counts.num_answered += 1
+                        yield event
+                if not is_finished:
+                    raise ReplicaLostError("its stream ended without the end of an answer")
+                return
+            except ReplicaLostError as error:
+                if is_finished:
                     return
-                except ReplicaLostError as error:
-                    if is_finished:
-                        return
-                    if num_shown:
-                        self.counts.num_lost += 1
-                        raise BackendError(
-                            f"the replica that answered was lost after {num_shown} tokens of the answer were shown: "
-                            f"ask again ({error})"
-                        ) from None
-                    num_replays += 1
-                    if num_replays > self._max_replays:
-                        self.counts.num_lost += 1
-                        raise BackendError(f"{num_replays} replicas were lost, one after another: {error}") from None
-                    self.counts.num_replayed += 1
+                if num_shown:
+                    self.counts.num_lost += 1
+                    raise BackendError(
+                        f"the replica that answered was lost after {num_shown} tokens of the answer were shown: "
+                        f"ask again ({error})"
+                    ) from None
+                num_replays += 1
+                if num_replays > self._max_replays:
+                    self.counts.num_lost += 1
+                    raise BackendError(f"{num_replays} replicas were lost, one after another: {error}") from None
+                self.counts.num_replayed += 1
 
     async def _attempt(self, newest: NewestPrompt, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
         pause_s = FIRST_PAUSE_S
@@ -197,14 +234,21 @@ class ReplicaStreams:
 
 
 class _Stream:
-    """An attempt to answer a query: one stream in one replica."""
+    """An attempt to answer a query, or with `draft_ticket` to draft the answer: one stream in one replica."""
 
-    def __init__(self, streams: ReplicaStreams, newest: NewestPrompt, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        streams: ReplicaStreams,
+        newest: NewestPrompt,
+        params: SamplingParams,
+        draft_ticket: DraftTicket | None = None,
+    ) -> None:
         self._replicas = streams.replicas
         self._chooser = streams.chooser
         self._caller_id = streams.caller_id
         self._newest = newest
         self._params = params
+        self._draft_ticket = draft_ticket
         self._id = uuid.uuid4().hex
         self._replica_id: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.is_refused = False
@@ -213,7 +257,7 @@ class _Stream:
     async def events(self) -> AsyncGenerator[BackendEvent, None]:
         """Open the stream and yield its events; none if `is_refused`."""
         first, number = await self._newest.after(0), self._newest.number
-        ticket = self._chooser.ticket(self._id, first)
+        ticket = self._draft_ticket or self._chooser.ticket(self._id, first)
         call = Open(self._id, Delta.of(first, number=number, num_shared=0), self._params, self._caller_id, ticket)
         pushing = asyncio.create_task(self._push(first, number), name="push prompts")
         others: set[asyncio.Task[Any]] = {pushing, self._newest.pulling}
@@ -237,11 +281,13 @@ class _Stream:
                 self._chooser.ended(self._id)  # first: the next line raises on a cancellation
                 await cancel_and_wait([pushing] if reading is None else [pushing, reading])
 
-    def _follow(self, event: WireEvent, ticket: Ticket) -> tuple[BackendEvent, ...]:
+    def _follow(self, event: WireEvent, ticket: Ticket | DraftTicket) -> tuple[BackendEvent, ...]:
         match event:
             case Opened(replica_id) if not self._replica_id.done():
                 ticket.went_to(replica_id)
                 self._replica_id.set_result(replica_id)
+                self._newest.place.replica_id = replica_id
+                self._newest.place.is_open.set()
             case Refused():
                 self.is_refused = True
             case Failed():
@@ -251,7 +297,7 @@ class _Stream:
                     raise ReplicaLostError(str(error))
                 raise error
             case AnswerChunk() if self._replica_id.done():
-                if not self._has_shown and self._newest.prompt is not None:
+                if not self._has_shown and self._newest.prompt is not None and isinstance(ticket, Ticket):
                     self._has_shown = True
                     self._chooser.computed(self._id, self._newest.prompt.token_ids, self._replica_id.result())
                 return (event,)

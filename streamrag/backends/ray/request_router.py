@@ -14,7 +14,7 @@ from streamrag.support.clock import monotonic
 
 log = logging.getLogger("streamrag.ray")
 
-CALLS_PER_STREAM = 2  # most concurrent calls of a stream to its replica: the stream itself, and one update
+CALLS_PER_STREAM = 3  # most concurrent calls of a stream to its replica: the stream itself, one update, and a draft
 
 
 def named_replica(

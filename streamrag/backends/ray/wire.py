@@ -29,19 +29,19 @@ class Delta:
     hint: Hint | None = None
     source_name: str = ""
     request_class: RequestClass = "pool"
+    draft: bytes = b""  # tokens that the answer may repeat, four bytes each
 
     @classmethod
     def of(cls, prompt: Prompt, *, number: int, num_shared: int) -> "Delta":
-        tail = array("I", prompt.token_ids[num_shared:]).tobytes()
+        tail, draft = (array("I", ids).tobytes() for ids in (prompt.token_ids[num_shared:], prompt.draft))
         options = prompt.is_complete, prompt.hint, prompt.source_name, prompt.request_class
-        return cls(number, num_shared, tail, *options)
+        return cls(number, num_shared, tail, *options, draft)
 
     def after(self, token_ids: tuple[int, ...]) -> Prompt:
         """Return the prompt that follows a prompt of `token_ids`."""
-        tail = array("I")
-        tail.frombytes(self.tail)
         options = self.is_complete, self.hint, self.source_name, self.request_class
-        return Prompt((*token_ids[: self.num_shared], *tail), self.num_shared, *options)
+        tail, draft = array("I", self.tail), tuple(array("I", self.draft))
+        return Prompt((*token_ids[: self.num_shared], *tail), self.num_shared, *options, draft)
 
 
 @dataclass(frozen=True, slots=True)

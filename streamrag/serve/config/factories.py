@@ -13,7 +13,7 @@ from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.backends.tools.parser import ToolCallParser
 from streamrag.core import Backend, SamplingParams, Source
-from streamrag.errors import ConfigurationError, require_modules
+from streamrag.errors import require_modules
 from streamrag.modes import PromptTemplate
 from streamrag.routing import make_router
 from streamrag.serve.config.settings import (
@@ -67,8 +67,6 @@ def make_replicated(
     name: str = "streamrag",
 ) -> Backend:
     """Return a backend of replicas, not started: those of `cluster`, or else new ones that are named after `name`."""
-    if engine.answer_ahead:
-        raise ConfigurationError("engine.answer_ahead does not work with replicas: leave one of them out")
     cluster = cluster or _make_cluster(partial(_make_engines, model, engine, replicas), replicas, f"{name}-engines")
     from streamrag.backends.ray import RayBackend
 

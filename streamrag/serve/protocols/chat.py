@@ -6,7 +6,7 @@ The last user message is the question, for which the service retrieves; the mess
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from sse_starlette.event import ServerSentEvent
@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from streamrag.backends.tools.parser import AnswerReader
 from streamrag.core import MAX_INT, SamplingParams, Turn
-from streamrag.query.options import QueryOptions
+from streamrag.query.options import MAX_DRAFT, QueryOptions
 from streamrag.serve.citation_marks import url_citations
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import encode_json, read_body
@@ -24,7 +24,7 @@ from streamrag.serve.connections.sse import Write, respond, unless_disconnected
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.protocols.event_encoder import wait_for_answer
 from streamrag.serve.protocols.tool_calls import MAX_TOOLS, Tool, ToolCall, check_size, tool_query, uses_tools
-from streamrag.serve.request_fields import SAMPLING, parse_turn, refuse_fields, sampling, split_turns
+from streamrag.serve.request_fields import SAMPLING, message_text, parse_turn, refuse_fields, sampling, split_turns
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer, Answered, RetrievalStarted, TokensGenerated
 
@@ -40,6 +40,13 @@ class Message(BaseModel):
 class ChatMessage(Message):
     tool_calls: list[ToolCall] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_call_id: str | None = Field(default=None, max_length=128)
+
+
+class Prediction(BaseModel):
+    """A text that the answer may repeat. It changes no answer."""
+
+    type: Literal["content"]
+    content: Any
 
 
 class StreamOptions(BaseModel):
@@ -82,6 +89,7 @@ class ChatRequest(BaseModel):
     tools: Annotated[list[Tool] | None, BeforeValidator(check_size), Field(max_length=MAX_TOOLS)] = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -138,9 +146,14 @@ def chat_query(service: Service, body: ChatRequest) -> tuple[str, QueryOptions, 
     """Return the question, the query's options, and a reader of the answer. Raises RequestError."""
     params = body.params(service.params)
     if uses_tools(body):
-        return tool_query(service, body, params)
-    turns = [parse_turn(each.role, each.content, f"messages.{i}") for i, each in enumerate(body.messages)]
-    return *conversation_options(service, turns, "messages", params), AnswerReader()
+        question, options, reader = tool_query(service, body, params)
+    else:
+        turns = [parse_turn(each.role, each.content, f"messages.{i}") for i, each in enumerate(body.messages)]
+        question, options = conversation_options(service, turns, "messages", params)
+        reader = AnswerReader()
+    if body.prediction is not None:
+        options["draft"] = message_text(body.prediction.content, "prediction.content")[:MAX_DRAFT]
+    return question, options, reader
 
 
 def conversation_options(
@@ -228,9 +241,15 @@ def encode_usage(answer: Answer) -> dict[str, Any] | None:
     if usage.num_tokens is None:
         return None
     num_cached = 0 if answer.record is None else min(answer.record.num_from_cache, answer.num_prompt_tokens)
+    draft = answer.draft
+    num_accepted, num_verified = (draft.num_accepted, draft.num_verified) if draft else (0, 0)
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": num_verified - num_accepted,
+        },
     }

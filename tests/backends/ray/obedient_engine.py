@@ -20,7 +20,7 @@ class Engine(ScriptedBackend):
 
     def __init__(self) -> None:
         super().__init__("An answer.")
-        self.model = replace(self.model, name=f"engine {os.getpid()}")
+        self.model = replace(self.model, name=f"engine {os.getpid()}", verifies_drafts=True)
         self.is_dead = False
 
     def check_health(self) -> None:

@@ -1,16 +1,21 @@
 """A query in one of several replicas: what is sent there, and what becomes of it when that is lost."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import anyio
 import pytest
 from in_process import Fewest, InProcess, after, answer, growing, replica_streams
 
+from streamrag import Append, Chunk, Pipeline
 from streamrag.backends.ray.replica_chooser import ReplicaCandidate
+from streamrag.backends.ray.replica_streams import ReplicaStreams
 from streamrag.backends.ray.wire import Opened
-from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt
+from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Prefilled, Prompt, SamplingParams
 from streamrag.errors import BackendError, EngineDeadError, PromptTooLongError, SourceError
-from streamrag.testing import ScriptedBackend
+from streamrag.telemetry import Answer
+from streamrag.testing import ScriptedBackend, ScriptedSource
 
 
 async def settled() -> None:
@@ -326,3 +331,75 @@ async def test_a_replica_that_hangs_does_not_keep_others_from_being_told(monkeyp
     for task in asking:
         task.cancel()
     await asyncio.wait(asking)
+
+
+class Drafting(ScriptedBackend):
+    """Verifies drafts; a draft never gets further than "An"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = replace(self.model, verifies_drafts=True)
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        mine, text = len(self.prompts), ""
+        async for event in super().generate(prompts, params):
+            yield event
+            text += event.text if isinstance(event, AnswerChunk) else ""
+            if text == "An" and self.prompts[mine][0].request_class == "draft":
+                await anyio.sleep_forever()
+
+    @property
+    def drafts(self) -> list[Prompt]:
+        return [prompts[0] for prompts in self.prompts if prompts and prompts[0].request_class == "draft"]
+
+
+class InReplicas:
+    """Replicas, as a backend of pipelines."""
+
+    def __init__(self, streams: ReplicaStreams, model: ModelInfo) -> None:
+        self.model = model
+        self.generate = streams.generate
+
+
+async def drafted(streams: ReplicaStreams, model: ModelInfo, source: ScriptedSource) -> Answer:
+    async with Pipeline(source, InReplicas(streams, model), overlap=True, answer_ahead=True) as pipeline:
+        stream = pipeline.stream("Why?")
+        assert [chunk async for chunk in stream]
+        return stream.result
+
+
+def chunk(text: str) -> Append:
+    return Append(Chunk(text, f"{text}.md"))
+
+
+async def test_a_draft_goes_to_the_replica_of_its_query_takes_no_place_and_comes_with_the_complete_prompt() -> None:
+    a, b = Drafting(), Drafting()
+    replicas, router = InProcess({"a": a, "b": b}, max_open=1), Fewest()
+    streams, steps = replica_streams(replicas, router), [chunk("damp"), 0.05, chunk("dust"), 0.05]
+    answers = await asyncio.gather(*(drafted(streams, a.model, ScriptedSource(steps)) for _ in range(2)))
+    assert [answer.text for answer in answers] == ["An answer."] * 2
+    for backend in (a, b):
+        (complete,) = [p for ps in backend.prompts for p in ps if p.is_complete and p.request_class == "pool"]
+        assert [len(draft.draft) for draft in backend.drafts] == [0, 2]
+        assert complete.draft == tuple(map(ord, "An"))
+        assert backend.drafts[-1].token_ids == complete.token_ids
+        assert backend.num_requests == 0
+    assert (streams.counts.num_asked, streams.counts.num_answered) == (2, 2)
+    assert len(router.computed) == 2, "the router hears of queries only"
+    assert all(each.stats()["queued_tokens"] == each.num_open == 0 for each in replicas.replicas.values())
+
+
+async def test_a_query_whose_replica_is_lost_while_it_is_drafted_is_replayed() -> None:
+    a, b = Drafting(), Drafting()
+    replicas, more = InProcess({"a": a, "b": b}), anyio.Event()
+    streams = replica_streams(replicas)
+    asking = asyncio.create_task(drafted(streams, a.model, ScriptedSource([chunk("damp"), more, chunk("dust"), 0.05])))
+    while not a.drafts:
+        await settled()
+    replicas.kill("a")
+    await settled()
+    more.set()
+    assert (await asking).text == "An answer."
+    assert (streams.counts.num_replayed, streams.counts.num_lost) == (1, 0)
+    assert a.num_requests == b.num_requests == 0
+    assert streams.chooser.in_use() == set()

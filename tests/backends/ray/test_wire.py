@@ -30,7 +30,7 @@ def test_a_feed_gives_the_prompts_that_were_sent_and_what_they_share(
         feed: PromptFeed | None = None
         for number, (token_ids, is_pulled) in enumerate([*sent, (last, True)], start=1):
             shared = common_prefix_len(before, token_ids)
-            prompt = Prompt(token_ids, shared, number > len(sent), Hint(num_chunks=3), "search")
+            prompt = Prompt(token_ids, shared, number > len(sent), Hint(num_chunks=3), "search", draft=last)
             delta = pickle.loads(pickle.dumps(Delta.of(prompt, number=number, num_shared=shared)))
             if feed is None:
                 feed = PromptFeed(delta)
@@ -42,7 +42,7 @@ def test_a_feed_gives_the_prompts_that_were_sent_and_what_they_share(
             if is_pulled:
                 found = await anext(prompts)
                 assert (found.token_ids, found.is_complete) == (token_ids, number > len(sent))
-                assert (found.hint, found.source_name) == (Hint(num_chunks=3), "search")
+                assert (found.hint, found.source_name, found.draft) == (Hint(num_chunks=3), "search", last)
                 assert found.num_shared <= common_prefix_len(pulled, token_ids)
                 pulled = token_ids
         assert [prompt async for prompt in prompts] == []

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 from in_process import Fewest, after, growing
@@ -21,6 +22,7 @@ from ray import serve
 from ray.serve.request_router import RequestRouter
 from ray_routers import PowerOfTwo, PrefixAffinity
 
+from streamrag import Chunk, Pipeline
 from streamrag.backends.ray import RayBackend
 from streamrag.backends.ray.cluster import Cluster
 from streamrag.backends.ray.deployment import engines
@@ -32,6 +34,8 @@ from streamrag.errors import BackendError, ConfigurationError, SourceError
 from streamrag.serve.config.factories import make_pooled
 from streamrag.serve.config.layers import load
 from streamrag.serve.server import listen
+from streamrag.telemetry import DraftChanged, DraftUse
+from streamrag.testing import ScriptedSource
 from streamrag.trace import Trace, TracedAppend, TracedChunk, TracedQuery, write_trace
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -126,6 +130,21 @@ async def test_answers_come_from_both_replicas_and_prompts_reach_the_one_that_ha
     assert backend.model.max_model_len == 100_000
     assert await asyncio.gather(*[ask(backend, "W", "Why", "Why?") for _ in range(12)]) == ["An answer."] * 12
     assert len(await who(backend)) == 2
+
+
+async def test_an_answer_is_drafted_in_a_replica_and_the_draft_comes_back_with_the_complete_prompt(
+    backend: RayBackend,
+) -> None:
+    is_drafted = anyio.Event()
+    source = ScriptedSource([Append(Chunk("It is damp.", "printers.md")), is_drafted])
+    async with Pipeline(source, backend, owns_backend=False, overlap=True, answer_ahead=True) as pipeline:
+        stream = pipeline.events("Why?")
+        async for event in stream:
+            if isinstance(event, DraftChanged) and event.text == "An answer.":
+                is_drafted.set()
+    assert stream.result.text == "An answer."
+    assert stream.result.draft == DraftUse(num_drafted=len("An answer."))
+    assert sum((await who(backend)).values()) == 0
 
 
 async def test_ray_listens_on_loopback(backend: RayBackend) -> None:

@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from real_engine import GREEDY, MOST_DIFFERENCE, Answer, fresh, make_model, pairs, running_engine, tokens
+from real_engine import GREEDY, MAX_MODEL_LEN, MOST_DIFFERENCE, Answer, fresh, make_model, pairs, running_engine, tokens
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from streamrag import Append, Chunk, Pipeline
 from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
 from streamrag.backends.vllm.scheduler_options import draft_config
-from streamrag.core import AnswerChunk, Prompt, RequestClass, SamplingParams
+from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Prompt, RequestClass, SamplingParams
 from streamrag.records import RequestRecord
+from streamrag.telemetry import TokensGenerated
+from streamrag.testing import CodePointTokenizer, ScriptedSource
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -154,6 +157,38 @@ async def test_sampling_with_a_draft_has_the_distribution_of_sampling_without(mo
         assert 0.1 < without < 0.95
         assert abs(drafted - without) <= MOST_DEVIATIONS * error
         assert 0 < num_accepted < num_verified
+
+
+class EngineBackend:
+    """The engine, as a backend of pipelines, whose tokens are characters."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self.model = ModelInfo("Llama", CodePointTokenizer(), MAX_MODEL_LEN, verifies_drafts=True)
+        self._engine = engine
+
+    def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        return stream_then_generate(prompts, TokenStreams(self._engine), params)
+
+
+async def test_an_answer_that_is_asked_for_again_with_itself_as_draft_takes_one_pass(engine: AsyncLLM) -> None:
+    source = ScriptedSource([Append(Chunk("Paper jams when damp.", "printers.md"))])
+    async with Pipeline(source, EngineBackend(engine)) as pipeline:
+
+        async def ask(draft: tuple[int, ...]) -> tuple[Any, int]:
+            stream = pipeline.events("Why?", draft=draft, params=SamplingParams(max_tokens=16, ignore_eos=True))
+            events = [event async for event in stream]
+            return stream.result, sum(isinstance(event, TokensGenerated) for event in events)
+
+        first, num_steps = await ask(())
+        assert (len(first.token_ids), num_steps, first.draft) == (16, 16, None)
+        again, num_steps = await ask(first.token_ids)
+        assert again.token_ids == first.token_ids
+        assert num_steps <= 3, "the first token, one pass over all others, and perhaps the end by itself"
+        assert (again.draft.num_drafted, again.draft.num_verified, again.draft.num_accepted) == (16, 14, 14)
+        changed = (*first.token_ids[:8], (first.token_ids[8] + 1) % 100, *first.token_ids[9:])
+        again, num_steps = await ask(changed)
+        assert again.token_ids == first.token_ids
+        assert num_steps < 10
 
 
 async def test_a_draft_that_is_withdrawn_leaves_nothing_behind(engine: AsyncLLM) -> None:

@@ -50,6 +50,18 @@ def test_the_demo_s_search_is_that_of_the_benchmarks() -> None:
     assert told in page("README.md")
 
 
+def test_the_last_token_with_drafts_is_that_of_the_benchmark() -> None:
+    found = json.loads((RESULTS / "answer_ahead.json").read_text())["loads"]["five passages, appended within 9 s"]
+    first, last = (
+        [f"{found[f'{token}_s_p50_{way}']:.2f}" for way in ("ahead", "without")] for token in ("first", "last")
+    )
+    told = (
+        f"the last token came {last[0]} s after retrieval with drafts and {last[1]} s without, and the first after "
+        f"{first[0]} and {first[1]} s"
+    )
+    assert told in page("README.md"), told
+
+
 def test_who_waits_for_longer_is_told() -> None:
     section = (RESULTS / "paper.md").read_text().partition("## Request by request")[2].partition("\n## ")[0]
     lines = [[part.strip() for part in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
