@@ -47,7 +47,7 @@ class CountingV2Runner(Counting, V2OracleRunner):
     """Counts for the second kind of model runner."""
 
 
-def problems(record: RequestRecord, client: Client, has_prefix_cache: bool) -> list[str]:
+def problems(record: RequestRecord, client: Client, has_prefix_cache: bool, *, can_copy: bool) -> list[str]:
     """What is wrong with the record of a client of the fuzz."""
     num_computed, num_recomputed = client.counts
     taken = list(takewhile(lambda chunk: len(chunk[1]) < client.max_model_len, client.sent))
@@ -75,7 +75,8 @@ def problems(record: RequestRecord, client: Client, has_prefix_cache: bool) -> l
         "tokens in all": not is_finished
         or record.num_computed - record.num_recomputed + record.num_from_cache + record.num_loaded >= len(prompts[-1]),
         "num_loaded": record.num_loaded >= 0,
-        "drafts": 0 <= record.num_accepted <= record.num_verified and (client.has_draft or record.num_verified == 0),
+        "drafts": 0 <= record.num_accepted <= record.num_verified,
+        "drafts if there is none": client.has_draft or can_copy or record.num_verified == 0,
         "preemptions": all(p.num_tokens_lost > 0 for p in record.preemptions),
         "the same on the result": client.record in (None, record),
     }
