@@ -122,7 +122,7 @@ def _drafts(rng: random.Random, scenario: Scenario) -> Scenario:
 
 
 def _copies(rng: random.Random, scenario: Scenario) -> Scenario:
-    """The model knows few tokens, so that long answers come across what stands in their prompts, and copy from there."""
+    """The model knows few tokens, so that long answers come across what stands in their prompts, and copy it."""
     events = [
         (at_s, replace(e, max_tokens=e.max_tokens * rng.choice([1, 2, 5])) if isinstance(e, Chunk | Plain) else e)
         for at_s, e in scenario.events
