@@ -141,6 +141,9 @@ bench-one-user: .venv/installed ## one user whose context changes faster than a 
 bench-ahead: .venv/installed ## answers drafted while retrieval runs: seconds to the last token with drafts and without; real engine, ten minutes
 	$(RUN) experiments/answer_ahead.py --json experiments/results/answer_ahead.json
 
+bench-copies: .venv/installed ## answers copied from their prompts, by our scheduler and by vLLM's ngram: steps and seconds; real engine, eight minutes
+	$(RUN) experiments/copies.py --json experiments/results/copies.json
+
 bench-auto: .venv/installed ## overlap="auto" against always and never, and what learning costs; real engine, quarter of an hour
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/auto_overlap.py --json experiments/results/auto_overlap.json
 

@@ -129,7 +129,7 @@ class RequestRecord:
     restores: tuple[RestoreRecord, ...] = ()
     """Restores in order of time; only from engines with host memory."""
     num_verified: int = 0
-    """Tokens of drafts that were computed to verify them."""
+    """Tokens of drafts, and copies from the prompt, that were computed to verify them."""
     num_accepted: int = 0
     """Verified tokens that became part of the answer: so many steps were saved."""
     holds: Mapping[str, int] = field(default_factory=dict)
