@@ -10,12 +10,16 @@ drafted. Tokens must be equal. Seconds are those after the first token, since th
 
 The questions are shown in two halves: those whose answers share most runs of three tokens with their prompts, and the
 others. An answer is known only afterwards, so nobody could ask the first half alone.
+
+Then what the search costs our scheduler, without an engine: the first search of an answer, which sorts the prompt, and
+each later step of an answer that copies nothing, which is the longest; the least of several runs.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -40,13 +44,14 @@ from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.stats import EngineStats
 from streamrag.bench.provenance import versions
 from streamrag.demo.demo_folder import TEMPLATE, prepare_demo
-from streamrag.engine.drafts import NUM_ANCHOR
+from streamrag.engine.drafts import NUM_ANCHOR, AnswerDraft
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.modes import PromptAssembler
 from streamrag.support.files import write_atomic
 
 MAX_TOKENS = 96
 MAX_MODEL_LEN = 4_096
+VOCABULARY = 128_000
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 3, "prompt_lookup_max": 5}
 COMMON: dict[str, Any] = {
     "dtype": "float32",
@@ -155,6 +160,27 @@ async def measure(folder: Path, num_questions: int) -> list[Row]:
     return rows
 
 
+def search_costs() -> dict[int, dict[str, float]]:
+    """Return the milliseconds of the first search in a prompt of so many tokens, and microseconds of each later step."""
+    rng, found = random.Random(0), {}
+    answer = [rng.randrange(VOCABULARY) for _ in range(500)]
+    for num_tokens in (1_000, 10_000, 100_000):
+        prompt = [int(rng.paretovariate(0.7)) % VOCABULARY for _ in range(num_tokens)]
+        first_s, step_s = [], []
+        for _ in range(7):
+            draft = AnswerDraft((), 32, prompt)
+            began_s = time.perf_counter()
+            draft.next_tokens(answer[:3], 32)
+            first_s.append(time.perf_counter() - began_s)
+            shown, began_s = answer[:3], time.perf_counter()
+            for token in answer[3:]:
+                shown.append(token)
+                draft.next_tokens(shown, 32)
+            step_s.append((time.perf_counter() - began_s) / (len(answer) - 3))
+        found[num_tokens] = {"first_ms": 1e3 * min(first_s), "step_us": 1e6 * min(step_s)}
+    return found
+
+
 def summarize(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float]]]:
     """Return what each arm needed, for the half of the questions that quote most and for the others."""
     plain = {row.question: row for row in rows if row.arm == "none"}
@@ -212,14 +238,20 @@ def main() -> int:
     rows = asyncio.run(measure(arguments.folder, arguments.questions))
     found, load = summarize(rows), os.getloadavg()[0]
     show(found)
+    searches = search_costs()
+    for num_tokens, costs in searches.items():
+        console.print(
+            f"{num_tokens:,} tokens: {costs['first_ms']:.1f} ms to sort, then {costs['step_us']:.1f} us a step"
+        )
     console.print(f"the machine's load over the last minute: {load:.0f}, on {os.cpu_count()} cores, our own included")
     if arguments.json:
         as_json = {
             "date": date.today().isoformat(),
             "versions": versions(),
             "load": load,
-            "arms": found,
-            "rows": [asdict(row) for row in rows],
+            "halves": found,
+            "searches": searches,
+            "rows": [asdict(row) | {"prompt": len(row.prompt)} for row in rows],
         }
         write_atomic(arguments.json, json.dumps(as_json, indent=1) + "\n")
     return 0 if all(row["num_equal"] == row["num_answers"] for arms in found.values() for row in arms.values()) else 1

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ async def test_answers_that_copy_from_their_prompts_are_those_of_engines_that_do
     """The model repeats tokens, and so do these prompts. Together they need more memory than there is."""
     rng = random.Random(8)
     runs = [[token] * rng.randrange(4, 8) for token in range(100)]
-    prompts = [tokens(rng, rng.randrange(100)) + sum(rng.sample(runs, 100), []) for _ in range(10)]
+    prompts = [tokens(rng, rng.randrange(100)) + list(chain(*rng.sample(runs, 100))) for _ in range(10)]
 
     async def later(number: int) -> tuple[Answer, RequestRecord]:
         await asyncio.sleep(rng.uniform(0, 1.0))
