@@ -161,7 +161,7 @@ async def measure(folder: Path, num_questions: int) -> list[Row]:
 
 
 def search_costs() -> dict[int, dict[str, float]]:
-    """Return the milliseconds of the first search in a prompt of so many tokens, and microseconds of each later step."""
+    """Return milliseconds of the first search in a prompt of so many tokens, and microseconds of each later step."""
     rng, found = random.Random(0), {}
     answer = [rng.randrange(VOCABULARY) for _ in range(500)]
     for num_tokens in (1_000, 10_000, 100_000):
