@@ -230,7 +230,7 @@ class DraftUse:
     num_drafted: int = 0
     """Length of the draft when the context was complete."""
     num_verified: int = 0
-    """Tokens of it, or copied from the prompt, that the engine verified; some behind a wrong one several times."""
+    """Tokens of it that the engine verified; those behind a wrong one may be verified several times."""
     num_accepted: int = 0
     """Tokens that were right: so many steps were saved."""
     why_none: str | None = None

@@ -47,6 +47,11 @@ class AnswerDraft:
         self._num_proposed = len(tokens)
         return tokens
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether the last tokens to verify were those of the prompt."""
+        return self._text is self._prompt
+
     def continue_from(self, answer: Sequence[int]) -> tuple[int, ...]:
         """Return `answer` and the rest of the draft behind the place that the answer has reached."""
         self._follow(answer)

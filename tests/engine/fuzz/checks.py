@@ -175,10 +175,9 @@ class Checks:
         self.met["tokens invalidated"] += record.num_invalidated
         self.met["tokens of drafts that were accepted"] += record.num_accepted
         self.met["tokens of drafts that were rejected"] += record.num_verified - record.num_accepted
-        if not client.has_draft:
-            self.met["tokens copied from prompts"] += record.num_accepted
-            self.met["tokens copied wrongly"] += record.num_verified - record.num_accepted
-            self.met["copies of who was preempted"] += bool(record.num_verified and record.preemptions)
+        self.met["tokens copied from prompts"] += record.num_copied
+        self.met["tokens copied wrongly"] += record.num_copies_verified - record.num_copied
+        self.met["copies of who was preempted"] += bool(record.num_copied and record.preemptions)
 
     def _what_was_copied(self, records: list[RequestRecord]) -> None:
         runner, block_size = self.run.runner, self.scenario.block_size

@@ -75,8 +75,8 @@ def problems(record: RequestRecord, client: Client, has_prefix_cache: bool, *, c
         "tokens in all": not is_finished
         or record.num_computed - record.num_recomputed + record.num_from_cache + record.num_loaded >= len(prompts[-1]),
         "num_loaded": record.num_loaded >= 0,
-        "drafts": 0 <= record.num_accepted <= record.num_verified,
-        "drafts if there is none": client.has_draft or can_copy or record.num_verified == 0,
+        "drafts": 0 <= record.num_accepted <= record.num_verified and (client.has_draft or record.num_verified == 0),
+        "copies": 0 <= record.num_copied <= record.num_copies_verified <= can_copy * 1_000_000,
         "preemptions": all(p.num_tokens_lost > 0 for p in record.preemptions),
         "the same on the result": client.record in (None, record),
     }

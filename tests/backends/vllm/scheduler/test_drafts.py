@@ -127,8 +127,9 @@ def test_an_answer_without_a_draft_copies_from_its_prompt_unless_that_is_switche
     b.run()
     assert b.tokens("plain") == b.tokens("stream")
     for record in map(b.record, ("plain", "stream")):
-        assert (record.num_accepted > 5) == prompt_lookup
-        assert (record.num_verified > record.num_accepted) == prompt_lookup
+        assert (record.num_copied > 5) == prompt_lookup
+        assert (record.num_copies_verified > record.num_copied) == prompt_lookup
+        assert record.num_verified == 0
 
 
 def test_what_an_answer_copies_is_from_the_last_prompt_of_its_stream(drafting: Make) -> None:
