@@ -144,6 +144,9 @@ bench-ahead: .venv/installed ## answers drafted while retrieval runs: seconds to
 bench-depth: .venv/installed ## how many tokens of a draft should a step verify? ten policies; real engine, then simulated; twenty minutes
 	$(RUN) experiments/speculation_depth.py --json experiments/results/speculation_depth.json --plot docs/speculation-depth.png
 
+bench-copies: .venv/installed ## answers copied from their prompts, by our scheduler and by vLLM's ngram: steps and seconds; real engine, eight minutes
+	$(RUN) experiments/copies.py --json experiments/results/copies.json
+
 bench-auto: .venv/installed ## overlap="auto" against always and never, and what learning costs; real engine, quarter of an hour
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/auto_overlap.py --json experiments/results/auto_overlap.json
 

@@ -1,4 +1,4 @@
-"""Choose which tokens of a draft to verify next, while the answer is sampled.
+"""Choose which tokens to verify next while an answer is sampled: those of a draft, or of the prompt that it quotes.
 
     draft     the cat sat on the mat and slept
     answer    the cat sat in the hall . It sat on the      lost at "in", found again by "sat on the"
@@ -9,31 +9,34 @@ steps.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 NUM_ANCHOR = 3
-"""Tokens at the end of an answer by which its place in a draft is found again: with two, many are found wrongly."""
+"""Tokens at the end of an answer by which its place in a text is found again: with two, many are found wrongly."""
 
 WEIGHT = 0.1
 """Weight of the newest answer in the share of drafted tokens that hold."""
 
 LEAST_DEPTH = 4
-"""Tokens to verify at once after the answer has left the draft; twice as many whenever all of them hold."""
+"""Tokens to verify at once after the answer has left a text; twice as many whenever all of them hold."""
+
+_TOKEN_BITS = 21  # three token ids fit into a key of 64 bits; no vocabulary has two million tokens
 
 
 class AnswerDraft:
-    """A draft of one answer, and the place in it that the answer has reached.
+    """A draft of one answer, the prompt that the answer may quote, and the place in them that the answer has reached.
 
     token_ids: the tokens that the answer may consist of.
     max_depth: the most tokens to verify in one step.
+    prompt: the tokens to search where the answer does not follow the draft. Read only, and never copied as a list.
     """
 
-    def __init__(self, token_ids: Sequence[int], max_depth: int) -> None:
-        self._tokens = tuple(token_ids)
+    def __init__(self, token_ids: Sequence[int], max_depth: int, prompt: Sequence[int] = ()) -> None:
         self._depth = self._max_depth = max_depth
-        self._place: int | None = 0  # of the token that the answer should have next; None while the answer is lost
+        self._draft, self._prompt = _Text(token_ids), _Text(prompt)
+        self._text: _Text | None = self._draft  # that the answer follows; None while the answer is lost
         self._num_read = 0
         self._num_proposed = 0
-        self._ends: dict[tuple[int, ...], list[int]] | None = None
 
     def next_tokens(self, answer: Sequence[int], most: int) -> list[int]:
         """Return at most `most` tokens that may follow `answer`, which has grown since the last call, or begun anew."""
@@ -43,43 +46,92 @@ class AnswerDraft:
             self._depth = min(LEAST_DEPTH, self._max_depth)
         elif 0 < self._num_proposed < len(answer) - num_before:
             self._depth = min(2 * self._depth, self._max_depth)
-        tokens = list(self.rest[: max(min(self._depth, most), 0)])
+        tokens = [] if self._text is None else self._text.next_tokens(max(min(self._depth, most), 0))
         self._num_proposed = len(tokens)
         return tokens
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is only the prompt to copy from."""
+        return not self._draft.rest and not self._draft.place
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether the last tokens to verify were those of the prompt."""
+        return self._text is self._prompt
 
     def continue_from(self, answer: Sequence[int]) -> tuple[int, ...]:
         """Return `answer` and the rest of the draft behind the place that the answer has reached."""
         self._follow(answer)
-        return (*answer, *self.rest)
-
-    @property
-    def rest(self) -> tuple[int, ...]:
-        """The tokens of the draft behind the place that the answer has reached; empty while the answer is lost."""
-        return () if self._place is None else self._tokens[self._place :]
+        return (*answer, *(self._draft.rest if self._text is self._draft else ()))
 
     def _follow(self, answer: Sequence[int]) -> int:
-        """Read the new tokens of `answer`. Return how often it left the draft."""
+        """Read the new tokens of `answer`. Return how often it left a text, or went on behind its end."""
         if len(answer) < self._num_read:
-            self._place, self._num_read, self._num_proposed = 0, 0, 0
+            self._text, self._num_read, self._num_proposed = self._draft, 0, 0
+            self._draft.place = self._prompt.place = 0
         num_left = 0
         for end in range(self._num_read + 1, len(answer) + 1):
-            place = self._place
-            if place is not None and self._tokens[place : place + 1] == (answer[end - 1],):
-                self._place = place + 1
-                continue
-            num_left += place is not None and place < len(self._tokens)
-            self._place = self._find(tuple(answer[max(end - NUM_ANCHOR, 0) : end]), place or 0)
+            if self._text is None or not self._text.follow(answer[end - 1]):
+                num_left += self._text is not None
+                anchor = answer[max(end - NUM_ANCHOR, 0) : end]
+                self._text = next((text for text in (self._draft, self._prompt) if text.find(anchor)), None)
         self._num_read = len(answer)
         return num_left
 
-    def _find(self, anchor: tuple[int, ...], place: int) -> int | None:
-        """Return the place behind `anchor` in the draft, the first one after `place` if any; None without one."""
-        if self._ends is None:
-            self._ends = {}
-            for end in range(NUM_ANCHOR, len(self._tokens) + 1):
-                self._ends.setdefault(self._tokens[end - NUM_ANCHOR : end], []).append(end)
-        ends = self._ends.get(anchor, [])
-        return next((end for end in ends if end > place), ends[0] if ends else None)
+
+class _Text:
+    """A text that an answer may repeat. `place` is that of the token which the answer should have next."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.place = 0
+        self._tokens = token_ids
+        self._keys: Any = None  # of all runs of `NUM_ANCHOR` tokens, sorted
+        self._ends: Any = None  # of these runs in the text
+
+    @property
+    def rest(self) -> Sequence[int]:
+        return self._tokens[self.place :]
+
+    def next_tokens(self, most: int) -> list[int]:
+        return list(self._tokens[self.place : self.place + most])
+
+    def follow(self, token: int) -> bool:
+        """Move by one token, if that is the next one in the text. Return False if it is not."""
+        is_next = self.place < len(self._tokens) and self._tokens[self.place] == token
+        self.place += is_next
+        return is_next
+
+    def find(self, anchor: Sequence[int]) -> bool:
+        """Move behind `anchor`: the first one behind the present place, else the first one. Return False without one.
+
+        A search takes microseconds, in texts of any length: https://numpy.org/doc/stable/reference/generated/numpy.searchsorted.html
+        """
+        if len(anchor) < NUM_ANCHOR or len(self._tokens) < NUM_ANCHOR:
+            return False
+        if self._keys is None:
+            self._sort()
+        key = _key(*anchor)
+        first = int(self._keys.searchsorted(key))
+        if first == len(self._keys) or int(self._keys[first]) != key:
+            return False
+        ends = self._ends[first : int(self._keys.searchsorted(key, "right"))]  # in the order of the text
+        nearest = int(ends.searchsorted(self.place, "right"))
+        self.place = int(ends[nearest if nearest < len(ends) else 0])
+        return True
+
+    def _sort(self) -> None:
+        import numpy as np
+
+        tokens = np.asarray(self._tokens, dtype=np.int64)
+        keys = _key(tokens[:-2], tokens[1:-1], tokens[2:])
+        order = np.argsort(keys, kind="stable")
+        self._keys, self._ends = keys[order], order + NUM_ANCHOR
+
+
+def _key(first: Any, second: Any, third: Any) -> Any:
+    """Return a number that no other run of three tokens has."""
+    return first << 2 * _TOKEN_BITS | second << _TOKEN_BITS | third
 
 
 class DraftSurvival:

@@ -46,7 +46,7 @@ OUTBOX, QUEUES = "streamrag.backends.vllm.scheduler.outbox", "streamrag.backends
 EVICTION = "streamrag.backends.vllm.scheduler.kv.eviction"
 HOST_MEMORY, HOST_POOL = "streamrag.backends.vllm.scheduler.host_memory.memory", "streamrag.engine.host_pool"
 HOST_LOADS, CONNECTOR = "streamrag.backends.vllm.scheduler.host_memory.loads", "streamrag.backends.vllm.connector"
-WIRE = "streamrag.backends.vllm.chunk_wire"
+WIRE, DRAFTS = "streamrag.backends.vllm.chunk_wire", "streamrag.engine.drafts"
 KV_MEMORY = "streamrag.backends.vllm.scheduler.kv.memory"
 REQUEST, PLANNING = "streamrag.backends.vllm.scheduler.request", "streamrag.engine.planning"
 TRACKER, TRACKER_TEST = "streamrag.routing.replica_tracker", "tests/routing/test_replica_tracker.py"
@@ -120,6 +120,48 @@ MUTANTS = (
         0,  # the fuzz has no such tokens
         "tests/backends/vllm/scheduler/test_drafts.py"
         "::test_a_draft_with_a_token_that_the_model_does_not_have_fails_its_request_only",
+    ),
+    Mutant(
+        "copies from prompts cannot be switched off",
+        INTAKE,
+        "AnswerDraft(draft, max_depth, (is_searched and request.prompt_token_ids) or ())",
+        "AnswerDraft(draft, max_depth, request.prompt_token_ids)",
+        400,
+    ),
+    Mutant(
+        "the placeholders of images are copied",
+        INTAKE,
+        "is_searched = self.options.prompt_lookup and not request.has_encoder_inputs",
+        "is_searched = self.options.prompt_lookup",
+        0,  # the fuzz has no images
+        "tests/backends/vllm/scheduler/test_drafts.py"
+        "::test_an_answer_with_a_grammar_copies_nothing_nor_does_one_to_a_prompt_with_images",
+    ),
+    Mutant(
+        "an answer with a grammar copies",
+        INTAKE,
+        "if max_depth and not request.use_structured_output:",
+        "if max_depth:",
+        0,  # grammars of the fuzz allow everything
+        "tests/backends/vllm/scheduler/test_drafts.py"
+        "::test_an_answer_with_a_grammar_copies_nothing_nor_does_one_to_a_prompt_with_images",
+    ),
+    Mutant(
+        "the first place in the prompt is copied, whatever was quoted last",
+        DRAFTS,
+        "self.place = int(ends[nearest if nearest < len(ends) else 0])",
+        "self.place = int(ends[0])",
+        0,  # any place is exact, some save fewer steps
+        "tests/engine/test_drafts.py"
+        "::test_of_several_places_in_the_prompt_the_next_one_behind_the_last_quotation_is_copied",
+    ),
+    Mutant(
+        "the prompt is copied although the draft has that place too",
+        DRAFTS,
+        "for text in (self._draft, self._prompt) if",
+        "for text in (self._prompt, self._draft) if",
+        0,
+        "tests/engine/test_drafts.py::test_the_prompt_is_searched_only_where_the_draft_has_nothing",
     ),
     Mutant(
         "drafts take from others whatever they want",

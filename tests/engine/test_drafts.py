@@ -1,4 +1,6 @@
-"""Which tokens of a draft are verified next."""
+"""Which tokens of a draft, or of the prompt, are verified next."""
+
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
@@ -14,14 +16,14 @@ def words(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
 
-def rest(draft: str, answer: str, most: int = 99) -> str:
+def rest(draft: str, answer: str, most: int = 99, prompt: str = "") -> str:
     """What is verified after this answer, all of which comes at once."""
-    return "".join(map(chr, AnswerDraft(words(draft), 99).next_tokens(words(answer), most)))
+    return "".join(map(chr, AnswerDraft(words(draft), 99, words(prompt)).next_tokens(words(answer), most)))
 
 
-def steps(draft: list[int], answer: list[int], depth: int) -> list[tuple[int, int]]:
+def steps(draft: Sequence[int], answer: Sequence[int], depth: int, prompt: Sequence[int] = ()) -> list[tuple[int, int]]:
     """The tokens verified in each step, and those that were right, of a model that always gives this answer."""
-    following = AnswerDraft(draft, depth)
+    following = AnswerDraft(draft, depth, prompt)
     taken = [(0, 0)]  # the step that computes the end of the prompt gives the first token
     num_shown = 1
     while num_shown < len(answer):
@@ -76,11 +78,52 @@ def test_an_answer_that_begins_anew_is_followed_from_the_start() -> None:
     assert draft.next_tokens(words("the"), 99) == words(" cat sat")
 
 
-@given(draft=TOKENS, answer=TOKENS.filter(bool), depth=st.integers(1, 12))
+def test_without_a_draft_the_answer_copies_what_follows_its_last_three_tokens_in_the_prompt() -> None:
+    prompt = "the cat sat on the mat"
+    assert rest("", "a", prompt=prompt) == ""
+    assert rest("", "a cat", prompt=prompt) == " sat"
+    assert rest("", "a dog", prompt=prompt) == ""
+    assert rest("", "a mat", prompt=prompt) == ""
+
+
+def test_the_prompt_is_searched_only_where_the_draft_has_nothing() -> None:
+    draft, prompt = "the cat slept", "on the mat the cat sat down"
+    assert rest(draft, "the cat", prompt=prompt) == " slept"
+    assert rest(draft, "the dog and the cat", prompt=prompt) == " sle"
+    assert rest(draft, "the cat slept on", prompt=prompt) == ""
+    assert rest(draft, "the cat slept on t", prompt=prompt) == "he m"
+
+
+def test_of_several_places_in_the_prompt_the_next_one_behind_the_last_quotation_is_copied() -> None:
+    prompt = "(a) one two. (b) one ten. (c) one six."
+    assert rest("", "one", prompt=prompt) == " two"
+    assert rest("", "(b) one", prompt=prompt) == " ten"
+    assert rest("", "(b) one! one", prompt=prompt) == " six"
+    assert rest("", "(c) one! one", prompt=prompt) == " two"
+
+
+def test_a_copy_begins_with_few_tokens_and_takes_twice_as_many_whenever_all_hold() -> None:
+    prompt = list(range(1_000, 1_200))
+    answer = [1, 2, 3, *prompt[50:150], 4, 5, 6]
+    taken = [each for each in steps([], answer, 32, prompt) if each[0]]
+    assert taken[:5] == [(LEAST_DEPTH, 4), (8, 8), (16, 16), (32, 32), (32, 32)]
+    assert len(taken) == 6
+
+
+def test_a_search_in_a_long_prompt_copies_nothing_of_it_and_finds_the_last_of_many_places() -> None:
+    prompt = [*[5, 6, 7, 8] * 25_000, 9]
+    draft = AnswerDraft((), 4, prompt)
+    assert draft.next_tokens([5, 6, 7], 4) == [8, 5, 6, 7]
+    assert draft.next_tokens([5, 6, 7, 8, 5, 6, 7, 9], 4) == []
+    assert draft.next_tokens([5, 6, 7, 8, 5, 6, 7, 9, 8, 9], 4) == []
+    assert AnswerDraft((), 4, prompt).next_tokens([7, 8, 9], 4) == []
+
+
+@given(draft=TOKENS, answer=TOKENS.filter(bool), depth=st.integers(1, 12), prompt=TOKENS)
 def test_whatever_the_draft_is_it_never_takes_more_steps_than_none(
-    draft: list[int], answer: list[int], depth: int
+    draft: list[int], answer: list[int], depth: int, prompt: list[int]
 ) -> None:
-    taken = steps(draft, answer, depth)
+    taken = steps(draft, answer, depth, prompt)
     assert len(taken) <= len(answer)
     assert all(num <= depth for num, _ in taken)
 

@@ -25,6 +25,7 @@ SITUATIONS = [
     "chunks in mid-prefill",
     "chunks with steps in flight",
     "clients that gave up",
+    "copies of who was preempted",
     "events: Malformed",
     "forced preemptions",
     "host blocks not loaded",
@@ -62,6 +63,8 @@ SITUATIONS = [
     "steps with more idle streams than slots",
     "streams without a first chunk",
     "the engine slept beside idle streams",
+    "tokens copied from prompts",
+    "tokens copied wrongly",
     "tokens from the prefix cache",
 ]
 

@@ -60,6 +60,8 @@ class SchedulerOptions:
     groups_prefills: bool = False
     """Whether requests whose next tokens are equal compute them once; see `streamrag.engine.rules`. Needs the same as
     `looks_up_again`."""
+    prompt_lookup: bool = True
+    """Whether an engine that verifies drafts also verifies what follows the last tokens of an answer in its prompt."""
     eviction: EvictionMode = "cost"
     """Whether a victim's KV is recomputed or swapped; see `streamrag.engine.recompute_or_swap`. Only with our connector
     is it swapped."""

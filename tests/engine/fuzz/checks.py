@@ -160,7 +160,8 @@ class Checks:
         self._what_was_copied(records)
 
     def _record(self, record: RequestRecord, client: Client) -> None:
-        found = problems(record, client, self.scenario.has_prefix_cache)
+        can_copy = self.scenario.num_draft_tokens > 0 and self.scenario.options.get("prompt_lookup", True)
+        found = problems(record, client, self.scenario.has_prefix_cache, can_copy=can_copy)
         check(not found, f"{found} of {record}")
         for from_s, until_s in self.run.pauses:
             lost_s = [p.at_s for p in record.preemptions if from_s < p.at_s < until_s]
@@ -174,6 +175,9 @@ class Checks:
         self.met["tokens invalidated"] += record.num_invalidated
         self.met["tokens of drafts that were accepted"] += record.num_accepted
         self.met["tokens of drafts that were rejected"] += record.num_verified - record.num_accepted
+        self.met["tokens copied from prompts"] += record.num_copied
+        self.met["tokens copied wrongly"] += record.num_copies_verified - record.num_copied
+        self.met["copies of who was preempted"] += bool(record.num_copied and record.preemptions)
 
     def _what_was_copied(self, records: list[RequestRecord]) -> None:
         runner, block_size = self.run.runner, self.scenario.block_size

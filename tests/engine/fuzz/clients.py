@@ -35,6 +35,8 @@ class Client:
     request_id: str
     """That of an earlier request, perhaps."""
     max_model_len: int
+    vocabulary: int = VOCABULARY
+    """How many tokens the model knows."""
     prefill_unit: int = 1
     """Of how many tokens a multiple is computed while its prompt is partial."""
     prompt: tuple[int, ...] = ()
@@ -166,7 +168,7 @@ class Client:
         expected: list[int] = []
         room = min(self.max_tokens, self.max_model_len - len(self.prompt))
         while len(expected) < room and (not expected or expected[-1] != self.stop):
-            expected.append(next_token(prefix, VOCABULARY))
+            expected.append(next_token(prefix, self.vocabulary))
             prefix = fingerprint(prefix, expected[-1])
         check(self.tokens == expected, f"{self.name}: answered {self.tokens}, expected {expected}")
         if self.grammar is not None:

@@ -47,7 +47,7 @@ class CountingV2Runner(Counting, V2OracleRunner):
     """Counts for the second kind of model runner."""
 
 
-def problems(record: RequestRecord, client: Client, has_prefix_cache: bool) -> list[str]:
+def problems(record: RequestRecord, client: Client, has_prefix_cache: bool, *, can_copy: bool) -> list[str]:
     """What is wrong with the record of a client of the fuzz."""
     num_computed, num_recomputed = client.counts
     taken = list(takewhile(lambda chunk: len(chunk[1]) < client.max_model_len, client.sent))
@@ -76,6 +76,7 @@ def problems(record: RequestRecord, client: Client, has_prefix_cache: bool) -> l
         or record.num_computed - record.num_recomputed + record.num_from_cache + record.num_loaded >= len(prompts[-1]),
         "num_loaded": record.num_loaded >= 0,
         "drafts": 0 <= record.num_accepted <= record.num_verified and (client.has_draft or record.num_verified == 0),
+        "copies": 0 <= record.num_copied <= record.num_copies_verified <= can_copy * 1_000_000,
         "preemptions": all(p.num_tokens_lost > 0 for p in record.preemptions),
         "the same on the result": client.record in (None, record),
     }

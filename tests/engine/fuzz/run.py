@@ -28,7 +28,7 @@ from streamrag.engine.step_size import LEAST_TOKENS, StepCostEstimator, StepCost
 from tests.engine.oracle import OracleRunner
 from tests.engine.sizes import container_sizes
 
-from .clients import VOCABULARY, AcceptedTokens, Client, check
+from .clients import AcceptedTokens, Client, check
 from .counts import count_chunk, count_later_hits
 from .events import (
     Abort,
@@ -287,7 +287,8 @@ class Run:
             request_id = self._request_id(name)
             scenario = self.scenario
             unit = scenario.block_size if scenario.has_mamba and scenario.has_prefix_cache else 1
-            client = Client(name, request_id, scenario.max_model_len, unit, sent_at=self.engine.num_steps)
+            known = (scenario.max_model_len, scenario.vocabulary, unit)
+            client = Client(name, request_id, *known, sent_at=self.engine.num_steps)
             if request_id in self.current:
                 self.current[request_id].counts = self.runner.take_counts(request_id)
             self.clients[name] = self.current[request_id] = client
@@ -456,7 +457,7 @@ class Run:
 def make_runner(
     scenario: Scenario, v1_runner: Callable[..., R] = CountingV1Runner, v2_runner: Callable[..., R] = CountingV2Runner
 ) -> R:
-    arguments = (scenario.num_blocks, scenario.block_size, VOCABULARY, scenario.is_async)
+    arguments = (scenario.num_blocks, scenario.block_size, scenario.vocabulary, scenario.is_async)
     windows = (None,) if scenario.sliding_window is None else (None, scenario.sliding_window)
     options = {"windows": windows, "has_cached_states": scenario.has_prefix_cache if scenario.has_mamba else None}
     if scenario.has_v2_runner:

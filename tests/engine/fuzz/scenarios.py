@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from streamrag.core import RequestClass
 
+from .clients import VOCABULARY
 from .events import Abort, Chunk, Event, Evict, Plain, Reset
 
 __all__ = ["POLICIES", "Scenario", "make_load"]
@@ -43,6 +44,8 @@ class Scenario:
     events: tuple[tuple[float, Event], ...] = field(repr=False)
     num_draft_tokens: int = 0
     """How many tokens of a draft a step verifies at most; 0 for an engine without drafts."""
+    vocabulary: int = VOCABULARY
+    """How many tokens the model knows. If few, then answers come across what stands in their prompts."""
     situations: tuple[str, ...] = ()
     """What was added to the load; see `situations`."""
     bad_loads: frozenset[int] = frozenset()

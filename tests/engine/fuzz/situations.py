@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 from tests.engine.oracle import fingerprint, next_token
 
-from .clients import VOCABULARY
 from .events import Abort, Chunk, EndOfInput, Event, Evict, Grammar, Lost, Malformed, Pause, Plain, Reset, Resume
 from .scenarios import Scenario, make_load
 
@@ -48,6 +47,8 @@ def make_scenario(seed: int) -> Scenario:
         scenario = _twins(twins, scenario)
     for name in names:
         scenario = SITUATIONS[name](rng, scenario)
+    if seed % 8 == 6:
+        scenario = _copies(random.Random(-19 * seed - 37), scenario)
     if seed % 4 == 2:
         scenario = _drafts(random.Random(-17 * seed - 31), scenario)
     scenario = _mamba(random.Random(-17 * seed - 41), scenario)  # last: it fits few of the situations
@@ -96,8 +97,8 @@ def _drafts(rng: random.Random, scenario: Scenario) -> Scenario:
             events.append((at_s, event))
             continue
         old, earlier[event.request_id] = earlier.get(event.request_id, ()), event.prompt
-        if event.is_complete and rng.random() < 0.8:
-            event = replace(event, draft=_draft(rng, event, old))
+        if event.is_complete and rng.random() < (0.8 if "prompt_lookup" not in scenario.options else 0.3):
+            event = replace(event, draft=_draft(rng, event, old, scenario.vocabulary))
         events.append((at_s, event))
         if not event.is_complete and rng.random() < 0.4:
             name, tail = f"{event.request_id}draft{event.index}", tuple(rng.randrange(4) for _ in range(3))
@@ -105,7 +106,8 @@ def _drafts(rng: random.Random, scenario: Scenario) -> Scenario:
             guess = replace(
                 event, request_id=name, index=0, prompt=prompt, num_kept=0, is_complete=True, has_grammar=False
             )
-            events.append((at_s, replace(guess, draft=_draft(rng, guess, old) if rng.random() < 0.5 else ())))
+            draft = _draft(rng, guess, old, scenario.vocabulary) if rng.random() < 0.5 else ()
+            events.append((at_s, replace(guess, draft=draft)))
             classes[name] = "draft"
             if rng.random() < 0.6:
                 events.append((at_s + rng.choice([0.5, 3.0, 8.0]), Abort(name, is_in_mid_step=rng.random() < 0.5)))
@@ -119,14 +121,24 @@ def _drafts(rng: random.Random, scenario: Scenario) -> Scenario:
     )
 
 
-def _draft(rng: random.Random, chunk: Chunk, old: tuple[int, ...]) -> tuple[int, ...]:
+def _copies(rng: random.Random, scenario: Scenario) -> Scenario:
+    """The model knows few tokens, so that long answers come across what stands in their prompts, and copy it."""
+    events = [
+        (at_s, replace(e, max_tokens=e.max_tokens * rng.choice([1, 2, 5])) if isinstance(e, Chunk | Plain) else e)
+        for at_s, e in scenario.events
+    ]
+    options = {**scenario.options, "prompt_lookup": rng.random() < 0.8}
+    return replace(scenario, events=tuple(events), vocabulary=rng.choice([2, 2, 3]), options=options)
+
+
+def _draft(rng: random.Random, chunk: Chunk, old: tuple[int, ...], vocabulary: int) -> tuple[int, ...]:
     """The answer, or what differs from it at the start, in the middle or at the end, or that to another prompt."""
-    right = _answer(chunk.prompt, chunk.max_tokens)
+    right = _answer(chunk.prompt, chunk.max_tokens, vocabulary)
     place = rng.randrange(len(right))
-    wrong = (right[place] + 1) % VOCABULARY
+    wrong = (right[place] + 1) % vocabulary
     match rng.choice(["right", "first", "changed", "inserted", "removed", "short", "long", "old", "any"]):
         case "first":
-            return ((right[0] + 1) % VOCABULARY, *right[1:])
+            return ((right[0] + 1) % vocabulary, *right[1:])
         case "changed":
             return (*right[:place], wrong, *right[place + 1 :])
         case "inserted":
@@ -136,21 +148,21 @@ def _draft(rng: random.Random, chunk: Chunk, old: tuple[int, ...]) -> tuple[int,
         case "short":
             return right[:place]
         case "long":
-            return _answer(chunk.prompt, chunk.max_tokens + 20)
+            return _answer(chunk.prompt, chunk.max_tokens + 20, vocabulary)
         case "old":
-            return _answer(old, chunk.max_tokens)
+            return _answer(old, chunk.max_tokens, vocabulary)
         case "any":
-            return tuple(rng.randrange(VOCABULARY) for _ in range(place + 1))
+            return tuple(rng.randrange(vocabulary) for _ in range(place + 1))
     return right
 
 
-def _answer(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+def _answer(prompt: tuple[int, ...], num_tokens: int, vocabulary: int) -> tuple[int, ...]:
     """The answer to a prompt, up to `num_tokens`."""
     prefix, answer = 0, []
     for token in prompt:
         prefix = fingerprint(prefix, token)
     for _ in range(num_tokens):
-        answer.append(next_token(prefix, VOCABULARY))
+        answer.append(next_token(prefix, vocabulary))
         prefix = fingerprint(prefix, answer[-1])
     return tuple(answer)
 

@@ -40,7 +40,7 @@ class Estimates:
         """Learn from a request that ends how many drafted tokens hold."""
         if request.request_class == "draft":
             self.survival.on_draft(request.num_output_tokens - request.log.num_accepted)
-        elif request.draft is not None:
+        elif request.draft is not None and not request.draft.is_empty:
             self.survival.on_answer(request.log.num_accepted)
 
     def expect_chunks(self, stream: StreamRequest) -> None:

@@ -148,7 +148,9 @@ class StreamingHooks(_Base):
         return request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
 
     def make_spec_decoding_stats(self, *args: Any, request_id: str = "", **kwargs: Any) -> Any:
-        self.requests[request_id].log.on_verified(kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"])
+        request = self.requests[request_id]
+        counts = kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"]
+        request.log.on_verified(*counts, are_copies=request.draft.is_copying)
         return super().make_spec_decoding_stats(*args, request_id=request_id, **kwargs)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> "SchedulerStats | None":

@@ -24,6 +24,7 @@ from streamrag.backends.vllm.scheduler.records import Records
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
 from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
+from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.engine.drafts import AnswerDraft
 from streamrag.records import ChunkRecord
 
@@ -42,6 +43,7 @@ class Intake:
     steps: StepsInFlight
     kv_memory: KvMemory
     host_memory: HostMemory | None
+    options: SchedulerOptions
 
     def receive(self, request: Request) -> None:
         """Accept a plain request, the first chunk of a stream, a further chunk, or the end of its input.
@@ -136,8 +138,11 @@ class Intake:
     def _on_complete(self, request: StreamRequest, message: PromptMessage | None) -> None:
         """Take in that the prompt of a request is complete."""
         max_depth = self.scheduler.num_spec_tokens  # 0 for an engine that verifies no drafts
-        if max_depth and message is not None and message.draft and not request.use_structured_output:
-            request.draft = AnswerDraft(message.draft, max_depth)
+        if max_depth and not request.use_structured_output:
+            draft = message.draft if message is not None else ()
+            # Placeholders of images need not be in the vocabulary.
+            is_searched = self.options.prompt_lookup and not request.has_encoder_inputs
+            request.draft = AnswerDraft(draft, max_depth, (is_searched and request.prompt_token_ids) or ())
         if request.request_class != "draft":
             self.estimates.on_complete()
 

@@ -39,6 +39,8 @@ class RequestLog:
     num_written_through: int = 0
     num_verified: int = 0
     num_accepted: int = 0
+    num_copies_verified: int = 0
+    num_copied: int = 0
     chunks: list[ChunkRecord] = field(default_factory=list)
     preemptions: list[PreemptionRecord] = field(default_factory=list)
     restores: list[RestoreRecord] = field(default_factory=list)
@@ -85,10 +87,14 @@ class RequestLog:
         if is_complete and self.last_kv_s is None:
             self.last_kv_s = now_s
 
-    def on_verified(self, num_tokens: int, num_accepted: int) -> None:
-        """Log a step that verified `num_tokens` tokens of a draft, the first `num_accepted` of which were right."""
-        self.num_verified += num_tokens
-        self.num_accepted += num_accepted
+    def on_verified(self, num_tokens: int, num_accepted: int, *, are_copies: bool) -> None:
+        """Log a step that verified `num_tokens` tokens, the first `num_accepted` of which were right."""
+        if are_copies:
+            self.num_copies_verified += num_tokens
+            self.num_copied += num_accepted
+        else:
+            self.num_verified += num_tokens
+            self.num_accepted += num_accepted
 
     def on_loss(self, num_tokens: int, comparison: CostComparison, now_s: float) -> None:
         """Log that the request lost the KV of all `num_tokens` computed tokens, including those of the answer."""

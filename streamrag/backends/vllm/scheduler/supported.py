@@ -25,7 +25,9 @@ CHECKS: dict[str, Callable[["VllmConfig"], bool]] = {
     "context parallelism": lambda c: (
         c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1
     ),
-    "speculative decoding": lambda c: c.speculative_config is not None and c.speculative_config.model != PROPOSER,
+    "vLLM's speculative decoding (answer_ahead=True copies from prompts, as ngram does)": lambda c: (
+        c.speculative_config is not None and c.speculative_config.model != PROPOSER
+    ),
     "an encoder-decoder model": lambda c: c.model_config.is_encoder_decoder,
     "a pooling model": lambda c: c.model_config.runner_type == "pooling",
     "a diffusion model": lambda c: c.model_config.is_diffusion,

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.v1.request import Request
 
 Make = Callable[..., Any]
 PROMPT = list(range(30))
@@ -96,6 +97,48 @@ def test_an_answer_with_a_grammar_has_no_draft(drafting: Make) -> None:
     constrained = StructuredOutputsParams(regex="[a-z]*")
     b.chunk("s", PROMPT, is_complete=True, structured_outputs=constrained, draft=[1, 2, 3])
     assert b.scheduler.requests["s"].draft is None
+
+
+def test_an_answer_with_a_grammar_copies_nothing_nor_does_one_to_a_prompt_with_images(
+    drafting: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = drafting()
+    params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(regex="[a-z]*"))
+    b.engine.add("grammar", PROMPT, params)
+    b.plain("text", 30)
+    with monkeypatch.context() as patch:
+        patch.setattr(Request, "has_encoder_inputs", True)
+        b.plain("image", 30)
+    requests = b.scheduler.requests
+    assert requests["grammar"].draft is None
+    assert requests["text"].draft.next_tokens([5, 6, 7], 4) == [8, 9, 10, 11]
+    assert requests["image"].draft.next_tokens([5, 6, 7], 4) == []
+
+
+@pytest.mark.parametrize("prompt_lookup", [True, False])
+def test_an_answer_without_a_draft_copies_from_its_prompt_unless_that_is_switched_off(
+    drafting: Make, prompt_lookup: bool
+) -> None:
+    b = drafting(streamrag={"prompt_lookup": prompt_lookup}, max_num_batched_tokens=64)
+    b.runner.vocabulary = 2
+    prompt = [0, 1, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0, 1, 1, 0] * 2
+    b.engine.add("plain", prompt, SamplingParams(max_tokens=LENGTH, temperature=0.0))
+    b.chunk("stream", prompt, is_complete=True, max_tokens=LENGTH)
+    b.run()
+    assert b.tokens("plain") == b.tokens("stream")
+    for record in map(b.record, ("plain", "stream")):
+        assert (record.num_copied > 5) == prompt_lookup
+        assert (record.num_copies_verified > record.num_copied) == prompt_lookup
+        assert record.num_verified == 0
+
+
+def test_what_an_answer_copies_is_from_the_last_prompt_of_its_stream(drafting: Make) -> None:
+    b = drafting()
+    b.chunk("s", [9] * 20)
+    b.run()
+    b.chunk("s", PROMPT, is_complete=True)
+    assert b.scheduler.requests["s"].draft.next_tokens([9, 9, 9], 4) == []
+    assert b.scheduler.requests["s"].draft.next_tokens([9, 9, 9, 10, 11, 12], 4) == [13, 14, 15, 16]
 
 
 def test_drafts_compute_only_while_nothing_else_does_and_keep_what_they_have(drafting: Make) -> None:
