@@ -141,6 +141,9 @@ bench-one-user: .venv/installed ## one user whose context changes faster than a 
 bench-ahead: .venv/installed ## answers drafted while retrieval runs: seconds to the last token with drafts and without; real engine, ten minutes
 	$(RUN) experiments/answer_ahead.py --json experiments/results/answer_ahead.json
 
+bench-ahead-simulated: .venv/installed ## the same on an H200 under load, simulated: crawls and searches up to twice saturation; half an hour of two cores; ONLY="200 tokens" runs a part
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/answer_ahead_simulated.py $(if $(ONLY),--only "$(ONLY)") --json experiments/results/answer_ahead_simulated.json --docs experiments/studies/answer-ahead.md
+
 bench-auto: .venv/installed ## overlap="auto" against always and never, and what learning costs; real engine, quarter of an hour
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/auto_overlap.py --json experiments/results/auto_overlap.json
 
