@@ -53,13 +53,9 @@ class Load:
     workload: str
     qps: float
     num_output_tokens: int
+    num_queries: int
     quality: DraftQuality = "recorded"
     seed: int = 1
-    num_queries: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.num_queries:  # at high rates more, so that the load lasts for a minute or two
-            object.__setattr__(self, "num_queries", 150 if self.qps <= 2 else 300 if self.qps <= 4 else 600)
 
     @property
     def name(self) -> str:

@@ -39,10 +39,12 @@ from streamrag.support.files import write_atomic
 POINTS = (("crawler", 1), ("crawler", 2), ("crawler", 4), ("anns", 1), ("anns", 2), ("anns-last", 1), ("anns-last", 2))
 OVERLOAD = (("crawler", 6), ("crawler", 10.3), ("anns-last", 7.2))
 """Beyond saturation, as in `make paper`; the last two are twice that."""
+NUM_QUERIES = {1: 150, 2: 150, 4: 300, 6: 600, 7.2: 600, 10.3: 600}
+"""Of one seed, by rate: a load lasts one or two minutes."""
 LOADS = (
-    *(Load(*point, 200) for point in POINTS + OVERLOAD),
-    *(Load(*point, num_tokens) for num_tokens in (50, 500) for point in POINTS),
-    *(Load(*point, 200, quality="right") for point in POINTS),
+    *(Load(*point, 200, NUM_QUERIES[point[1]]) for point in POINTS + OVERLOAD),
+    *(Load(*point, num_tokens, NUM_QUERIES[point[1]]) for num_tokens in (50, 500) for point in POINTS),
+    *(Load(*point, 200, NUM_QUERIES[point[1]], quality="right") for point in POINTS),
 )
 RANKS = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
 MOST_WORSE = 0.02
