@@ -13,6 +13,9 @@ from collections.abc import Sequence
 NUM_ANCHOR = 3
 """Tokens at the end of an answer by which its place in a draft is found again: with two, many are found wrongly."""
 
+WEIGHT = 0.1
+"""Weight of the newest answer in the share of drafted tokens that hold."""
+
 LEAST_DEPTH = 4
 """Tokens to verify at once after the answer has left the draft; twice as many whenever all of them hold."""
 
@@ -77,3 +80,22 @@ class AnswerDraft:
                 self._ends.setdefault(self._tokens[end - NUM_ANCHOR : end], []).append(end)
         ends = self._ends.get(anchor, [])
         return next((end for end in ends if end > place), ends[0] if ends else None)
+
+
+class DraftSurvival:
+    """The share of drafted tokens that answers take over, learned from the requests that end. One half at first."""
+
+    def __init__(self) -> None:
+        self._num_drafted, self._num_accepted = 32.0, 16.0
+
+    def on_draft(self, num_tokens: int) -> None:
+        """Record that a draft ended for which `num_tokens` were sampled."""
+        self._num_drafted += num_tokens
+
+    def on_answer(self, num_accepted: int) -> None:
+        """Record that an answer ended that took over `num_accepted` tokens of its draft."""
+        self._num_accepted = (1 - WEIGHT) * (self._num_accepted + num_accepted)
+        self._num_drafted *= 1 - WEIGHT
+
+    def __call__(self) -> float:
+        return min(self._num_accepted / self._num_drafted, 1.0)

@@ -61,16 +61,15 @@ def plan(
 ) -> Plan:
     """Plan which requests compute how many tokens in the next step, and which requests are evicted for it.
 
-    :param order: the requests that have tokens to compute or hold KV, the most urgent first. Requests with output,
-        except drafts, are moved to the front, and of these the ones that hold a slot come first: their slot cannot be
-        taken without evicting their KV.
+    :param order: the requests that have tokens to compute or hold KV, the most urgent first. Requests with output are
+        moved to the front, and of these the ones that hold a slot come first: their slot cannot be taken without
+        evicting their KV. Drafts are moved to the end.
     :param idle: returns the idle requests, the last of which is the first victim. Called only when memory is short.
     :param fate: decides what happens to a victim's KV.
     :param reports_holds: whether to report the requests that were held back, and the rule that did so.
     """
-    if with_output := [r for r in order if r.has_output and r.request_class != "draft"]:
-        with_output.sort(key=lambda r: not r.is_running)
-        order = with_output + [r for r in order if not r.has_output or r.request_class == "draft"]
+    if any(r.has_output or r.request_class == "draft" for r in order):
+        order = sorted(order, key=_turn)
     # Phase 1
     walk, held_by = _grant_tokens(Walk(order, idle, budget, memory), rules)
     if not walk.grants and not walk.num_ahead and any(rule.is_waived_if_idle for rule in rules):
@@ -83,6 +82,13 @@ def plan(
     victims = walk.victims.choose(walk.num_missing, walk.last_position)[0] if walk.num_missing > 0 else []
     evictions = tuple(Eviction(victim, fate(victim)) for victim in victims)
     return Plan(tuple(walk.grants), evictions, waiting=tuple(walk.waiting), holds=holds)
+
+
+def _turn(request: RequestView) -> int:
+    """Return the place of a request before or behind others, whatever the policy says."""
+    if request.request_class == "draft":
+        return 3
+    return 2 if not request.has_output else 0 if request.is_running else 1
 
 
 def _grant_tokens(walk: Walk, rules: Sequence[Rule]) -> tuple[Walk, dict[str, str]]:

@@ -122,18 +122,28 @@ MUTANTS = (
         "::test_a_draft_with_a_token_that_the_model_does_not_have_fails_its_request_only",
     ),
     Mutant(
-        "drafts wait for others even if nothing else can run",
+        "drafts take from others whatever they want",
         RULES + "drafts",
-        "is_waived_if_idle = True",
-        "is_waived_if_idle = False",
-        400,
+        "return most if most >= 1 else 0",
+        "return NO_LIMIT",
+        0,  # answers stay exact
+        "tests/engine/test_rules.py::test_a_draft_takes_from_others_no_more_than_one_of_its_tokens_saves",
     ),
     Mutant(
-        "drafts do not wait for others",
+        "drafts evict others",
         RULES + "drafts",
-        'return Wait.YIELD if candidate.request.request_class == "draft" else None',
+        "return Wait.YIELD if candidate.num_missing > -self._num_blocks else None",
         "return None",
-        400,
+        0,  # what was evicted is computed again
+        "tests/engine/test_rules.py::test_drafts_evict_nobody_and_leave_memory_free_while_others_compute",
+    ),
+    Mutant(
+        "the policy may put drafts before others",
+        PLANNING,
+        "return 3",
+        "return 2",
+        0,
+        "tests/engine/test_rules.py::test_drafts_come_last_and_lend_their_blocks",
     ),
     Mutant(
         "KV past the LCP is kept",

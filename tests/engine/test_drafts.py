@@ -1,9 +1,10 @@
 """Which tokens of a draft are verified next."""
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
-from streamrag.engine.drafts import LEAST_DEPTH, AnswerDraft
+from streamrag.engine.drafts import LEAST_DEPTH, AnswerDraft, DraftSurvival
 
 TOKENS = st.lists(st.integers(0, 5), max_size=40)
 
@@ -90,3 +91,16 @@ def test_the_whole_rest_of_a_draft_continues_the_answer(draft: list[int], answer
     assert list(whole[: len(answer)]) == answer
     tail = whole[len(answer) :]
     assert not tail or tuple(draft[-len(tail) :]) == tail
+
+
+def test_the_share_of_drafted_tokens_that_hold_is_learned_from_what_ends() -> None:
+    survival = DraftSurvival()
+    assert survival() == 0.5
+    for _ in range(100):
+        survival.on_draft(30)
+        survival.on_draft(10)
+        survival.on_answer(8)
+    assert survival() == pytest.approx(8 / 40)
+    for _ in range(100):
+        survival.on_answer(8)  # drafts that clients had
+    assert survival() == 1

@@ -90,16 +90,16 @@ def test_a_plan_keeps_its_promises(
 
 @pytest.mark.parametrize("spec", SPECS)
 @given(view_lists(), view_lists(4, is_idle=True), LIMITS, st.integers(0, 40))
-def test_victims_are_idle_before_others_and_shown_last(
+def test_victims_are_idle_ones_then_drafts_then_others_and_shown_ones_last(
     spec: str, requests: list[RequestView], idle: list[RequestView], limits: Limits, num_free: int
 ) -> None:
     made = make(spec, requests, idle, limits, Blocks(num_free))
     evicted = [e.request for e in made.evictions]
-    ranks = [(not r.is_idle, r.has_output) for r in evicted]
+    ranks = [0 if r.is_idle else 1 if r.request_class == "draft" else 2 + r.has_output for r in evicted]
     assert ranks == sorted(ranks)
     granted = [g.request for g in made.grants]
     holders = [r for r in requests + idle if r.num_blocks and r not in granted]
-    if any(r.has_output for r in evicted):
+    if 3 in ranks:
         assert all(r in evicted for r in holders if not r.has_output)
 
 
@@ -107,9 +107,8 @@ def test_victims_are_idle_before_others_and_shown_last(
 def test_the_most_urgent_request_with_work_is_always_served(requests: list[RequestView], limits: Limits) -> None:
     limits = replace(limits, is_early=False, num_blocks_kept_from_data=None, budget=None)
     ordered = make_policy("fcfs").order(requests, 10.0)
-    # Among those that have shown a token, whoever holds a slot goes on first.
-    ordered.sort(key=lambda r: r.has_output and not r.is_running)
-    ordered.sort(key=lambda r: not r.has_output or r.request_class == "draft")
+    # Among those that have shown a token, whoever holds a slot goes on first. Drafts come last.
+    ordered.sort(key=lambda r: 3 if r.request_class == "draft" else 2 if not r.has_output else not r.is_running)
     made = plan(ordered, list, limits, Blocks(0))
     first = next((r for r in ordered if r.num_remaining_tokens), None)
     if first is None or first.is_complete or limits.can_partial_evict:
@@ -440,7 +439,8 @@ def test_what_waits_is_counted_as_views_and_sizes_count_it(
     order: list[RequestView], arrivals: float, pair: float
 ) -> None:
     costs = StepCosts(500.0, arrivals, pair)
-    waiting = [r for r in order if r.is_complete and not r.has_output and r.num_likely_tokens]
+    awaited = [r for r in order if r.is_complete and not r.has_output and r.request_class != "draft"]
+    waiting = [r for r in awaited if r.num_likely_tokens]
     lengths = [costs.length(r.num_likely_tokens, r.num_tokens - r.num_likely_tokens) for r in waiting]
     assert count_waiting(order, costs) == pytest.approx(len(waiting) + arrivals * sum(lengths))
 
@@ -449,7 +449,8 @@ def test_what_waits_is_counted_as_views_and_sizes_count_it(
 def test_a_backlog_is_what_is_likely_to_be_computed(order: list[RequestView]) -> None:
     complete = [view._replace(is_complete=True) for view in order]
     most = num_filling_tokens(Walk(complete, list, StepBudget(512, 8), Blocks(1_000)), num_blocks_short=0)
-    assert most == int(sum(view.num_likely_tokens for view in complete) * BACKLOG_SHARE)
+    awaited = [view for view in complete if view.request_class != "draft"]
+    assert most == int(sum(view.num_likely_tokens for view in awaited) * BACKLOG_SHARE)
 
 
 def test_data_of_a_session_take_no_memory_from_others_where_some_is_kept_from_them() -> None:

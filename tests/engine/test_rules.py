@@ -12,7 +12,8 @@ from streamrag.engine.rules import (
     AdapterSlots,
     DataHighWater,
     DataShare,
-    DraftsLast,
+    DraftMemory,
+    DraftPrice,
     GroupedPrefills,
     KvBudget,
     KvBudgetLeft,
@@ -125,13 +126,34 @@ def test_short_before_replaced_limits_one_partial_prompt_by_its_own_number() -> 
     assert tokens(planned([short._replace(is_complete=True)], ShortBeforeReplaced())) == {"a": 160}
 
 
-def test_drafts_last_holds_drafts_while_anything_else_computes_and_lends_their_blocks() -> None:
+def test_a_draft_takes_from_others_no_more_than_one_of_its_tokens_saves() -> None:
+    """A step's overhead of 100 tokens, half of which a drafted token saves, shared by all others."""
+    price = DraftPrice(lambda: StepCosts(100.0, 0.0), lambda: 0.5)
+    draft, other = complete("draft", request_class="draft"), complete("other", request_class="draft")
+    assert tokens(planned([draft, other], price)) == {"draft": 160, "other": 160}
+    assert tokens(planned([draft, partial("a"), other], price)) == {"a": 160, "draft": 50, "other": 50}
+    assert tokens(planned([draft], price, budget=StepBudget(1_000, 8, num_ahead=5))) == {"draft": 10}
+    assert not planned([draft], price, budget=StepBudget(1_000, 88, num_ahead=51)).grants
+    waits = partial("waits", 1 << 20)  # nothing of it fits
+    assert tokens(planned([waits, draft], price, num_free=20)) == {"draft": 160}
+    unknown = DraftPrice(lambda: None, lambda: 0.5)
+    assert tokens(planned([draft, partial("a")], unknown)) == {"a": 160}
+    assert tokens(planned([draft], unknown)) == {"draft": 160}
+
+
+def test_drafts_come_last_and_lend_their_blocks() -> None:
     draft = holding(complete("draft", request_class="draft", has_output=True), 5)
-    assert tokens(planned([draft], DraftsLast())) == {"draft": 80}
-    assert tokens(planned([partial("a"), draft], DraftsLast())) == {"a": 160}
-    assert not planned([draft], DraftsLast(), budget=StepBudget(1_000, 8, num_ahead=1)).grants
-    made = planned([draft, complete("a", 80)], DraftsLast(), num_free=0)
+    made = planned([draft, complete("a", 80)], DraftMemory(0), num_free=0)
     assert (tokens(made), [e.request.request_id for e in made.evictions]) == ({"a": 80}, ["draft"])
+
+
+def test_drafts_evict_nobody_and_leave_memory_free_while_others_compute() -> None:
+    draft, idle = complete("draft", request_class="draft"), holding(partial("idle"), 10)
+    order = [partial("a"), draft]
+    assert tokens(planned(order, DraftMemory(5), num_free=25, idle=lambda: [idle])) == {"a": 160, "draft": 160}
+    assert tokens(planned(order, DraftMemory(5), num_free=24, idle=lambda: [idle])) == {"a": 160}
+    alone = planned([draft], DraftMemory(5), num_free=0, idle=lambda: [idle])
+    assert (tokens(alone), len(alone.evictions)) == ({"draft": 160}, 1)
 
 
 def test_short_drafts_limits_drafts_only() -> None:

@@ -8,7 +8,8 @@ class and add a line to that list.
 """
 
 from streamrag.engine.rules.adapters import AdapterSlots as AdapterSlots
-from streamrag.engine.rules.drafts import DraftsLast as DraftsLast
+from streamrag.engine.rules.drafts import DraftMemory as DraftMemory
+from streamrag.engine.rules.drafts import DraftPrice as DraftPrice
 from streamrag.engine.rules.drafts import ShortDrafts as ShortDrafts
 from streamrag.engine.rules.grouped_prefills import GroupedPrefills as GroupedPrefills
 from streamrag.engine.rules.grouped_prefills import NextBlock as NextBlock

@@ -1,20 +1,57 @@
-"""Rules about drafts: answers to prompts that may still change, for which nobody waits."""
+"""Rules about drafts: answers to prompts that may still change, for which nobody waits. They come last in each step."""
 
+import math
 from collections.abc import Callable
 
+from streamrag.engine.request import RequestView
 from streamrag.engine.rules.rule import Rule, TokenRule
 from streamrag.engine.rules.tokens import NO_LIMIT
-from streamrag.engine.walk import Candidate, Wait
+from streamrag.engine.step_size import StepCosts
+from streamrag.engine.walk import Candidate, Wait, Walk
 
 
-class DraftsLast(Rule):
-    """Holds drafts back while anything else can compute, and lets others take their blocks."""
+def is_draft(request: RequestView) -> bool:
+    return request.request_class == "draft"
+
+
+class DraftPrice(TokenRule):
+    """Limits the tokens of a draft to those that take no more time from others than one of its tokens saves its user.
+
+    A token that holds saves the overhead of a step. Each token that a step computes delays all other requests in it,
+    and those that wait for its end. Alone, a draft has no limit.
+
+    estimate_costs: returns the estimated costs of steps; None while they are unknown.
+    survival: returns the share of drafted tokens that hold.
+    """
 
     asks_partial = False
-    is_waived_if_idle = True
 
-    def ask(self, candidate: Candidate) -> Wait | None:
-        return Wait.YIELD if candidate.request.request_class == "draft" else None
+    def __init__(self, estimate_costs: Callable[[], StepCosts | None], survival: Callable[[], float]) -> None:
+        self._estimate_costs = estimate_costs
+        self._survival = survival
+
+    def start(self, walk: Walk) -> None:
+        self._most_length: float | None = None  # computed at the first draft, behind all others
+
+    def most_tokens(self, candidate: Candidate) -> float:
+        if not is_draft(candidate.request):
+            return NO_LIMIT
+        if self._most_length is None:
+            self._costs = self._estimate_costs()
+            self._most_length = self._price(candidate.walk)
+        most = self._most_length
+        if self._costs is not None:
+            most = self._costs.num_fitting(most, candidate.num_present)
+        return most if most >= 1 else 0
+
+    def _price(self, walk: Walk) -> float:
+        """Return by how much each draft may lengthen the step, as a cost in tokens; see `StepCosts.length`."""
+        if not walk.grants and not walk.num_ahead:
+            return math.inf
+        if self._costs is None:
+            return 0
+        num_others = walk.num_ahead + sum(r.num_remaining_tokens > 0 and not is_draft(r) for r in walk.order)
+        return self._survival() * self._costs.overhead / num_others
 
 
 class ShortDrafts(TokenRule):
@@ -30,4 +67,19 @@ class ShortDrafts(TokenRule):
 
     def most_tokens(self, candidate: Candidate) -> float:
         num_tokens = self._num_tokens()
-        return NO_LIMIT if num_tokens is None or candidate.request.request_class != "draft" else num_tokens
+        return NO_LIMIT if num_tokens is None or not is_draft(candidate.request) else num_tokens
+
+
+class DraftMemory(Rule):
+    """Keeps `num_blocks` free beside a draft, which evicts nobody, while others compute."""
+
+    asks_partial = False
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+
+    def ask(self, candidate: Candidate) -> Wait | None:
+        walk = candidate.walk
+        if not is_draft(candidate.request) or not (walk.grants or walk.num_ahead):
+            return None
+        return Wait.YIELD if candidate.num_missing > -self._num_blocks else None

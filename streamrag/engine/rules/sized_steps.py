@@ -33,7 +33,7 @@ class SizedSteps(TokenRule):
         num_present = candidate.num_present
         num_tokens = max(costs.num_fitting(self._length_left, num_present), 1)
         request = candidate.request
-        if request.is_complete and not request.has_output:
+        if _is_awaited(request):
             length = costs.length(int(min(candidate.num_tokens, num_tokens)), num_present)
             if not costs.is_worth_adding(length, self._num_ready_prompts, self._num_still_waiting):
                 candidate.walk.closed_by = type(self).__name__
@@ -47,7 +47,7 @@ class SizedSteps(TokenRule):
         self._length_left -= self._limiting_costs.length(num_tokens, num_present)
         if self._length_left < 1:
             candidate.walk.closed_by = type(self).__name__
-        if request.is_complete and not request.has_output:
+        if _is_awaited(request):
             self._num_still_waiting -= 1
             self._num_ready_prompts += num_present + num_tokens == request.num_tokens
 
@@ -63,13 +63,18 @@ class SizedSteps(TokenRule):
         return costs.is_worth_putting_off(length, self.num_waiting)
 
 
+def _is_awaited(request: RequestView) -> bool:
+    """Whether a reader waits for the first token of `request`."""
+    return request.is_complete and not request.has_output and request.request_class != "draft"
+
+
 def count_waiting(order: Sequence[RequestView], costs: StepCosts) -> float:
     """Return how many complete prompts have tokens to compute, plus those that will arrive while these are computed."""
     num, length, pair_cost = 0, 0.0, costs.pair_cost
     for request in order:
-        if not request.is_complete or request.has_output:
+        if not request.is_complete or request.has_output or request.request_class == "draft":
             continue
-        # `num_likely_tokens` and `StepCosts.length`, inlined: hundreds of requests wait on a busy engine.
+        # `_is_awaited`, `num_likely_tokens`, `StepCosts.length`, inlined: hundreds of requests wait on a busy engine.
         num_before, num_kept = request.num_computed_tokens, request.num_kept_tokens
         if num_kept > num_before:
             num_before = num_kept
@@ -98,6 +103,6 @@ class LateBinding(Rule):
     def puts_off_step(self, walk: Walk) -> bool:
         if walk.num_ahead or not self._has_prefills_in_flight():
             return False
-        if not any(grant.request.is_complete for grant in walk.grants):
+        if not any(g.request.is_complete and g.request.request_class != "draft" for g in walk.grants):
             return True
         return self._sized_steps is not None and self._sized_steps.is_worth_putting_off(walk.grants)

@@ -6,6 +6,7 @@ from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.engine import Pace, Policy
+from streamrag.engine.drafts import DraftSurvival
 from streamrag.engine.forecast import ChunkForecast
 from streamrag.engine.step_size import StepCostEstimator
 
@@ -17,6 +18,7 @@ class Estimates:
         self.forecast = ChunkForecast()
         self.step_costs = StepCostEstimator()
         self.pace = Pace(options.num_partial_tokens, options.partial_step_s)
+        self.survival = DraftSurvival()
         self._clock = clock
         self.policy = policy
 
@@ -33,6 +35,13 @@ class Estimates:
 
     def on_complete(self) -> None:
         self.step_costs.observe_complete(self._clock.monotonic())
+
+    def on_end(self, request: StreamRequest) -> None:
+        """Learn from a request that ends how many drafted tokens hold."""
+        if request.request_class == "draft":
+            self.survival.on_draft(request.num_output_tokens - request.log.num_accepted)
+        elif request.draft is not None:
+            self.survival.on_answer(request.log.num_accepted)
 
     def expect_chunks(self, stream: StreamRequest) -> None:
         """Update whether the stream's prompt is likely to be replaced, and how much of it a step may compute."""

@@ -102,6 +102,7 @@ class StreamingHooks(_Base):
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         self.plugin.claims.release(request)
+        self.plugin.estimates.on_end(request)
         record = self.plugin.records.end(request)
         kv_params, ec_params = super()._free_request(request, delay_free_blocks)
         return {**(kv_params or {}), KEY: {"record": record}}, ec_params  # next to a KV connector's own parameters

@@ -21,7 +21,8 @@ from streamrag.engine.rules import (
     AdapterSlots,
     DataHighWater,
     DataShare,
-    DraftsLast,
+    DraftMemory,
+    DraftPrice,
     GroupedPrefills,
     KvBudget,
     LateBinding,
@@ -119,7 +120,7 @@ class StepPlanner:
         lora = self.scheduler.lora_config
         has_drafts = self.scheduler.num_spec_tokens > 0
         rules = [
-            DraftsLast() if has_drafts else None,
+            DraftPrice(lambda: estimates.step_costs.at(self.steps.start_s), estimates.survival) if has_drafts else None,
             ShortDrafts(lambda: estimates.pace.num_partial_tokens) if has_drafts else None,
             None if lora is None else AdapterSlots(lora.max_loras, lambda: self._adapters_ahead),
             LeanPartials(lambda: estimates.pace.num_partial_tokens, self.num_reserved_free),
@@ -131,6 +132,7 @@ class StepPlanner:
             None if options.kv_budget is None else KvBudget(lambda: self.claims.budget_left),
             sized,
             None if self.kv_memory.prefill_unit == 1 else WholeUnits(self.kv_memory.prefill_unit),
+            DraftMemory(self.num_reserved_free) if has_drafts else None,
             None if next_block is None else GroupedPrefills(next_block),
             None if self.num_reserved_from_data is None else DataHighWater(self.num_reserved_from_data),
             LateBinding(lambda: self.steps.has_prefills, sized) if options.late_binding else None,
