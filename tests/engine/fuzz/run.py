@@ -23,6 +23,7 @@ from streamrag.backends.vllm.scheduler.hooks import StreamingHooks
 from streamrag.engine.costs.copy_costs import CopyCosts
 from streamrag.engine.costs.profile_files import save_profile
 from streamrag.engine.costs.step_profiles import TableProfile
+from streamrag.engine.drafts import DraftSurvival
 from streamrag.engine.step_size import LEAST_TOKENS, StepCostEstimator, StepCosts
 from tests.engine.oracle import OracleRunner
 from tests.engine.sizes import container_sizes
@@ -78,6 +79,13 @@ class AnyCosts(StepCosts):
         return super().best_length(num_waiting) - LEAST_TOKENS + 1
 
 
+class CheapDrafts(DraftSurvival):
+    """As if each token of a draft saved a hundred."""
+
+    def __call__(self) -> float:
+        return 100.0
+
+
 class Run:
     """One scenario, its engine and its clients. `checks` looks at it."""
 
@@ -104,6 +112,8 @@ class Run:
         planner = self.scheduler.plugin.planner
         planner.plan_step = self._keep_plan(planner.plan_step)  # type: ignore[method-assign]
         self.scheduler.plugin.estimates.step_costs = AnyCostEstimates(scenario.seed)
+        if scenario.seed % 8 == 2:
+            self.scheduler.plugin.estimates.survival = CheapDrafts()
         self.host_memory = self.scheduler.plugin.host_memory
         check((self.host_memory is None) == (scenario.eviction == "recompute"), "host memory for nothing, or none")
         count_later_hits(self)
@@ -171,7 +181,7 @@ class Run:
         self._loaded = {block_id for _, block_id in copies.loads} if isinstance(copies, HostCopies) else set()
         if self.pause is None:
             self._check_as_planned(step)
-        self._check_drafts_last(step)
+        self._count_drafts(step)
         for request_id in step.num_scheduled_tokens:
             client = self.current[request_id]
             client.computed = (client.num_chunks, end_s)
@@ -225,14 +235,12 @@ class Run:
                 is_known = is_lost or counted_on_a_hit or self._plans_evictions or self.scenario.has_mamba
                 check(is_known, f"{name} was to compute to {end} and computes nothing")
 
-    def _check_drafts_last(self, step: SchedulerOutput) -> None:
-        """That nobody who waits for a token shares a step with a draft."""
+    def _count_drafts(self, step: SchedulerOutput) -> None:
         computing = [self.scheduler.requests[request_id] for request_id in step.num_scheduled_tokens]
-        is_draft = [request.request_class == "draft" for request in computing]
-        self.met["steps of drafts"] += any(is_draft)
-        self.met["drafts that were evicted"] += sum(r.request_class == "draft" and r.was_evicted for r in computing)
-        others = [r for r, is_one in zip(computing, is_draft, strict=True) if not is_one and r.is_complete]
-        check(not any(is_draft) or not others or self.pause, f"{others} compute beside a draft")
+        drafts = [request for request in computing if request.request_class == "draft"]
+        self.met["steps of drafts"] += bool(drafts)
+        self.met["steps of drafts beside others"] += 0 < len(drafts) < len(computing)
+        self.met["drafts that were evicted"] += sum(draft.was_evicted for draft in drafts)
 
     def _check_overtaken(self, starting: Client) -> None:
         """That no complete prompt that came before this one, and could run, is still to be started."""

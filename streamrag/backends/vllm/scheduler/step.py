@@ -36,6 +36,7 @@ from streamrag.engine.rules import (
     Turns,
     WholeUnits,
 )
+from streamrag.engine.step_size import StepCosts
 from streamrag.engine.victims import order_idle
 
 
@@ -113,14 +114,18 @@ class StepPlanner:
 
     def _make_rules(self) -> list[Rule]:
         """Return the rules that are switched on, in the order in which they are evaluated."""
+
+        def step_costs() -> StepCosts | None:
+            return estimates.step_costs.at(self.steps.start_s)
+
         options, estimates = self.options, self.estimates
         can_growing = self._is_evicted_kv_kept if options.can_partial_evict is None else lambda: False
         next_block = self.kv_memory.next_block
-        sized = SizedSteps(lambda: estimates.step_costs.at(self.steps.start_s)) if options.sizes_steps else None
+        sized = SizedSteps(step_costs) if options.sizes_steps else None
         lora = self.scheduler.lora_config
         has_drafts = self.scheduler.num_spec_tokens > 0
         rules = [
-            DraftPrice(lambda: estimates.step_costs.at(self.steps.start_s), estimates.survival) if has_drafts else None,
+            DraftPrice(step_costs, lambda: estimates.survival()) if has_drafts else None,
             ShortDrafts(lambda: estimates.pace.num_partial_tokens) if has_drafts else None,
             None if lora is None else AdapterSlots(lora.max_loras, lambda: self._adapters_ahead),
             LeanPartials(lambda: estimates.pace.num_partial_tokens, self.num_reserved_free),
