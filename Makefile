@@ -147,6 +147,9 @@ bench-depth: .venv/installed ## how many tokens of a draft should a step verify?
 bench-copies: .venv/installed ## answers copied from their prompts, by our scheduler and by vLLM's ngram: steps and seconds; real engine, eight minutes
 	$(RUN) experiments/copies.py --json experiments/results/copies.json
 
+bench-ahead-simulated: .venv/installed ## the same on an H200 under load, simulated: crawls and searches up to twice saturation; half an hour of two cores; ONLY="200 tokens" runs a part
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/answer_ahead_simulated.py $(if $(ONLY),--only "$(ONLY)") --json experiments/results/answer_ahead_simulated.json --docs experiments/studies/answer-ahead.md
+
 bench-auto: .venv/installed ## overlap="auto" against always and never, and what learning costs; real engine, quarter of an hour
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/auto_overlap.py --json experiments/results/auto_overlap.json
 

@@ -28,6 +28,7 @@ class SimulatedBackend:
             params.max_tokens,
             is_complete=first.is_complete,
             request_class=first.request_class,
+            draft=first.draft,
         ) as stream:
             pushing = asyncio.create_task(self._push(prompts, stream), name="push prompts")
             try:
@@ -40,4 +41,4 @@ class SimulatedBackend:
     @staticmethod
     async def _push(prompts: AsyncIterator[Prompt], stream: SimulatedStream) -> None:
         async for prompt in prompts:
-            await stream.update(prompt.token_ids, is_complete=prompt.is_complete, hint=prompt.hint)
+            await stream.update(prompt.token_ids, is_complete=prompt.is_complete, hint=prompt.hint, draft=prompt.draft)

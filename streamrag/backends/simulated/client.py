@@ -20,7 +20,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from streamrag.backends.simulated.blind_runner import BlindRunner
+from streamrag.backends.simulated.blind_runner import BlindRunner, Runner
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine
 from streamrag.backends.simulated.hashing import quick_block_hasher
@@ -62,12 +62,16 @@ def simulated_engine(
     *,
     is_stock: bool,
     copy_costs: CopyCosts | None = None,
+    runner: Runner | None = None,
 ) -> SimulatedEngine:
-    """Construct an engine that always samples the same token, with vLLM's own scheduler or ours, and fast hashes."""
+    """Construct an engine with vLLM's own scheduler or ours, and fast hashes.
+
+    Without a `runner`, it always samples the same token.
+    """
     stock = AsyncScheduler if shape.is_async else Scheduler
     return SimulatedEngine(
         shape,
-        BlindRunner(copy_costs=copy_costs),
+        runner or BlindRunner(copy_costs=copy_costs),
         step_s,
         stock if is_stock else streaming_scheduler,
         block_hasher=quick_block_hasher(shape.block_size) if shape.has_prefix_cache else None,
@@ -137,11 +141,12 @@ class SimulatedClient:
         *,
         is_complete: bool = False,
         request_class: RequestClass = "pool",
+        draft: Sequence[int] = (),
     ) -> AsyncIterator["SimulatedStream"]:
         """Open a prompt that changes while it is computed. Leaving the context aborts an unfinished request."""
         with self._opened(query_id) as (request_id, outputs):
             stream = SimulatedStream(self.send, request_id, outputs, num_output_tokens, request_class)
-            await stream.update(token_ids, is_complete=is_complete)
+            await stream.update(token_ids, is_complete=is_complete, draft=draft)
             yield stream
 
     async def session(

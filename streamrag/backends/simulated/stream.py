@@ -47,17 +47,26 @@ class SimulatedStream:
         """Append tokens; with `is_complete`, have the answer sampled."""
         self._send([*self._token_ids, *token_ids], len(self._token_ids), is_complete, hint)
 
-    async def update(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
-        """Replace the prompt; with `is_complete`, have the answer sampled."""
+    async def update(
+        self,
+        token_ids: Sequence[int],
+        *,
+        is_complete: bool = False,
+        hint: Hint | None = None,
+        draft: Sequence[int] = (),
+    ) -> None:
+        """Replace the prompt; with `is_complete`, have the answer sampled, and `draft` verified."""
         new = list(token_ids)
-        self._send(new, common_prefix_len(self._token_ids, new), is_complete, hint)
+        self._send(new, common_prefix_len(self._token_ids, new), is_complete, hint, draft)
 
-    def _send(self, token_ids: list[int], num_shared: int, is_complete: bool, hint: Hint | None) -> None:
+    def _send(
+        self, token_ids: list[int], num_shared: int, is_complete: bool, hint: Hint | None, draft: Sequence[int] = ()
+    ) -> None:
         """Replace the prompt by `token_ids`, and send those after the first `num_shared`, which are unchanged."""
         now_s = asyncio.get_running_loop().time()
-        message = PromptMessage.of(
-            self._num_messages, len(token_ids), num_shared, is_complete, now_s, hint, request_class=self._request_class
-        )
+        lengths = len(token_ids), num_shared
+        origin = "", self._request_class
+        message = PromptMessage.of(self._num_messages, *lengths, is_complete, now_s, hint, *origin, draft)
         self._send_chunk(self._request_id, token_ids[message.num_kept :], self._num_output_tokens, message)
         self._token_ids = token_ids
         self._num_messages += 1
