@@ -625,8 +625,8 @@ MUTANTS = (
     Mutant(
         "those that have shown a token take each other's slots",
         PLANNING,
-        "        with_output.sort(key=lambda r: not r.is_running)\n",
-        "",
+        "return 2 if not request.has_output else 0 if request.is_running else 1",
+        "return 2 if not request.has_output else 1",
         0,
         "tests/engine/test_planning.py::test_of_those_that_have_shown_a_token_the_ones_that_hold_a_slot_come_first",
     ),

@@ -109,6 +109,15 @@ def pairs(event: StreamedTokens) -> Answer:
     return [(t, of[t].logprob) for t, of in zip(event.token_ids, event.logprobs, strict=True)]
 
 
+async def check_rests(engine: AsyncLLM) -> None:
+    """That the engine soon has no work left. Its last outputs reach us before it has noticed that."""
+    for _ in range(100):
+        if not await engine.engine_core.call_utility_async("has_work"):
+            return
+        await asyncio.sleep(0.1)
+    pytest.fail("the engine has work left")
+
+
 async def fresh(engine: AsyncLLM, name: str, prompt: list[int], answer: Answer) -> Answer:
     """The log-probabilities of the tokens of `answer`, by a request that is computed alone and from nothing."""
     params = to_vllm(GREEDY, engine.vllm_config)

@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from real_engine import GREEDY, MAX_MODEL_LEN, MOST_DIFFERENCE, Answer, fresh, make_model, pairs, running_engine, tokens
+from real_engine import (
+    GREEDY,
+    MAX_MODEL_LEN,
+    MOST_DIFFERENCE,
+    Answer,
+    check_rests,
+    fresh,
+    make_model,
+    pairs,
+    running_engine,
+    tokens,
+)
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from streamrag import Append, Chunk, Pipeline
@@ -115,7 +126,7 @@ async def test_many_drafts_at_once_beside_answers_and_drafts_of_drafts(engine: A
         return largest_difference(found, plain[number])
 
     assert max(await asyncio.gather(*map(again, range(len(prompts))))) <= MOST_DIFFERENCE
-    assert not await engine.engine_core.call_utility_async("has_work")
+    await check_rests(engine)
 
 
 async def one_by_one(engine: AsyncLLM, name: str, prompt: list[int], num: int) -> Answer:
@@ -230,5 +241,5 @@ async def test_a_draft_that_is_withdrawn_leaves_nothing_behind(engine: AsyncLLM)
                 pass
         await events.aclose()
     await asyncio.sleep(0.2)
-    assert not await engine.engine_core.call_utility_async("has_work")
+    await check_rests(engine)
     assert engine.output_processor.get_num_unfinished_requests() == 0

@@ -20,6 +20,7 @@ from real_engine import (
     Answer,
     Load,
     check_prompt_logprobs,
+    check_rests,
     differences,
     fresh,
     make_model,
@@ -150,7 +151,7 @@ async def test_a_chunk_that_is_lost_on_its_way_fails_its_stream_alone(engine: As
         await stream.append([7])
         with pytest.raises(BackendError, match="came instead of message 1"):
             await answer_of(events)
-    assert not await engine.engine_core.call_utility_async("has_work")
+    await check_rests(engine)
 
 
 # ----------------------------------------------------------------------------------------------------------- copied KV
@@ -171,7 +172,7 @@ async def run_load(engine: AsyncLLM, num_streams: int = NUM_STREAMS) -> tuple[Lo
     counts = {name: load.count(name) for name in ("preemptions", "num_loaded", "num_recomputed", "num_invalidated")}
     print(f"largest difference {max(largest):.2e}, {counts}")
     assert len(largest) == num_streams
-    assert not await engine.engine_core.call_utility_async("has_work")
+    await check_rests(engine)
     return load, largest
 
 
