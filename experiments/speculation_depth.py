@@ -249,6 +249,7 @@ def simulated_jobs(drafts: Mapping[str, Sequence[Pair]], end: int) -> dict[str, 
         for pair in pairs:
             rng, ids = random.Random(len(found[name])), {end: 0}
             answer, draft = (tuple(ids.setdefault(t, len(ids)) for t in part) for part in (pair.answer, pair.draft))
+            answer = answer if answer[-1] == 0 else (*answer, 0)  # it was cut at its most tokens
             prompt = tuple(rng.choices(range(WRONG + 1, 1_000), k=pair.num_prompt_tokens))
             found[name].append(Job(prompt, draft, answer, 0, len(draft) + len(answer)))
             wrong = tuple(WRONG if rng.random() < WRONG_SHARE else token for token in answer)
@@ -398,7 +399,7 @@ def draw(path: Path, found: Mapping[str, Any]) -> None:
         axis.set(xscale="log", xticks=nums, xticklabels=nums, title=title, xlabel="answers at a time")
         axis.axhline(1.0, color="grey", linewidth=0.5)
     axes[0].set_ylabel("tokens a second, over no drafts")
-    axes[-1].legend(fontsize=8)
+    axes[0].legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
