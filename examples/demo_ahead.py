@@ -45,10 +45,12 @@ class AheadPair:
         last, last_plain = (answer.timings.total_s - answer.timings.retrieval_s for answer in self.answers)
         assert ahead.draft is not None
         same = "the same" if ahead.token_ids == plain.token_ids else "different"
+        use = f"{ahead.draft.num_accepted} of {len(ahead.token_ids)} came from the draft"
+        if not ahead.draft.num_drafted:
+            use = "there was no draft, because the engine had no time before retrieval ended"
         return (
             f"last token after retrieval: {last:.2f} s with drafts, {last_plain:.2f} s without; first token: "
-            f"{first:.2f} s and {first_plain:.2f} s. The answers have {same} tokens; {ahead.draft.num_accepted} of "
-            f"{len(ahead.token_ids)} came from the draft."
+            f"{first:.2f} s and {first_plain:.2f} s. The answers have {same} tokens; {use}."
         )
 
 
