@@ -135,7 +135,7 @@ class RequestRecord:
     num_copies_verified: int = 0
     """Tokens from the prompt that were computed to verify them, where the answer followed no draft."""
     num_copied: int = 0
-    """Of these, tokens that became part of the answer: so many steps were saved."""
+    """Copied tokens that became part of the answer: so many steps were saved."""
     holds: Mapping[str, int] = field(default_factory=dict)
     """Steps in which it got nothing, by the scheduling rule that held it back. Counted only if the scheduler's
     `records` option names a file."""
