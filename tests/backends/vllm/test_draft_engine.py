@@ -4,7 +4,6 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from itertools import chain
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -127,33 +126,6 @@ async def test_many_drafts_at_once_beside_answers_and_drafts_of_drafts(engine: A
 
     assert max(await asyncio.gather(*map(again, range(len(prompts))))) <= MOST_DIFFERENCE
     await check_rests(engine)
-
-
-async def one_by_one(engine: AsyncLLM, name: str, prompt: list[int], num: int) -> Answer:
-    """The answer of so many tokens, each one by a request of its own, which has no room to verify anything."""
-    found: Answer = []
-    while len(found) < num:
-        found += await fresh(engine, f"{name}-{len(found)}", prompt + token_ids(found), [(0, 0.0)])
-    return found
-
-
-async def test_answers_that_copy_from_their_prompts_are_those_of_engines_that_do_not(engine: AsyncLLM) -> None:
-    """The model repeats tokens, and so do these prompts. Together they need more memory than there is."""
-    rng = random.Random(8)
-    runs = [[token] * rng.randrange(4, 8) for token in range(100)]
-    prompts = [tokens(rng, rng.randrange(100)) + list(chain(*rng.sample(runs, 100))) for _ in range(10)]
-
-    async def later(number: int) -> tuple[Answer, RequestRecord]:
-        await asyncio.sleep(rng.uniform(0, 1.0))
-        return await answer(engine, prompt=prompts[number])
-
-    answers = await asyncio.gather(*map(later, range(len(prompts))))
-    for number, (found, _) in enumerate(answers):
-        expected = await one_by_one(engine, f"one{number}", prompts[number], len(found))
-        assert largest_difference(found, expected) <= MOST_DIFFERENCE
-    num_copied = sum(record.num_copied for _, record in answers)
-    assert 0 < num_copied < sum(record.num_copies_verified for _, record in answers)
-    assert sum(len(record.preemptions) for _, record in answers) > 0
 
 
 async def test_no_draft_is_verified_on_a_cpu_while_a_request_samples_at_random(engine: AsyncLLM) -> None:
