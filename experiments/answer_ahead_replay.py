@@ -263,7 +263,8 @@ class Replay:
         answers = Answers(query.query_id, self._load.num_output_tokens, self._revisions)
         params = SamplingParams(max_tokens=self._load.num_output_tokens)
         drafts = AnswerAhead(self._backend, params, now=clock, emit=_ignore) if self._way == "ahead" else None
-        pieces, known, draft, first_context_s = aiter(Arriving(query, Tokens(), 0.0)), [], (), None
+        pieces, known = aiter(Arriving(query, Tokens(), 0.0)), list[int]()
+        draft: tuple[int, ...] = ()
         async with drafts or nullcontext():
             piece = await anext(pieces)
             prompt, first_context_s = piece.token_ids, clock()
@@ -296,7 +297,7 @@ class Replay:
 
     async def _read(self, events: Any, expected: Sequence[int]) -> Row:
         """Read the answer, which must be that to the complete prompt."""
-        clock, tokens, first_s, record = asyncio.get_running_loop().time, [], None, None
+        clock, tokens, first_s, record = asyncio.get_running_loop().time, list[int](), None, None
         async for event in events:
             if isinstance(event, AnswerChunk):
                 first_s = clock() if first_s is None and event.token_ids else first_s

@@ -37,8 +37,16 @@ from streamrag.bench.summary import percentile
 from streamrag.engine import rules
 from streamrag.support.files import write_atomic
 
-POINTS = (("crawler", 1), ("crawler", 2), ("crawler", 4), ("anns", 1), ("anns", 2), ("anns-last", 1), ("anns-last", 2))
-OVERLOAD = (("crawler", 6), ("crawler", 10.3), ("anns-last", 7.2))
+POINTS: tuple[tuple[str, float], ...] = (
+    ("crawler", 1),
+    ("crawler", 2),
+    ("crawler", 4),
+    ("anns", 1),
+    ("anns", 2),
+    ("anns-last", 1),
+    ("anns-last", 2),
+)
+OVERLOAD: tuple[tuple[str, float], ...] = (("crawler", 6), ("crawler", 10.3), ("anns-last", 7.2))
 """Beyond saturation, as in `make paper`; the last two are twice that."""
 NUM_QUERIES = {1: 150, 2: 150, 4: 300, 6: 600, 7.2: 600, 10.3: 600}
 """Of one seed, by rate: a load lasts one or two minutes."""
