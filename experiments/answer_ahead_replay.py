@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from answer_revisions import KEPT, Answers, Revision, recorded
+from answer_revisions import KEPT, Answers, Revision, by_figures, recorded
 from session_load import ShortPieces
 from simulated_backend import SimulatedBackend
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -42,8 +42,8 @@ Way: TypeAlias = Literal["off", "sync", "ahead"]
 """Without drafts, as engines schedule by default: a step ahead; without drafts, as engines with `answer_ahead`
 schedule; with drafts."""
 WAYS: tuple[Way, ...] = ("off", "sync", "ahead")
-DraftQuality: TypeAlias = Literal["recorded", "right"]
-"""Whether answers change with contexts as recorded, or never, which is the most that a better model can give."""
+DraftQuality: TypeAlias = Literal["figures", "recorded", "right"]
+"""Whether answers change with contexts by figures, as recorded, or never, the most that a better model can give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +54,21 @@ class Load:
     qps: float
     num_output_tokens: int
     num_queries: int
-    quality: DraftQuality = "recorded"
+    quality: DraftQuality = "figures"
     seed: int = 1
 
     @property
     def name(self) -> str:
-        wrong = "" if self.quality == "recorded" else ", drafts always right"
-        return f"{self.workload} {self.qps:g} QPS, {self.num_output_tokens} tokens{wrong}"
+        quality = {"figures": "", "recorded": ", as recorded", "right": ", drafts always right"}[self.quality]
+        return f"{self.workload} {self.qps:g} QPS, {self.num_output_tokens} tokens{quality}"
 
     @property
     def revisions(self) -> Sequence[Revision]:
         """Return the changes that an answer may have with each context."""
-        return [KEPT] if self.quality == "right" else recorded("appended" if self.workload == "crawler" else "ranked")
+        if self.quality == "right":
+            return [KEPT]
+        make = recorded if self.quality == "recorded" else by_figures
+        return make("appended" if self.workload == "crawler" else "ranked")
 
     def queries(self, profile: StepProfile) -> tuple[TracedQuery, ...]:
         """Return the queries, the same as in `make paper`."""
@@ -260,7 +263,8 @@ class Replay:
         answers = Answers(query.query_id, self._load.num_output_tokens, self._revisions)
         params = SamplingParams(max_tokens=self._load.num_output_tokens)
         drafts = AnswerAhead(self._backend, params, now=clock, emit=_ignore) if self._way == "ahead" else None
-        pieces, known, draft, first_context_s = aiter(Arriving(query, Tokens(), 0.0)), [], (), None
+        pieces, known = aiter(Arriving(query, Tokens(), 0.0)), list[int]()
+        draft: tuple[int, ...] = ()
         async with drafts or nullcontext():
             piece = await anext(pieces)
             prompt, first_context_s = piece.token_ids, clock()
@@ -293,7 +297,7 @@ class Replay:
 
     async def _read(self, events: Any, expected: Sequence[int]) -> Row:
         """Read the answer, which must be that to the complete prompt."""
-        clock, tokens, first_s, record = asyncio.get_running_loop().time, [], None, None
+        clock, tokens, first_s, record = asyncio.get_running_loop().time, list[int](), None, None
         async for event in events:
             if isinstance(event, AnswerChunk):
                 first_s = clock() if first_s is None and event.token_ids else first_s

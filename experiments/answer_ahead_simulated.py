@@ -1,12 +1,12 @@
 """How much sooner is an answer complete if it is drafted while retrieval runs, on an H200 under load? Simulated.
 
-    python experiments/answer_ahead_simulated.py [--only TEXT,...] [--seeds N] [--queries N] [--json FILE] [--docs FILE]
+    python experiments/answer_ahead_simulated.py [--only REGEX] [--seeds N] [--queries N] [--json FILE] [--docs FILE]
 
 The crawls and searches of `make paper`, with answers of 50, 200 and 500 tokens, each load served in three ways with
 the same arrivals: without drafts as engines schedule by default (off) and as engines with `answer_ahead` do (sync), and
 with drafts (ahead). Answers change with their contexts as those of a real model did (`answer_revisions.py`), or never.
-The answer must be the same in every way. `--only` runs the loads whose names have one of the texts, and leaves the
-others in FILE as they are.
+The answer must be the same in every way. `--only` runs the loads whose names it is found in, and leaves the others in
+FILE as they are.
 
 Two bounds stand beside each ratio. A draft saves at most the time that decoding the answer takes, and drafts that run
 only where nothing else could compute save at most the time for which the engine idled between the query's first context
@@ -19,6 +19,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -36,8 +37,16 @@ from streamrag.bench.summary import percentile
 from streamrag.engine import rules
 from streamrag.support.files import write_atomic
 
-POINTS = (("crawler", 1), ("crawler", 2), ("crawler", 4), ("anns", 1), ("anns", 2), ("anns-last", 1), ("anns-last", 2))
-OVERLOAD = (("crawler", 6), ("crawler", 10.3), ("anns-last", 7.2))
+POINTS: tuple[tuple[str, float], ...] = (
+    ("crawler", 1),
+    ("crawler", 2),
+    ("crawler", 4),
+    ("anns", 1),
+    ("anns", 2),
+    ("anns-last", 1),
+    ("anns-last", 2),
+)
+OVERLOAD: tuple[tuple[str, float], ...] = (("crawler", 6), ("crawler", 10.3), ("anns-last", 7.2))
 """Beyond saturation, as in `make paper`; the last two are twice that."""
 NUM_QUERIES = {1: 150, 2: 150, 4: 300, 6: 600, 7.2: 600, 10.3: 600}
 """Of one seed, by rate: a load lasts one or two minutes."""
@@ -232,16 +241,16 @@ def write(path: Path, found: Mapping[str, Summary], num_seeds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--only", default="", metavar="TEXT,...", help='for example "anns 1 QPS,crawler 4": these loads only')
+    add("--only", default="", metavar="REGEX", help='only the loads whose names have this, for example "200 tokens$"')
     add("--seeds", type=int, default=2, help="how many, from 1 on (default: %(default)s)")
     add("--queries", type=int, metavar="N", help="at most so many of each load and seed: to try it out")
     add("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     add("--docs", type=Path, metavar="FILE", help="write the tables into that page, behind comments with their names")
     arguments = parser.parse_args()
-    texts, most = arguments.only.split(","), arguments.queries or sys.maxsize
+    most = arguments.queries or sys.maxsize
     loads = [
-        replace(load, num_queries=min(load.num_queries, most)) for load in LOADS if any(t in load.name for t in texts)
+        replace(load, num_queries=min(load.num_queries, most)) for load in LOADS if re.search(arguments.only, load.name)
     ]
     path: Path | None = arguments.json
     known = json.loads(path.read_text())["loads"] if path and path.exists() else {}
