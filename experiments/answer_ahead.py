@@ -173,7 +173,7 @@ def summarize(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
         uses = [with_.draft or DraftUse() for _, with_ in pairs]
         least = [max(a.last_s - min(a.idle_s, a.last_s - a.first_s), 1e-3) for a, _ in pairs]
         num_complete = sum(
-            use.num_drafted == len(with_.token_ids) == use.num_accepted + 1
+            use.num_drafted == len(with_.token_ids) and use.num_verified == use.num_accepted > 0
             for (_, with_), use in zip(pairs, uses, strict=True)
         )
         found[load] = {

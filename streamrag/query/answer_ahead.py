@@ -61,6 +61,7 @@ class AnswerAhead:
         self._shown_s = -INTERVAL_S
         self._task: asyncio.Task[None] | None = None
         self._has_failed = False
+        self._wait_s = 0.0  # where contexts change too often for a draft, the next one waits for one that lasts longer
 
     async def __aenter__(self) -> Self:
         return self
@@ -89,8 +90,9 @@ class AnswerAhead:
 
     async def _generate(self, prompt: Prompt, chunks: tuple[Chunk, ...]) -> None:
         token_ids: list[int] = []
-        text, is_finished = "", False
+        text, is_finished, begun_s = "", False, self._now()
         try:
+            await asyncio.sleep(self._wait_s)
             async with (
                 aclosing(_only(prompt)) as prompts,
                 closing(self._backend.generate(prompts, self._params)) as events,
@@ -106,6 +108,7 @@ class AnswerAhead:
         finally:
             before = AnswerDraft(() if is_finished else prompt.draft, 0)
             self._token_ids = before.continue_from(token_ids)
+            self._wait_s = 0.0 if token_ids else max(self._wait_s, self._now() - begun_s)
 
     async def _show(self, text: str, chunks: tuple[Chunk, ...], *, is_finished: bool) -> None:
         """Emit the text of the draft, now and then, and not while it only repeats the beginning of the text before."""

@@ -137,7 +137,7 @@ class EngineReplica:
     async def generate(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
         """Yield the events of a stream in batches of all available ones. Closing the generator aborts the stream.
 
-        Drafts take no places, and nothing of them is reported or measured: they compute only while nothing else does.
+        Drafts take no places, and nothing of them is reported or measured: they take little time from others.
         """
         is_draft = call.first.request_class == "draft"
         if self.num_open >= self._max_open and not is_draft:
