@@ -291,7 +291,7 @@ def test_the_demo_explains_itself() -> None:
 @pytest.mark.long
 @pytest.mark.engine
 def test_the_demo_draws_its_timeline_and_saves_its_numbers(tmp_path: Path) -> None:
-    """Its pairs are from "demo_comparison.py", its picture is from "demo_timeline.py"."""
+    """Its pairs are from "demo_comparison.py", its drafts from "demo_ahead.py", its picture from "demo_timeline.py"."""
     printed = run("demo.py", "--tiny", "--queries", "1", "--max-tokens", "4", "--out", str(tmp_path / "demo"))
     assert "Streaming against not streaming" in printed
     results = json.loads((tmp_path / "demo" / "results.json").read_text())
