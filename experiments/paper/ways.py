@@ -86,6 +86,7 @@ NO_PART_OF_PAPER = {
     "max_data_tokens",
     "kv_budget",
     "groups_prefills",
+    "prompt_lookup",
 }
 """Options that a way sets itself, that mean nothing with `PAPER_OPTIONS`, or that are off unless asked for."""
 
