@@ -150,4 +150,4 @@ class DraftSurvival:
         self._num_drafted *= 1 - WEIGHT
 
     def __call__(self) -> float:
-        return min(self._num_accepted / self._num_drafted, 1.0)
+        return min(self._num_accepted / max(self._num_drafted, 1.0), 1.0)

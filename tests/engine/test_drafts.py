@@ -147,3 +147,6 @@ def test_the_share_of_drafted_tokens_that_hold_is_learned_from_what_ends() -> No
     for _ in range(100):
         survival.on_answer(8)  # drafts that clients had
     assert survival() == 1
+    for _ in range(10_000):
+        survival.on_answer(0)  # so many that nothing is left of what was sampled
+    assert survival() == pytest.approx(0)
