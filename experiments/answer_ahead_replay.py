@@ -27,7 +27,7 @@ from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
 from streamrag.bench.cell import CellSettings
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.bench.workload import Arriving, Tokens, fit_contexts, load_trace, longest_prompt, make_load
-from streamrag.core import AnswerChunk, ModelInfo, SamplingParams, common_prefix_len
+from streamrag.core import AnswerChunk, ModelInfo, SamplingParams
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.query.answer_ahead import AnswerAhead
@@ -135,7 +135,7 @@ class AnsweringRunner(BlindRunner):
     """A runner that samples the given answer to each prompt, and verifies proposed tokens by it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(token_at=self._answer_token)
         self.answers: dict[int, list[int]] = {}
         """Answers by the hash of their prompt."""
         self._prompts: dict[str, list[int]] = {}
@@ -152,23 +152,16 @@ class AnsweringRunner(BlindRunner):
         for new in step.scheduled_new_reqs:
             self._prompts[new.req_id] = new.prompt_token_ids or []
         output = super().execute(step)
-        cached = step.scheduled_cached_reqs
-        num_before = dict(zip(cached.req_ids, cached.num_output_tokens, strict=True))
-        for index, request_id in enumerate(output.req_ids):
-            if output.sampled_token_ids[index]:
-                proposed = step.scheduled_spec_decode_tokens.get(request_id, [])
-                tokens = self._sample(request_id, num_before.get(request_id, 0), proposed)
-                output.sampled_token_ids[index] = tokens
-                self.num_drafted += len(tokens) * (self.requests[request_id].request_class == "draft")
+        for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            if tokens and self.requests[request_id].request_class == "draft":
+                self.num_drafted += len(tokens)
         return output
 
-    def _sample(self, request_id: str, place: int, proposed: Sequence[int]) -> list[int]:
-        """Return the next token, after all proposed ones that are right."""
+    def _answer_token(self, request_id: str, position: int) -> int:
         answer = self._answer_of.get(request_id)
         if answer is None:
             answer = self._answer_of[request_id] = self.answers[hash(tuple(self._prompts[request_id]))]
-        tokens = answer[place : place + len(proposed) + 1]
-        return tokens[: common_prefix_len(list(proposed), tokens[:-1]) + 1]
+        return answer[position]
 
 
 class Meter:

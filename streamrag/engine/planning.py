@@ -68,7 +68,7 @@ def plan(
     :param fate: decides what happens to a victim's KV.
     :param reports_holds: whether to report the requests that were held back, and the rule that did so.
     """
-    if any(r.has_output or r.request_class == "draft" for r in order):
+    if any(r.has_output or r.is_draft for r in order):
         order = sorted(order, key=_turn)
     # Phase 1
     walk, held_by = _grant_tokens(Walk(order, idle, budget, memory), rules)
@@ -86,7 +86,7 @@ def plan(
 
 def _turn(request: RequestView) -> int:
     """Return the place of a request before or behind others, whatever the policy says."""
-    if request.request_class == "draft":
+    if request.is_draft:
         return 3
     return 2 if not request.has_output else 0 if request.is_running else 1
 

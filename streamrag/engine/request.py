@@ -57,6 +57,11 @@ class RequestView(NamedTuple):
     """Whether its blocks are claimed in the KV budget; see `rules.KvBudget`."""
 
     @property
+    def is_draft(self) -> bool:
+        """Whether it drafts an answer whose context may still change, so that nobody waits for it."""
+        return self.request_class == "draft"
+
+    @property
     def num_remaining_tokens(self) -> int:
         """Tokens still to compute or to load."""
         return self.num_tokens - self.num_computed_tokens

@@ -3,15 +3,10 @@
 import math
 from collections.abc import Callable
 
-from streamrag.engine.request import RequestView
 from streamrag.engine.rules.rule import Rule, TokenRule
 from streamrag.engine.rules.tokens import NO_LIMIT
 from streamrag.engine.step_size import StepCosts
 from streamrag.engine.walk import Candidate, Wait, Walk
-
-
-def is_draft(request: RequestView) -> bool:
-    return request.request_class == "draft"
 
 
 class DraftPrice(TokenRule):
@@ -34,7 +29,7 @@ class DraftPrice(TokenRule):
         self._most_length: float | None = None  # computed at the first draft, behind all others
 
     def most_tokens(self, candidate: Candidate) -> float:
-        if not is_draft(candidate.request):
+        if not candidate.request.is_draft:
             return NO_LIMIT
         if self._most_length is None:
             self._costs = self._estimate_costs()
@@ -50,7 +45,7 @@ class DraftPrice(TokenRule):
             return math.inf
         if self._costs is None:
             return 0
-        num_others = walk.num_ahead + sum(r.num_remaining_tokens > 0 and not is_draft(r) for r in walk.order)
+        num_others = walk.num_ahead + sum(r.num_remaining_tokens > 0 and not r.is_draft for r in walk.order)
         return self._survival() * self._costs.overhead / num_others
 
 
@@ -67,7 +62,7 @@ class ShortDrafts(TokenRule):
 
     def most_tokens(self, candidate: Candidate) -> float:
         num_tokens = self._num_tokens()
-        return NO_LIMIT if num_tokens is None or not is_draft(candidate.request) else num_tokens
+        return NO_LIMIT if num_tokens is None or not candidate.request.is_draft else num_tokens
 
 
 class DraftMemory(Rule):
@@ -80,6 +75,6 @@ class DraftMemory(Rule):
 
     def ask(self, candidate: Candidate) -> Wait | None:
         walk = candidate.walk
-        if not is_draft(candidate.request) or not (walk.grants or walk.num_ahead):
+        if not candidate.request.is_draft or not (walk.grants or walk.num_ahead):
             return None
         return Wait.YIELD if candidate.num_missing > -self._num_blocks else None

@@ -65,14 +65,14 @@ class SizedSteps(TokenRule):
 
 def _is_awaited(request: RequestView) -> bool:
     """Whether a reader waits for the first token of `request`."""
-    return request.is_complete and not request.has_output and request.request_class != "draft"
+    return request.is_complete and not request.has_output and not request.is_draft
 
 
 def count_waiting(order: Sequence[RequestView], costs: StepCosts) -> float:
     """Return how many complete prompts have tokens to compute, plus those that will arrive while these are computed."""
     num, length, pair_cost = 0, 0.0, costs.pair_cost
     for request in order:
-        if not request.is_complete or request.has_output or request.request_class == "draft":
+        if not request.is_complete or request.has_output or request.is_draft:
             continue
         # `_is_awaited`, `num_likely_tokens`, `StepCosts.length`, inlined: hundreds of requests wait on a busy engine.
         num_before, num_kept = request.num_computed_tokens, request.num_kept_tokens
@@ -103,6 +103,6 @@ class LateBinding(Rule):
     def puts_off_step(self, walk: Walk) -> bool:
         if walk.num_ahead or not self._has_prefills_in_flight():
             return False
-        if not any(g.request.is_complete and g.request.request_class != "draft" for g in walk.grants):
+        if not any(g.request.is_complete and not g.request.is_draft for g in walk.grants):
             return True
         return self._sized_steps is not None and self._sized_steps.is_worth_putting_off(walk.grants)
