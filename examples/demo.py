@@ -209,22 +209,27 @@ async def compare(
         print_answer(pair.answers[0])
 
 
-async def show_ahead(
-    crawl: Group, question: str, backend: VllmBackend, arguments: argparse.Namespace, ahead: list[AheadPair]
-) -> None:
-    """Repeat the recorded crawl of the question slowly, with drafts of its answer and without."""
-    factor = max(CRAWL_S / crawl.pairs[0].answers[0].timings.retrieval_s, 1.0)
+async def show_ahead(crawl: Group, backend: VllmBackend, arguments: argparse.Namespace, ahead: list[AheadPair]) -> None:
+    """Repeat the recorded crawl of the last question slowly, with drafts of its answer and without."""
+    recorded = crawl.pairs[: len(arguments.ask or QUESTIONS)]
+    factor = max(CRAWL_S / recorded[-1].answers[0].timings.retrieval_s, 1.0)
     console.rule("[bold]answers ahead", align="left")
     console.print(
-        f"The crawl of question 1 again, {factor:.1f} times as slow, as long as real ones. The engine has time, and "
-        "drafts the answer from the pages so far. It is grey until it is verified: later pages may change it."
+        f"The crawl of question {len(recorded)} again, {factor:.1f} times as slow, as long as real ones. The engine "
+        "has time, and drafts the answer from the pages so far. It is grey until it is verified: later pages may "
+        "change it, and then nothing is gained. docs/answer-ahead.md says how often."
     )
     source = ReplaySource(arguments.out / "crawl.jsonl", delay=factor)
     params = SamplingParams(max_tokens=arguments.max_tokens, ignore_eos=arguments.tiny)
     async with Pipeline(source, backend, owns_backend=False, template=TEMPLATE) as pipeline:
         with DraftDisplay(console, printable) as display:
             pair = await ask_ahead(
-                pipeline, backend, question, params, max_context_tokens=MAX_CONTEXT_TOKENS, on_event=display.show
+                pipeline,
+                backend,
+                recorded[-1].question,
+                params,
+                max_context_tokens=MAX_CONTEXT_TOKENS,
+                on_event=display.show,
             )
     ahead.append(pair)
     console.print(f"   {pair.outcome()}", soft_wrap=True)
@@ -405,7 +410,7 @@ async def run(arguments: argparse.Namespace, groups: dict[str, Group], ahead: li
             console.print(what)
             await compare(name, source, backend, arguments, groups)
         if arguments.model is None:
-            await show_ahead(groups["crawl"], (arguments.ask or QUESTIONS)[0], backend, arguments, ahead)
+            await show_ahead(groups["crawl"], backend, arguments, ahead)
 
 
 def print_results(

@@ -230,7 +230,7 @@ class DraftUse:
     num_drafted: int = 0
     """Length of the draft when the context was complete."""
     num_verified: int = 0
-    """Tokens of it that the engine verified; those behind a wrong one may be verified several times."""
+    """Tokens of it that were verified, those behind a wrong one perhaps several times. All, if it is the answer."""
     num_accepted: int = 0
     """Tokens that were right: so many steps were saved."""
     why_none: str | None = None

@@ -187,7 +187,7 @@ async def test_a_provisional_answer_is_shown_before_retrieval_ends_and_drawn(
         "retrieval complete",
         "answer: see alpha",
     ]
-    assert "The answers have the same tokens; 0 of 9 came from the draft." in pair.outcome()
+    assert "The answers have the same tokens; 9 of 9 came from the draft." in pair.outcome()
     assert [row["arm"] for row in pair.rows] == ["with drafts", "without drafts"]
     demo.save(tmp_path, {}, [pair])
     assert json.loads((tmp_path / "results.json").read_text())["answers ahead"] == pair.rows

@@ -183,6 +183,11 @@ def test_the_glossary_has_at_most_80_terms_in_order() -> None:
     assert len({term.lower() for term in terms}) == len(terms) <= 80
 
 
+def test_the_table_of_contents_names_every_decision() -> None:
+    text = (ROOT / "DECISIONS.md").read_text()
+    assert set(re.findall(r"^## (\d+)\.", text, re.MULTILINE)) == set(re.findall(r"^- \[(\d+)\.", text, re.MULTILINE))
+
+
 def test_the_index_names_every_page() -> None:
     docs = ROOT / "docs"
     index = (docs / "index.md").read_text()

@@ -153,8 +153,7 @@ class PromptAssembler:
         is_cut_short: whether a complete prompt says, behind the passages, that retrieval was cut short.
         is_ranked: whether the chunks are in order of rank; otherwise they are in order of arrival.
         """
-        budget = self._budget
-        fit = budget.by_rank(chunks) if is_ranked else budget.by_arrival(chunks, is_complete=is_complete)
+        fit = self._fitting(chunks, is_complete=is_complete, is_ranked=is_ranked)
         if not is_complete and fit == self._fit:
             token_ids = self._previous  # for example, when the new chunk does not fit
         else:
@@ -171,6 +170,16 @@ class PromptAssembler:
             left_out=tuple(chunk for chunk in chunks if chunk not in parts) if is_complete else (),
             shortened=tuple(chunk for chunk, last in parts.items() if last.rest),
         )
+
+    def preview(self, chunks: Sequence[Chunk], *, is_ranked: bool) -> tuple[tuple[int, ...], tuple[Chunk, ...]]:
+        """Return the token ids of what would be the complete prompt if retrieval ended now, and its passages."""
+        fit = self._fitting(chunks, is_complete=True, is_ranked=is_ranked)
+        return self._token_ids(fit, is_complete=True, is_cut_short=False), tuple(each.part for each in fit)
+
+    def _fitting(self, chunks: Sequence[Chunk], *, is_complete: bool, is_ranked: bool) -> list[Included]:
+        if is_ranked:
+            return self._budget.by_rank(chunks)
+        return self._budget.by_arrival(chunks, is_complete=is_complete)
 
     def _token_ids(self, fit: Sequence[Included], *, is_complete: bool, is_cut_short: bool) -> tuple[int, ...]:
         """Join head and passages and, in a complete prompt, the notes on missing context and the tail."""

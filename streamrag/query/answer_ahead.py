@@ -4,12 +4,13 @@
     draft         ░░░░░░░░░   ░░░░░░░                      generated from C1; from C2, verifying the first
     answer                              ████████           verifies the last draft, and continues behind it
 
-A draft is a request of the lowest class of its own, whose prompt is the context so far and the question. It shares the
-KV of the query's stream through the prefix cache. The answer does not depend on it.
+A draft is a request of the lowest class of its own, whose prompt is what would be complete if retrieval ended now. It
+shares the KV of the query's stream through the prefix cache. If it is finished, and the context does not change any
+more, it is the answer, and nothing is left to compute. The answer does not depend on drafts.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Self
 
@@ -56,7 +57,9 @@ class AnswerAhead:
         self._params = params
         self._now = now
         self._emit = emit
+        self._prompt: tuple[int, ...] = ()
         self._token_ids: tuple[int, ...] = ()
+        self._finished: tuple[AnswerChunk, ...] = ()
         self._text = ""
         self._shown_s = -INTERVAL_S
         self._task: asyncio.Task[None] | None = None
@@ -69,16 +72,20 @@ class AnswerAhead:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.withdraw()
 
-    async def begin(self, token_ids: Sequence[int], chunks: tuple[Chunk, ...], draft: tuple[int, ...] = ()) -> None:
+    async def begin(self, token_ids: tuple[int, ...], chunks: tuple[Chunk, ...], draft: tuple[int, ...] = ()) -> None:
         """Draft the answer to the prompt `token_ids`, whose passages are `chunks`, instead of that to an earlier one.
 
         draft: tokens to verify if there is no earlier draft.
 
-        An engine that fails ends the drafts, but not the query, which fails by itself if it must.
+        The draft of the same prompt goes on: not every chunk changes the prompt. An engine that fails ends the drafts,
+        but not the query, which fails by itself if it must.
         """
+        if token_ids == self._prompt:
+            return
+        self._prompt, self._finished = token_ids, ()
         draft = await self.withdraw() or draft
         if not self._has_failed:
-            prompt = Prompt(tuple(token_ids), 0, is_complete=True, request_class="draft", draft=draft)
+            prompt = Prompt(self._prompt, 0, is_complete=True, request_class="draft", draft=draft)
             self._task = asyncio.create_task(self._generate(prompt, chunks), name="streamrag draft")
 
     async def withdraw(self) -> tuple[int, ...]:
@@ -88,8 +95,17 @@ class AnswerAhead:
             self._task = None
         return self._token_ids
 
+    def answer_to(self, token_ids: tuple[int, ...]) -> tuple[AnswerChunk, ...]:
+        """Return the answer to this complete prompt if a draft is just that; else nothing.
+
+        Above temperature 0 a draft is only verified: short ones are finished more often, so taking them as they are
+        would change the probabilities of answers.
+        """
+        return self._finished if token_ids == self._prompt and self._params.temperature == 0 else ()
+
     async def _generate(self, prompt: Prompt, chunks: tuple[Chunk, ...]) -> None:
         token_ids: list[int] = []
+        answer: list[AnswerChunk] = []
         text, is_finished, begun_s = "", False, self._now()
         try:
             await asyncio.sleep(self._wait_s)
@@ -99,10 +115,12 @@ class AnswerAhead:
             ):
                 async for event in events:
                     if isinstance(event, AnswerChunk):
+                        answer.append(event)
                         token_ids += event.token_ids
                         text += event.text
                         is_finished = event.finish_reason is not None
                         await self._show(text, chunks, is_finished=is_finished)
+            self._finished = tuple(answer)
         except Exception:  # a backend is foreign code, whose failure the query itself reports
             self._has_failed = True
         finally:

@@ -8,6 +8,7 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, TypeVar
 
 from streamrag.core import (
+    AnswerChunk,
     Append,
     Chunk,
     CutShort,
@@ -47,6 +48,10 @@ if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder
 
 T = TypeVar("T")
+
+
+class AnswerIsKnownError(Exception):
+    """The complete prompt was answered before retrieval ended. Aborts the request to the backend."""
 
 
 class QueryPrompts:
@@ -90,6 +95,8 @@ class QueryPrompts:
         """The complete prompt, once it was sent."""
         self.num_drafted = 0
         """Length of the draft that the complete prompt was sent with."""
+        self.answer: tuple[AnswerChunk, ...] = ()
+        """The answer, if it was generated before retrieval ended."""
         self.num_invalidated = 0
         self.has_forecast = False
         """Whether the source said when it would end."""
@@ -97,7 +104,10 @@ class QueryPrompts:
         self.cut_short: str | None = None
 
     async def stream(self) -> AsyncGenerator[Prompt, None]:
-        """Yield partial prompts when `_due_s` says, then the complete prompt; emit what changed. Call it once."""
+        """Yield partial prompts when `_due_s` says, then the complete prompt; emit what changed. Call it once.
+
+        :raises AnswerIsKnownError: there is an `answer` to the complete prompt, which is not yielded.
+        """
         assembler = await self._in_thread(self._new_assembler)
         draft = self._draft
         if isinstance(draft, str):
@@ -121,8 +131,11 @@ class QueryPrompts:
                     step = await self._in_thread(assemble)
                     await self._report(step)
                     yield replace(step.prompt, hint=hint, source_name=self._source_name)
-                    if self._ahead is not None and step.included:
-                        await self._ahead.begin((*step.prompt.token_ids, *assembler.tail), step.included, draft)
+                    if self._ahead is not None:
+                        preview = partial(assembler.preview, chunks, is_ranked=is_ranked)
+                        token_ids, included = await self._in_thread(preview)
+                        if included:
+                            await self._ahead.begin(token_ids, included, draft)
         self.retrieval_s = self._now()
         is_cut_short = self.cut_short is not None or self.source_error is not None
         step = await self._in_thread(
@@ -132,7 +145,10 @@ class QueryPrompts:
         self.complete = step
         if self._ahead is not None:
             draft = await self._ahead.withdraw() or draft
+            self.answer = self._ahead.answer_to(step.prompt.token_ids)
         self.num_drafted = len(draft)
+        if self.answer:
+            raise AnswerIsKnownError
         yield replace(step.prompt, draft=draft)
 
     def citations(self, chunks: Sequence[Chunk]) -> tuple[Citation, ...]:

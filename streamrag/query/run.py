@@ -3,14 +3,14 @@
 import asyncio
 import warnings
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, nullcontext
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 
-from streamrag.core import AnswerChunk, Backend, Mode, Prefilled, Source, part_name
+from streamrag.core import AnswerChunk, Backend, BackendEvent, Mode, Prefilled, Source, part_name
 from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError
 from streamrag.modes import AssembledPrompt
 from streamrag.query.answer_ahead import AnswerAhead, why_not_drafted
@@ -225,10 +225,7 @@ class QueryRun:
         """Emit the backend's events. Return its answers and the first token's time, if any. Raise for other events."""
         first_token_s: float | None = None
         chunks: list[AnswerChunk] = []
-        async with (
-            aclosing(prompts.stream()) as stream,
-            closing(self._backend.generate(stream, self._query.params)) as events,
-        ):
+        async with aclosing(self._backend_events(prompts)) as events:
             async for event in events:
                 if is_cancelled():  # the backend swallowed the CancelledError
                     raise asyncio.CancelledError
@@ -248,6 +245,21 @@ class QueryRun:
                         "Prefilled"
                     )
         return chunks, first_token_s
+
+    async def _backend_events(self, prompts: QueryPrompts) -> AsyncGenerator[BackendEvent, None]:
+        """Yield what the backend yields for the prompts, or at the end a draft that turned out to be the answer."""
+        try:
+            async with (
+                aclosing(prompts.stream()) as stream,
+                closing(self._backend.generate(stream, self._query.params)) as events,
+            ):
+                async for event in events:
+                    yield event
+        except Exception:
+            if not prompts.answer:
+                raise
+        for chunk in prompts.answer:
+            yield chunk
 
     def _answer(
         self,
@@ -275,7 +287,7 @@ class QueryRun:
             timings=timings,
             record=chunks[-1].record,
             overlap=self._overlap,
-            draft=self._draft_use(prompts.num_drafted, chunks[-1].record),
+            draft=self._draft_use(prompts, chunks[-1].record),
             breaks_look_alikes=model.breaks_look_alikes,
             usage=model.usage(num_prompt, num_output, "".join(chunk.text for chunk in chunks), chunks[-1].usage),
             unit=model.unit,
@@ -283,10 +295,13 @@ class QueryRun:
             prompt_logprobs=next((each.prompt_logprobs for each in chunks if each.prompt_logprobs is not None), None),
         )
 
-    def _draft_use(self, num_drafted: int, record: RequestRecord | None) -> DraftUse | None:
+    def _draft_use(self, prompts: QueryPrompts, record: RequestRecord | None) -> DraftUse | None:
         """Return how drafts were used; None if none were wanted."""
         if not self._query.answer_ahead and not self._query.draft:
             return None
+        num_drafted = prompts.num_drafted
+        if prompts.answer:
+            return DraftUse(num_drafted, num_drafted, num_drafted)
         num_verified, num_accepted = (record.num_verified, record.num_accepted) if record else (0, 0)
         return DraftUse(num_drafted, num_verified, num_accepted, self._why_not_drafted())
 

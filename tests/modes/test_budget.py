@@ -155,6 +155,9 @@ def test_a_streamed_prompt_only_grows_and_is_that_of_one_go_within_its_budget(
     for end in range(len(chunks) + 1):
         step = streaming.assemble(chunks[:end], is_complete=False, is_ranked=False)
         assert step.num_invalidated == 0
+        complete = arrived(chunks[:end], budget, reserve_fraction)
+        preview = streaming.preview(chunks[:end], is_ranked=False)
+        assert preview == (complete.prompt.token_ids, complete.included)
     last = streaming.assemble(chunks, is_complete=True, is_ranked=False)
     in_one_go = arrived(chunks, budget, reserve_fraction)
     assert last.prompt.token_ids == in_one_go.prompt.token_ids

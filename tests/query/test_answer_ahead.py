@@ -11,7 +11,7 @@ from streamrag import AnswerChunk, Append, Chunk, Pipeline, Prompt, SamplingPara
 from streamrag.core import BackendEvent
 from streamrag.errors import BackendError, ConfigurationError
 from streamrag.query.options import MAX_DRAFT
-from streamrag.telemetry import DraftChanged, DraftUse, QueryEvent
+from streamrag.telemetry import DraftChanged, DraftUse, QueryEvent, TokensGenerated
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
 A, B, C = (Chunk(text, f"{text[0]}.md") for text in ("alpha", "beta", "gamma"))
@@ -61,6 +61,8 @@ def ids(text: str) -> tuple[int, ...]:
 
 
 async def events_of(pipeline: Pipeline, **options: object) -> tuple[list[QueryEvent], DraftUse | None]:
+    """By default at a temperature at which drafts are verified, and never are the answer as they are."""
+    options = {"params": SamplingParams(temperature=1.0), **options}
     stream = pipeline.events("What?", answer_ahead=True, **options)  # type: ignore[arg-type]
     events = [event async for event in stream]
     return events, stream.result.draft
@@ -101,6 +103,71 @@ async def test_a_new_context_keeps_what_was_drafted_before_and_does_not_show_les
     texts = [event.text for event in events if isinstance(event, DraftChanged)]
     assert not any(old.startswith(new) for old, new in pairwise(texts))
     assert texts[-1] == "see alpha"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_a_finished_draft_of_the_complete_prompt_is_the_answer_if_nothing_is_random(temperature: float) -> None:
+    source, backend = ScriptedSource([Append(A), PAUSE_S]), DraftingBackend()
+    async with Pipeline(source, backend, overlap=True) as pipeline:
+        events, use = await events_of(pipeline, params=SamplingParams(temperature=temperature))
+    answer = events[-1].answer  # type: ignore[union-attr]
+    assert (answer.text, answer.token_ids, answer.finish_reason) == ("see alpha", ids("see alpha"), "stop")
+    assert "".join(event.text for event in events if isinstance(event, TokensGenerated)) == "see alpha"
+    assert [citation.uri for citation in answer.citations] == ["a.md"]
+    was_sent = [any(prompt.is_complete for prompt in prompts) for prompts in backend.prompts]
+    assert was_sent == [temperature > 0, True]  # the query's, and the draft's
+    assert use == (DraftUse(9) if temperature else DraftUse(9, 9, 9))
+    assert backend.num_requests == 0
+
+
+async def test_a_draft_of_an_earlier_context_or_an_unfinished_one_is_not_the_answer() -> None:
+    for script, pause_s, text in (
+        ([Append(A), PAUSE_S, Append(B)], 0.004, "see beta"),
+        ([Append(A), PAUSE_S], 0.02, "see alpha"),
+    ):
+        backend = DraftingBackend(pause_s=pause_s)
+        async with Pipeline(ScriptedSource(script), backend, overlap=True) as pipeline:
+            events, use = await events_of(pipeline, params=SamplingParams())
+        assert events[-1].answer.text == text  # type: ignore[union-attr]
+        assert backend.last.draft
+        assert use == DraftUse(len(backend.last.draft))
+
+
+@pytest.mark.parametrize("how", ["raises another error", "ends"])
+async def test_whatever_a_backend_makes_of_prompts_that_end_the_draft_is_the_answer(how: str) -> None:
+    class Careless(DraftingBackend):
+        async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+            try:
+                async for event in super().generate(prompts, params):
+                    yield event
+            except Exception as error:
+                if how == "raises another error":
+                    raise RuntimeError("prompts failed") from error
+
+    async with Pipeline(ScriptedSource([Append(A), PAUSE_S]), Careless(), overlap=True) as pipeline:
+        events, use = await events_of(pipeline, params=SamplingParams())
+    assert events[-1].answer.text == "see alpha"  # type: ignore[union-attr]
+    assert use == DraftUse(9, 9, 9)
+
+
+async def test_a_chunk_that_does_not_change_the_prompt_does_not_interrupt_its_draft() -> None:
+    source = ScriptedSource([Append(A), 0.05, Update((A,)), 0.05, Update((A,)), 1.0])
+    backend = DraftingBackend(pause_s=0.03)
+    async with Pipeline(source, backend, overlap=True) as pipeline:
+        await events_of(pipeline)
+    assert len(backend.drafts) == 1
+    assert backend.last.draft == ids("see alpha")
+
+
+async def test_a_draft_has_the_context_that_the_answer_would_have_if_retrieval_ended_now() -> None:
+    """A partial prompt leaves room for late chunks, which are chosen last: a draft has those of the moment."""
+    source = ScriptedSource([Append(Chunk(f"alpha {n} " + "a" * 300, f"{n}.md")) for n in range(5)] + [0.2])
+    backend = DraftingBackend()
+    async with Pipeline(source, backend, overlap=True) as pipeline:
+        await events_of(pipeline, max_context_tokens=1200, reserve_fraction=0.5)
+    partial = [p for prompts in backend.prompts for p in prompts if not p.is_complete]
+    assert len(partial[-1].token_ids) < len(backend.last.token_ids) - 600
+    assert backend.drafts[-1].token_ids == backend.last.token_ids
 
 
 async def test_a_context_without_chunks_is_not_drafted() -> None:
