@@ -144,6 +144,9 @@ bench-ahead: .venv/installed ## answers drafted while retrieval runs: seconds to
 bench-depth: .venv/installed ## how many tokens of a draft should a step verify? ten policies; real engine, then simulated; twenty minutes
 	$(RUN) experiments/speculation_depth.py --json experiments/results/speculation_depth.json --plot docs/speculation-depth.png
 
+bench-routes: .venv/installed ## two ways to verify a draft, as speculative tokens and as a prompt: seconds to the whole answer; real engine, three minutes
+	$(RUN) experiments/verification_routes.py --json experiments/results/verification_routes.json
+
 bench-copies: .venv/installed ## answers copied from their prompts, by our scheduler and by vLLM's ngram: steps and seconds; real engine, eight minutes
 	$(RUN) experiments/copies.py --json experiments/results/copies.json
 

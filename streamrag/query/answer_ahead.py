@@ -23,6 +23,8 @@ from streamrag.telemetry import DraftChanged, OverlapChoice, QueryEvent
 
 INTERVAL_S = 0.05
 """Least seconds between two events of a draft, each of which has its whole text."""
+WAIT_FACTOR = 1.25
+"""Of contexts that change at a steady pace, none is drafted after one that changed too soon."""
 
 
 def why_not_drafted(query: Query, model: ModelInfo, overlap: OverlapChoice) -> str | None:
@@ -126,7 +128,7 @@ class AnswerAhead:
         finally:
             before = AnswerDraft(() if is_finished else prompt.draft, 0)
             self._token_ids = before.continue_from(token_ids)
-            self._wait_s = 0.0 if token_ids else max(self._wait_s, self._now() - begun_s)
+            self._wait_s = 0.0 if token_ids else max(self._wait_s, WAIT_FACTOR * (self._now() - begun_s))
 
     async def _show(self, text: str, chunks: tuple[Chunk, ...], *, is_finished: bool) -> None:
         """Emit the text of the draft, now and then, and not while it only repeats the beginning of the text before."""

@@ -30,7 +30,7 @@ from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenSt
 from streamrag.backends.vllm.scheduler_options import draft_config
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Prompt, RequestClass, SamplingParams
 from streamrag.records import RequestRecord
-from streamrag.telemetry import TokensGenerated
+from streamrag.telemetry import DraftUse, QueryEvent, TokensGenerated
 from streamrag.testing import CodePointTokenizer, ScriptedSource
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -200,6 +200,41 @@ async def test_an_answer_that_is_asked_for_again_with_itself_as_draft_takes_one_
         again, num_steps = await ask(changed)
         assert again.token_ids == first.token_ids
         assert num_steps < 10
+
+
+async def test_a_draft_whose_context_stayed_is_the_answer_and_nothing_more_is_computed(engine: AsyncLLM) -> None:
+    """Also if it verified the draft of an earlier context. The stream of the query is aborted before it answers."""
+    pages = [Chunk(f"Paper jams {where}.", f"{where}.md") for where in ("when damp", "at night")]
+    params = SamplingParams(max_tokens=16, ignore_eos=True, extra={"logprobs": 0})
+
+    class DraftedSource:
+        async def stream(self, query: str) -> AsyncIterator[Append]:
+            """Yield the pages, each when the draft that is based on those before is finished."""
+            for page in pages:
+                yield Append(page)
+                async with asyncio.timeout(60):
+                    for num_requests in (2, 1):  # the query and its draft, then the query
+                        while engine.output_processor.get_num_unfinished_requests() != num_requests:  # noqa: ASYNC110
+                            await asyncio.sleep(0.001)
+
+    async with Pipeline(DraftedSource(), EngineBackend(engine), overlap=True) as pipeline:
+        stream = pipeline.events("Why?", answer_ahead=True, params=params)
+        events = [event async for event in stream]
+    ahead = stream.result
+    async with Pipeline(ScriptedSource([Append(page) for page in pages]), EngineBackend(engine)) as pipeline:
+        plain = pipeline.events("Why?", overlap=False, params=params)
+        plain_events = [event async for event in plain]
+    assert ahead.token_ids == plain.result.token_ids
+    assert ahead.draft == DraftUse(16, 16, 16)
+    for event, other in zip(logprobs_of(events), logprobs_of(plain_events), strict=True):
+        assert abs(event - other) <= MOST_DIFFERENCE
+    await check_rests(engine)
+    assert engine.output_processor.get_num_unfinished_requests() == 0
+
+
+def logprobs_of(events: Sequence[QueryEvent]) -> list[float]:
+    generated = [event for event in events if isinstance(event, TokensGenerated)]
+    return [entry[token].logprob for e in generated for token, entry in zip(e.token_ids, e.logprobs, strict=True)]
 
 
 async def test_a_draft_that_is_withdrawn_leaves_nothing_behind(engine: AsyncLLM) -> None:
