@@ -24,7 +24,7 @@ from streamrag.telemetry import DraftChanged, OverlapChoice, QueryEvent
 INTERVAL_S = 0.05
 """Least seconds between two events of a draft, each of which has its whole text."""
 WAIT_FACTOR = 1.25
-"""Of contexts that change at a steady pace, none is drafted after one that changed too soon."""
+"""A draft's wait over the time in which the last one got no token: contexts of a steady pace are drafted no more."""
 
 
 def why_not_drafted(query: Query, model: ModelInfo, overlap: OverlapChoice) -> str | None:
@@ -120,9 +120,9 @@ class AnswerAhead:
                         answer.append(event)
                         token_ids += event.token_ids
                         text += event.text
-                        is_finished = event.finish_reason is not None
+                        if is_finished := event.finish_reason is not None:
+                            self._finished = tuple(answer)
                         await self._show(text, chunks, is_finished=is_finished)
-            self._finished = tuple(answer)
         except Exception:  # a backend is foreign code, whose failure the query itself reports
             self._has_failed = True
         finally:

@@ -100,17 +100,20 @@ async def test_passages_and_an_answer_appear_while_they_come_about() -> None:
 
 
 class DraftingBackend(ScriptedBackend):
-    """Verifies drafts. Its answer waits for `rest` before its second half."""
+    """Verifies drafts, which it finishes or not. Its answer waits for `rest` before its second half."""
 
-    def __init__(self, rest: anyio.Event) -> None:
+    def __init__(self, rest: anyio.Event, *, finishes_drafts: bool = False) -> None:
         super().__init__()
         self.model = replace(self.model, verifies_drafts=True)
         self.rest = rest
+        self.finishes_drafts = finishes_drafts
 
     async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
         newest = [prompt async for prompt in prompts][-1]
         if newest.request_class == "draft":
-            yield AnswerChunk("It is Paris [1].", (1, 2), "stop")
+            yield AnswerChunk("It is Paris [1].", (1, 2), "stop" if self.finishes_drafts else None)
+            if not self.finishes_drafts:
+                await anyio.sleep_forever()
             return
         yield AnswerChunk("It is Paris", (1,))
         await self.rest.wait()
@@ -135,6 +138,19 @@ async def test_a_draft_is_grey_until_it_is_confirmed_or_gone() -> None:
         assert grey != black
         rest.set()
         await seen.answered("It is Paris [1], surely.")
+        await expect(draft).to_have_text("")
+        await expect(seen.page.locator(".cite")).to_have_text(["1"])
+
+
+async def test_a_finished_draft_turns_black_at_once_if_nothing_changed() -> None:
+    all_of_it, rest = anyio.Event(), anyio.Event()
+    options = {"backend": DraftingBackend(rest, finishes_drafts=True), "overlap": True, "answer_ahead": True}
+    async with serving([Append(PARIS), all_of_it], **options) as served, browsing(served.url) as seen:
+        await seen.ask()
+        draft = seen.page.locator(".answer .draft")
+        await expect(draft).to_have_text("It is Paris [1].")
+        all_of_it.set()
+        await seen.answered("It is Paris [1].")
         await expect(draft).to_have_text("")
         await expect(seen.page.locator(".cite")).to_have_text(["1"])
 

@@ -132,7 +132,7 @@ async def test_answers_come_from_both_replicas_and_prompts_reach_the_one_that_ha
     assert len(await who(backend)) == 2
 
 
-async def test_an_answer_is_drafted_in_a_replica_and_the_draft_comes_back_with_the_complete_prompt(
+async def test_an_answer_is_drafted_in_a_replica_and_the_stream_of_its_query_is_aborted_there(
     backend: RayBackend,
 ) -> None:
     is_drafted = anyio.Event()
@@ -143,7 +143,7 @@ async def test_an_answer_is_drafted_in_a_replica_and_the_draft_comes_back_with_t
             if isinstance(event, DraftChanged) and event.text == "An answer.":
                 is_drafted.set()
     assert stream.result.text == "An answer."
-    assert stream.result.draft == DraftUse(num_drafted=len("An answer."))
+    assert stream.result.draft == DraftUse(*[len("An answer.")] * 3)
     assert sum((await who(backend)).values()) == 0
 
 
