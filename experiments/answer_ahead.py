@@ -7,8 +7,8 @@ each question are retrieved beforehand, by keywords and vectors as in the demo, 
 asked with `answer_ahead` and without, both streaming, each on an empty prefix cache; who goes first alternates. Tokens
 must be equal. Seconds are from the end of retrieval.
 
-The bound: a draft saves no more than the time for which the engine idled before retrieval ended, as seen without drafts.
-It idles from when a prompt is prefilled until the next one comes.
+The bound: a draft saves no more than the time for which the engine idled before retrieval ended, as seen without
+drafts. It idles from when a prompt is prefilled until the next one comes.
 """
 
 import argparse
