@@ -18,6 +18,7 @@ FOLDER = ROOT / "docs" / "api"
 
 MODULES = [
     "streamrag",
+    "streamrag.open_questions",
     "streamrag.serve",
     "streamrag.sessions",
     "streamrag.telemetry",
@@ -86,6 +87,7 @@ EXAMPLES = {
 
 PURPOSES = {
     "serve": "Configure and run the HTTP service from Python.",
+    "open_questions": "Begin retrieval and prefill while a question is still being asked.",
     "sessions": "Stream data into a context that stays open, and ask about it.",
     "telemetry": "Observe what pipelines and engines do: events, timings and request records.",
     "trace": "Read, write and describe traces of retrieval.",
@@ -113,7 +115,7 @@ INTERNAL = {
 }
 """Members of public classes that only other parts of the package use."""
 
-OF_FIELDS = ("BaseChatModel", "BaseRetriever", "Checked", "NamedTuple", "TypedDict")
+OF_FIELDS = ("BaseChatModel", "BaseRetriever", "Checked", "NamedTuple", "QueryOptions", "TypedDict")
 """Base classes whose constructor options are their fields."""
 
 SHOWN_DECORATORS = ("classmethod", "staticmethod")

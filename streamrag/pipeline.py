@@ -26,8 +26,9 @@ from streamrag.support.validation import Count, Flag, SecondsOrZero, validated
 from streamrag.telemetry import Answer
 
 if TYPE_CHECKING:
+    from streamrag.open_questions import ListenOptions, OpenQuestion
     from streamrag.sessions.limits import SessionLimits, SessionRegistry
-    from streamrag.sessions.session import Session
+    from streamrag.sessions.session import Session, SessionOptions
     from streamrag.trace.recorder import TraceRecorder
 
 FORKED = "it was started in the process that this one was forked from, and lives there: make a new one here"
@@ -136,66 +137,40 @@ class Pipeline:
         Raises ConfigurationError for options that are unknown or cannot work. Raises, when iterated, SourceError,
         BackendError, PromptTooLongError, DeadlineExceededError, TooManyQueriesError and PipelineClosedError.
         """
-        return AnswerStream(partial(self._start_query, self._query(query, options)))
+        return self._stream_from(self.source, query, options)
 
     def events(self, query: str, **options: Unpack[QueryOptions]) -> EventStream:
         """Return the events of `query`, the last of which has the answer. Options and errors as in `stream`."""
-        return EventStream(partial(self._start_query, self._query(query, options)))
+        return EventStream(partial(self._start_query, self._query(query, options), source=self.source))
 
-    def session(
-        self,
-        *,
-        system: str | None = None,
-        template: PromptTemplate | None = None,
-        window_tokens: int | None = None,
-        slide_share: float = 0.5,
-        max_waiting: int | None = None,
-        max_waiting_characters: int | None = None,
-        batch_interval_s: float = 0.0,
-        log: str | os.PathLike[str] | None = None,
-        name: str = "session",
-        tenant: str = "",
-    ) -> "Session":
+    def listen(self, **options: Unpack["ListenOptions"]) -> "OpenQuestion":
+        """Return a question that is still being asked, for which retrieval and prefill begin early; see `OpenQuestion`.
+
+        Use it as an async context manager. For the options see `ListenOptions`, which raise as in `stream`.
+        """
+        from streamrag.open_questions import open_question
+
+        return open_question(self._stream_from, self.source, {"overlap": self.overlap, **options})
+
+    def _stream_from(self, source: Source, query: str, options: QueryOptions) -> AnswerStream:
+        """Return the answer to `query` from this source, whose retrieval is recorded only if it is the pipeline's."""
+        return AnswerStream(partial(self._start_query, self._query(query, options), source=source))
+
+    def session(self, **options: Unpack["SessionOptions"]) -> "Session":
         """Return a session: context that streams in while it is open, and questions about it; see `Session`.
 
         Use it as an async context manager, inside the pipeline's. Entering it raises TooManySessionsError if it exceeds
-        the pipeline's `session_limits`.
-
-        system: replaces the template's system text.
-        template: the words around data and question; each chunk is one `passage`.
-        window_tokens: most tokens of data in the prompt; three quarters of the model's length by default.
-        slide_share: share of the window that is removed at once when it is full. The rest is then computed again in the
-            background, while questions are answered from the previous version.
-        max_waiting, max_waiting_characters: most data that wait for the engine before the oldest are dropped.
-        batch_interval_s: least seconds between batches of data: fewer delay questions less, but their data are older.
-        log: a file for the session's text, from which the session resumes, with its versions, if it exists.
-        name: for errors and schedulers.
-        tenant: the owner, for the pipeline's `session_limits`.
+        the pipeline's `session_limits`. For the options see `SessionOptions`.
         """
-        from streamrag.sessions.limits import MAX_WAITING, MAX_WAITING_CHARACTERS, SessionLimits, SessionRegistry
+        from streamrag.sessions.limits import SessionLimits, SessionRegistry
         from streamrag.sessions.session import Session
 
         if self._is_closed:
             raise PipelineClosedError("this pipeline has been closed: make a new one")
         if self._session_registry is None:
             self._session_registry = SessionRegistry(self._session_limits or SessionLimits())
-        return Session(
-            self.backend,
-            system=system,
-            template=template,
-            window_tokens=window_tokens,
-            slide_share=slide_share,
-            max_waiting=MAX_WAITING if max_waiting is None else max_waiting,
-            max_waiting_characters=(
-                MAX_WAITING_CHARACTERS if max_waiting_characters is None else max_waiting_characters
-            ),
-            batch_interval_s=batch_interval_s,
-            log=log,
-            name=name,
-            tenant=tenant,
-            registry=self._session_registry,
-            clock=self._clock,
-        )
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        return Session(self.backend, **given, registry=self._session_registry, clock=self._clock)
 
     async def start(self) -> None:
         """Start the engine and the workers, unless they are running. Queries that arrive meanwhile wait.
@@ -292,7 +267,7 @@ class Pipeline:
             values["template"] = replace(template, system=plain_text(system))
         return Query(text, **{"overlap": self.overlap, "answer_ahead": self.answer_ahead, **values})
 
-    def _start_query(self, query: Query, emit: Emit) -> "asyncio.Task[Answer]":
+    def _start_query(self, query: Query, emit: Emit, *, source: Source) -> "asyncio.Task[Answer]":
         """Start the query's task and return it; raise if the pipeline is closed, or full and `when_full` refuses."""
         if self._is_closed:
             raise PipelineClosedError("this pipeline has been closed: make a new one, or ask before leaving its block")
@@ -303,14 +278,14 @@ class Pipeline:
             )
         run = QueryRun(
             query,
-            source=self.source,
+            source=source,
             backend=self.backend,
             mode=self._mode,
             answers_despite_source_error=self._answers_despite_source_error,
             overlap_chooser=self._overlap_chooser,
             clock=self._clock,
             emit=emit,
-            recorder=self._recorder,
+            recorder=self._recorder if source is self.source else None,
         )
         task = asyncio.create_task(self._run_query(run), name=f"streamrag query {query.text[:40]!r}")
         self._queries.add(task)

@@ -28,6 +28,7 @@ SHORT = [
     "llamaindex_query_engine",
     "mcp_source",
     "merged_sources",
+    "open_question",
     "own_source",
     "search_the_web",
     "postgres_search",
@@ -73,6 +74,13 @@ def test_own_source() -> None:
         "[2] T-103: A new printer.",
     ]
     assert sum("known already" in line for line in lines) == 3
+
+
+def test_open_question() -> None:
+    *retrieved, answer, timing = run("open_question.py").splitlines()
+    assert retrieved[-1] == "retrieving for 'how do I cancel a task?'"
+    assert answer == "Cancel its scope [1]."
+    assert re.fullmatch(r"answered within \d\.\d s of the commit", timing)
 
 
 def test_search_the_web() -> None:

@@ -26,7 +26,7 @@ RING = [
     {"sources/crawl", "sources/postgres", "sources/search", "sources/timing"},
     {"sources/index", "sources/pages"},
     {"sources/http", "sources/workers"},
-    {"sessions", "trace"},
+    {"open_questions", "sessions", "trace"},
     {"display_text", "trace_context"},
 ]
 CORE = [
@@ -42,10 +42,10 @@ CORE = [
 ]
 """What the first page promises: it imports nothing of the ring, and can be read in a day."""
 
-MAX_CORE_LINES = 15_525
+MAX_CORE_LINES = 15_500
 
-LATE = {("pipeline", "sessions")}
-"""The only import of the ring in the core: inside a function, for who asks for sessions."""
+LATE = {("pipeline", "sessions"), ("pipeline", "open_questions")}
+"""The only imports of the ring in the core: inside functions, for who asks for them."""
 
 # In `backends/vllm`, what the modules of each process may import beside each other.
 SHARED_BY_PROCESS: dict[str, set[str]] = {

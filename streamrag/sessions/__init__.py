@@ -14,6 +14,7 @@ from streamrag.sessions.limits import SessionLimits as SessionLimits
 from streamrag.sessions.log import LogState as LogState
 from streamrag.sessions.questions import AskOptions as AskOptions
 from streamrag.sessions.session import Session as Session
+from streamrag.sessions.session import SessionOptions as SessionOptions
 from streamrag.sessions.watched_questions import Watch as Watch
 from streamrag.sessions.watched_questions import WatchedAnswer as WatchedAnswer
 
@@ -23,6 +24,7 @@ __all__ = [
     "LogState",
     "Session",
     "SessionLimits",
+    "SessionOptions",
     "SessionState",
     "Watch",
     "WatchedAnswer",

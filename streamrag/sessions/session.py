@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from functools import partial
-from typing import Annotated, Self, Unpack
+from typing import Annotated, Self, TypedDict, Unpack
 
 from pydantic import Field
 
@@ -26,11 +26,37 @@ from streamrag.support.validation import Count, Number, SecondsOrZero, validated
 from streamrag.trace_context import conversation
 
 
+class SessionOptions(TypedDict, total=False):
+    """The options of one session. None counts as not given."""
+
+    system: str | None
+    """Replaces the template's system text."""
+    template: PromptTemplate | None
+    """The words around data and question; each chunk is one `passage`."""
+    window_tokens: int | None
+    """Most tokens of data in the prompt; three quarters of the model's length by default."""
+    slide_share: float
+    """Share of the window that is removed at once when it is full; half by default. The rest is then computed again in
+    the background, while questions are answered from the previous version."""
+    max_waiting: int | None
+    """Most chunks that wait for the engine before the oldest are dropped; 4,096 by default."""
+    max_waiting_characters: int | None
+    """Most characters that wait for the engine before the oldest are dropped; four million by default."""
+    batch_interval_s: float
+    """Least seconds between batches of data; 0 by default. Fewer delay questions less, but their data are older."""
+    log: str | os.PathLike[str] | None
+    """A file for the session's text, from which the session resumes, with its versions, if it exists."""
+    name: str
+    """For errors and schedulers; "session" by default."""
+    tenant: str
+    """The owner, for the pipeline's `session_limits`."""
+
+
 class Session:
     """Context that streams in and is kept computed, and any number of concurrent questions about it.
 
-    Create it with `Pipeline.session`, which describes the options, and use it as an async context manager. Computing
-    ahead only makes answers faster: each is the model's answer to the exact text of its version.
+    Create it with `Pipeline.session`, and use it as an async context manager; for the options see `SessionOptions`.
+    Computing ahead only makes answers faster: each is the model's answer to the exact text of its version.
 
     registry: the registry that counts the session while it is open; None does not count it.
     admit: admits each answer to a watched question, or rejects it for now; by default, all are admitted.

@@ -1,0 +1,233 @@
+"""Questions that are still being asked: what begins early, what is kept, and that nothing is left behind."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from streamrag import Append, Chunk, Pipeline, Prompt, SamplingParams, TraceRecorder
+from streamrag.core import SourceEvent
+from streamrag.errors import ConfigurationError, PipelineClosedError, SourceError, StreamRagError
+from streamrag.open_questions import content_words, has_new_words
+from streamrag.testing import ScriptedBackend, ScriptedSource
+from streamrag.trace import read_trace
+from tests.query.test_answer_ahead import DraftingBackend
+
+PAGE = Chunk("A task group is cancelled by its scope.", "tasks.md")
+SOON_S = 0.01
+
+
+class CountingSource:
+    """Finds one page for each question, and remembers the questions."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.questions: list[str] = []
+        self.num_open = 0
+        self.error = error
+
+    async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
+        self.questions.append(query)
+        self.num_open += 1
+        try:
+            yield Append(PAGE)
+            await anyio.sleep(SOON_S)
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.num_open -= 1
+
+
+async def until(holds: object) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # type: ignore[operator]  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def complete(backend: ScriptedBackend) -> list[Prompt]:
+    return [prompt for prompts in backend.prompts for prompt in prompts if prompt.is_complete]
+
+
+async def one_shot(question: str) -> Prompt:
+    """The complete prompt of a question that is asked as a whole."""
+    backend = ScriptedBackend()
+    async with Pipeline(CountingSource(), backend, overlap=False) as pipeline:
+        assert [chunk async for chunk in pipeline.stream(question)]
+    (prompt,) = complete(backend)
+    return prompt
+
+
+async def test_a_partial_question_is_retrieved_and_prefilled_and_its_commit_only_completes_the_prompt() -> None:
+    source, backend = CountingSource(), ScriptedBackend("By its scope.")
+    async with Pipeline(source, backend) as pipeline, pipeline.listen(stable_s=0) as question:
+        await question.partial("how do I cancel a task")
+        await until(lambda: backend.prompts and backend.prompts[0])
+        await asyncio.sleep(5 * SOON_S)
+        assert complete(backend) == [], "nothing is answered before the question is committed"
+        answer = question.commit("how do I cancel a task")
+        assert "".join([chunk.text async for chunk in answer]) == "By its scope."
+        assert answer.result.citations[0].uri == "tasks.md"
+        assert (source.questions, question.num_retrievals) == (["how do I cancel a task"], 1)
+    (prompt,) = complete(backend)
+    assert prompt.token_ids == (await one_shot("how do I cancel a task")).token_ids
+    assert (backend.num_requests, source.num_open, pipeline.num_queries) == (0, 0, 0)
+
+
+async def test_another_committed_question_has_a_retrieval_of_its_own() -> None:
+    source, backend = CountingSource(), ScriptedBackend("By its scope.")
+    async with Pipeline(source, backend) as pipeline, pipeline.listen(stable_s=0) as question:
+        await question.partial("how do I cancel")
+        await until(lambda: source.questions)
+        assert [chunk async for chunk in question.commit("How do I cancel a task group?")]
+    assert source.questions == ["how do I cancel", "How do I cancel a task group?"]
+    (prompt,) = complete(backend)
+    assert prompt.token_ids == (await one_shot("How do I cancel a task group?")).token_ids
+    assert (backend.num_requests, source.num_open, pipeline.num_queries) == (0, 0, 0)
+
+
+async def test_retrieval_begins_when_the_question_lasts_and_has_new_content_words_and_at_most_so_often() -> None:
+    source = CountingSource()
+    async with (
+        Pipeline(source, ScriptedBackend()) as pipeline,
+        pipeline.listen(stable_s=0.03, max_retrievals=2) as question,
+    ):
+        for text in ("how", "how do", "how do I", "how do I can", "how do I canc", "how do I cancel"):
+            await question.partial(text)
+        await until(lambda: source.questions)
+        for text in ("how do I cancel a", "how do I cancel a task", "how do I cancel a task group"):
+            await question.partial(text)
+            await asyncio.sleep(0.1)
+        assert source.questions == ["how do I cancel", "how do I cancel a task"]
+        assert source.num_open <= 1
+    assert (source.num_open, pipeline.num_queries) == (0, 0)
+
+
+async def test_a_rule_of_the_caller_decides_and_knows_what_was_retrieved_last() -> None:
+    source, told = CountingSource(), list[tuple[str, str]]()
+
+    def rule(text: str, retrieved: str) -> bool:
+        told.append((text, retrieved))
+        return text.endswith("?")
+
+    async with (
+        Pipeline(source, ScriptedBackend()) as pipeline,
+        pipeline.listen(is_worth=rule, stable_s=0) as question,
+    ):
+        await question.partial("Cancel?")
+        await until(lambda: source.questions)
+        await question.partial("Cancel tasks")
+    assert told == [("Cancel?", ""), ("Cancel tasks", "Cancel?")]
+
+
+async def test_a_draft_is_made_before_the_question_is_committed_and_is_the_answer() -> None:
+    backend = DraftingBackend()
+    source = ScriptedSource([Append(Chunk("alpha", "a.md"))])
+    async with Pipeline(source, backend, answer_ahead=True) as pipeline, pipeline.listen(stable_s=0) as question:
+        await question.partial("which letter")
+        await until(lambda: backend.num_requests == 1 and len(backend.drafts) == 1)  # the draft has ended
+        answer = question.commit("which letter")
+        assert "".join([chunk.text async for chunk in answer]) == "see alpha"
+    assert answer.result.draft is not None
+    assert answer.result.draft.num_accepted == len("see alpha")
+
+
+async def test_a_question_that_is_never_committed_costs_one_place_for_a_while() -> None:
+    source, backend = CountingSource(), ScriptedBackend()
+    async with Pipeline(source, backend) as pipeline, pipeline.listen(stable_s=0, idle_s=0.05) as question:
+        await question.partial("how do I cancel")
+        await until(lambda: pipeline.num_queries == 1)
+        await until(lambda: pipeline.num_queries == 0)
+        assert backend.num_requests == 0
+        await question.partial("how do I cancel")  # asked again: worth it again
+        await until(lambda: len(source.questions) == 2)
+    assert (source.num_open, pipeline.num_queries, backend.num_requests) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.002, 0.01, 0.03, 0.1])
+@pytest.mark.parametrize("is_committed", [True, False])
+async def test_leaving_or_cancelling_at_any_moment_leaves_nothing_behind(after_s: float, is_committed: bool) -> None:
+    source, backend = CountingSource(), DraftingBackend(pause_s=0.01)
+    async with Pipeline(source, backend, answer_ahead=True) as pipeline:
+        with anyio.move_on_after(after_s):
+            async with pipeline.listen(stable_s=0.002) as question:
+                await question.partial("cancel tasks")
+                await asyncio.sleep(0.005)
+                await question.partial("cancel task groups")
+                await asyncio.sleep(0.02)
+                if is_committed:
+                    async for _ in question.commit("cancel task groups"):
+                        pass
+                await asyncio.sleep(1)
+        assert (source.num_open, backend.num_requests, pipeline.num_queries) == (0, 0, 0)
+        assert not [task for task in asyncio.all_tasks() if "open question" in task.get_name()]
+
+
+async def test_what_fails_ahead_fails_when_the_question_is_committed_and_not_before() -> None:
+    source = CountingSource(SourceError("the site is down"))
+    async with Pipeline(source, ScriptedBackend()) as pipeline:
+        for text in ("cancel tasks", "another question"):
+            async with pipeline.listen(stable_s=0) as question:
+                await question.partial("cancel tasks")
+                await asyncio.sleep(5 * SOON_S)
+                with pytest.raises(SourceError, match="the site is down"):
+                    assert [chunk async for chunk in question.commit(text)]
+
+
+async def test_a_full_pipeline_has_no_query_ahead_and_the_committed_one_says_why() -> None:
+    source, hold = CountingSource(), anyio.Event()
+    async with Pipeline(source, ScriptedBackend(hold=hold), max_concurrent_queries=1, when_full="refuse") as pipeline:
+        async with pipeline.stream("first"), pipeline.listen(stable_s=0) as question:
+            await question.partial("cancel tasks")
+            await asyncio.sleep(5 * SOON_S)
+            assert (question.num_retrievals, source.questions) == (0, ["first"])
+            with pytest.raises(StreamRagError, match="max_concurrent_queries=1"):
+                assert [chunk async for chunk in question.commit("cancel tasks")]
+
+
+async def test_misuse_is_refused_with_what_to_do() -> None:
+    pipeline = Pipeline(CountingSource(), ScriptedBackend())
+    async with pipeline:
+        for options, words in (
+            ({"deadline_s": 3}, r"deadline_s=3.*asyncio\.timeout"),
+            ({"max_retrievals": -1}, "max_retrievals=-1"),
+            ({"idle_s": 0}, "idle_s=0"),
+            ({"params": "none"}, "params"),
+            ({"parms": SamplingParams()}, "no option 'parms'"),
+        ):
+            with pytest.raises(ConfigurationError, match=words):
+                pipeline.listen(**options)
+        async with pipeline.listen() as question:
+            question.commit("Why?")
+            with pytest.raises(StreamRagError, match=r"committed: begin another one with pipeline\.listen\(\)"):
+                await question.partial("Why")
+        closed = pipeline.listen()
+        await closed.aclose()
+        with pytest.raises(StreamRagError, match="closed"):
+            closed.commit("Why?")
+        late = pipeline.listen(stable_s=0)
+    with pytest.raises(PipelineClosedError):
+        assert [chunk async for chunk in late.commit("Why?")]
+
+
+async def test_queries_ahead_are_neither_recorded_nor_learned_from(tmp_path: Path) -> None:
+    """Their retrieval ends with the commit, which says nothing of the source."""
+    path = tmp_path / "trace.jsonl"
+    async with Pipeline(CountingSource(), ScriptedBackend(), recorder=TraceRecorder(path)) as pipeline:
+        for text in ("cancel tasks", "cancel task groups"):
+            async with pipeline.listen(stable_s=0) as question:
+                await question.partial("cancel tasks")
+                await asyncio.sleep(5 * SOON_S)
+                answer = question.commit(text)
+                assert [chunk async for chunk in answer]
+            assert answer.result.overlap is not None
+            assert (answer.result.overlap.reason == "overlap=True") == (text == "cancel tasks")
+    assert [query.text for query in read_trace(path).queries] == ["cancel task groups"]
+
+
+def test_content_words_name_something() -> None:
+    assert content_words("How do I cancel THE task?") == {"cancel", "task"}
+    assert not has_new_words("how can I", "")
+    assert has_new_words("how can I cancel", "")
+    assert not has_new_words("So how can I cancel it", "cancel")
+    assert not has_new_words("", "cancel")
