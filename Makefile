@@ -144,6 +144,9 @@ bench-ahead: .venv/installed ## answers drafted while retrieval runs: seconds to
 bench-depth: .venv/installed ## how many tokens of a draft should a step verify? ten policies; real engine, then simulated; twenty minutes
 	$(RUN) experiments/speculation_depth.py --json experiments/results/speculation_depth.json --plot docs/speculation-depth.png
 
+bench-listen: .venv/installed ## questions that are typed or spoken: seconds from the commit to the first and last token; real engine, ten minutes
+	$(RUN) experiments/open_questions.py --json experiments/results/open_questions.json
+
 bench-routes: .venv/installed ## two ways to verify a draft, as speculative tokens and as a prompt: seconds to the whole answer; real engine, three minutes
 	$(RUN) experiments/verification_routes.py --json experiments/results/verification_routes.json
 

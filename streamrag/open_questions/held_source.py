@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 from streamrag.core import Source, SourceEvent, part_name
-from streamrag.query.retrieval import closing
+from streamrag.query.retrieval import Retrieval
 
 
 class HeldSource:
@@ -22,7 +23,7 @@ class HeldSource:
         """Yield the events of the source, and return once the question is committed."""
         failure: Exception | None = None
         try:
-            async with closing(self._source.stream(query)) as events:
+            async with aclosing(Retrieval(self._source, query).events()) as events:
                 async for event in events:
                     yield event
         except Exception as error:

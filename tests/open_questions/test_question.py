@@ -174,6 +174,17 @@ async def test_what_fails_ahead_fails_when_the_question_is_committed_and_not_bef
                     assert [chunk async for chunk in question.commit(text)]
 
 
+async def test_a_source_that_is_none_is_told_as_without_listening() -> None:
+    class Coroutine:
+        async def stream(self, query: str) -> None: ...
+
+    async with Pipeline(Coroutine(), ScriptedBackend()) as pipeline, pipeline.listen(stable_s=0) as question:  # type: ignore[arg-type]
+        await question.partial("cancel tasks")
+        await asyncio.sleep(5 * SOON_S)
+        with pytest.raises(SourceError, match=r"Coroutine\.stream is a coroutine"):
+            assert [chunk async for chunk in question.commit("cancel tasks")]
+
+
 async def test_a_full_pipeline_has_no_query_ahead_and_the_committed_one_says_why() -> None:
     source, hold = CountingSource(), anyio.Event()
     async with Pipeline(source, ScriptedBackend(hold=hold), max_concurrent_queries=1, when_full="refuse") as pipeline:
