@@ -80,7 +80,7 @@ async def run_query(arm: Arm, client: Client, arriving: Arriving, num_output_tok
 
 
 async def _no_streaming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
-    """Collect the whole prompt, then generate."""
+    """Wait for all pieces of the prompt, then yield the tokens of its answer."""
     prompt: list[int] = []
     async for piece in arriving:
         prompt = prompt + piece.token_ids if piece.is_append else piece.token_ids

@@ -74,7 +74,7 @@ def run_cell(settings: CellSettings, *, keep_steps: bool, progress: CellProgress
 def run_cells(
     cells: Sequence[CellSettings], store: CellStore, *, num_processes: int, keep_steps: bool = False
 ) -> Generator[CellEvent, None, None]:
-    """Run the cells, at most `num_processes` at a time, and yield their events.
+    """Run all cells, also those in the store already, at most `num_processes` at a time, and yield their events.
 
     A failed cell does not stop the others. Closing the generator ends all processes.
     """

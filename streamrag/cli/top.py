@@ -184,7 +184,7 @@ def _head(values: Mapping[str, Any]) -> list[Text]:
 
 
 def _memory(kv: Mapping[str, Any] | None) -> list[Text]:
-    """Return lines on KV memory; none if the engine reports nothing."""
+    """Return lines with the tokens of running, waiting and idle requests and in host memory; none if not reported."""
     if kv is None:
         return []
     states = ", ".join(f"{name} {kv[name]['num_tokens']:,}" for name in ("running", "waiting", "idle"))

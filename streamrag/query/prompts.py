@@ -136,6 +136,12 @@ class QueryPrompts:
                         token_ids, included = await self._in_thread(preview)
                         if included:
                             await self._ahead.begin(token_ids, included, draft)
+        yield await self._complete_prompt(assembler, chunks, is_ranked=is_ranked, draft=draft)
+
+    async def _complete_prompt(
+        self, assembler: PromptAssembler, chunks: Context, *, is_ranked: bool, draft: tuple[int, ...]
+    ) -> Prompt:
+        """Return the prompt at the end of retrieval with its draft; raise AnswerIsKnownError if a draft answers it."""
         self.retrieval_s = self._now()
         is_cut_short = self.cut_short is not None or self.source_error is not None
         step = await self._in_thread(
@@ -149,7 +155,7 @@ class QueryPrompts:
         self.num_drafted = len(draft)
         if self.answer:
             raise AnswerIsKnownError
-        yield replace(step.prompt, draft=draft)
+        return replace(step.prompt, draft=draft)
 
     def citations(self, chunks: Sequence[Chunk]) -> tuple[Citation, ...]:
         """Return the citations of a prompt with these chunks, with their places in the last ranking."""

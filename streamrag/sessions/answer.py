@@ -65,7 +65,7 @@ class _AnswerBuilder:
         await self._emit(self._pieces[-1])
 
     def finish(self, model: ModelInfo, num_prompt_tokens: int, gap: float | None) -> Answer:
-        """Return the whole answer."""
+        """Return the whole answer, which has at least one piece. Without a token, the first one counts as the last."""
         total_s = self._clock() - self._submitted_s
         first_s = next((piece.at_s for piece in self._pieces if piece.text or piece.token_ids), total_s)
         text = "".join(piece.text for piece in self._pieces)

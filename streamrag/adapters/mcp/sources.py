@@ -270,7 +270,10 @@ class McpResourceSource(_McpSource):
         return Update(tuple(chunk for uri in uris for chunk in known.get(uri, ())))
 
     async def _read(self, client: "Client", uri: str) -> "tuple[Chunk, ...] | Skipped":
-        """Return a resource's texts as chunks, or why there are none. A lost connection raises MCPError."""
+        """Return a resource's texts as chunks, or why there are none: an error of the server, or no text.
+
+        A lost connection raises MCPError, and a timeout SourceError.
+        """
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -287,7 +290,7 @@ class McpResourceSource(_McpSource):
 
 
 def _structured(value: Any) -> list[Any] | None:
-    """Return structured content as passages; None if it is no list of mappings with text."""
+    """Return structured content as passages; None if it is neither a mapping with text nor a list of them."""
     if isinstance(value, Mapping) and len(value) == 1:
         (inner,) = value.values()
         value = inner if isinstance(inner, list) else value

@@ -25,7 +25,7 @@ class StockRecords:
     _requests: dict[str, _Request] = field(default_factory=dict)
 
     def add(self, request_id: str, num_tokens: int, arrival_s: float, now_s: float) -> None:
-        """Add a request, or the next chunk of a session."""
+        """Add a request, or the tokens of a session's next chunk; its times are those of the first."""
         if request := self._requests.get(request_id):
             request.num_prompt_tokens += num_tokens
         else:

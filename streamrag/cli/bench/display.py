@@ -57,7 +57,10 @@ class CellsView:
         self._progress.stop()
 
     def show(self, event: CellEvent) -> None:
-        """Update the bars, or print lines without a terminal. A repeated error is not printed again."""
+        """Update the bars, or print lines of start and progress without a terminal.
+
+        A failure is always printed with its log; an error that others had too only as "the same".
+        """
         settings = event.settings
         match event:
             case CellStarted():

@@ -206,7 +206,10 @@ class Crawl:
         visit.add_done_callback(self._finished.put_nowait)
 
     async def _visit(self, target: Target) -> Any:
-        """Read the page, or the host's sitemaps for a third of the time. Costly errors count against the host."""
+        """Return what the worker read of a page, or the host's sitemaps, within a third of the time.
+
+        Errors are raised; costly ones also count against the host.
+        """
         try:
             if not target.is_sitemaps:
                 return await self._reader.read(target.url, partial(self._frontier.check_redirect, target))

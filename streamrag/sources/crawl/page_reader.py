@@ -87,7 +87,7 @@ class PageReader:
         await self._fetcher.aclose()
 
     async def read(self, url: str, check_redirect: Callable[[str], None]) -> dict[str, Any]:
-        """Read the page at `url`, and return the worker's answer.
+        """Read the page at `url` with HTTP or the browser, obey robots.txt, and return the worker's answer.
 
         :raises UnreachableError: the page cannot be reached.
         :raises UnsafeUrlError: the page is at an address that is not allowed.

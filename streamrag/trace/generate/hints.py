@@ -27,7 +27,10 @@ def _hinted(query: TracedQuery, kind: HintKind) -> TracedQuery:
 
 
 def _hint(query: TracedQuery, index: int, kind: HintKind) -> Hint:
-    """Return the hint of a query's event: of the true end, or of what a retriever could estimate then."""
+    """Return the hint of a query's event: of the true end, or of what a retriever could estimate then.
+
+    For appends that is the probes that are left, times the mean gap so far; for updates, the rest of the usual time.
+    """
     event = query.events[index]
     num_left = len(query.events) - 1 - index
     if kind == "exact":

@@ -183,7 +183,10 @@ def _pools(num_pools: int, rank_bias: int, rng: Random) -> list[tuple[int, ...]]
 
 
 def _documents(query: int, total: int, lengths: Sequence[float], pools: Sequence[tuple[int, ...]]) -> list[TracedChunk]:
-    """Return a query's documents: those of the last pool have `total` tokens, the others fit into their pools."""
+    """Return a document for each length: those of the last pool have `total` tokens, in proportion to `lengths`.
+
+    pools: the documents of each version, by index. Those that are in no last pool shrink until each version fits.
+    """
     final = pools[-1]
     num_tokens = dict(zip(final, apportion(total, [lengths[j] for j in final]), strict=True))
     per_length = total / sum(lengths[j] for j in final)

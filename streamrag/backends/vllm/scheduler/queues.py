@@ -29,7 +29,7 @@ class Queues:
     """Streams that wait for their next chunk, outside vLLM's queues."""
 
     def requeue(self, stream: StreamRequest) -> None:
-        """Move a stream whose prompt has changed to the waiting queue, so that vLLM sends the whole prompt again."""
+        """Add a stream whose prompt has changed to the waiting queue, as WAITING, so that vLLM sends all of it."""
         if self.idle.pop(stream.request_id, None):
             self.scheduler.waiting.add_request(stream)
         elif stream.status == RequestStatus.RUNNING:

@@ -59,9 +59,9 @@ class StreamRequest(Request):
 
     @classmethod
     def adopt(cls, request: Request, chunk: PromptMessage | None, sent_s: float, now_s: float) -> "StreamRequest":
-        """Convert `request`, which the scheduler has not seen yet, in place. A plain request was sent at `sent_s`.
+        """Convert `request`, which the scheduler has not seen yet, in place, and turn vLLM's own streaming off.
 
-        Changing the class keeps all that vLLM has set up.
+        Changing the class keeps all that vLLM has set up. A plain request counts as one chunk, sent at `sent_s`.
         """
         request.__class__ = cls
         assert isinstance(request, cls)

@@ -50,7 +50,10 @@ class ConversationStream:
         return self._newest is None
 
     async def extend(self, turns: Sequence[Turn], *, is_complete: bool) -> ConversationPrompt:
-        """Set the conversation and return its prompt; on errors, keep the last one. `is_complete` asks for answers."""
+        """Return the prompt of the conversation, which a background task sends; on errors, keep the last one.
+
+        is_complete: whether answers are wanted.
+        """
         max_tokens = self.params.max_tokens if is_complete else 1
         prompt = await in_thread(self._tokenizer, lambda: self._conversation.encode(turns, max_tokens=max_tokens))
         self._newest = prompt.token_ids if is_complete else prompt.partial, len(turns), is_complete

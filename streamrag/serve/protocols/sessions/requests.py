@@ -80,7 +80,7 @@ class WatchedQuestion(QuestionFields):
 
 
 async def append_data(service: Service, served: ServedSession, request: Data) -> dict[str, Any]:
-    """Append all of the data or none, and return the version and the total number of dropped chunks.
+    """Append all of the data or none, and return version, total number of dropped chunks, and whether it was flushed.
 
     Raises RequestError if the session is closed, if the service has no logs to flush, or if the data are in the session
     but could not be written to disk.
