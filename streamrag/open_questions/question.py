@@ -7,7 +7,7 @@ query ahead                ░░░░░░░           ░░░░░░░
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, NamedTuple, Self, TypeAlias, cast
 
 from streamrag.core import Source
 from streamrag.errors import ConfigurationError, StreamRagError
@@ -60,6 +60,14 @@ def open_question(
     return OpenQuestion(ask, source, **own)
 
 
+class _QueryAhead(NamedTuple):
+    """A query whose question is not committed yet."""
+
+    text: str
+    source: HeldSource
+    answer: AnswerStream
+
+
 class OpenQuestion:
     """A question that is still being asked. An async context manager: leaving it stops all that it has begun.
 
@@ -94,9 +102,7 @@ class OpenQuestion:
         self.num_retrievals = 0
         """Number of queries ahead so far."""
         self.is_committed = False
-        self._text = ""  # of the query ahead
-        self._held: HeldSource | None = None
-        self._ahead: AnswerStream | None = None
+        self._ahead: _QueryAhead | None = None
         self._timer: asyncio.Task[None] | None = None
         self._answer: AnswerStream | None = None
         self._ending: set[asyncio.Task[None]] = set()
@@ -117,7 +123,7 @@ class OpenQuestion:
         self._check_open()
         if self._timer is not None:
             self._timer.cancel()
-        is_worth = bool(text.strip()) and self._is_worth(text, self._text if self._ahead else "")
+        is_worth = bool(text.strip()) and self._is_worth(text, self._ahead.text if self._ahead else "")
         self._timer = asyncio.create_task(self._follow(text, is_worth), name="streamrag open question")
 
     @validated
@@ -130,9 +136,9 @@ class OpenQuestion:
         self.is_committed = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._ahead is not None and self._held is not None and text == self._text:
-            self._held.committed.set()
-            self._answer, self._ahead = self._ahead, None
+        if self._ahead is not None and text == self._ahead.text:
+            self._ahead.source.committed.set()
+            self._answer, self._ahead = self._ahead.answer, None
         else:
             self._drop()
             self._answer = self._ask(self._source, text)
@@ -168,15 +174,15 @@ class OpenQuestion:
         """Start a query ahead, or none if that fails: the committed question then says why."""
         held = HeldSource(self._source)
         with suppress(StreamRagError):
-            ahead = self._ask(held, text)
-            await ahead.__aenter__()
+            answer = self._ask(held, text)
+            await answer.__aenter__()
             self.num_retrievals += 1
-            self._text, self._held, self._ahead = text, held, ahead
+            self._ahead = _QueryAhead(text, held, answer)
 
     def _drop(self) -> None:
         """Stop the query ahead, if there is one."""
         if self._ahead is not None:
-            self._end(self._ahead)
+            self._end(self._ahead.answer)
             self._ahead = None
 
     def _end(self, stream: AnswerStream) -> None:

@@ -255,7 +255,7 @@ class QueryRun:
             ):
                 async for event in events:
                     yield event
-        except Exception:
+        except Exception:  # AnswerIsKnownError, or whatever a backend, which is foreign code, makes of it
             if not prompts.answer:
                 raise
         for chunk in prompts.answer:

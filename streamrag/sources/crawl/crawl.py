@@ -206,7 +206,7 @@ class Crawl:
         visit.add_done_callback(self._finished.put_nowait)
 
     async def _visit(self, target: Target) -> Any:
-        """Return what the worker read of a page, or the host's sitemaps, within a third of the time.
+        """Return what the worker read of a page, or the host's sitemaps, which get a third of the time.
 
         Errors are raised; costly ones also count against the host.
         """
