@@ -20,7 +20,8 @@ class Replicated:
     def __init__(self, router: str) -> None:
         self.engines = {name: ScriptedBackend(answer="Yes.") for name in NAMES}
         self.model = self.engines["a"].model
-        self._streams = replica_streams(InProcess(self.engines), make_router(router))
+        replicas = InProcess(self.engines, max_open=64)  # room for all: ids are random, and may all hash to one replica
+        self._streams = replica_streams(replicas, make_router(router))
 
     async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
         async with aclosing(self._streams.generate(prompts, params)) as events:
