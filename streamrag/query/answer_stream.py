@@ -52,6 +52,14 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
             raise StreamRagError(STOPPED)
         return self._task.result()
 
+    def take_events(self) -> list[QueryEvent]:
+        """Return the events that have not been read yet, up to `MAX_UNREAD_EVENTS`, and count them as read."""
+        events: list[QueryEvent] = []
+        with suppress(anyio.WouldBlock, anyio.EndOfStream, anyio.ClosedResourceError):
+            while self._events is not None:
+                events.append(self._events.receive_nowait())
+        return events
+
     async def aclose(self) -> None:
         """Stop the query, if it still runs, and wait until it has ended."""
         if self._task is None:
