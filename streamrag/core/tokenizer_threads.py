@@ -44,7 +44,10 @@ async def in_thread(tokenizer: Tokenizer, function: Callable[[], T], *, is_backg
 
 
 async def _run(function: Callable[[], T], limiters: _Limiters, is_background: bool, scope: anyio.CancelScope) -> T:
-    """Run in a thread once it is the caller's turn; cancelling `scope` raises CancelledError."""
+    """Return `function()`, run in a thread that the first limiter admits; with `is_background`, the second must, too.
+
+    If `scope` is cancelled, raise CancelledError.
+    """
     use, queue = limiters
     with scope:
         async with queue if is_background else nullcontext():
@@ -53,7 +56,7 @@ async def _run(function: Callable[[], T], limiters: _Limiters, is_background: bo
 
 
 def _limiters_of(tokenizer: Tokenizer) -> _Limiters:
-    """Return the limiters of `tokenizer` on this event loop, creating them on its first call."""
+    """Return this event loop's limiters of `tokenizer`, new at first; tokenizers without a hash share one pair."""
     try:
         limiters = _limiters.get()
     except LookupError:

@@ -129,7 +129,7 @@ def default_profile(
 ) -> AnalyticProfile:
     """Return the profile of an engine that was not measured: its model's FLOPs and bytes at its device's speed.
 
-    device_name: the name of the GPU as CUDA reports it.
+    device_name: the name of the GPU as CUDA reports it. A GPU that is not listed counts as a slow one.
     num_cores: CPU cores of each rank.
     """
     is_cuda = device == "cuda"

@@ -87,7 +87,7 @@ class AnalyticProfile:
         )
 
     def step_s(self, parts: Sequence[StepPart]) -> float:
-        """Return the seconds of a step with these parts, at least one."""
+        """Return the seconds of a step with these parts, at least one: overhead, and computing or reading memory."""
         model, num_devices = self.model, self.tensor_parallel_size
         num_new = sum(new for new, _ in parts)
         num_read = sum(context + new for new, context in parts)
@@ -131,13 +131,14 @@ class TableProfile:
             raise ConfigurationError(f"profile {self.name!r}: points must be two or more, ascending; got {tokens}")
 
     def step_s(self, parts: Sequence[StepPart]) -> float:
-        """Return the seconds of a step with these parts, at least one."""
+        """Return the seconds of a step with these parts, at least one: for new tokens, pairs and requests."""
         num_new = sum(new for new, _ in parts)
         own_pair_s = self.pair_s if self.own_pair_s is None else self.own_pair_s
         attention_s = self.pair_s * context_pairs(parts) + own_pair_s * own_pairs(parts)
         return self._base_s(num_new) + attention_s + self.request_s * len(parts)
 
     def _base_s(self, num_new: int) -> float:
+        """Return the seconds of `num_new` tokens without context: on the line of the nearest two points."""
         points = self.points
         right = min(max(bisect_left(points, (num_new,)), 1), len(points) - 1)
         (x0, y0), (x1, y1) = points[right - 1], points[right]
