@@ -53,7 +53,7 @@ class CountedStream(httpcore.AsyncNetworkStream):
         return piece
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        """Write a request, which starts the counts anew."""
+        """Write a request, which starts the counts anew. An OSError becomes an httpcore.WriteError."""
         self._max_bytes, self.num_bytes, self._num_lines = None, 0, 0
         try:
             await self._stream.write(buffer, timeout)

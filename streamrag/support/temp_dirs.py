@@ -51,7 +51,7 @@ def remove_left_behind(kind: str) -> None:
 
 
 def _create_and_lock(path: Path) -> int | None:
-    """Return the open file, or None if another program noticed the folder before it was locked, and removes it."""
+    """Create, lock and return the open file; None if another program, which removes the folder, was faster."""
     with suppress(FileNotFoundError):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
