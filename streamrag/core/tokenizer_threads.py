@@ -44,10 +44,7 @@ async def in_thread(tokenizer: Tokenizer, function: Callable[[], T], *, is_backg
 
 
 async def _run(function: Callable[[], T], limiters: _Limiters, is_background: bool, scope: anyio.CancelScope) -> T:
-    """Return `function()`, run in a thread that the first limiter admits; with `is_background`, the second must, too.
-
-    If `scope` is cancelled, raise CancelledError.
-    """
+    """Return `function()` of a thread, with both limiters if background; CancelledError if `scope` is cancelled."""
     use, queue = limiters
     with scope:
         async with queue if is_background else nullcontext():

@@ -45,7 +45,7 @@ class Victims:
         return victims, num_freed
 
     def _measured_candidates(self) -> Iterator[tuple[RequestView, int, int]]:
-        """Yield (victim, position, blocks it frees), idle requests first, measuring each only when it is needed."""
+        """Yield (victim, position, blocks it frees), idle ones first, then from the order's end, each measured once."""
         yield from self._measured
         if self._unmeasured is None:
             holders = [(r, i) for i, r in enumerate(self._order) if r.num_blocks]

@@ -22,7 +22,7 @@ class Context(tuple[Chunk, ...]):
         return self._places.get(chunk, len(self)) < len(self)  # type: ignore[call-overload, no-any-return]
 
     def with_chunks(self, chunks: tuple[Chunk, ...]) -> "Context":
-        """Return the context of these chunks, `self` if they are it; where they append one, do not hash the others."""
+        """Return the context of these chunks: `self` if unchanged; if one was appended, without hashing the others."""
         if chunks is self:
             return self
         if not chunks or chunks[:-1] != self or len(self._places) != len(self):

@@ -106,7 +106,7 @@ class AnswerAhead:
         return self._finished if token_ids == self._prompt and self._params.temperature == 0 else ()
 
     async def _generate(self, prompt: Prompt, chunks: tuple[Chunk, ...]) -> None:
-        """Wait `_wait_s`, draft and show the answer, and keep its tokens, all chunks if finished, and any failure."""
+        """Draft and show the answer after `_wait_s`; keep its tokens, its chunks if finished, and whether it failed."""
         token_ids: list[int] = []
         answer: list[AnswerChunk] = []
         text, is_finished, begun_s = "", False, self._now()
@@ -132,7 +132,7 @@ class AnswerAhead:
             self._wait_s = 0.0 if token_ids else max(self._wait_s, WAIT_FACTOR * (self._now() - begun_s))
 
     async def _show(self, text: str, chunks: tuple[Chunk, ...], *, is_finished: bool) -> None:
-        """Emit a changed text if finished, or if due by `INTERVAL_S` and not a mere beginning of the last one."""
+        """Emit the draft's text if new and finished, or if `INTERVAL_S` passed and the last text does not begin so."""
         at_s = self._now()
         is_due = at_s >= self._shown_s + INTERVAL_S and not self._text.startswith(text)
         if text != self._text and (is_finished or is_due):

@@ -179,7 +179,7 @@ class QueryPrompts:
         return chunks
 
     def _due_s(self, hint: Hint | None) -> float:
-        """Return when to send a context to the backend if no other follows; infinity if not before the complete one."""
+        """Return when to send the context: now, or if "delayed" the lead before a forecast end; infinity if "none"."""
         end_s = hint.end_s if hint is not None and hint.end_s is not None and isfinite(hint.end_s) else None
         self.has_forecast = self.has_forecast or end_s is not None
         match self._overlap:
@@ -212,7 +212,7 @@ class QueryPrompts:
         return tuple(folded)
 
     async def _retrieve(self, assembler: PromptAssembler) -> AsyncGenerator[Append | Update, None]:
-        """Yield the source's chunk events, and emit the others. Raise or keep its failure, always as a SourceError."""
+        """Yield the source's chunk events; emit the others. Raise or keep failures, foreign ones as a SourceError."""
         try:
             async with aclosing(self._source_events(assembler)) as events:
                 async for event in events:

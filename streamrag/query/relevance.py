@@ -228,7 +228,7 @@ class Relevance:
         return best
 
     def _bm25(self, texts: Sequence[str]) -> list[float]:
-        """Return each text's BM25 score, with Lucene's positive weights (https://en.wikipedia.org/wiki/Okapi_BM25)."""
+        """Return each text's BM25 score for the question, with Lucene's weights (en.wikipedia.org/wiki/Okapi_BM25)."""
         documents = [Counter(terms(text, _stem)) for text in texts]
         lengths = [document.total() for document in documents]
         mean = sum(lengths) / max(len(lengths), 1) or 1.0

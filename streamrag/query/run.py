@@ -206,7 +206,7 @@ class QueryRun:
         return answer
 
     def _answer_ahead(self) -> AnswerAhead | None:
-        """Return what drafts the answer, or None; raise ConfigurationError if the backend cannot verify drafts."""
+        """Return a new AnswerAhead, None if unwanted or excluded; ConfigurationError if the backend cannot verify."""
         if not self._query.answer_ahead:
             return None
         if not self._backend.model.verifies_drafts:
@@ -269,7 +269,7 @@ class QueryRun:
         last: AssembledPrompt,
         timings: Timings,
     ) -> Answer:
-        """Return the first answer with what belongs to it, and the others as its alternatives."""
+        """Return answer 0 with its citations, timings, record and usage; the other answers are its alternatives."""
         model, num_prompt = self._backend.model, len(last.prompt.token_ids)
         num_output = sum(len(answer.token_ids) for answer in answers.values())
         return Answer(

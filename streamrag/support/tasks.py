@@ -67,7 +67,7 @@ async def wait_shielded(tasks: Collection["asyncio.Future[Any]"], *, at_most_s: 
 
 
 async def cancel_and_wait(tasks: Collection["asyncio.Future[Any]"], *, at_most_s: float | None = None) -> None:
-    """Cancel `tasks`, repeatedly because they run foreign code, and wait for them as `wait_shielded` does."""
+    """Cancel `tasks`, again every `CANCEL_AGAIN_S` as they run foreign code, and wait as `wait_shielded` does."""
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
 

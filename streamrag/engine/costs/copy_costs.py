@@ -47,7 +47,7 @@ class CopyCosts:
 def linear_copies(
     block_bytes: int, bytes_per_s: float, latency_s: float = 0.0, *, is_overlapped: bool = True
 ) -> CopyCosts:
-    """Return the costs of copies over a link of constant speed, over 0, in each direction, beside a latency."""
+    """Return the costs of copies that take a latency and the time of their bytes; `bytes_per_s` must be over 0."""
     if bytes_per_s <= 0:
         raise ConfigurationError(f"bytes_per_s={bytes_per_s:g}: must be positive")
     points = tuple((num, latency_s + num * block_bytes / bytes_per_s) for num in (1, 2))

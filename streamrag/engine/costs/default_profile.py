@@ -62,7 +62,7 @@ def check_fits(
     is_overlapped: bool | None = None,
     model: str = "the engine",
 ) -> None:
-    """Check that `profile` can describe an engine with these properties. None is not compared.
+    """Check that `profile` can describe an engine with these properties. None is not compared, nor are unknown copies.
 
     block_bytes: bytes of a KV block on one device.
     is_overlapped: whether copies and computation overlap: true on CUDA, false on a CPU.

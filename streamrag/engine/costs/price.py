@@ -101,7 +101,7 @@ class Price:
     def observe_step(
         self, parts: Sequence[StepPart], duration_s: float, copies_s: float, *, waited_for_copies: bool = False
     ) -> None:
-        """Note the duration of a step; unless it computed few tokens, correct the profile's step times by it.
+        """Keep a step's duration and the mean; unless the step computed few tokens, correct the profile's step times.
 
         copies_s: seconds of its copies, which are subtracted unless copies overlap with the computation.
         waited_for_copies: whether it waited for copies. If they overlap, the step is ignored: the wait is unknown.

@@ -77,7 +77,7 @@ class AnalyticProfile:
 
     @property
     def copies(self) -> CopyCosts | None:
-        """The costs of copies; None if they are unknown."""
+        """The costs of copies by bandwidth and latency, for one rank's share of a block; None without a bandwidth."""
         if self.host_bandwidth_bytes_per_s is None:
             return None
         # Each rank copies its share of a block over its own link, in parallel with the others.

@@ -47,6 +47,7 @@ class LowWater(Rule):
         self._num_blocks = num_blocks
 
     def ask(self, candidate: Candidate) -> Wait | None:
+        """Reserve `num_blocks` beside such a candidate; return `MEMORY` if they are not free even before it starts."""
         if not candidate.is_new or not candidate.request.was_evicted or candidate.may_evict:
             return None
         candidate.num_reserved, candidate.held_by_memory = self._num_blocks, type(self).__name__
