@@ -86,7 +86,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
             self._events.close()
 
     async def _next_event(self) -> QueryEvent:
-        """Return the next event; at the end raise the query's error or StopAsyncIteration; if cancelled, stop all."""
+        """Return the next event; at the end raise the query's error or StopAsyncIteration. Cancelling stops a query."""
         events = self._ensure_started()
         assert self._task is not None
         try:

@@ -100,7 +100,7 @@ class _Level:
                 self._num_turns.setdefault("delayed", 0)
 
     def choose(self, num_running: int) -> OverlapChoice:
-        """Return the choice for the next query, made anew for every `num_running` queries; "delayed" has a lead."""
+        """Return the choice for the next query, anew for every `num_running`; "delayed" leads by the median prefill."""
         if self._num_left == 0:
             way, reason = self._next()
             self._num_turns[way] += 1

@@ -87,7 +87,7 @@ class AnalyticProfile:
         )
 
     def step_s(self, parts: Sequence[StepPart]) -> float:
-        """Return the seconds of a step with these parts, at least one: overhead, and computing or reading memory."""
+        """Return the seconds of a step with these parts, at least one: overhead and the longer of compute and reads."""
         model, num_devices = self.model, self.tensor_parallel_size
         num_new = sum(new for new, _ in parts)
         num_read = sum(context + new for new, context in parts)
@@ -138,7 +138,7 @@ class TableProfile:
         return self._base_s(num_new) + attention_s + self.request_s * len(parts)
 
     def _base_s(self, num_new: int) -> float:
-        """Return the seconds of `num_new` tokens without context: on the line of the nearest two points."""
+        """Return the seconds of `num_new` tokens without context, on the line through the two nearest points."""
         points = self.points
         right = min(max(bisect_left(points, (num_new,)), 1), len(points) - 1)
         (x0, y0), (x1, y1) = points[right - 1], points[right]
