@@ -113,6 +113,7 @@ def _kv_bytes_per_token(metadata: Mapping[str, Any]) -> int:
 
 def _copies(values: Mapping[str, Any], block_size: int, block_bytes: int) -> CopyCosts:
     """Return the costs of copies fitted to a file's latencies by tokens, in blocks of `block_size` tokens."""
+
     def points(name: str) -> tuple[CopyPoint, ...]:
         return fit_copies({num // block_size: seconds for num, seconds in _latencies(values, name).items()})
 
