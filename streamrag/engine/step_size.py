@@ -49,7 +49,7 @@ class StepCosts:
         """Return the best length of a step while `num_waiting` complete prompts have tokens to compute.
 
         With steps of s tokens and overhead h, each waiting prompt loses h / s per token. Prompts that arrive, a per
-        token, lose s / 2 each. The sum is least at s = sqrt(2 h num_waiting / a). At least h and 256; infinite if a = 0.
+        token, lose s / 2 each. The best s is sqrt(2 h num_waiting / a), but at least h and 256; infinity if a = 0.
         """
         if self.arrivals_per_token <= 0:
             return math.inf
