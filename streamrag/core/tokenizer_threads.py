@@ -44,7 +44,7 @@ async def in_thread(tokenizer: Tokenizer, function: Callable[[], T], *, is_backg
 
 
 async def _run(function: Callable[[], T], limiters: _Limiters, is_background: bool, scope: anyio.CancelScope) -> T:
-    """Return `function()` of a thread, with both limiters if background; CancelledError if `scope` is cancelled."""
+    """Return `function()`, run in a thread under one limiter, in background both; raise if `scope` is cancelled."""
     use, queue = limiters
     with scope:
         async with queue if is_background else nullcontext():
@@ -53,7 +53,7 @@ async def _run(function: Callable[[], T], limiters: _Limiters, is_background: bo
 
 
 def _limiters_of(tokenizer: Tokenizer) -> _Limiters:
-    """Return this event loop's limiters of `tokenizer`, new at first; tokenizers without a hash share one pair."""
+    """Return this loop's limiters of `tokenizer`, made on first use; tokenizers without a hash share one pair."""
     try:
         limiters = _limiters.get()
     except LookupError:

@@ -166,7 +166,7 @@ class QueryPrompts:
         )
 
     async def _add(self, event: Append | Update, chunks: Context) -> Context:
-        """Return the context after an event of the source; emit its new chunks, and keep ranks and the first's time."""
+        """Return the context after an event; emit its new chunks, update ranks, and note when the first chunk came."""
         at_s = self._now()
         new = event.chunks if isinstance(event, Update) else (event.chunk,)
         for chunk in dict.fromkeys(new):

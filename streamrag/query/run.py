@@ -164,7 +164,7 @@ class QueryRun:
             ) from error
 
     async def _retrieve_and_answer(self) -> Answer:
-        """Return the answer, emit the first and last event, and learn from its timings; BackendError if unfinished."""
+        """Return the answer, emit the first and last event, learn from timings; raise BackendError if unfinished."""
         queued_s = self._now()
         ahead = self._answer_ahead()
         await self._emit(RetrievalStarted(queued_s, self._query.text, self._overlap))
@@ -206,7 +206,7 @@ class QueryRun:
         return answer
 
     def _answer_ahead(self) -> AnswerAhead | None:
-        """Return a new AnswerAhead, None if unwanted or excluded; ConfigurationError if the backend cannot verify."""
+        """Return an AnswerAhead, or None; raise ConfigurationError if wanted where the backend verifies no drafts."""
         if not self._query.answer_ahead:
             return None
         if not self._backend.model.verifies_drafts:

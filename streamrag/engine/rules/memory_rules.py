@@ -101,7 +101,7 @@ class KvBudget(Rule):
         self._is_over = False
 
     def ask(self, candidate: Candidate) -> Wait | None:
-        """Set what `candidate` claims; once that does not fit beside other claims, return `YIELD` to all without."""
+        """Set what `candidate` claims; once a claim does not fit beside others, return `YIELD` to all without one."""
         if candidate.request.has_claim:
             return None
         if not self._is_over:

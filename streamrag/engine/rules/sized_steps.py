@@ -28,7 +28,7 @@ class SizedSteps(TokenRule):
         self._length_left = self._limiting_costs.best_length(self.num_waiting) if self._limiting_costs else math.inf
 
     def most_tokens(self, candidate: Candidate) -> float:
-        """Return what fits the length left, at least 1; or 0, closing the step, at an awaited prompt not worth it."""
+        """Return the tokens that fit the length left, at least 1; or close the step and return 0 if not worth it."""
         costs = self._limiting_costs
         if costs is None:
             return math.inf
