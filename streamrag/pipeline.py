@@ -161,10 +161,10 @@ class Pipeline:
         return AnswerStream(partial(self._start_query, self._query(query, options), source=source))
 
     def session(self, **options: Unpack["SessionOptions"]) -> "Session":
-        """Return a session: context that streams in while it is open, and questions about it; see `Session`.
+        """Return a new session: context that streams in while it is open, and questions about it; see `Session`.
 
         Use it as an async context manager, inside the pipeline's. Entering it raises TooManySessionsError if it exceeds
-        the pipeline's `session_limits`. For the options see `SessionOptions`.
+        the pipeline's `session_limits`. For the options see `SessionOptions`. Raises PipelineClosedError if closed.
         """
         from streamrag.sessions.limits import SessionLimits, SessionRegistry
         from streamrag.sessions.session import Session

@@ -43,7 +43,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
 
     @property
     def result(self) -> Answer:
-        """The whole answer. Raises what the query raised, or StreamRagError while it is still running."""
+        """The whole answer to the query. Raises what the query raised, or StreamRagError if it runs or was stopped."""
         if self._answer is not None:
             return self._answer
         if self._task is None or not self._task.done():
@@ -94,7 +94,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
             self._events.close()
 
     async def _next_event(self) -> QueryEvent:
-        """Return the next event, or raise the query's error at its end. If cancelled, stop the query."""
+        """Return the next event; at the end raise the query's error or StopAsyncIteration. Cancelling stops a query."""
         events = self._ensure_started()
         assert self._task is not None
         try:
