@@ -56,6 +56,7 @@ class LaterHits:
         return found if found and self._may_take(request) else ()
 
     def _may_take(self, request: StreamRequest) -> bool:
+        """Whether the request is a stream, or plain ones are included, may read the cache, and waits or runs."""
         if not (request.is_stream or self.includes_plain):
             return False
         if request.skip_reading_prefix_cache or has_prompt_logprobs(request) or request.has_encoder_inputs:
