@@ -146,8 +146,7 @@ class OpenAIBackend:
     async def _make_tokenizer(self, server: Server) -> Tokenizer:
         """Return the given tokenizer, else the server's, else one of characters. Sets `_takes_ids` by a request.
 
-        Unless it is the model's own and the server takes ids, a `TextTokenizer` around the tokenizer breaks
-        look-alikes.
+        A `TextTokenizer` around it breaks look-alikes, unless it is the model's own and the server takes ids.
         """
         self._takes_ids, self._optional, self._asks_for_usage = False, {}, True
         given: Tokenizer | None
@@ -189,7 +188,7 @@ class OpenAIBackend:
         raise ConfigurationError(f"{self._url} does not report the model's length: give max_model_len")
 
     async def _test_token_ids(self, ids: list[int]) -> None:
-        """Send `ids` as a prompt; set `_takes_ids` and `_optional` by what is echoed or counted; neither if refused."""
+        """Send `ids` as a prompt. Unless refused, set `_takes_ids` by their echo or count, `_optional` by an echo."""
         for optional in ({"return_token_ids": True}, {}):
             try:
                 answer = await self._complete({"prompt": ids, **optional})
@@ -233,7 +232,7 @@ class OpenAIBackend:
                 yield event
 
     async def _prompt(self, token_ids: tuple[int, ...]) -> list[int] | str:
-        """Return the ids, or their text if the server takes none; raise PromptTooLongError if no answer fits."""
+        """Return the ids or, if the server takes none, the text without `bos_text`; PromptTooLongError if too long."""
         model = self.model
         if len(token_ids) >= model.max_model_len:
             raise PromptTooLongError(
@@ -304,7 +303,7 @@ class OpenAIBackend:
                     raise
 
     async def _usage(self, reported: TokenUsage, num_prompt: int, texts: list[str], num_ids: int) -> TokenUsage | None:
-        """Return the reported usage, with gaps filled by counting; None if the numbers of ids alone say as much."""
+        """Return the reported usage, its gaps filled by ids or by tokenizing; None if ids alone give the same."""
         model = self.model
         counted = model.usage(num_prompt, num_ids, "".join(texts), None)
         num_output = counted.num_output_tokens if reported.num_output_tokens is None else reported.num_output_tokens
@@ -323,7 +322,7 @@ class OpenAIBackend:
 
 
 def _body(params: SamplingParams) -> dict[str, Any]:
-    """Return the request's parameters, optional ones if set, and `extra`; reserved names there are an error."""
+    """Return the request's parameters, most only if set, and `extra`; reserved names raise ConfigurationError."""
     body: dict[str, Any] = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,

@@ -60,6 +60,8 @@ def bound_body(response: httpx.Response, bounds: Bounds) -> None:
 
 
 class _BoundedBody(httpx.AsyncByteStream):
+    """The body of a response, which raises when more is read than its bounds allow."""
+
     def __init__(self, body: httpx.AsyncByteStream, counted: CountedStream | None, bounds: Bounds) -> None:
         self._body = body
         self._counted = counted

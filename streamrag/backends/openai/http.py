@@ -77,7 +77,7 @@ class Server:
     async def stream(
         self, path: str, body: Mapping[str, Any], *, max_bytes: int, max_events: int, max_event_bytes: int
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Post `body`, and yield the JSON object of each event until `[DONE]` or the end; raise an `error` in one."""
+        """Post `body` and yield the JSON of each event up to `[DONE]`; raise ServerError at an `error` or a limit."""
         bounds = Bounds(max_bytes, max_lines=MAX_EVENT_LINES * max_events, max_line_bytes=max_event_bytes)
         async with (
             self._response("POST", path, body, bounds) as response,

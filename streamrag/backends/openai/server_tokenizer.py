@@ -80,8 +80,7 @@ class ServerTokenizer:
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Return the token ids of `text`; with `allow_special`, `BEGIN` in front becomes the tokens that `start` found.
 
-        No other tokens are added. Most servers find special tokens in either case. Raises ServerError when the server
-        fails.
+        No others are added. Most servers find special tokens in either case. Raises ServerError when the server fails.
         """
         if allow_special and text.startswith(BEGIN):
             return [*self._begin, *self.encode(text.removeprefix(BEGIN), allow_special=True)]

@@ -71,7 +71,7 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
         return match.num_tokens if match else 0, False
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        """Commit the last lookup's match to a request that was admitted; no match if that was of another."""
+        """Commit an admitted request with the match of the last lookup, or with none if that was of another."""
         (request_id, match), self._match = self._match, ("", None)
         if self.host_memory:
             # A request that holds KV was not looked up.

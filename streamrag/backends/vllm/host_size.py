@@ -14,7 +14,7 @@ CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 
 def num_host_blocks(host_kv_bytes: int | None, block_bytes: int, num_device_blocks: int, num_workers: int) -> int:
-    """Return the blocks that fit into a worker's `host_kv_bytes`, for None a share of the host, at most 6 caches."""
+    """Return how many blocks fit into `host_kv_bytes`, or by default a worker's share, at most 6 times the device's."""
     if host_kv_bytes is not None:
         return host_kv_bytes // block_bytes
     num_bytes = int(HOST_SHARE * host_bytes()) // num_workers

@@ -98,7 +98,7 @@ def scheduler_args(
 
 
 def _eviction(given: EvictionMode | None, engine_args: Mapping[str, Any]) -> EvictionMode:
-    """Return the `given` mode, if `engine_args` allow host memory or it needs none; by default one that they allow."""
+    """Return the given mode, else a default that `engine_args` allow; ConfigurationError if they exclude the given."""
     reason = None
     if engine_args.get("enable_prefix_caching", True) is False:
         reason = "enable_prefix_caching=False, but KV blocks are found by the hashes of the prefix cache"

@@ -147,7 +147,7 @@ class VllmBackend:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Start the engine's processes, which takes 20 to 60 s, most of it imports.
+        """Load the tokenizer and start the engine's processes, in 20 to 60 s, most of it for imports. Sets `model`.
 
         :raises MissingDependencyError: when vLLM is not installed.
         :raises UnsupportedVersionError: when it is of a series that is not supported.
@@ -254,7 +254,7 @@ class VllmBackend:
                     is_first = False
 
     async def _request(self, token_ids: tuple[int, ...], params: Any) -> AsyncGenerator[Any, None]:
-        """Yield vLLM's outputs of a new request; PromptTooLongError if too long. Closing the generator aborts it."""
+        """Yield vLLM's outputs of a new request. Closing the generator aborts that. Raises PromptTooLongError first."""
         engine = self._live_engine()
         check_prompt_len(len(token_ids), self.model.max_model_len)
         request_id = uuid.uuid4().hex

@@ -182,7 +182,7 @@ class EngineProcesses:
             await asyncio.to_thread(self._close)
 
     async def _stop(self, engine: Any) -> None:
-        """Shut the engine down, wait for its tasks, and close its sockets. Its death is kept out of the log."""
+        """Shut the engine down, wait for its tasks and close its sockets. vLLM's log of its death is suppressed."""
         resources = engine.engine_core.resources
         tasks = [task for task in (engine.output_handler, resources.output_queue_task) if task]
         log = logging.getLogger("vllm.v1.engine.async_llm")
@@ -238,7 +238,7 @@ class EngineProcesses:
             returning.join()
 
     def _give_back_once_spawned(self, borrowed: ExitStack, others: set[BaseProcess], num_processes: int) -> None:
-        """Wait for the processes, or the end of the start; keep these, and restore environment and spawning."""
+        """Keep the processes once they exist; then, or when the start ends, restore environment and spawning."""
         with borrowed:
             while len(self._processes) < num_processes and not self._is_started.wait(SPAWN_POLL_S):
                 new = set(multiprocessing.active_children()) - others
@@ -259,8 +259,8 @@ class EngineProcesses:
 def make_config(model: str, engine_args: Mapping[str, Any]) -> Any:
     """Return vLLM's configuration of an engine, with our defaults for arguments that `engine_args` does not have.
 
-    On a CPU, the dtype "auto" is float32 where the CPU lacks vLLM's choice, except for quantized weights. Raises
-    ConfigurationError for an unknown argument, and ModelError.
+    On a CPU, "auto" is float32 where the CPU lacks vLLM's choice, unless weights are quantized. Raises
+    ConfigurationError for an unknown argument, and ModelError for a model that vLLM cannot load.
     """
     vllm = importlib.import_module("vllm")
     logging_config = importlib.import_module("vllm.config.logging").LoggingConfig

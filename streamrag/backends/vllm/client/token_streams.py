@@ -243,7 +243,7 @@ class TokenStream:
             yield event
 
     async def _next_event(self) -> Prefilled | StreamedTokens | None:
-        """Return the next event, None after the answer, or raise, now and later. A stop text aborts the request."""
+        """Return the next event; None after the answer. An error is raised every time; a stop text aborts the rest."""
         async with self._reading:
             event = None
             try:

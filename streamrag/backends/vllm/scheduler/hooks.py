@@ -120,7 +120,7 @@ class StreamingHooks(_Base):
         return super().finish_requests(ids, finished_status)
 
     def has_requests(self) -> bool:
-        """Whether vLLM shall plan a step. If all requests wait for memory, only outputs or a change of it count."""
+        """Whether the engine has work: outputs, requests or, if all wait for memory, a change of the free blocks."""
         if not self.plugin.outbox.is_empty:
             return True
         if self.plugin.executor.is_stuck and not self.has_finished_requests():

@@ -138,7 +138,7 @@ class Intake:
         self.queues.make_idle_if_done(stream)
 
     def _on_complete(self, request: StreamRequest, message: PromptMessage | None) -> None:
-        """Give a request whose prompt is complete its draft, if the engine verifies any, and count non-drafts."""
+        """Give a request with a complete prompt its draft, if drafts are verified. Count the prompt of a non-draft."""
         max_depth = self.scheduler.num_spec_tokens  # 0 for an engine that verifies no drafts
         if max_depth and not request.use_structured_output:
             draft = message.draft if message is not None else ()
@@ -149,7 +149,7 @@ class Intake:
             self.estimates.on_complete()
 
     def _refuse(self, request: Request, problem: str, message: PromptMessage | None = None) -> None:
-        """Send an error and record for a request that was not accepted; fail the stream that a chunk belongs to."""
+        """Fail a request before its acceptance, with a record and an error; for a chunk, fail its stream instead."""
         existing = self.scheduler.requests.get(request.request_id)
         if request.resumable and existing is not None and not existing.is_finished():
             self._fail(existing, problem)

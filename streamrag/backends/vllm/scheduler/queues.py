@@ -45,7 +45,7 @@ class Queues:
             request.status = RequestStatus.WAITING
 
     def make_idle_if_done(self, stream: StreamRequest) -> None:
-        """Move a partial prompt that is computed to its end, in no step now, to `idle`, and acknowledge its chunks."""
+        """Move a partial prompt that is computed, with no step in flight, to `idle`, and acknowledge its chunks."""
         if stream.is_complete or stream.num_remaining_tokens > 0 or stream.request_id in self.idle:
             return
         if stream.num_in_flight_tokens > stream.num_stale_output_tokens:
@@ -119,8 +119,7 @@ class Queues:
     def _give_up_slots(self, rest: list[StreamRequest], num_wanted: int) -> list[StreamRequest]:
         """Make `num_wanted` running requests without a grant wait: drafts first, then from the end. Return them.
 
-        A request that has output keeps its slot: as a waiting request it would lose the output. Most others keep their
-        KV. A draft is preempted.
+        A draft is preempted. Others with output keep their slots, or they would lose the output. Most keep their KV.
         """
         if num_wanted <= 0:
             return []

@@ -117,7 +117,7 @@ class StreamRequest(Request):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens shown to the scheduler: to `step_end`, or all but a hidden end of a partial prompt."""
+        """Number of tokens shown to the scheduler: up to `step_end`, or all but a hidden end of a partial prompt."""
         if self.step_end is not None:
             return self.step_end
         num_tokens = len(self._all_token_ids)

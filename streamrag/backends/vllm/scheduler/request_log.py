@@ -81,7 +81,7 @@ class RequestLog:
             self.first_kv_s = now_s
 
     def on_step_end(self, now_s: float, *, is_complete: bool) -> None:
-        """Log the end of a step that computed prompt tokens: the first KV's time, or with `is_complete` the last's."""
+        """Log a step's end as the time of the first KV, and with `is_complete` of the last, unless these are set."""
         if self.first_kv_s is None:
             self.first_kv_s = now_s
         if is_complete and self.last_kv_s is None:
@@ -124,7 +124,7 @@ class RequestLog:
     def end(
         self, outcome: RequestOutcome, now_s: float, num_prompt_tokens: int, num_output_tokens: int
     ) -> RequestRecord:
-        """Return the record: the public fields, lists as tuples, and these values."""
+        """Return the record of the request: the public fields, with lists as tuples, and these values."""
         values: dict[str, Any] = {name: getattr(self, name) for name in _RECORDED}
         values["holds"] = dict(self.holds)
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}

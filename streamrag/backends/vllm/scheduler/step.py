@@ -145,7 +145,7 @@ class StepPlanner:
         return [rule for rule in rules if rule is not None]
 
     def _is_evicted_kv_kept(self) -> bool:
-        """Whether memory is short, but host memory keeps what growing prompts would evict now, and it is worth that."""
+        """Whether device memory is short and the KV of all prompts is worth keeping in host memory."""
         if self.host_memory is None or self.kv_memory.num_free_blocks > self._num_free_if_short:
             return False
         requests = self.scheduler.requests

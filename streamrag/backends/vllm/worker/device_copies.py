@@ -114,7 +114,7 @@ class CudaCopies:
             compute.wait_event(ended)
 
     def load(self, pairs: Pairs, *, by_layer: bool) -> None:
-        """Queue copies of host slots to device blocks. The computation waits for all, or for each layer `by_layer`."""
+        """Queue copies of host slots to device blocks. The computation waits for all of them, unless `by_layer`."""
         compute = torch.cuda.current_stream()
         self._in.wait_stream(compute)
         began = _event(self._in)

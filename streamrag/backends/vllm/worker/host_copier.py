@@ -61,7 +61,7 @@ class HostCopier:
         self._copies = CudaCopies(layers) if is_cuda else CpuCopies(layers)
 
     def _make_pool(self, *, is_pinned: bool) -> torch.Tensor:
-        """Return host memory for all slots. Each failure halves `num_slots`, to 0 at last; if it did, log a warning."""
+        """Return host memory for `num_slots` blocks. While that fails, halve the number, even to 0; warn at the end."""
         reason = None
         while True:
             try:
@@ -81,7 +81,7 @@ class HostCopier:
         return pool
 
     def save(self, copies: HostCopies) -> None:
-        """Start the step: save blocks that it may overwrite, and the held ones. Failures are reported, not raised."""
+        """Save the blocks that the step may overwrite, then the held ones. Failures are reported, not raised."""
         if self._copies is not None:
             self._copies.start_step()
         if copies.saves:
@@ -104,7 +104,7 @@ class HostCopier:
         self._report.failed += [slot for _, slot in pairs if slot not in saved]
 
     def load(self, copies: HostCopies, *, by_layer: bool) -> None:
-        """Load blocks before the forward, which waits for each layer if `by_layer`. Failures are kept, not raised."""
+        """Load blocks before the forward, which waits per layer if `by_layer`. Failed blocks are noted, not raised."""
         good = [(slot, block) for slot, block in copies.loads if self.has_slot(slot, is_load=True)]
         try:
             if good:
@@ -167,7 +167,7 @@ def _rows(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def _host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
-    """Return host memory, for copies if `is_pinned`; MemoryError if less is available, RuntimeError for failures."""
+    """Allocate host memory, pinned if `is_pinned`. Raise MemoryError if less is available, RuntimeError on failure."""
     available = importlib.import_module("psutil").virtual_memory().available
     if num_bytes > available:
         raise MemoryError(f"{num_bytes:,} bytes of {available:,} available")
@@ -178,7 +178,7 @@ def _host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
 
 
 def _pin(memory: torch.Tensor) -> None:
-    """Pin host memory. If CUDA cannot, raise RuntimeError, after clearing the error that CUDA reports once more."""
+    """Pin host memory for copies; if CUDA cannot, raise RuntimeError, and clear the error that CUDA would repeat."""
     from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 
     try:

@@ -118,7 +118,7 @@ class HostCosts:
     def on_step_end(
         self, parts: Sequence[tuple[str, StepPart]], duration_s: float, copies_s: float, *, waited_for_copies: bool
     ) -> None:
-        """Report a step to the price; add to each recomputation in it a share of its time, and log those that end."""
+        """Report a step and its copies to the price; add its time, by share, to recomputations, and log ended ones."""
         computed = [part for _, part in parts]
         compute_s = duration_s
         if self.price is not None:

@@ -85,7 +85,7 @@ class KvMemory:
         return view._replace(num_cached_tokens=self._hit(view).num_tokens)
 
     def _may_hit(self, view: RequestView) -> bool:
-        """Whether a lookup could find anything: quickly False if not even the first block of a request is cached."""
+        """Whether a lookup could find anything. With one kind of blocks and no host memory, the first one decides."""
         if self._host_memory is not None or len(self.groups) > 1:
             return True
         hashes = self._requests[view.request_id].block_hashes
@@ -105,6 +105,7 @@ class KvMemory:
         return self._hits[view.request_id]
 
     def num_present_tokens(self, request: RequestView) -> int:
+        """Return how many leading tokens a request holds, or finds in caches, so that they are not computed."""
         if not request.num_blocks:
             return self._hit(request).num_tokens
         found = self._find_later_hits(request)
@@ -113,7 +114,7 @@ class KvMemory:
         return (request.num_computed_tokens // self.smallest_block_size + len(found)) * self.smallest_block_size
 
     def _find_later_hits(self, request: RequestView) -> Sequence[KVCacheBlock]:
-        """Return cached blocks after the request's own, looked up once per step; none after output, or without room."""
+        """Return cached blocks after the request's own, looked up once per step; none with output, or without room."""
         if self.later_hits is None or request.has_output:
             return ()
         if request.request_id not in self._found:
@@ -148,7 +149,7 @@ class KvMemory:
         return vllm_request.block_hashes[index] if is_full else None
 
     def num_blocks_needed(self, request: RequestView, num_tokens: int) -> int:
-        """Return how many blocks must be free for the request; to start, often those for its whole prompt."""
+        """Return how many blocks must be free to compute `num_tokens` more; to be admitted, the whole prompt's."""
         vllm_request = self._requests[request.request_id]
         if found := self._found.get(request.request_id):
             return self._num_needed_with(vllm_request, found, self.num_present_tokens(request) + num_tokens)
