@@ -42,8 +42,7 @@ async def warm_then_generate(
     """Prefill each partial prompt when it arrives and yield `Prefilled`; then yield the answer to the complete one.
 
     A separate task reads and closes `prompts`, so neither a slow engine nor a slow consumer delays the abort of a
-    superseded request. Closing the generator cancels all requests and waits for their ends. The module docstring has
-    the rules.
+    superseded request. Closing the generator cancels and awaits all requests. The module docstring has the rules.
 
     :raises BackendError: when the prompts end without a complete one.
     :raises Exception: from `prompts`, `prefill` or `generate`.
@@ -133,7 +132,7 @@ class _Warming:
             tasks.start_soon(self._compute, prompt.token_ids[:num_wanted], self._request)
 
     async def _compute(self, token_ids: tuple[int, ...], request: anyio.CancelScope) -> None:
-        """Prefill the tokens, and report it; if `request` was cancelled meanwhile, report and change nothing."""
+        """Prefill the tokens, then record and report that; neither once `request` is cancelled, so superseded."""
         if request.cancel_called:  # superseded before it was sent
             return
         with request:

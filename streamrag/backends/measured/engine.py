@@ -69,7 +69,7 @@ def model_len(model: str) -> int:
 
 
 def _for_measuring(engine_args: Mapping[str, Any], policy: str | None, kv_tokens: int | None) -> dict[str, Any]:
-    """Return `engine_args` for the scheduler and capacity, by default without tokenizer and with timed steps."""
+    """Return `engine_args`, timed and without tokenizer, with our scheduler for a policy and `kv_tokens` as blocks."""
     from vllm.config import CacheConfig
     from vllm.platforms import current_platform
 

@@ -69,7 +69,7 @@ class ServerTokenizer:
         self._begin: list[int] = []
 
     async def start(self) -> None:
-        """Find the tokens at the beginning of every text, for `encode`; raise ServerError if the dialect is wrong."""
+        """Find the tokens before every text by encoding a probe with and without them; ServerError if that fails."""
         bare = (await self._encode(PROBE))[:MAX_PROBE_TOKENS]
         whole = (await self._encode(PROBE, adds_special=True))[:MAX_PROBE_TOKENS]
         places = [place for place in range(len(whole)) if whole[place : place + len(bare)] == bare]

@@ -51,7 +51,7 @@ def with_tools(
 
 
 def model_tokenizer(tokenizer: Tokenizer) -> Any:
-    """Return the tokenizer of transformers; raise ConfigurationError if there is none with a chat template."""
+    """Return the transformers tokenizer in `tokenizer` or what it wraps; ConfigurationError without a chat template."""
     found = getattr(getattr(tokenizer, "tokenizer", tokenizer), "whole", None)
     if found is None or not found.chat_template:
         raise ConfigurationError(
@@ -84,8 +84,7 @@ class ToolTokenizer:
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Return the token ids of `text`. `allow_special` puts back the lines and texts that `render_chat` replaced.
 
-        The texts become plain text, escaped where they are in JSON. After `max_model_len` tokens the rest may be left
-        out.
+        The texts become plain text, escaped where they are in JSON. After `max_model_len` tokens the rest may be cut.
         """
         if not allow_special:
             return self._tokenizer.encode(text)

@@ -60,7 +60,7 @@ class PromptMessage:
         request_class: RequestClass = "pool",
         draft: Sequence[int] = (),
     ) -> "PromptMessage":
-        """Return the message at `now_s`. The first `num_shared` tokens are kept, but not all; a long draft is cut."""
+        """Return a message that keeps the first `num_shared` tokens, but never all. The hint's end becomes a time."""
         num_kept = min(num_shared, num_tokens - 1)  # vLLM accepts no empty input
         expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
         guess = list(draft[:LONGEST_DRAFT])

@@ -67,7 +67,7 @@ def check_can_start(model: Path | str) -> None:
 
 
 def import_vllm() -> Any:
-    """Import all that an engine needs, in seconds, and return the module `vllm`; ConfigurationError if it is broken."""
+    """Import all that an engine needs, which takes seconds, and return `vllm`; ConfigurationError if it is broken."""
     with _environment({"VLLM_CONFIGURE_LOGGING": "0"}), _no_collections():
         try:
             importlib.import_module("vllm.v1.engine.async_llm")

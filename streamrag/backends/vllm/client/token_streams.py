@@ -267,7 +267,7 @@ class TokenStream:
             return self._outputs.get_nowait() or await self._outputs.get()
 
     def _event(self, output: Any) -> Prefilled | StreamedTokens | None:
-        """Return the event of a vLLM output; None for the end of an older prompt. Raise if the stream was dropped."""
+        """Return the new tokens of an output, or `Prefilled`; None for an older prompt. Raise for a dropped stream."""
         (part,) = output.outputs
         ours = (output.kv_transfer_params or {}).get(KEY, {})
         if "error" in ours:

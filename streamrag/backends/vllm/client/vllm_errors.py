@@ -16,7 +16,7 @@ def vllm_errors_translated(why_dead: Callable[[], str]) -> Iterator[None]:
     """Translate errors of vLLM; pass ours through. `why_dead` returns why the engine's process is gone.
 
     :raises EngineDeadError: the engine's process is gone.
-    :raises BackendError: vLLM refused the request, or failed.
+    :raises BackendError: vLLM refused the request, as with any ValueError, or failed.
     """
     from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError
     from vllm.v1.engine.async_llm import InputStreamError

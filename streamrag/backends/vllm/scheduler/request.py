@@ -93,7 +93,7 @@ class StreamRequest(Request):
             self.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
     def propose_tokens(self, most: int, max_model_len: int) -> int:
-        """Propose at most `most` tokens of a draft, for verification in the next step, and return their number."""
+        """Propose at most `most` tokens of the draft, if any, for the next step, that fit. Return their number."""
         if self.draft is None:
             return 0
         room = min(self.max_tokens, max_model_len - self.num_prompt_tokens) - self.num_output_tokens
@@ -157,6 +157,7 @@ class StreamRequest(Request):
         return self.lora_request.lora_int_id if self.lora_request else None
 
     def make_view(self, num_blocks: int, is_idle: bool) -> RequestView:
+        """Return the view of this request, with `num_blocks` KV blocks, as the planner sees it."""
         return RequestView(
             request_id=self.request_id,
             arrival_s=self.arrival_s,

@@ -126,9 +126,9 @@ class HostMemory:
         return min(request.num_computed_tokens // self._block_size, len(request.block_hashes))
 
     def look_up(self, request: StreamRequest, num_local: int) -> Match | None:
-        """Return the match after the `num_local` tokens in the prefix cache; with 0 tokens if computing costs less.
+        """Return the match in host memory after `num_local` cached tokens; 0 tokens to load if computing costs less.
 
-        None if nothing was lost and host memory has nothing, or if the request may not read caches.
+        None if host memory has nothing and the request was never evicted, or if the request may not read caches.
         """
         if num_local:
             self._prefix_hits.add(request.request_id)
