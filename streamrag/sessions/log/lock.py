@@ -17,7 +17,7 @@ class FileLock:
         self._file: int | None = None
 
     def take(self) -> None:
-        """Take the lock, unless this object has it already.
+        """Take the lock, unless this object has it already. A lock whose file was removed meanwhile is taken anew.
 
         :raises SessionLogInUseError: another session has it, in this process or in another.
         """
@@ -39,7 +39,7 @@ class FileLock:
                     os.close(file)
 
     def release(self) -> None:
-        """Release the lock, and remove its file."""
+        """Release the lock, if this object has it, and remove its file, unless that is another one by now."""
         if self._file is not None:
             with suppress(OSError):
                 if is_same(os.fstat(self._file), self._path):
