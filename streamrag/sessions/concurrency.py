@@ -28,14 +28,14 @@ class ConcurrencyEstimator:
         self._weight = self._num = self._num_squared = self._took_s = self._num_took_s = 0.0
 
     def observe_version(self, at_s: float) -> None:
-        """Record a new version of the data at `at_s`: add the time since the last one to the average interval."""
+        """Record a new version of the data at `at_s`, and update the moving average of the time between versions."""
         if self._version_s is not None:
             since_s, share = at_s - self._version_s, NEWEST_INTERVAL_SHARE
             self._interval_s = since_s if self._interval_s is None else (1 - share) * self._interval_s + share * since_s
         self._version_s = at_s
 
     def observe_answer(self, num_concurrent: int, seconds: float) -> None:
-        """Record that one of `num_concurrent` answers took `seconds`; earlier measurements lose weight."""
+        """Add to the decayed sums, from which `limit` is estimated, that one of `num_concurrent` took `seconds`."""
         num = self._num_last = num_concurrent
         self._weight = DECAY * self._weight + 1.0
         self._num = DECAY * self._num + num

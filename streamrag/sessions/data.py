@@ -238,8 +238,7 @@ class SessionData:
 
     @validated
     async def freeze(self, system: Annotated[str, Field()]) -> int:
-        """Replace the system text from a new version on, and return that version, which is not computed yet. Change
-        nothing if the text is too long for the log or leaves no room beside the window. See `Session.freeze`."""
+        """Check the system text's length, replace it from a new version on, and return that; see `Session.freeze`."""
         self.check_open()
         system = plain_text(system)
         if self._log is not None:

@@ -13,7 +13,7 @@ MAX_SEEN = 4096
 
 
 def check_followed(followed: object, query: str) -> None:
-    """Raise ConfigurationError unless `followed` is an object with `stream` or an async iterable, and `query` a str."""
+    """Raise ConfigurationError unless `followed` (no class) has a `stream` or is async iterable, and `query` a str."""
     if isinstance(followed, type):
         raise ConfigurationError(f"the followed source is the class {followed.__name__}, and must be an object of it")
     if not callable(getattr(followed, "stream", None)) and not isinstance(followed, AsyncIterable):
@@ -30,9 +30,7 @@ async def append_all(
 ) -> None:
     """Append each new chunk of a source, or each item of an async iterator, until the source or iterator ends.
 
-    Any StreamRagError, also of `append`, is raised unchanged.
-
-    :raises SourceError: another exception was raised, or an item is neither a text nor a valid chunk.
+    :raises SourceError: an exception other than a StreamRagError was raised, or an item is no text or valid chunk.
     """
     try:
         if callable(getattr(followed, "stream", None)):

@@ -54,7 +54,7 @@ class IdleStream:
     async def advance(self, token_ids: tuple[int, ...]) -> None:
         """Replace the prompt, and wait until the engine has computed all tokens but the last.
 
-        After `SETTLE_S` and `SETTLE_TOKEN_S` per new token, returns without an error. The first call opens the stream.
+        After `SETTLE_S` plus `SETTLE_TOKEN_S` per new token, returns without an error. The first call opens the stream.
 
         :raises BackendError: the engine gave up the stream; make another one.
         """

@@ -100,7 +100,7 @@ class SessionPrompts:
         return [(each.number, self.tokenizer.decode(each.token_ids).removesuffix(self._end)) for each in pieces]
 
     def complete(self, data: tuple[int, ...], question: str) -> tuple[int, ...]:
-        """Return the token ids of the prompt: `data`, the template's `no_context` if there is only the head, a tail.
+        """Return the prompt for `question`: `data`, the text for no data if that is the head alone, and the tail.
 
         data: a session's head and data, or its head alone.
 

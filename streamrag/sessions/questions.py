@@ -103,7 +103,7 @@ class Questions:
         return self.prepare(question, at_least or 0, deadline_s)
 
     def prepare(self, question: Question, at_least: int = 0, deadline_s: float | None = None) -> StartQuery:
-        """Return a function that starts and returns the task of an answer; it raises as `SessionData.check_open`."""
+        """Return a function that starts and returns the answer's task, or raises as `SessionData.check_open` does."""
 
         def start(emit: Emit) -> "asyncio.Task[Answer]":
             self._data.check_open()
@@ -112,8 +112,7 @@ class Questions:
         return start
 
     def check_logprobs(self) -> None:
-        """Warn if the backend has no log-probabilities to compare answers with; raise ConfigurationError if it also
-        sends its server text."""
+        """Warn if the backend has no log-probabilities; raise ConfigurationError if it also sends text, not tokens."""
         model = self._backend.model
         if model.has_logprobs:
             return

@@ -115,7 +115,7 @@ class Session:
 
         :raises PromptTooLongError: window and system text do not fit the model's length.
         :raises PipelineClosedError: the session was closed, before or during the call.
-        :raises ConfigurationError: it has been started before.
+        :raises ConfigurationError: the session has been started before.
         :raises SessionLogError: the log cannot be opened, or is of another session.
         :raises TooManySessionsError: a limit of the tenant or of the pipeline is reached.
         """

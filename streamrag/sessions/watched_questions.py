@@ -91,8 +91,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
         return -1 if self.newest is None else self.newest.version
 
     def put(self, answer: WatchedAnswer) -> None:
-        """Set the newest answer, clear `error`, and wake all readers. It is unread if its text differs from the last
-        one that was read; otherwise there is nothing to read."""
+        """Set the newest answer, clear `error`, and wake readers, who get only a text that is not the last one read."""
         self.newest = answer
         self.num_answered += 1
         self.error = None
@@ -187,7 +186,7 @@ class Watches:
             self._start(options)
 
     def _start(self, options: WatchOptions) -> Watch:
-        """Start and return a watch without writing it to the log, and stop an earlier one of the same name."""
+        """Start and return a watch without logging it; stop an earlier one of its name. The first starts the task."""
         watch = Watch(self, options)
         if watch.name is not None:
             replaced, self.named[watch.name] = self.named.get(watch.name), watch
@@ -212,8 +211,7 @@ class Watches:
         self._has_work.set()
 
     def find(self, question: Question, version: int) -> Answer | None:
-        """Return the answer of a watch to this repeatable question and version, with its margin if that is wanted; None
-        if there is none."""
+        """Return a watch's answer to this question, if repeatable, and version, with margin if wanted; else None."""
         for watch in self.active:
             if watch.newest is None or watch.version != version or not question.is_repeatable:
                 continue

@@ -131,8 +131,7 @@ class Window:
         return list(islice(newer, most))[::-1]
 
     def add(self, pieces: Iterable[WindowChunk]) -> bool:
-        """Add pieces, without empty ones, and return whether the window has slid. A piece longer than what a slide
-        keeps is cut."""
+        """Add the pieces that have tokens, cut to what a slide keeps, and return whether the window has slid."""
         has_slid = False
         for piece in pieces:
             cut = WindowChunk(piece.number, self._cut(piece.token_ids))
@@ -145,7 +144,7 @@ class Window:
         return has_slid
 
     def _cut(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tokens, cut to as many as a slide keeps, the last of which are the `end` that a piece has."""
+        """Return the tokens, or if they are more than a slide keeps, their beginning followed by `end` if that fits."""
         if len(token_ids) <= self._kept_tokens:
             return token_ids
         end = self._end if len(self._end) < self._kept_tokens else ()

@@ -119,7 +119,7 @@ def write_contents(connection: sqlite3.Connection, contents: LogContents, before
 
 
 def read_contents(connection: sqlite3.Connection) -> LogContents:
-    """Check the database's integrity, then read and validate the header, the chunks and the watches of a log.
+    """Check the database's integrity, and return the validated header, chunks in order, and watches of a log.
 
     :raises ValueError, sqlite3.Error: the log is damaged.
     """

@@ -74,7 +74,7 @@ class LogFile:
         """Lock the log, and return its contents. If the file is missing or empty, create it empty and return None. Also
         removes the unfinished files of killed processes. After an error, the log is closed.
 
-        :raises SessionLogError: it cannot be opened, another process has it, or it is damaged. Nothing was changed.
+        :raises SessionLogError: another session has the log, or the log is damaged or unreadable. It is not changed.
         """
         try:
             with _translated(self.path):
@@ -92,8 +92,8 @@ class LogFile:
         return self._contents
 
     def write(self, contents: LogContents) -> None:
-        """Replace the contents of the log, and wait until they are on disk. The first call for a new log, and that
-        after its removal, create the database. A large WAL is then copied into it.
+        """Replace the contents of the log, and wait until they are on disk. If no database is open, create it; else
+        write only the differences, and copy a large WAL into the database.
 
         :raises OSError, SessionLogError: writing failed, or the log was removed or replaced by another program.
         """
@@ -124,7 +124,7 @@ class LogFile:
         """Delete the log, which need not be open, and release the lock. A file that was replaced, is not regular, or
         cannot be removed is left without an error.
 
-        :raises SessionLogInUseError: another session uses it; it is not deleted.
+        :raises SessionLogInUseError: another session uses the log, which is not deleted.
         """
         try:
             self._lock.take()
@@ -235,8 +235,8 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _check_files(path: Path) -> None:
-    """Raise SessionLogError for a database that is no regular file, such a file beside it, a journal, and huge files:
-    SQLite would follow links, wait for pipes, and read without end."""
+    """Raise SessionLogError if the database or a file beside it is not regular, if there is a journal, or above twice
+    `MAX_FILE_BYTES`: SQLite would follow links, wait for pipes, and read without end."""
     num_bytes = path.stat().st_size
     if not stat.S_ISREG(path.stat().st_mode):
         raise SessionLogError(f"{path} cannot be a session's log: it is no regular file")
@@ -252,8 +252,7 @@ def _check_files(path: Path) -> None:
 
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
-    """Translate OSError, sqlite3.Error and ValueError in the block into SessionLogError, which says whether the file
-    cannot be read, is no log, or is damaged."""
+    """Translate OSError, sqlite3.Error and ValueError in the block into a SessionLogError that says what is wrong."""
     try:
         yield
     except SessionLogError:

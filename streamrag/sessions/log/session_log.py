@@ -206,7 +206,7 @@ class SessionLog:
         return self.num_events
 
     async def flush(self) -> int:
-        """Wait until all appended data are synced to disk, and return the version on disk.
+        """Wait until all data appended so far are synced to disk, and return the version on disk.
 
         :raises SessionLogError: the write failed and will be tried again, or the log was closed.
         """
@@ -250,7 +250,7 @@ class SessionLog:
                 self._has_work.set()
 
     async def _write(self) -> bool:
-        """Write the changes, if there are any; return whether that succeeded. Sets `state`, and counts a failure."""
+        """Write any changes, set `state`, and return whether that succeeded. Changes that failed stay pending."""
         if not self._is_dirty:
             return True
         contents = LogContents(self._header, dict(self._held), dict(self.watches))
@@ -281,8 +281,7 @@ async def _end_late(end: Callable[[], None], writing: "asyncio.Task[None]") -> N
 
 
 async def _in_thread(function: Callable[[], T]) -> T:
-    """Return the result of `function`, run in one of `MAX_THREADS` threads of the event loop. A cancelled caller waits
-    for its end, because a thread cannot be stopped."""
+    """Return `function`'s result from a thread. A cancelled caller waits for its end, as a thread cannot be stopped."""
     try:
         limiter = _limiter.get()
     except LookupError:
