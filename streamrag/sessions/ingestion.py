@@ -227,7 +227,7 @@ class Ingestion:
         await wait_shielded([asyncio.create_task(each.aclose(), name="streamrag stream ends") for each in closed])
 
     async def _next(self) -> tuple[Snapshot, bool]:
-        """Add the next batch of the buffer, and return the data and whether the tokens before that batch have changed.
+        """Move the next batch to the window; return the data, and whether the tokens before that batch have changed.
 
         They change when the window slides, and with a new system text. A new system text waits for no batch limit: its
         version contains all data that were appended before it. While the tokenizer fails, tries again every `RETRY_S`.

@@ -288,7 +288,7 @@ class Session:
         decisive_margin: float = DECISIVE_MARGIN,
         name: str | None = None,
     ) -> Watch:
-        """Return a watch: `question` is answered ahead after each change of the data, with at most 64 tokens unless
+        """Return a watch, which answers `question` ahead after each change of the data, with at most 64 tokens unless
         `params` are given. Iterate the watch for answers that have changed.
 
         `ask` returns such an answer at once, for the same question and version with the same `answers` or, without

@@ -58,7 +58,8 @@ class PromptFeed:
         self._is_new.set()
 
     async def prompts(self) -> AsyncGenerator[Prompt, None]:
-        """Yield the newest prompt, and the prefix shared with the last, whenever it is new; end after a complete one."""
+        """Yield the newest prompt whenever there is a new one, up to the complete one. The length of the shared prefix
+        is relative to the last one yielded."""
         while True:
             await self._is_new.wait()
             self._is_new.clear()

@@ -35,7 +35,8 @@ class StreamRouter(RequestRouter):  # type: ignore[misc]
         """When each replica's newest stats were made, on its own clock, and when they arrived, on ours."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Record when new stats of each replica arrived, and forget other replicas. Ray Serve calls this with changes."""
+        """Record when new stats of each replica arrived, and forget other replicas. Ray Serve calls this when there are
+        other replicas or new stats."""
         now_s, before, self._reports = monotonic(), self._reports, {}
         for replica in replicas:
             name, told_s = replica.replica_id.unique_id, replica.routing_stats.get("told_s")
