@@ -206,7 +206,7 @@ class Ingestion:
             await self._close_streams()
 
     async def _compute(self, snapshot: Snapshot, has_slid: bool) -> bool:
-        """Have the engine compute the data, and return True; False, and one more failure, if it gave up the stream.
+        """Have the engine compute the data, and return True; count a failure and return False if it gave up the stream.
 
         After a slide, the data get a new stream. The old one stays open until they are computed, because questions are
         answered from it meanwhile.

@@ -211,7 +211,8 @@ class Watches:
         self._has_work.set()
 
     def find(self, question: Question, version: int) -> Answer | None:
-        """Return a watch's answer to this question, if repeatable, and version, with margin if wanted; else None."""
+        """Return a watch's answer to this version and question; None if there is none, if the question is not
+        repeatable, or if the question wants a margin that the watch does not compute."""
         for watch in self.active:
             if watch.newest is None or watch.version != version or not question.is_repeatable:
                 continue

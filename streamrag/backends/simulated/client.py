@@ -154,7 +154,7 @@ class SimulatedClient:
     ) -> AsyncGenerator[tuple[int, ...], None]:
         """Push each chunk into one of vLLM's own sessions, and yield all answers' tokens. Closing aborts the request.
 
-        `chunks` are pairs of tokens and the number of answer tokens, at least 1. An error of theirs is raised.
+        `chunks` are pairs of tokens and the number of answer tokens, at least 1. An error of the iterator is raised.
         """
         with self._opened(query_id) as (request_id, outputs):
             num_unanswered, is_all_sent = 0, False
