@@ -318,7 +318,7 @@ class _Stream:
         return ()
 
     def _record_prefill(self, num_tokens: int) -> None:
-        """Record a session's data as cached at the replica, for its questions, if all but the last token are computed."""
+        """Record a session's data as cached at the replica, for its questions, if all but one token are computed."""
         prompt = self._newest.prompt
         if prompt is not None and prompt.request_class == "stream" and num_tokens >= len(prompt.token_ids) - 1:
             self._chooser.computed(self._id, prompt.token_ids, self._replica_id.result(), is_complete=False)
