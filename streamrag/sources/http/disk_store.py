@@ -47,7 +47,10 @@ class DiskStore:
             ) from error
 
     def get(self, key: str) -> bytes | None:
-        """Return the content under `key`, marking it as used; None if it is missing. A damaged entry is removed."""
+        """Return the content under `key`, marking it as used; None if it is missing or unreadable.
+
+        A damaged entry is removed, and counts as missing.
+        """
         path = self._path(key)
         try:
             with open_regular(path, follow_links=False) as file:
@@ -86,7 +89,7 @@ class DiskStore:
         return self._folder / hashlib.sha256(key.encode(errors="replace")).hexdigest()
 
     def _sweep(self) -> None:
-        """Evict the least recently used entries until the rest fits. Other files in the folder are left alone."""
+        """If the store is too large, evict the least recently used entries down to `SWEPT_SHARE`; no other files."""
         entries = sorted(self._entries())
         num_bytes = sum(size for _, size, _ in entries)
         target_bytes = self._max_bytes * (SWEPT_SHARE if num_bytes > self._max_bytes else 1)

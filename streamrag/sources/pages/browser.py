@@ -55,7 +55,7 @@ class Browser:
         self._runner.run(self._strategy.start())
 
     def fetch(self, url: str) -> tuple[str, str]:
-        """Load `url`, and return the URL after redirects and the HTML.
+        """Load `url`, and return the URL after redirects and the HTML. Ends this process if the browser is gone.
 
         :raises UnreachableError: the page cannot be reached.
         :raises UnusablePageError: the response has an error status.

@@ -39,7 +39,7 @@ class PrunedPage(NamedTuple):
 
 
 def prune(url: str, html: str) -> PrunedPage:
-    """Remove elements that are not content, and all attributes, and collect the links.
+    """Return the page's HTML, truncated, without attributes and elements that are no content, and all of its links.
 
     crawl4ai's own `excluded_tags` lose the text after an excluded element, and its links lack trailing slashes and the
     links of excluded elements.

@@ -110,7 +110,7 @@ _ABOUT = """
 async def inspect_table(
     connection: Connection, address: Address, table: TableName, columns: Mapping[str, str | None]
 ) -> PassageTable:
-    """Read the columns, indexes and comment of a table.
+    """Return the description of a table, by its columns, indexes and comment.
 
     columns: the caller's column of each field.
 
@@ -195,7 +195,7 @@ def _ladder(indexes: Sequence[Any], column: str, version: list[int]) -> tuple[La
 
 
 def _words(indexes: Sequence[Any], columns: Mapping[str, str], existing: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Return the text search configuration of a full-text index, and whether it indexes the column of lexemes."""
+    """Return a full-text index's configuration, None without index, and whether to search the column of lexemes."""
     column = re.escape(columns["text"])
     text_expression = re.compile(rf"""{_CONFIGURATION.pattern}, \(?"?{column}"?\)?(?:::text)?\)""")
     for index in indexes:

@@ -68,7 +68,7 @@ class BestSentences:
     async def select_in_events(
         self, events: AsyncGenerator[SourceEvent, None], failures: Failures
     ) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the events, updates with sentences. Once scoring fails, updates have whole passages."""
+        """Yield the events, updates with sentences, or whole passages once scoring fails; omit unchanged updates."""
         can_score = True
         sent: tuple[Chunk, ...] = ()
         async with aclosing(events):
