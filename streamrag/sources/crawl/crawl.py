@@ -176,7 +176,10 @@ class Crawl:
             raise kind(f"none of the {len(errors)} start URLs can be reached; {errors[0]}") from errors[0]
 
     def cut_short(self) -> CutShort | None:
-        """Return a CutShort with all reasons why pages may be missing, in our own words; None if there is no reason."""
+        """Return a CutShort with all reasons why pages may be missing, in our own words; None if there is no reason.
+
+        Unread sitemaps count only if there is a place left, and further pages of their host are wanted.
+        """
         # Without a free place, more URLs would not have brought more pages.
         is_wanted = self._frontier.is_wanted if self._frontier.num_places else lambda url: False
         num_unread = sum(number for url, number in self._unread_sitemaps.items() if is_wanted(url))

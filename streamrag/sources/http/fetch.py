@@ -129,7 +129,7 @@ class Fetcher:
     async def check_address(self, url: str) -> None:
         """Check the addresses of the host of `url` before a browser fetches it.
 
-        :raises UnreachableError: the host has no address.
+        :raises UnreachableError: the host has no address, or its name is not resolved in time.
         :raises UnsafeUrlError: the host is at an address that is not allowed.
         """
         parts = urlsplit(url)
@@ -164,7 +164,7 @@ class Fetcher:
         raise TooManyRedirectsError(f"it redirects more than {MAX_REDIRECTS} times")
 
     async def _get(self, url: str, rules: ContentRules, budget: _TimeBudget) -> Response:
-        """Return the cached response if `rules` allow it, or send a request at the turn of `url`, within `budget`."""
+        """Return the cached response if `rules` allow it, or the server's, requested at the turn of `url`."""
 
         async def send(validators: Mapping[str, str]) -> Response:
             async def request() -> Response:

@@ -47,7 +47,7 @@ class Host:
         self.free_at = max(self.free_at, asyncio.get_running_loop().time() + min(seconds, MAX_HOLD_S))
 
     async def until_free(self, deadline: float) -> None:
-        """Wait until a request is permitted, one caller at a time. Raises PutOffError if that is after `deadline`."""
+        """Wait until a request is permitted, one caller at a time. If after `deadline`, raise PutOffError at once."""
         loop = asyncio.get_running_loop()
         async with self._next:
             while (wait_s := self.free_at - loop.time()) > 0:

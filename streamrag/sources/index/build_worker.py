@@ -227,7 +227,7 @@ class IndexBuilder(JobHandler):
         return diskann.keep_graph(Path(str(self.old)), self._old.manifest, folder, nodes, num_passages)
 
     def _write_vectors(self, path: Path, num_passages: int) -> "Vectors":
-        """Write the vectors in passage order, and return the file mapped into memory as (passages, dimension)."""
+        """Write new and old vectors in passage order; return the file mapped into memory as (passages, dimension)."""
         import numpy as np
 
         rows, new = self._new.rows()

@@ -145,7 +145,7 @@ def build_graph(folder: Path, vectors: "Vectors", num_threads: int) -> None:
 def keep_graph(old: Path, manifest: Manifest, folder: Path, nodes: Any, num_passages: int) -> bool:
     """Copy the graph of the index `old` into `folder`; return False if too much has changed, or its files have.
 
-    nodes: the new passage of each node of the graph, -1 for a removed one.
+    nodes: the new passage of each node of the graph, -1 for a removed one; written beside the graph.
     """
     import numpy as np
 

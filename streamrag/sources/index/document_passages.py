@@ -97,7 +97,7 @@ def find_documents(
 
 
 def reason_to_skip(path: Path, max_file_bytes: int, leave_out: Path | None) -> str | None:
-    """Return why this file or folder is skipped; None if it is not."""
+    """Return why this file or folder is skipped, because of its name, kind or size; None if it is not."""
     if path.name.startswith("."):
         return "hidden"
     if path.is_symlink():  # a target within the folder is read by itself; this way there are no loops

@@ -125,7 +125,7 @@ class PageCleaner:
         }
 
     def _load_or_read(self, job: dict[str, Any], body: bytes) -> PageContent:
-        """Return the page's content from the cache, or read and cache it, except a browser's page or a truncated PDF."""
+        """Return the page's content from the cache, or read and cache it; not a browser's page or a truncated PDF."""
         if self._store is None or job["kind"] == "browser":
             return self._read(job, body)
         key = f"{content_version()} {job['kind']} {job['charset']} {hashlib.sha256(body).hexdigest()} {job['url']}"

@@ -119,7 +119,7 @@ def _is_empty(element: Any) -> bool:
 
 
 def _links(anchors: dict[Any, tuple[str, str]], content: set[Any], base: str) -> dict[str, str]:
-    """Return the link texts by URL, without files that are no pages; links in `content` come first."""
+    """Return the first link text by URL, without files that are no pages; links in `content` come first."""
     links: dict[str, str] = {}
     for anchor in sorted(anchors, key=lambda anchor: anchor not in content)[:MAX_ANCHORS]:
         href, text = anchors[anchor]

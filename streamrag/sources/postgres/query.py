@@ -99,7 +99,7 @@ class Search:
     async def words(self, connection: Connection, query: str, configuration: str) -> list[Row]:
         """Return the rows with any of the query's words, best first by PostgreSQL's rank.
 
-        configuration: a text search configuration; "" for the server's.
+        configuration: a text search configuration; "" for the server's default.
         """
         name: sql.Composable = sql.SQL("get_current_ts_config()")
         if configuration:

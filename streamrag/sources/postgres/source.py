@@ -279,7 +279,7 @@ class PgVectorSource:
         return stages
 
     async def _find_words(self, opened: _Opened, query: str) -> "list[Row]":
-        """Return the rows with the query's words; none if this search is off or fails, since that by vector follows."""
+        """Return the rows with the query's words; none if this search is off, slow or fails: that by vector follows."""
         configuration = self._words if self._words is not None else opened.table.words
         if configuration is None or self._words == "":
             return []

@@ -264,7 +264,7 @@ class HybridSource:
                 yield Update(refinement.best, self._hint(0, began_s, len(batches) - number - 1))
 
     def _hint(self, num_stages: int | None, began_s: float, num_batches: int) -> Hint:
-        """Return a hint: the remaining stages and batches, and their duration by recent queries; None where unknown."""
+        """Return a hint of the remaining stages and batches, and of their duration by recent queries, where known."""
         num_chunks = None if num_stages is None else num_stages + num_batches
         search_s = max(0.0, self._search_duration.mean_s - (loop_time() - began_s)) if num_stages != 0 else 0.0
         batches_s = num_batches * self._batch_duration.mean_s if num_batches else 0.0

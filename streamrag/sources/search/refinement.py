@@ -77,7 +77,7 @@ class Failures:
 
     @contextmanager
     def record(self, what: str) -> Iterator[None]:
-        """Log, record and suppress an error of the block; raise a caller's mistake, and any error of a closed source."""
+        """Log, record and suppress an error of the block; raise a caller's mistake, or any error of a closed source."""
         try:
             yield
         except Exception as error:

@@ -40,7 +40,7 @@ class RerankerPlace(ModelPlace):
 
 
 def find_reranker(reranker: str, embedder: ModelPlace) -> RerankerPlace:
-    """Return where the reranker of this name is, like `find_model`.
+    """Return where the reranker of this name is, and its kind; "late-interaction" has the place of the embedder.
 
     :raises ConfigurationError: there is no such reranker, or `embedder` has no token embeddings.
     :raises MissingDependencyError: a package is not installed.

@@ -49,9 +49,9 @@ ReadPdf: TypeAlias = Callable[[bytes], PdfText]
 
 @contextmanager
 def pdf_worker() -> Iterator[ReadPdf]:
-    """Yield a function that reads a PDF in a worker process, which starts at the first one. Blocks the thread.
+    """Yield a function that reads a PDF in a worker process, which runs from the first one to the end of the block.
 
-    The function raises UnusablePdfError if the file has no usable text or exceeds a limit.
+    The function blocks the thread. It raises UnusablePdfError if the file has no usable text or exceeds a limit.
     """
     with ExitStack() as stack:
 

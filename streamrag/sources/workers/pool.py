@@ -169,7 +169,7 @@ class WorkerPool:
         return slot
 
     async def _take(self, share: Share, part: str) -> tuple[_Slot, WorkerProcess]:
-        """Return a free slot and its worker at the job's turn; replace a dead one. Raises if that fails, or if closed."""
+        """Return a free slot and its worker at the job's turn; replace a dead one. Raise if that fails or if closed."""
         slot = await self._free.get(share, part) if self._is_open else None
         if slot is None:
             raise self._closed()
@@ -207,7 +207,10 @@ class WorkerPool:
         ask: Callable[[], Awaitable[dict[str, Any]]],
         timeout_s: float | None,
     ) -> dict[str, Any]:
-        """Return the answer of `ask`, or translate its error. Replaces an unusable worker, and frees the slot."""
+        """Return the answer of `ask`, or translate its error; at the end free the slot, with a new worker if needed.
+
+        A job that exceeds a limit marks its share as stopped.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 return await ask()
