@@ -71,7 +71,7 @@ class Reservation:
         return max(self._num_prompt - self._num_computed, 0) + max(self._num_answer, 0)
 
     def follow(self, event: QueryEvent) -> None:
-        """Update the claim from an event; charge the tokens of a new prompt that were neither shared nor expected."""
+        """Update the claim from an event. A new prompt is charged for its tokens that were neither shared nor expected."""
         match event:
             case ContextChanged():
                 self._charge(event.num_tokens - event.num_shared - self._num_expected)
@@ -194,7 +194,7 @@ class Admission:
             raise NotAdmittedError(message, "tokens", self._wait_s(math.ceil(share * len(self._places))))
 
     def _queued_before(self, client: str, is_ahead: bool) -> int:
-        """Return the number of queued tokens, with an even share for each other client at most: none starves others.
+        """Count queued tokens, capping each other client at an even share so that none can starve the rest.
 
         For a query that is computed ahead, count only this client's other queries that are computed ahead.
         """
@@ -236,7 +236,7 @@ class Admission:
                 raise NotAdmittedError(f"{most} queries in {window_s:g} s are the most", "client_rate", retry_after_s)
 
     def _check_prompt_rate(self, usage: Usage, limits: Limits, num_prompt_tokens: int) -> None:
-        """Raise NotAdmittedError unless the prompt fits into `BURST_S` of the client's rate, or its bucket is empty."""
+        """Raise NotAdmittedError unless the prompt fits into the client's bucket of `BURST_S`, or that is empty."""
         most = limits.max_prompt_tokens_per_minute
         num_used = usage.num_tokens(self._clock())
         excess = min(num_used, num_used + num_prompt_tokens - most * BURST_S / MINUTE_S)

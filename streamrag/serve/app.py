@@ -35,7 +35,9 @@ def create_app(
     origins: frozenset[str] = frozenset(),
     more_routes: Sequence[BaseRoute] = (),
 ) -> Gate:
-    """Return the ASGI application for a service, which the caller starts and closes: the gate, before all routes.
+    """Return the ASGI application for `service`: the gate, all routes, and errors in OpenAI's form.
+
+    The caller starts and closes the service.
 
     keys: client names by API key; without keys, anybody may send requests.
     hosts: permitted names in the Host header; None permits any.

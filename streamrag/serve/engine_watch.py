@@ -64,7 +64,7 @@ class EngineWatch:
         self._queries = queries
 
     async def run(self, progress: Progress) -> None:
-        """Check the engine and restart a dead one, until `given_up` is set. Returns at once without a health check."""
+        """Check the engine and restart it when dead, or set `given_up` and return. Without a check, return at once."""
         while isinstance(self._backend, HasHealth):
             await asyncio.sleep(CHECK_S)
             if (error := self.death()) is None:

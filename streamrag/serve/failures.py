@@ -84,7 +84,7 @@ def failure_of(error: BaseException) -> Failure:
     """Return the public part of an error: its HTTP status, code, message and outcome, 500 for an unexpected error.
 
     Messages of unexpected errors, of sources and of engines may name internal hosts, addresses and files. They are
-    replaced here by general ones. The caller logs the error.
+    replaced here; nothing is logged here.
     """
     message = str(error)
     match error:

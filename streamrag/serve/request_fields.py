@@ -34,10 +34,7 @@ def refuse_fields(request: BaseModel, harmless: AbstractSet[str], refused: Mappi
 
 
 def message_text(content: object, param: str) -> str:
-    """Return the text of a content: a str, "" for None, or the joined texts of a list of text parts.
-
-    Raises RequestError for other contents or parts, and for an empty list.
-    """
+    """Return the text of a content: a str, "" for None, or joined text parts. Raises RequestError for anything else."""
     if isinstance(content, str):
         return content
     if content is None:
@@ -61,7 +58,7 @@ def parse_turn(role: str, content: object, param: str) -> Turn:
 
 
 def split_turns(turns: Sequence[Turn], param: str) -> tuple[str, tuple[Turn, ...], str]:
-    """Return the leading system text, the turns between, and the last text. Raises RequestError unless it is a user's."""
+    """Return the leading system text, the history, and the question. Raises RequestError if the last turn is no user's."""
     if not turns or turns[-1].role != "user":
         raise RequestError("the last message must be a user's: it is the question", param=param)
     num_system = next(i for i, turn in enumerate(turns) if turn.role != "system")

@@ -132,7 +132,7 @@ def make_template(prompt: PromptSettings) -> PromptTemplate:
 
 
 def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> Service:
-    """Return the service, not started; its engine and its source are replicas if the settings have numbers of them."""
+    """Return the service, not started. Engine and source are replicas where the settings have a number of them."""
     replicas, name = settings.replicas, name_on_ray(settings)
     return service_of(
         settings,
@@ -147,7 +147,7 @@ def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> S
 def service_of(
     settings: Settings, backend: Backend, source: Source | None, observers: Sequence[Observer] = ()
 ) -> Service:
-    """Return the service, not started, and make its session folder. Raises ConfigurationError for what is unusable."""
+    """Return the service, not started; create its folder for sessions. Raises ConfigurationError if it is unusable."""
     answers, server = settings.answers, settings.server
     if server.session_log_dir is not None:
         SessionFolder(server.session_log_dir)  # fails early, before an engine is started

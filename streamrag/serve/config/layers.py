@@ -63,7 +63,7 @@ class Loaded:
         return Settings.model_validate(self.sections)
 
     def validate(self, section: str, values: Mapping[str, Any]) -> None:
-        """Set a section to its valid values; an invalid one gets its default, a problem, and a place in `wrong`."""
+        """Set a section to its valid values; an invalid one gets its default, a problem, and an entry in `wrong`."""
         model = SECTIONS[section]
         try:
             self.sections[section] = model.model_validate(values)
@@ -82,7 +82,7 @@ def load(
     *,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Loaded:
-    """Load settings, and all problems, from a file, environment and command line; each replaces values of those before.
+    """Load settings from a file, environment and command line, later ones replacing earlier; return them with problems.
 
     environment: variables, such as `os.environ`.
     options: values by name, such as "limits.max_queries"; strings are parsed as in the environment.
@@ -107,7 +107,7 @@ def load(
 
 
 def _problem_of(loaded: Loaded, section: str, model: type[BaseModel], error: Any) -> Problem:
-    """Return pydantic's error as a problem at the value's place, with the value unless secret, or with a key to use."""
+    """Return pydantic's error as a problem at the value's place, with the value unless secret; suggest known keys."""
     key = str(error["loc"][0])
     place = loaded.where(section, key)
     if error["type"] == "extra_forbidden":

@@ -17,7 +17,7 @@ CRAWL = (
 
 
 def make_source(settings: SourceSettings) -> Source | None:
-    """Return the source, not started; None without any. Raises ConfigurationError for invalid settings.
+    """Return the source that is set, not started, or None. Raises ConfigurationError for invalid settings.
 
     An index is searched by vector and keyword if `hybrid`, `rerank` or `sentences` says so, else by vector.
     """

@@ -68,7 +68,7 @@ class Live(Observer):
     def query_ended(
         self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
     ) -> None:
-        """Keep the query's description and its times to first token, and count it, as answered too, and its tokens."""
+        """Keep the query's description and its times to first token; count it, its answer and the answer's tokens."""
         self._ended.appendleft({**self._describe(query), "outcome": outcome})
         self._count("ended", 1)
         if outcome == "answered":
@@ -94,7 +94,7 @@ class Live(Observer):
     def snapshot(self, service: Service, client: str) -> dict[str, Any]:
         """Return the state, counts, open and ended queries, percentiles and KV use, for JSON.
 
-        Queries of other clients are listed without their question, unless only the clients of `Live` may see them.
+        Queries of other clients are listed without their question, unless `clients` limits who may look.
         """
         use = kv_use_of(service)
         return {

@@ -63,7 +63,7 @@ class QueryLog(Observer):
     ) -> None:
         """Log the end of a query in one line, and mark the error as logged.
 
-        It is an error if the service failed or the engine died, a warning if the source or the backend failed.
+        The line is an error if the service failed or the engine died, a warning if source or backend failed, else info.
         """
         fields = {**_query_fields(query), **_error_fields(outcome, error)}
         if answer is not None:
@@ -163,7 +163,7 @@ class JsonFormatter(_Formatter):
 
 
 class TextFormatter(_Formatter):
-    """A formatter for terminals, name=value at the end. Tracebacks are indented, so that nothing looks like a line."""
+    """A formatter for terminals, with name=value. Tracebacks are indented: nothing in them looks like a log line."""
 
     def format(self, record: logging.LogRecord) -> str:
         values = dict(self.values(record))

@@ -160,7 +160,7 @@ class Metrics(Observer):
         return (client if client in self._clients else OTHER,)
 
     async def render(self, service: Service) -> bytes:
-        """Return the metrics in Prometheus' text format, made in a thread; state is of now, KV use included if known.
+        """Return the metrics in Prometheus' text format: those collected, the service's present state, KV use if known.
 
         Not as OpenMetrics, which Prometheus prefers: prometheus_client 0.26 replaces the colons in the names of vLLM's
         metrics and ours there.

@@ -130,7 +130,7 @@ class Tracing(Observer):
         trace_headers.set(headers)
 
     def query_event(self, query: ServedQuery, event: QueryEvent) -> None:
-        """Start or end the span of retrieval, or add a chunk, prompt, skipped document or cut as an event of a span."""
+        """Start or end the span of retrieval, or add an event for a chunk, prompt, skipped document or cut to a span."""
         traced = self._traced[id(query)]
         match event:
             case RetrievalStarted():

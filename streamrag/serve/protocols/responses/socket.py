@@ -69,7 +69,7 @@ class ResponseSocket(Frames):
             self.states.forget(self.caller.client, self)
 
     def _stream(self, stream_id: str | None, tasks: TaskGroup) -> "SocketStream":
-        """Return the stream of this id, started if new. An idle one ends for it; without one, it is refused."""
+        """Return the stream of this id, or start it. If there are too many, end an idle one, or raise RequestError."""
         if stream_id in self._streams:
             return self._streams[stream_id]
         most = self.service.limits.max_queries_per_client
@@ -121,7 +121,7 @@ class SocketStream:
                     response = await self._answer(response)
 
     async def _answer(self, response: ResponseRun) -> ResponseRun | None:
-        """Answer a request. If the next request ends it before its answer, return that one."""
+        """Answer a request, or send its error. If the next request ends it before its answer, return that one."""
         following: ResponseRun | None = None
         try:
             if response.request.brings_context:
@@ -136,7 +136,10 @@ class SocketStream:
         return following
 
     async def _answer_from_conversation(self, response: ResponseRun) -> ResponseRun | None:
-        """Prepare prompts until a request wants the answer. Return the first request that cannot use them, if any."""
+        """Prepare prompts until a request wants the answer, and send it. Return the first request that cannot use them.
+
+        Returns None after the answer, or if the next request does not come in time.
+        """
         first = response.request
         async with self._service.open(
             self._socket.caller,
@@ -159,7 +162,10 @@ class SocketStream:
                 return None
 
     async def _prepare(self, response: ResponseRun, stream: ConversationStream) -> None:
-        """Set the conversation, and complete a response without an answer. Only the first prompt's error is raised."""
+        """Set the conversation, and complete a response without an answer. Raise only the first prompt's error.
+
+        Errors of later prompts are sent, and leave the last prompt in place.
+        """
         is_first = stream.is_empty
         try:
             prompt = await stream.extend(response.request.conversation, is_complete=False)
@@ -194,7 +200,10 @@ class SocketStream:
         reader.result()
 
     async def _next(self, reader: Reader | None = None) -> ResponseRun | None:
-        """Return the next request, or None after the idle timeout if `reader` is open. Raises `reader`'s error."""
+        """Return the next request, or None if `reader` is done or idle for too long. Raises `reader`'s error.
+
+        Invalid requests are answered with errors on the way.
+        """
         if reader is not None:
             reader.add_done_callback(lambda _: self._wake.set())
         while True:
