@@ -119,7 +119,7 @@ def _source_kinds(source: SourceSettings) -> list[str]:
 
 
 def _source(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield the problems of the source: more than one, missing files or packages, a bad index, or settings."""
+    """Yield the problems of the source: more than one, missing files or packages, a bad index, bad settings."""
     source = settings.source
     kinds = _source_kinds(source)
     if len(kinds) > 1:

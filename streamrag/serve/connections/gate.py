@@ -172,7 +172,7 @@ class Gate:
             raise RequestError(message, status=421, code="wrong_host")
 
     def _check_origin(self, headers: Headers) -> None:
-        """Raise RequestError (403) for an origin that is neither listed nor the service's own. No origin is fine."""
+        """Raise RequestError (403) for an origin that is neither listed nor the service's own. Without one, pass."""
         origin = headers.get("origin")
         if origin is None or self._is_listed(origin) or _split(origin).netloc == headers.get("host"):
             return

@@ -42,7 +42,7 @@ async def respond(
     has_begun = False
 
     async def work() -> None:
-        """Produce the events. After an error, send its events if the response has begun, and raise it."""
+        """Write the events of `produce`. After an error, write its events if the response has begun, and raise it."""
         async with send:
             try:
                 await produce(send.send)

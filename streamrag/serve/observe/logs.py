@@ -177,7 +177,7 @@ class TextFormatter(_Formatter):
 def hide(text: str, question: str) -> str:
     """Return `text` with the question redacted in any letter case, also URL-encoded or escaped. Takes linear time.
 
-    A question of fewer than `MIN_HIDDEN` characters stays.
+    A question of fewer than `MIN_HIDDEN` characters is not redacted.
     """
     stripped = question.strip()
     if len(stripped) < MIN_HIDDEN or len(stripped) > len(text):  # no form is shorter than the question

@@ -73,7 +73,7 @@ class QueryProgress:
     def follow(self, event: QueryEvent) -> None:
         """Update phase, times and numbers from an event; other kinds of events change nothing.
 
-        Only the first chunk and the first token set a time. A prompt that is not counted in tokens sets its numbers of
+        Of chunks and tokens, only the first sets a time. A prompt that is not counted in tokens sets its numbers of
         tokens to None. With the first token, the whole prompt counts as prefilled.
         """
         match event:

@@ -130,7 +130,7 @@ class Tracing(Observer):
         trace_headers.set(headers)
 
     def query_event(self, query: ServedQuery, event: QueryEvent) -> None:
-        """Start or end the span of retrieval, or add an event for a chunk, prompt, skipped document or cut to a span."""
+        """Start or end the span of retrieval, or add an event to it: a chunk, prompt, skipped document or cut."""
         traced = self._traced[id(query)]
         match event:
             case RetrievalStarted():

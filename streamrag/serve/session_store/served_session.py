@@ -91,7 +91,7 @@ class ServedSession:
         self.was_used = True
 
     def is_idle(self, limits: Limits) -> bool:
-        """Whether the session was unused for its timeout: longer with readers, shorter if new. Not during questions."""
+        """Whether the session has no question and is unused for its timeout: longer with readers, shorter if new."""
         if self.num_users:
             return False
         idle_s = limits.session_idle_s if self.was_used else min(limits.session_idle_s, limits.session_unused_s)

@@ -61,10 +61,7 @@ class ConversationStream:
         return prompt
 
     async def events(self) -> AsyncGenerator[QueryEvent, None]:
-        """Yield and report the answer's tokens, then `Answered`; only report prefill.
-
-        Raises BackendError if the answer has no end.
-        """
+        """Yield and report the answer's tokens, then `Answered`, or raise BackendError. Only report prefill."""
         first_token_s: float | None = None
         chunks: list[AnswerChunk] = []
         async with (

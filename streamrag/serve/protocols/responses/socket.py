@@ -56,7 +56,7 @@ class ResponseSocket(Frames):
         self._streams: dict[str | None, SocketStream] = {}
 
     async def run(self) -> None:
-        """Serve the socket until the client leaves or reads too slowly."""
+        """Queue requests in their streams until the client leaves or reads too slowly; then forget unstored states."""
         try:
             async with self.open() as tasks:
                 while (frame := await self.next(CreateEvent)) is not None:
@@ -121,7 +121,7 @@ class SocketStream:
                     response = await self._answer(response)
 
     async def _answer(self, response: ResponseRun) -> ResponseRun | None:
-        """Answer a request, or send its error. If the next request ends it before its answer, return that one."""
+        """Answer one request, or send its error. If the next request ends it before its answer, return that one."""
         following: ResponseRun | None = None
         try:
             if response.request.brings_context:
@@ -234,7 +234,7 @@ class SocketStream:
         return ResponseRun(request, self._service.model_name, keep=keep, send=socket.send)
 
     async def _send_error(self, error: Exception) -> None:
-        """Fail the current response if it has begun; otherwise send an error frame for it. Without one, only log."""
+        """Fail the current response if it has begun, else send an error frame for it, if any; log internal errors."""
         failure = failure_of(error)
         if failure.status == 500:
             log.error("a request failed", exc_info=error)

@@ -117,7 +117,7 @@ class _Handlers:
         return JSONResponse({"data": [{"version": version, "text": text} for version, text in data]})
 
     async def ask(self, request: Request) -> Response:
-        """Answer a question: as the values of its answer, or as SSE of its events if `stream` is set."""
+        """Answer a question with the values of the answer, or with SSE of all events if `stream` is set."""
         body = await read_body(request, QuestionBody)
         answer = aclosing(answer_events(self._service, request.scope[CALLER], await self._find(request), body))
 
@@ -146,7 +146,7 @@ class _Handlers:
         return Response(status_code=204)
 
     async def events(self, request: Request) -> Response:
-        """Respond with SSE: the session's state, then its events after Last-Event-ID, until it is closed."""
+        """Respond with the session's state and its events after Last-Event-ID, as SSE, until it is closed."""
         served = await self._find(request)
         last = parse_id(request.headers.get("last-event-id", "0"), "Last-Event-ID")
 

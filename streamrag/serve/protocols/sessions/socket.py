@@ -74,7 +74,7 @@ class SessionSocket(Frames):
         """The events of questions that have ended, but whose last frame was not sent yet."""
 
     async def run(self, last_event_id: int) -> None:
-        """Serve the socket until the client leaves or reads too slowly, or the session ends."""
+        """Send events and serve the client's frames until it leaves or reads too slowly, or the session ends."""
         async with self.open() as tasks:
             tasks.start_soon(self._send_events, last_event_id)
             while (frame := await self.next(Frame)) is not None:
