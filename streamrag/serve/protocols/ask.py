@@ -60,6 +60,7 @@ class AskRequest(QueryRequest):
 
 def routes(service: Service) -> list[Route]:
     """Return `POST /v1/ask`, which streams all events of a query as SSE."""
+
     async def ask(request: Request) -> Response:
         body = await read_body(request, AskRequest)
         options = body.query_options(service)

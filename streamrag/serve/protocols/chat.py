@@ -118,6 +118,7 @@ class ChatRequest(BaseModel):
 
 def routes(service: Service) -> list[Route]:
     """Return `POST /v1/chat/completions`, which answers whole, or as SSE with [DONE] at the end if `stream` is set."""
+
     async def chat(request: Request) -> Response:
         """Check the request, answer it, and respond with one completion or a stream of chunks."""
         body = await read_body(request, ChatRequest)

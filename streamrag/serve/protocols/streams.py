@@ -58,6 +58,7 @@ _CODEC = LineCodec[Line](Line, "type")
 
 def routes(service: Service) -> list[Route]:
     """Return `POST /v1/streams`, which answers the first line's question from the following lines as its source."""
+
     async def streams(request: Request) -> Response:
         """Respond with the events of a query whose source is the request's body, which a task reads meanwhile."""
         body = StreamBody(request.receive, service)
