@@ -76,7 +76,7 @@ def run_cells(
 ) -> Generator[CellEvent, None, None]:
     """Run all cells, also those in the store already, at most `num_processes` at a time, and yield their events.
 
-    A failed cell does not stop the others. Closing the generator ends all processes.
+    Each process stores its result. A failed cell does not stop the others. Closing the generator ends all processes.
     """
     todo = list(reversed(cells))
     running: list[_Running] = []
@@ -105,7 +105,7 @@ class _Running:
     log: Path
 
     def read(self) -> CellEvent:
-        """Return the event that the process sent, or `CellFailed` if it died."""
+        """Return the event that the process has sent; without one, wait for its end, and return `CellFailed`."""
         with suppress(EOFError):
             if self.connection.poll():
                 event: CellEvent = self.connection.recv()
@@ -128,7 +128,10 @@ def _cause(exitcode: int | None) -> str:
 
 
 def _start(settings: CellSettings, store: CellStore, keep_steps: bool) -> _Running:
-    """Start the cell's process, with its output in a log; SIGINT is blocked until it can handle it."""
+    """Start the cell's process, and return it with the parent's end of its pipe and the path of its log.
+
+    The process starts with SIGINT blocked, until it can handle it. Creates the store's folder of logs.
+    """
     logs = store.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{cell_key(settings)}.log"
@@ -157,7 +160,7 @@ def _context(clock: str) -> ForkServerContext | SpawnContext:
 
 
 def _stop(running: Sequence[_Running]) -> None:
-    """Interrupt the processes; kill those that have not ended after `PATIENCE_S` in total."""
+    """Interrupt the processes and their children, wait `PATIENCE_S` in total, kill the rest, and close them all."""
     for each in running:
         _signal(each.process, signal.SIGINT)
     until_s = time.monotonic() + PATIENCE_S
@@ -181,8 +184,9 @@ def _signal(process: BaseProcess, number: signal.Signals) -> None:
 
 
 def _work(settings: CellSettings, folder: Path, keep_steps: bool, log: Path, connection: Connection) -> None:
-    """Run one cell as the main function of its process.
+    """Run one cell as the main function of its process, write its result to the store, and send `CellFinished`.
 
+    An error is sent as `CellFailed`; Ctrl-C exits with status 130. Output goes to `log`, which is removed on success.
     The process has its own group, so that Ctrl-C in the terminal reaches it only through the parent.
     """
     parent = multiprocessing.parent_process()
