@@ -72,7 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _ask(arguments: argparse.Namespace) -> int:
-    """Start the pipeline, answer, and return the exit status: 1 if questions from a file or pipe failed."""
+    """Start the pipeline, answer the question or each line of the input, close it, and return the exit status.
+
+    The status is 1 if questions from a file or pipe failed. The error of a single question is raised.
+    """
     progress, output = Output(stderr=True), Output(quiet=arguments.json)
     options = _query_options(arguments)
     is_conversation = arguments.question is None
@@ -107,6 +110,7 @@ async def _ask(arguments: argparse.Namespace) -> int:
 
 
 def _query_options(arguments: argparse.Namespace) -> QueryOptions:
+    """Return the options of each query; those that were not given are left out, for the pipeline's defaults."""
     options = QueryOptions(params=SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature))
     if arguments.system is not None:
         options["system"] = arguments.system

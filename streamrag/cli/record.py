@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Record, with a progress bar on stderr. The exit status is 1 if a retrieval failed."""
+    """Record with a progress bar on stderr; return 1 if a retrieval failed. Without questions, an error is raised."""
     questions = [*arguments.question, *_questions_in(arguments.questions)]
     if not questions:
         raise ConfigurationError("there is no question; give one or more, or a file with --questions")
@@ -111,7 +111,10 @@ def passage_counter(count: Callable[[str], int]) -> CountTokens:
 
 
 async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> int:
-    """Record, and remove a new trace if all retrievals failed. Return 1 if any failed, else 0."""
+    """Record, print a summary on stderr, and return 1 if any retrieval failed, else 0.
+
+    If all failed, the trace is removed, unless it existed before.
+    """
     console = Output(stderr=True)
     source = make_source(arguments)
     tokenizer, count = make_counter(arguments.tokenizer)

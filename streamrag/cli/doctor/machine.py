@@ -81,7 +81,12 @@ class Machine:
 
 
 def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine:
-    """Check this machine in a second or two, starting nothing. Raises ConfigurationError for an unreadable model."""
+    """Check this machine in a second or two, starting nothing, and return the results with problems and advice.
+
+    model: a folder, or None to check no model.
+
+    :raises ConfigurationError: the model cannot be read.
+    """
     gpu, gpu_bytes = _gpu()
     capabilities = {} if gpu else cpu_capabilities()
     flags = [flag for flag in CPU_FLAGS if capabilities.get(flag)]
@@ -116,7 +121,7 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
 
 
 def _part(extra: str, what_for: str) -> InstalledExtra:
-    """Return what is installed of an extra, by the package's metadata; empty in a checkout."""
+    """Return an extra's packages, installed and missing, by streamrag's metadata; without metadata, both are empty."""
     try:
         lines = metadata.requires("streamrag") or []
     except metadata.PackageNotFoundError:  # run from a checkout
@@ -128,7 +133,7 @@ def _part(extra: str, what_for: str) -> InstalledExtra:
 
 
 def _dtype_rule(capabilities: Mapping[str, Any]) -> str:
-    """Describe the dtype that "auto" selects on this machine."""
+    """Describe the dtype that "auto" selects, with a clause for each dtype that this CPU emulates."""
     rule = "the dtype of the weights, but bfloat16 for weights in float32"
     for dtype in emulated_dtypes(capabilities):
         missing = " and ".join(name for name in DTYPE_INSTRUCTIONS[dtype] if name in capabilities)
@@ -137,7 +142,10 @@ def _dtype_rule(capabilities: Mapping[str, Any]) -> str:
 
 
 def _engine_problems(gpu: str | None, capabilities: Mapping[str, Any]) -> Iterator[str]:
-    """Yield problems of vLLM's version, its build for GPU or CPU, and the CPU's instructions."""
+    """Yield problems of vLLM's build for GPU or CPU, and of the CPU's instructions.
+
+    If vLLM is missing or its version is not supported, this is the only problem.
+    """
     try:
         check_version()
     except ConfigurationError as error:
@@ -153,7 +161,7 @@ def _engine_problems(gpu: str | None, capabilities: Mapping[str, Any]) -> Iterat
 
 
 def _gpu() -> tuple[str | None, int]:
-    """Return the first NVIDIA GPU's name and memory in bytes; (None, 0) without a GPU."""
+    """Return the first NVIDIA GPU's name and memory in bytes; (None, 0) without a GPU, or if nvidia-smi fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None, 0
@@ -167,7 +175,12 @@ def _gpu() -> tuple[str | None, int]:
 
 
 def _model_needs(folder: Path, emulated: Sequence[str]) -> ModelNeeds:
-    """Read a model's needs from its config.json, or raise ConfigurationError, and the sizes of its files."""
+    """Return a model's needs, from its config.json and the sizes of its weight files.
+
+    emulated: dtypes that the CPU emulates; a model in one of them is loaded in float32, unless it is quantized.
+
+    :raises ConfigurationError: config.json is missing or invalid.
+    """
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         is_quantized = "quantization_config" in config
@@ -190,7 +203,10 @@ def _model_needs(folder: Path, emulated: Sequence[str]) -> ModelNeeds:
 
 
 def _memory_problems(found: Machine, *, is_gpu: bool) -> Iterator[str]:
-    """Yield a problem if weights, and on a CPU processes and KV, do not fit into memory."""
+    """Yield a problem if there are no weights, or weights, and on a CPU processes and KV, do not fit into memory.
+
+    If only the default KV cache does not fit on a CPU, the problem names a size that does.
+    """
     assert found.model is not None
     weights = found.model.weights_bytes
     if not weights:
@@ -223,7 +239,7 @@ def _port_problems(host: str, port: int) -> Iterator[str]:
 
 
 def lines_of(found: Machine) -> Iterator[tuple[str, str]]:
-    """Yield the results as pairs of name and text."""
+    """Yield the results as pairs of name and text, without problems and advice; a model only if one was checked."""
     yield "versions", ", ".join(f"{name} {version}" for name, version in found.versions.items())
     yield "engine", found.engine
     memory = "" if found.device_bytes == found.memory_bytes else f", {_gib(found.device_bytes)}"

@@ -63,7 +63,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """Sentence on whether warming helps."""
+        """Sentence on the share of time that warming saves, or on why it may gain nothing."""
         if self.helps:
             return f"warming saves {self.saved:.0%} of the time to the first token: the server reuses prefixes"
         return (
@@ -85,7 +85,10 @@ class ServerExaminer:
 
     @classmethod
     async def of(cls, backend: OpenAIBackend, num_prompt_tokens: int, clock: Clock) -> "ServerExaminer":
-        """Return an examiner of a started backend. Raises ConfigurationError if its model takes no such length."""
+        """Return an examiner of a started backend, which counts four characters per token without a tokenizer.
+
+        :raises ConfigurationError: the backend's model takes no contexts of `num_prompt_tokens`.
+        """
         model = backend.model
         counts_tokens = model.unit == "tokens"
         per_token = 1 if counts_tokens else CHARACTERS_PER_TOKEN
@@ -98,7 +101,10 @@ class ServerExaminer:
         return cls(backend, num_prompt_tokens * per_token, counts_tokens, clock)
 
     async def pairs(self, num_pairs: int, show: Progress) -> tuple[Pair, ...]:
-        """Measure `num_pairs` pairs, after a warm-up pair that is discarded."""
+        """Measure `num_pairs` pairs, after a warm-up pair that is discarded.
+
+        The cold and the warm request of a pair have different new contexts, and take turns in being first.
+        """
         pairs = []
         for number in range(num_pairs + 1):
             show(f"measuring, {number} of {num_pairs}" if number else "measuring once to warm up")
@@ -110,7 +116,12 @@ class ServerExaminer:
         return tuple(pairs[1:])
 
     async def _measure(self, *, is_warm: bool) -> tuple[float, float]:
-        """Return the seconds to a new context's first token, and of sending it ahead before if `is_warm`."""
+        """Return the seconds from a complete prompt to its first token, and those to send its context ahead.
+
+        Each call has a new context. Unless `is_warm`, nothing is sent ahead, and the second number is about 0.
+
+        :raises BackendError: the answer is empty.
+        """
         context = await self._context()
         whole = (*context, *await self._encoded(QUESTION))
         is_warmed = asyncio.Event()
