@@ -89,10 +89,7 @@ async def _no_streaming(client: Client, arriving: Arriving, num_output_tokens: i
 
 
 async def _warming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
-    """Prefill each partial prompt by a one-token request, then yield the tokens that answer the complete one.
-
-    `warm_then_generate` decides which of the partial prompts are sent, and aborts them for newer ones.
-    """
+    """Prefill partial prompts by one-token requests, as `warm_then_generate` decides; yield the answer's tokens."""
 
     async def generate(
         token_ids: tuple[int, ...], num_tokens: int = num_output_tokens
@@ -123,10 +120,7 @@ async def _prompts(pieces: AsyncIterator[PromptChange] | Arriving) -> AsyncItera
 
 
 async def _stock_sessions(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
-    """Send each piece to vLLM's own session, and yield only the tokens that answer the last.
-
-    Each other piece is answered with one token, which is discarded.
-    """
+    """Send each piece to vLLM's own session, which answers all but the last by one token; yield the last answer."""
     num_discarded = 0  # each chunk before the last is answered with one token, which is not part of the answer
 
     async def chunks() -> AsyncIterator[tuple[Sequence[int], int]]:

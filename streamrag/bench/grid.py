@@ -105,10 +105,7 @@ def workload_name(workload: str) -> str:
 
 
 def variant_name(settings: CellSettings) -> str:
-    """Return the name of a cell's variant: its arm, and for the streaming arm its policy, eviction and options.
-
-    A missing prefix cache is named, too, and for the streaming arm the host memory if it is set.
-    """
+    """Return a variant's name: the arm, for streaming its policy, eviction and options, and a missing prefix cache."""
     cache = "" if settings.has_prefix_cache else " no-prefix-cache"
     if settings.arm != "streaming":
         return settings.arm + cache

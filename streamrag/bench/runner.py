@@ -128,10 +128,7 @@ def _cause(exitcode: int | None) -> str:
 
 
 def _start(settings: CellSettings, store: CellStore, keep_steps: bool) -> _Running:
-    """Start the cell's process, and return it with the parent's end of its pipe and the path of its log.
-
-    The process starts with SIGINT blocked, until it can handle it. Creates the store's folder of logs.
-    """
+    """Start the cell's process, with SIGINT blocked until it can handle it, and return it with its pipe and log."""
     logs = store.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{cell_key(settings)}.log"

@@ -62,11 +62,7 @@ def run_cell(
 
 
 def _checked_profile(settings: CellSettings) -> StepProfile:
-    """Return the cell's hardware profile.
-
-    :raises ConfigurationError: the settings are for wall time or name no profile, or their eviction copies KV and the
-        profile has no copy times or the cell no prefix cache.
-    """
+    """Return the hardware profile; raise ConfigurationError if clock, profile, eviction or prefix cache do not suit."""
     if settings.clock != "virtual":
         raise ConfigurationError(f"clock={settings.clock!r}: a simulation runs in virtual time only")
     if settings.profile is None:
@@ -129,10 +125,7 @@ class _Simulation:
         self._client = SimulatedClient(engine, delivery_s=profile.delivery_s, keep_steps=keep_steps)
 
     def _shape(self) -> EngineShape:
-        """Return the engine's sizes, with the model length that the longest request needs, in whole blocks.
-
-        :raises ConfigurationError: one request exceeds the KV cache, or the cache has more than `MAX_BLOCKS`.
-        """
+        """Return the sizes that the load needs; raise ConfigurationError if the KV cache is too small, or too large."""
         settings, block_size, kv_tokens = self._settings, self._profile.block_size, self._kv_tokens
         longest = longest_prompt(self._load.queries) + settings.num_output_tokens + 1
         max_model_len = -(-longest // block_size) * block_size
@@ -188,10 +181,7 @@ class _Simulation:
         return self._result(time.perf_counter() - start_s)
 
     async def _play(self, progress: CellProgress) -> None:
-        """Start a task for each query at its arrival, and wait for all of them.
-
-        A query that has been answered adds its times to `_timings`, and reports the progress.
-        """
+        """Start a task per query at its arrival, and wait; each notes its times and reports progress when done."""
         queries, settings, client = self._load.queries, self._settings, self._client
 
         async def play_one(query: TracedQuery) -> None:

@@ -48,8 +48,6 @@ def run_cell(
 ) -> CellResult:
     """Run one cell on a real engine, and return its result. The run takes as long as the load.
 
-    trace: replayed instead of the trace that the settings name.
-
     :raises ConfigurationError: the settings are for virtual time, or vLLM rejects them.
     """
     model = _checked_model(settings)

@@ -59,10 +59,7 @@ def check_workload(workload: str, *, has_rate: bool) -> None:
 
 
 def load_trace(settings: CellSettings) -> Trace:
-    """Return the trace of a cell: generated, with hints if the workload has a suffix for them, or read from a file.
-
-    Raises ConfigurationError as `check_workload`.
-    """
+    """Generate a cell's trace, with hints if its name says so, or read a trace file. Raises as `check_workload`."""
     check_workload(settings.workload, has_rate=settings.qps is not None)
     workload = without_hints(settings.workload)
     if workload not in BUDGETS:
@@ -159,10 +156,7 @@ def fit_contexts(settings: CellSettings, queries: Sequence[TracedQuery], max_mod
 
 
 def _cut(query: TracedQuery, budget: int) -> TracedQuery:
-    """Return the query without the chunks that do not fit, and without events that lose all of their chunks.
-
-    Chunks are admitted in prompt order, as in a pipeline: after one that does not fit, a smaller one may.
-    """
+    """Drop each chunk that does not fit with those kept before, as in a pipeline, and events that lose all chunks."""
     events: list[TracedEvent] = []
     room = budget
     for event in query.events:
@@ -208,10 +202,7 @@ class Moment(NamedTuple):
 
 
 def moments_of(query: TracedQuery) -> Iterator[Moment]:
-    """Yield the moments of a query in order; the last one is the end of its retrieval.
-
-    The end is a moment of its own if it is later than the last event, or if there is none.
-    """
+    """Yield the query's events as moments; the last is the end of retrieval, without an event if later than all."""
     has_late_end = not query.events or query.end_s > query.events[-1].at_s
     for index, event in enumerate(query.events, start=1):
         yield Moment(event.at_s, event, is_end=index == len(query.events) and not has_late_end)

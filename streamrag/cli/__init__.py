@@ -30,10 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit(message: str, status: int) -> NoReturn:
-    """Print a message, run the exit handlers, and exit with this status.
-
-    Does not wait for threads that cannot be stopped, such as the 20 s import of vLLM.
-    """
+    """Print a message, run the exit handlers, and exit without waiting for threads, such as the 20 s import of vLLM."""
     with suppress(OSError):  # the pipe's reader may have exited
         print(sanitize(message), file=sys.stderr)
         sys.stdout.flush()

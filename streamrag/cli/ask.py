@@ -72,10 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _ask(arguments: argparse.Namespace) -> int:
-    """Start the pipeline, answer the question or each line of the input, close it, and return the exit status.
-
-    The status is 1 if questions from a file or pipe failed. The error of a single question is raised.
-    """
+    """Answer the question, or each line of the input; return 0, or 1 if lines of a file or pipe had no answer."""
     progress, output = Output(stderr=True), Output(quiet=arguments.json)
     options = _query_options(arguments)
     is_conversation = arguments.question is None

@@ -117,10 +117,7 @@ def _encodable(text: str, file: IO[str]) -> str:
 
 
 def _output_error(error: OSError) -> Exception:
-    """Return a BrokenPipeError itself, or an OutputError.
-
-    Before the latter, stdout is redirected to the null device: Python's buffer would be written again at exit.
-    """
+    """Return a BrokenPipeError itself, else an OutputError, after discarding what Python would write again at exit."""
     if isinstance(error, BrokenPipeError):  # rich ends the program
         return error
     devnull = os.open(os.devnull, os.O_WRONLY)

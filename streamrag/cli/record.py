@@ -111,10 +111,7 @@ def passage_counter(count: Callable[[str], int]) -> CountTokens:
 
 
 async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> int:
-    """Record, print a summary on stderr, and return 1 if any retrieval failed, else 0.
-
-    If all failed, the trace is removed, unless it existed before.
-    """
+    """Record, print a summary, and remove a new trace if all retrievals failed. Return 1 if any failed, else 0."""
     console = Output(stderr=True)
     source = make_source(arguments)
     tokenizer, count = make_counter(arguments.tokenizer)

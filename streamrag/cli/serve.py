@@ -184,10 +184,7 @@ async def _serve(settings: "Settings") -> int:
 
 
 def _on_ready(errors: Output, settings: "Settings", app: "Gate", host: str, port: int) -> None:
-    """Print the addresses and an example, with a note if there is no source.
-
-    From now on, SIGHUP reloads the keys if they are in a file, except on a terminal, where SIGHUP stops the service.
-    """
+    """Print the addresses; from now on reload a file's keys on SIGHUP, except on a terminal, where SIGHUP stops."""
     named = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://[{named}]:{port}" if ":" in named else f"http://{named}:{port}"
     has_keys = app.has_keys

@@ -61,10 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Print one snapshot, or refresh the view until Ctrl-C, and return 0.
-
-    :raises ConfigurationError: the URL is invalid, or --json was given without --once.
-    """
+    """Print one snapshot, or refresh the view until Ctrl-C. A wrong URL or --json alone raises ConfigurationError."""
     if arguments.json and not arguments.once:
         raise ConfigurationError("--json needs --once: only a snapshot can be printed as JSON")
     key = arguments.key or os.environ.get(KEY)
@@ -128,10 +125,7 @@ def look(client: httpx.Client) -> Mapping[str, Any]:
 
 
 def render(values: Mapping[str, Any], *, width: int, height: int = 10_000) -> RenderableType:
-    """Return a snapshot formatted for `width` columns and about `height` lines.
-
-    Open queries are below the head, with the number of those left out, and ended queries below them.
-    """
+    """Return a snapshot of `width` columns and about `height` lines: head, open queries, how many more, ended ones."""
     head = _head(values)
     room = max(height - len(head) - 4, 3)
     opened, ended = values["open"], values["ended"]

@@ -90,11 +90,7 @@ def _packed_file() -> Path:
 
 
 def _open(path: Path, progress: OnProgress) -> Any:
-    """Return a reader of the GGUF file, whose hash is checked first, with progress.
-
-    :raises ModelError: the file cannot be read, or is another one.
-    :raises MissingDependencyError: a package to read or write with is not installed.
-    """
+    """Return a reader of the GGUF file, after hashing it; raise ModelError if that is unreadable or another file."""
     require_modules("demo-model", "gguf", "safetensors", "tokenizers")
     from gguf import GGUFReader
 
@@ -176,9 +172,7 @@ def _write_config(folder: Path, gguf: Any) -> None:
 
 
 def _write_weights(path: Path, gguf: Any, added: dict[str, tuple[Any, Any]], progress: OnProgress) -> None:
-    """Write the weights in bfloat16 as a safetensors file, one by one to save memory.
-
-    added: two factors by layer, whose product is added to the layer's weight.
+    """Write the weights in bfloat16, one by one to save memory, each with the product of its layer's `added` factors.
 
     Source: https://github.com/huggingface/safetensors#format
     """

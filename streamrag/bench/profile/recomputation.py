@@ -46,10 +46,7 @@ class RecomputeTimes:
 
 
 def prompt_sizes(max_model_len: int) -> list[int]:
-    """Return the numbers of tokens to measure: doubling from `FIRST_SIZE`, and at last the model's longest prompt.
-
-    The longest is four tokens less than `max_model_len`.
-    """
+    """Return the numbers of tokens to measure: doubling from `FIRST_SIZE`, and at last four below `max_model_len`."""
     most = max_model_len - 4
     sizes = [min(FIRST_SIZE, most)]
     while 2 * sizes[-1] < 0.75 * most:
@@ -105,9 +102,7 @@ class _Meter:
     async def alone(self, size: int) -> tuple[float, list[StepTime]]:
         """Return the seconds to prefill `size` tokens and one more, less a decode step, and the steps except the first.
 
-        Tries again if the steps were not as planned.
-
-        :raises BackendError: after `NUM_TRIES`.
+        Raises BackendError if the steps were not as planned in any of `NUM_TRIES`.
         """
         parts: list[StepPart] = [*_chunks(size + 1, self._budget), (1, size + 1)]
         for _ in range(NUM_TRIES):
@@ -142,10 +137,7 @@ class _Meter:
         raise BackendError(f"{size} tokens beside {num_beside} decodes are not computed in {len(chunks)} steps")
 
     async def _computed_beside(self, size: int) -> tuple[list[tuple[MeasuredStep, MeasuredStep]], list[float]]:
-        """Prefill `size` tokens while the batch decodes, and return the steps as `_mixed_and_idle` does.
-
-        Waits until the engine has reported the prefill and `NUM_IDLE` decode steps, or `NUM_WAITS` milliseconds.
-        """
+        """Prefill beside the batch; return the reported steps by `_mixed_and_idle`: too few after `NUM_WAITS`."""
         num_before = len(self._client.steps)
         async with self._decoding():
             await answer(self._client, "recomputed", self._tokens.take(size), 1)

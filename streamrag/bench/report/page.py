@@ -124,10 +124,7 @@ def _goodput(comparison: LoadComparison, slos: Slos) -> HtmlTable | None:
 
 
 def _work(comparison: LoadComparison) -> HtmlTable:
-    """Return the table of preemptions by fate, tokens, copies if a cell has any, and the engine's busy share and end.
-
-    A variant without engine records has "unknown" for all but the last two.
-    """
+    """Return the table of preemptions, tokens, copies and the engine's time; counts are "unknown" without records."""
     digests = [digest for pool in comparison.pools.values() for digest in pool.digests]
     fates = [fate for fate in reversed(FATES) if any(fate in (digest.num_preemptions or {}) for digest in digests)]
     has_copies = any(digest.copy_totals for digest in digests)
@@ -169,10 +166,7 @@ def _counts(pool: Pool, fates: Sequence[str], *, has_copies: bool) -> list[Cell]
 
 
 def _arrivals(comparison: LoadComparison) -> dict[str, Any]:
-    """Return a note, and a table of the load's gaps, chunks, tokens and retrieval, with a row for each that is known.
-
-    All variants have the same load: the figures are those of the cell with the most complete records.
-    """
+    """Return a note and a table on the load, from the cell with the most complete records: all have the same load."""
     digests = [digest for pool in comparison.pools.values() for digest in pool.digests]
     one = max(digests, key=lambda d: (len(d.gaps_s) > 0, len(d.num_tokens) > 0, len(d.num_chunks)))
     listed: list[tuple[str, Sequence[float]]] = [

@@ -47,10 +47,7 @@ class TimeChange:
 
     @property
     def effect(self) -> str:
-        """The effect: "later" or "sooner" for a change that is large enough to matter and larger than noise.
-
-        For other changes "no difference", if noise is too small to matter too, or "within noise" if there may be one.
-        """
+        """The effect: "later" or "sooner" if it matters and exceeds noise, else "no difference", or "within noise"."""
         least_s = max(MIN_CHANGE_S, MIN_CHANGE * self.baseline_s)
         change_s = self.arm_s - self.baseline_s
         if abs(change_s) >= least_s and abs(change_s) > self.noise_s:
@@ -108,10 +105,7 @@ class Verdict:
         return f"{self.arm} at {describe_qps(self.qps)} {_listed(parts)}."
 
     def _places(self, effect: str, percentiles: Iterable[str]) -> str:
-        """Return the percentiles with this effect in words; an empty text if there are none.
-
-        Times after retrieval and from the question are named apart if their percentiles differ.
-        """
+        """Return the percentiles with this effect in words, apart for both kinds of times if unequal; "" if none."""
         pairs = [(c.percentile, c.time == "ttft_after_retrieval_s") for c in self.changes if c.effect == effect]
         ordered = list(percentiles)
         after, other = ([p.upper() for p in ordered if (p, is_after) in pairs] for is_after in (True, False))
@@ -191,10 +185,7 @@ def _pairs(baseline: Pool, pool: Pool) -> Pairs:
 
 
 def _num_thrown_away(pool: Pool) -> int | None:
-    """Return the number of tokens that updates invalidated or that were computed again.
-
-    Returns None for the arm "warming", or if a cell has no engine records.
-    """
+    """Return the number of tokens invalidated by updates or computed again; None for warming, or without records."""
     if pool.settings.arm == "warming" or any(digest.num_preemptions is None for digest in pool.digests):
         return None
     return sum(sum(digest.num_invalidated) + sum(digest.num_recomputed) for digest in pool.digests)

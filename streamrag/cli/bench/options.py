@@ -119,10 +119,7 @@ VERBS = {
 
 
 def grid_of(arguments: argparse.Namespace) -> Grid:
-    """Return the grid that the options define: in wall time with a model, else in virtual time with a profile.
-
-    Without seeds, these are 1, 2 and 3, or 1 without rates. Raises ConfigurationError if a value is invalid.
-    """
+    """Return the grid that the options define, in wall time with a model. Raises ConfigurationError as `Grid`."""
     is_wall = arguments.model is not None
     seeds = arguments.seeds or ((1, 2, 3) if arguments.qps else (1,))
     profile = arguments.profile if is_wall else arguments.profile or DEFAULT_PROFILE
@@ -146,10 +143,7 @@ def _default_eviction(profile: str | None) -> EvictionMode:
 
 
 def _list_of(convert: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    """Return a parser of comma-separated values, which converts each and raises ArgumentTypeError if that fails.
-
-    Commas within parentheses do not separate: `srpf(0.5, 20000)`.
-    """
+    """Return a parser of comma-separated values such as `fcfs, srpf(0.5, 20000)`, which raises ArgumentTypeError."""
 
     def parse(text: str) -> tuple[T, ...]:
         try:

@@ -95,10 +95,7 @@ def _check_machine(arguments: argparse.Namespace) -> int:
 
 
 async def _examine(arguments: argparse.Namespace) -> Finding:
-    """Start the client, measure the server, close the client, and return the finding.
-
-    :raises DeadlineExceededError: after --timeout seconds.
-    """
+    """Measure the server, close the client, and return the finding; raise DeadlineExceededError after --timeout."""
     progress = Output(stderr=True)
     with shown_starting(progress) as show:
         backend = OpenAIBackend(

@@ -81,12 +81,7 @@ class Machine:
 
 
 def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine:
-    """Check this machine in a second or two, starting nothing, and return the results with problems and advice.
-
-    model: a folder, or None to check no model.
-
-    :raises ConfigurationError: the model cannot be read.
-    """
+    """Return the check's results in a second or two, starting nothing. An unreadable model is a ConfigurationError."""
     gpu, gpu_bytes = _gpu()
     capabilities = {} if gpu else cpu_capabilities()
     flags = [flag for flag in CPU_FLAGS if capabilities.get(flag)]
@@ -142,10 +137,7 @@ def _dtype_rule(capabilities: Mapping[str, Any]) -> str:
 
 
 def _engine_problems(gpu: str | None, capabilities: Mapping[str, Any]) -> Iterator[str]:
-    """Yield problems of vLLM's build for GPU or CPU, and of the CPU's instructions.
-
-    If vLLM is missing or its version is not supported, this is the only problem.
-    """
+    """Yield problems of vLLM's build and the CPU's instructions; or only that vLLM is missing or not supported."""
     try:
         check_version()
     except ConfigurationError as error:
@@ -203,10 +195,7 @@ def _model_needs(folder: Path, emulated: Sequence[str]) -> ModelNeeds:
 
 
 def _memory_problems(found: Machine, *, is_gpu: bool) -> Iterator[str]:
-    """Yield a problem if there are no weights, or weights, and on a CPU processes and KV, do not fit into memory.
-
-    If only the default KV cache does not fit on a CPU, the problem names a size that does.
-    """
+    """Yield a problem without weights, or if weights, and on a CPU processes and the default KV cache, do not fit."""
     assert found.model is not None
     weights = found.model.weights_bytes
     if not weights:

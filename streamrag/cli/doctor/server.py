@@ -85,10 +85,7 @@ class ServerExaminer:
 
     @classmethod
     async def of(cls, backend: OpenAIBackend, num_prompt_tokens: int, clock: Clock) -> "ServerExaminer":
-        """Return an examiner of a started backend, which counts four characters per token without a tokenizer.
-
-        :raises ConfigurationError: the backend's model takes no contexts of `num_prompt_tokens`.
-        """
+        """Return an examiner, with 4 characters per token without tokenizer. Raises ConfigurationError if too long."""
         model = backend.model
         counts_tokens = model.unit == "tokens"
         per_token = 1 if counts_tokens else CHARACTERS_PER_TOKEN
@@ -101,10 +98,7 @@ class ServerExaminer:
         return cls(backend, num_prompt_tokens * per_token, counts_tokens, clock)
 
     async def pairs(self, num_pairs: int, show: Progress) -> tuple[Pair, ...]:
-        """Measure `num_pairs` pairs, after a warm-up pair that is discarded.
-
-        The cold and the warm request of a pair have different new contexts, and take turns in being first.
-        """
+        """Measure pairs of new contexts, cold or warm first in turn, after a warm-up pair that is discarded."""
         pairs = []
         for number in range(num_pairs + 1):
             show(f"measuring, {number} of {num_pairs}" if number else "measuring once to warm up")

@@ -181,10 +181,7 @@ def _tell_index(tell: Tell, index: Path, summary: IndexSummary) -> None:
 
 @contextmanager
 def _progress_and_summary() -> Iterator[tuple[Callable[[int, int, str], None], Tell]]:
-    """Show progress on stderr. Yields a function that shows a step, and one that takes lines and skipped files.
-
-    The lines and the reasons to skip files are printed after the block, unless the block raises.
-    """
+    """Yield a function that shows progress on stderr, and one that sets lines and skipped files to print at the end."""
     console = Output(stderr=True)
     summary: list[str] = []
     with step_bars(console) as show:
