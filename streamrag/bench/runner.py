@@ -99,6 +99,8 @@ def run_cells(
 
 @dataclass(frozen=True, slots=True)
 class _Running:
+    """A cell's process that has been started, with the parent's end of its pipe, and its log."""
+
     settings: CellSettings
     process: ForkServerProcess | SpawnProcess
     connection: Connection
@@ -148,7 +150,7 @@ def _start(settings: CellSettings, store: CellStore, keep_steps: bool) -> _Runni
 
 
 def _context(clock: str) -> ForkServerContext | SpawnContext:
-    """Return the start method. Simulations fork from a server that has imported vLLM, which takes seconds."""
+    """Return the start method: spawn for wall time, else a fork server that has imported vLLM, which takes seconds."""
     if clock == "wall":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

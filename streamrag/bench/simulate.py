@@ -109,6 +109,8 @@ def _few_collections() -> Iterator[None]:
 
 
 class _Simulation:
+    """A load with the engine in virtual time that replays it: made for one call of `run`."""
+
     def __init__(
         self, settings: CellSettings, load: FittedLoad, profile: StepProfile, unsteady_seed: int, keep_steps: bool
     ) -> None:

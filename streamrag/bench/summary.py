@@ -111,7 +111,7 @@ class Digest:
         return self.completion_s / self.wall_s if self.wall_s > 0 else math.nan
 
     def goodput(self, slos: Slos) -> float | None:
-        """Return the number of requests per second of the cell that met every objective; None without objectives."""
+        """Return the requests that met every objective per second of the cell's time; None without objectives."""
         if not slos:
             return None
         met = zip(*([v <= limit for v in getattr(self, name)] for name, limit in slos.items()), strict=True)

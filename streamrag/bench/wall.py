@@ -59,7 +59,7 @@ def run_cell(
 
 
 def _checked_model(settings: CellSettings) -> str:
-    """Return the cell's model; raise ConfigurationError if the settings are not for a real engine."""
+    """Return the cell's model; raise ConfigurationError for virtual time, no model, or no prefix cache."""
     if settings.clock != "wall":
         raise ConfigurationError(f"clock={settings.clock!r}: a real engine runs in wall time only")
     if settings.model is None:

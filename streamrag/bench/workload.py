@@ -104,7 +104,7 @@ def make_load(settings: CellSettings, trace: Trace) -> tuple[TracedQuery, ...]:
 
 
 def _stretched(query: TracedQuery, arrival_s: float, delay: float) -> TracedQuery:
-    """Return the query at this arrival, with the gaps between its events, and the hints, stretched by `delay`."""
+    """Return the query at this arrival, with gaps between events and hints stretched by `delay`; the end moves too."""
     if delay == 1.0 or not query.events:
         return replace(query, arrival_s=arrival_s)
     first_s, last_s = query.events[0].at_s, query.events[-1].at_s

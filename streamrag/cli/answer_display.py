@@ -116,7 +116,7 @@ def print_sources(answer: Answer, console: Console) -> None:
 
 
 def print_timings(answer: Answer, console: Console) -> None:
-    """Print the answer's times and token counts."""
+    """Print a line with the answer's times, and with its tokens of the prompt, invalidated, and generated."""
     timings = answer.timings
     console.print(
         markup(

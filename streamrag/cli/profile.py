@@ -72,7 +72,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Check what would fail only at the end, measure, and write the profile and its plot."""
+    """Check what would fail only at the end, measure, write the profile and its plot, and print figures; return 0."""
     from streamrag.bench.profile.picture import draw_profile  # this and the next import pydantic: 0.25 s
     from streamrag.engine.costs.profile_files import save_profile
 

@@ -81,7 +81,7 @@ def make_counter(tokenizer: str | None) -> tuple[str, Callable[[str], int]]:
 
 
 def _questions_in(file: str | None) -> list[str]:
-    """Return the lines of a file or stdin that are not blank; raise ConfigurationError if it is unreadable."""
+    """Return the lines of a file or stdin that are not blank; raise ConfigurationError if unreadable or too large."""
     if file is None:
         return []
     try:

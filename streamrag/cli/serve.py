@@ -98,7 +98,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the settings, and print what was requested, or serve until a signal. Returns 1 for problems."""
+    """Print the defaults or settings if requested, or print problems and return 1, or else serve until a signal."""
     require_modules("serve", "starlette", "uvicorn", "sse_starlette")
     from streamrag.serve.config.checks import check
     from streamrag.serve.config.layers import SECTIONS, load

@@ -55,7 +55,7 @@ def add_search_arguments(search: "argparse._ArgumentGroup") -> None:
 def make_source(arguments: argparse.Namespace, **changes: Any) -> Source:
     """Return the source that the options name; `changes` override options by the names of `SourceSettings`.
 
-    :raises ConfigurationError: a value is invalid.
+    :raises ConfigurationError: a value is invalid, or --rerank or --sentences was given without --index.
     """
     values = {**vars(arguments), **changes}
     if values["index"] is None and (values["rerank"] is not None or values["sentences"]):

@@ -81,7 +81,7 @@ def make_demo_model(
 
 
 def _packed_file() -> Path:
-    """Return the GGUF file's path without importing its package, which imports its host; raise if that is missing."""
+    """Return the GGUF file's path without importing its package, which imports its host; raise if none is installed."""
     spec = importlib.util.find_spec(PACKAGE)
     folders = list(spec.submodule_search_locations or []) if spec else []
     if not folders:
@@ -90,7 +90,7 @@ def _packed_file() -> Path:
 
 
 def _open(path: Path, progress: OnProgress) -> Any:
-    """Return a reader of the GGUF file, after hashing it; raise ModelError if that is unreadable or another file."""
+    """Return a reader of the GGUF file, whose hash is checked first; raise ModelError if unreadable or another file."""
     require_modules("demo-model", "gguf", "safetensors", "tokenizers")
     from gguf import GGUFReader
 

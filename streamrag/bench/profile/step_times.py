@@ -144,7 +144,7 @@ async def warm_up(client: EngineClient, budget: int, max_model_len: int) -> None
 
 
 async def measure(client: EngineClient, budget: int, max_model_len: int, max_num_seqs: int) -> MeasurementPass:
-    """Measure one pass: prefill and decode steps with no, half and nearly the longest context, then lone requests.
+    """Measure prefill and decode steps with no, half and nearly the longest context, then lone requests: one pass.
 
     Steps have one or several requests. Batches that would exceed the model's length are left out. Several passes,
     spread over time, show how the machine's speed varies.

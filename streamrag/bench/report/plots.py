@@ -25,7 +25,7 @@ TIMES: tuple[tuple[str, Values], ...] = (
 
 
 def draw_ccdf(comparison: LoadComparison) -> str:
-    """Return the CCDF of `ttft_after_retrieval_s` by variant, and of the floor, with one panel per rate of arrivals."""
+    """Return an SVG of the CCDF of `ttft_after_retrieval_s` by variant and of the floor, with one panel per rate."""
     figure, panels = make_panels(len(comparison.qps), 3.5)
     for panel, qps in zip(panels, comparison.qps, strict=True):
         panel.set_title(describe_qps(qps), loc="left", fontsize=10)
@@ -42,7 +42,7 @@ def draw_ccdf(comparison: LoadComparison) -> str:
 
 
 def draw_ttft_by_qps(comparison: LoadComparison) -> str | None:
-    """Return mean and P95 of both times to the first token by rate of arrivals; None for fewer than two rates."""
+    """Return an SVG of mean and P95 of both times to the first token by rate; None for fewer than two rates."""
     rates = [qps for qps in comparison.qps if qps is not None]
     if len(rates) < 2:
         return None

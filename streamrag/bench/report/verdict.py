@@ -47,7 +47,10 @@ class TimeChange:
 
     @property
     def effect(self) -> str:
-        """The effect: "later" or "sooner" if it matters and exceeds noise, else "no difference", or "within noise"."""
+        """The effect: "later" or "sooner" if the change exceeds noise and the least change that matters.
+
+        Otherwise "no difference" if change and noise are both below that least change, else "within noise".
+        """
         least_s = max(MIN_CHANGE_S, MIN_CHANGE * self.baseline_s)
         change_s = self.arm_s - self.baseline_s
         if abs(change_s) >= least_s and abs(change_s) > self.noise_s:
@@ -105,7 +108,7 @@ class Verdict:
         return f"{self.arm} at {describe_qps(self.qps)} {_listed(parts)}."
 
     def _places(self, effect: str, percentiles: Iterable[str]) -> str:
-        """Return the percentiles with this effect in words, apart for both kinds of times if unequal; "" if none."""
+        """Return the percentiles with this effect in words, apart for the two kinds of times if unequal; "" if none."""
         pairs = [(c.percentile, c.time == "ttft_after_retrieval_s") for c in self.changes if c.effect == effect]
         ordered = list(percentiles)
         after, other = ([p.upper() for p in ordered if (p, is_after) in pairs] for is_after in (True, False))

@@ -65,7 +65,7 @@ def _context_length(text: str) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Check this machine, or with --server measure the server and print the finding, with status 0 whatever it is."""
+    """Check this machine and return the status, or with --server measure the server, print the finding and return 0."""
     if arguments.server is None:
         return _check_machine(arguments)
     finding = asyncio.run(_examine(arguments))

@@ -195,7 +195,7 @@ def _model_needs(folder: Path, emulated: Sequence[str]) -> ModelNeeds:
 
 
 def _memory_problems(found: Machine, *, is_gpu: bool) -> Iterator[str]:
-    """Yield a problem without weights, or if weights, and on a CPU processes and the default KV cache, do not fit."""
+    """Yield a problem if there are no weights, or these, on a CPU with processes and the default KV, do not fit."""
     assert found.model is not None
     weights = found.model.weights_bytes
     if not weights:

@@ -34,6 +34,8 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """A server's properties, and the measured pairs."""
+
     server: str
     model: str
     max_model_len: int
@@ -85,7 +87,7 @@ class ServerExaminer:
 
     @classmethod
     async def of(cls, backend: OpenAIBackend, num_prompt_tokens: int, clock: Clock) -> "ServerExaminer":
-        """Return an examiner, with 4 characters per token without tokenizer. Raises ConfigurationError if too long."""
+        """Return an examiner, with 4 characters per token without tokenizer; raise ConfigurationError if too long."""
         model = backend.model
         counts_tokens = model.unit == "tokens"
         per_token = 1 if counts_tokens else CHARACTERS_PER_TOKEN
@@ -143,7 +145,7 @@ class ServerExaminer:
         return first_s - begin_s, times[0]
 
     async def _context(self) -> tuple[int, ...]:
-        """Return the ids of new random words; raise BackendError if the tokenizer returns too few."""
+        """Return at most `num_tokens` ids of new random words; raise BackendError if the tokenizer returns too few."""
         words = WORDS.split()
         text = f"{self._random.getrandbits(64):x} " + " ".join(self._random.choices(words, k=self.num_tokens))
         ids = await self._encoded(text)

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    """Print the trace's statistics as a table or JSON, and draw a plot, which JSON has only with --plot."""
+    """Print statistics as a table or JSON, and draw a plot: with JSON only for --plot, never with --no-plot."""
     trace = read_trace(arguments.file)
     statistics = describe(trace)
     console = Output()
@@ -63,11 +63,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _draw(plot: Path, arguments: argparse.Namespace, trace: Trace, statistics: TraceStatistics) -> None:
-    """Draw the trace, and print the plot's path on stderr.
-
-    Without matplotlib, a note is printed, or the error raised if --plot was given. A file that cannot be written raises
-    ConfigurationError with a remedy.
-    """
+    """Draw the trace, and print the path; without matplotlib, print a note, or raise the error if --plot was given."""
     console = Output(stderr=True)
     try:
         draw_trace(plot, trace, statistics, title=arguments.file.name)
