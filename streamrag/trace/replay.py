@@ -62,9 +62,9 @@ class ReplaySource:
         self._clock = clock
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the recorded events of `query` at their recorded times, skipped documents among them.
+        """Yield the events of `query`, skipped documents and any `CutShort` among them, at their recorded times.
 
-        :raises SourceError: the query is not in the trace, or its recorded retrieval failed.
+        :raises SourceError: the query is not in the trace, or its recorded retrieval failed: then after its last event.
         """
         began_s = self._clock()
         recorded = self._find(query)
@@ -104,6 +104,7 @@ def _check_texts(query: TracedQuery) -> None:
 
 
 def _source_event(event: TracedEvent | TracedSkip) -> SourceEvent:
+    """Return a recorded event, or a recorded skipped document, as a source's event."""
     match event:
         case TracedSkip():
             return Skipped(event.uri, event.reason)

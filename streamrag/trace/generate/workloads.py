@@ -118,7 +118,9 @@ def generate(
 
 @validated
 def crawler(num_queries: Count = 4322, seed: int = 1, qps: Positive = 1.0) -> Trace:
-    """Generate queries whose context grows: a search result, then pages as they are crawled.
+    """Return a trace of queries whose context grows by appends: a search result, then pages as they are crawled.
+
+    Arrivals are random, `qps` in a second.
 
     :raises ConfigurationError: no query, or a rate that is not positive.
     """
@@ -174,7 +176,10 @@ def _totals(workload: Workload, lengths: Sequence[Sequence[float]], rng: Random)
 
 
 def _pools(num_pools: int, rank_bias: int, rng: Random) -> list[tuple[int, ...]]:
-    """Draw the pools of a search. A pool has documents in rank order, numbered in order of discovery."""
+    """Draw the pools of a search: document indices in rank order, numbered by discovery, from 0.
+
+    Each pool is the one before without its last document, and with a new one at a random rank.
+    """
     pools = [tuple(range(NUM_DOCUMENTS))]
     for document in range(NUM_DOCUMENTS, NUM_DOCUMENTS + num_pools - 1):
         rank = max(rng.randrange(NUM_DOCUMENTS) for _ in range(rank_bias))
@@ -202,7 +207,7 @@ def _documents(query: int, total: int, lengths: Sequence[float], pools: Sequence
 def _trace(
     workload: Workload, events: Sequence[Sequence[TracedEvent]], seed: int, qps: float, **settings: str | int
 ) -> Trace:
-    """Return the trace with Poisson arrivals; another rate scales the same arrivals."""
+    """Return a trace of queries with these events and Poisson arrivals; another rate scales the same arrivals."""
     arrivals = poisson_arrivals(f"{workload.name}-{seed}-arrivals", len(events), qps)
     queries = tuple(
         TracedQuery(
