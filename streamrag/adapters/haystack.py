@@ -258,7 +258,7 @@ class HaystackSource:
     async def _rankings(
         self, query: str, reader: PassageReader
     ) -> AsyncGenerator[list[Document] | tuple[Chunk, ...], None]:
-        """Yield the retriever's documents, after the `_fused` ones of a `MultiRetriever`; then those of each ranker."""
+        """Yield the results of `_fused` for a `MultiRetriever`, or else the retriever's; then those of each ranker."""
         documents: list[Document] = []
         if isinstance(getattr(self._retriever, "retrievers", None), dict):  # as the experimental MultiRetriever
             fused = self._fused(query, reader)

@@ -118,7 +118,7 @@ class StreamragQueryEngine(PortalOwner, BaseQueryEngine):
         return {}
 
     def _query(self, query_bundle: QueryBundle) -> Response | StreamingResponse:
-        """Return a response, when retrieval is complete if `streaming`, else with all text; report a query event."""
+        """Return a response: if `streaming`, when retrieval is complete; else with all text. Reports a query event."""
         with self._event(query_bundle) as event:
             nodes: list[NodeWithScore] = []
             metadata: dict[str, Any] = {}

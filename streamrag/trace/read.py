@@ -55,7 +55,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 def numbered_lines(path: Path, reader: LineReader) -> Iterator[tuple[int, TraceLine]]:
-    """Yield decoded lines with their numbers from 1, a header first; raise TraceError for others, or if there are none."""
+    """Yield decoded lines with their numbers from 1, a header first; raise TraceError for others, or for no line."""
     is_first = True
     for number, data in enumerate(reader, start=1):
         try:
@@ -134,7 +134,7 @@ class _Assembly:
         return Trace(tuple(sorted(self._queries.values(), key=lambda query: query.arrival_s)), provenance)
 
     def _begin_session(self, header: TraceHeader) -> None:
-        """Begin a session at the last retrieval's end, and drop older chunks and open queries; raise if it is too late."""
+        """Begin a session at the last retrieval's end; drop earlier chunks and open queries. Raises past `MAX_SECONDS`."""
         self._headers.append(header)
         self._chunks.clear()
         self._num_lost += len(self._open)

@@ -64,7 +64,7 @@ class ReplaySource:
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield the events of `query`, skipped documents and any `CutShort` among them, at their recorded times.
 
-        :raises SourceError: the query is not in the trace, or its recorded retrieval failed: then after its last event.
+        :raises SourceError: the query is not in the trace; or, at its end, because its recorded retrieval failed.
         """
         began_s = self._clock()
         recorded = self._find(query)
@@ -78,7 +78,7 @@ class ReplaySource:
             raise SourceError(f"the recorded retrieval failed: {recorded.error or 'the trace does not say why'}")
 
     def _find(self, query: str) -> TracedQuery:
-        """Return the query's next recording, in turn. A missing query raises SourceError, or gets any next one."""
+        """Return the query's next recording, in turn. Without one, raise SourceError, or return the trace's next."""
         same = self._by_text.get(query)
         if same is None and not self._takes_next:
             raise SourceError(

@@ -134,7 +134,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         return {**parts, **{name: value for name, value in given.items() if value is not None}}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        """Return LangChain's, with streamrag as the provider, and the backend's name if there is none of a model."""
+        """Return LangChain's tracing parameters, with streamrag as provider and by default the backend as the model."""
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
         params["ls_provider"] = "streamrag"
         params.setdefault("ls_model_name", part_name(self.pipeline.backend))
@@ -271,7 +271,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
     def _chunk(self, query: str, part: AIMessageChunk | Answer) -> ChatGenerationChunk:
-        """Return a chunk of text, or the answer's last, with usage and metadata; warn if the query has a cited text."""
+        """Return a chunk of text, or the answer's last chunk, with metadata; warn if a cited text is in the query."""
         if isinstance(part, AIMessageChunk):
             return ChatGenerationChunk(message=part)
         texts = [citation.text.strip() for citation in part.citations]

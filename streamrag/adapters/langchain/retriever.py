@@ -51,7 +51,7 @@ class StreamragRetriever(PortalOwner, BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
-        """Run the source in the portal's loop, dispatch a custom event for each of its own; return the documents."""
+        """Run the source, dispatch a custom event for each of its events; return the final documents, at most `k`."""
         found = _Found(self._num_wanted(k))
         config = {"callbacks": run_manager.get_child()}
         for event in self.portal.iterate(lambda: retrieve(self.source, query)):
@@ -61,7 +61,7 @@ class StreamragRetriever(PortalOwner, BaseRetriever):
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
-        """Do the same as `_get_relevant_documents` without blocking."""
+        """Return the documents as `_get_relevant_documents` does, without blocking the event loop."""
         found = _Found(self._num_wanted(k))
         config = {"callbacks": run_manager.get_child()}
         async with aclosing(self.portal.aiterate(lambda: retrieve(self.source, query))) as events:
@@ -100,7 +100,7 @@ class _Found:
 
 
 def document_of(chunk: Chunk) -> Document:
-    """Return a chunk as a document, with its place and any score as metadata, and a hash of uri and text as its id."""
+    """Return a document: metadata `source`, `title`, `passage` and any `score`; as its id, a hash of uri and text."""
     metadata = {"source": chunk.uri, "title": chunk.title, "passage": chunk.passage}
     if chunk.score is not None:
         metadata["score"] = chunk.score

@@ -229,7 +229,7 @@ class _Query:
         return Update(tuple(map(self._chunk, documents)))
 
     def _chunk(self, document: Any) -> Chunk:
-        """Return a document's chunk, by default with its `relevance_score`; remember the document for a compressor."""
+        """Return a document's chunk, with `relevance_score` if it has no score; keep the document for a compressor."""
         chunk = self._reader.chunk(document)
         relevance: Any = (getattr(document, "metadata", None) or {}).get("relevance_score")
         if chunk.score is None and is_number(relevance):

@@ -32,7 +32,7 @@ def openai_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 
 def openai_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
-    """Return `tool_choice` in OpenAI's form, by default "auto". Raises ConfigurationError for the name of no tool."""
+    """Return OpenAI's "required" for any tool, "auto" by default, "none" or a mapping; raise for an unknown name."""
     if choice in (True, "any", "required"):
         return "required"
     if not choice or choice in ("auto", "none") or isinstance(choice, Mapping):

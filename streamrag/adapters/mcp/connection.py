@@ -264,7 +264,7 @@ class McpConnection:
                 yield server
 
     def _relayed(self, server: StdioServerParameters) -> StdioServerParameters:
-        """Return the server behind the relay, or on its own without POSIX; raise ConfigurationError if not found."""
+        """Return the server behind the relay, or as it is without POSIX; raise ConfigurationError without a program."""
         path = (server.env or {}).get("PATH")
         if server.cwd is None and shutil.which(server.command, path=path) is None:
             raise ConfigurationError(f"{self._name}: there is no program {server.command!r} to start the MCP server")

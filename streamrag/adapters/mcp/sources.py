@@ -276,7 +276,7 @@ class McpResourceSource(_McpSource):
     async def _read(self, client: "Client", uri: str) -> "tuple[Chunk, ...] | Skipped":
         """Return a resource's texts as chunks, or why there are none: an error of the server, or no text.
 
-        A lost connection raises MCPError, and a timeout SourceError.
+        A lost connection raises MCPError, and a timeout TimeoutError.
         """
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED

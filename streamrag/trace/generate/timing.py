@@ -49,7 +49,7 @@ def retrieval_windows(timing: ChunkTiming, num_events: Sequence[int], rng: Rando
 def _exchange(query: int, long_windows: list[float], dealt: list[list[float]], least: float, rng: Random) -> None:
     """Exchange gaps with random queries in place, until this query's long window is at least `least`.
 
-    The other's long window stays at least `least`, too. After `NUM_TRIES`, leave it as it is.
+    The other's long window stays at least `least`, too. After `NUM_TRIES`, give up.
     """
     for _ in range(NUM_TRIES):
         other = rng.randrange(len(dealt))
