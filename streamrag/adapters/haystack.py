@@ -102,7 +102,7 @@ class StreamragGenerator:
         history: list[ChatMessage] | None = None,
         streaming_callback: StreamingCallbackT | None = None,
     ) -> dict[str, Any]:
-        """Answer `query`: return `replies`, the answer and its alternatives, and `documents`, those in the prompt.
+        """Answer `query`, and return `replies`, the answer and its alternatives, and `documents`, those in the prompt.
 
         query: the question.
         history: earlier messages of the conversation.

@@ -118,7 +118,7 @@ class StreamragQueryEngine(PortalOwner, BaseQueryEngine):
         return {}
 
     def _query(self, query_bundle: QueryBundle) -> Response | StreamingResponse:
-        """Return a response: if `streaming`, when retrieval is complete; else with all text. Reports a query event."""
+        """Return a response, with `streaming` when retrieval is complete, else with all text; report a query event."""
         with self._event(query_bundle) as event:
             nodes: list[NodeWithScore] = []
             metadata: dict[str, Any] = {}
@@ -133,7 +133,7 @@ class StreamragQueryEngine(PortalOwner, BaseQueryEngine):
         return response
 
     async def _aquery(self, query_bundle: QueryBundle) -> Response | AsyncStreamingResponse:
-        """Return a response as `_query` does, without blocking; start the pipeline in this loop unless it runs."""
+        """Return a response as `_query` does, without blocking; start the pipeline first, in this loop, if needed."""
         with self._event(query_bundle) as event:
             await self.portal.settle()
             nodes: list[NodeWithScore] = []
@@ -265,7 +265,7 @@ class LlamaIndexSource:
             await cancel_and_wait([task])
 
     async def _ask(self, retriever: BaseRetriever, query: QueryBundle) -> list[NodeWithScore]:
-        """Return a retriever's nodes. It runs in the event loop, or in a thread if it has no async method."""
+        """Return a retriever's nodes, retrieved in the event loop, or in a thread if it has no async method."""
         if type(retriever)._aretrieve is BaseRetriever._aretrieve:  # which would block the event loop
             return await self._calls.run(partial(retriever.retrieve, query))
         return await retriever.aretrieve(query)
@@ -273,7 +273,7 @@ class LlamaIndexSource:
     async def _postprocess(
         self, postprocessor: BaseNodePostprocessor, nodes: list[NodeWithScore], query: QueryBundle
     ) -> list[NodeWithScore]:
-        """Return a postprocessor's nodes. It runs in the event loop, or in a thread if it has no async method."""
+        """Return a postprocessor's nodes, made in the event loop, or in a thread if it has no async method."""
         if type(postprocessor)._apostprocess_nodes is BaseNodePostprocessor._apostprocess_nodes:
             return await self._calls.run(partial(postprocessor.postprocess_nodes, nodes, query))
         return await postprocessor.apostprocess_nodes(nodes, query)

@@ -55,7 +55,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 def numbered_lines(path: Path, reader: LineReader) -> Iterator[tuple[int, TraceLine]]:
-    """Yield decoded lines with their numbers from 1, a header first; raise TraceError for others, or for no line."""
+    """Yield decoded lines with numbers from 1, a header first; raise TraceError for invalid lines, or without any."""
     is_first = True
     for number, data in enumerate(reader, start=1):
         try:
@@ -82,6 +82,8 @@ class _OpenQuery:
 
 
 class _Assembly:
+    """A trace that is assembled line by line, session after session."""
+
     def __init__(self) -> None:
         self._headers: list[TraceHeader] = []
         self._chunks: dict[str, TracedChunk] = {}
@@ -134,7 +136,7 @@ class _Assembly:
         return Trace(tuple(sorted(self._queries.values(), key=lambda query: query.arrival_s)), provenance)
 
     def _begin_session(self, header: TraceHeader) -> None:
-        """Begin a session at the last retrieval's end; drop earlier chunks and open queries. Raises past `MAX_SECONDS`."""
+        """Begin a session at the last retrieval's end; drop earlier chunks and open queries. Raises if that is late."""
         self._headers.append(header)
         self._chunks.clear()
         self._num_lost += len(self._open)

@@ -97,7 +97,7 @@ class McpConnection:
                 self._end(held)
 
     async def in_time(self, call: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `call`, or raise TimeoutError after `timeout_s`, and end it in the background."""
+        """Return the result of `call`, or raise TimeoutError after `timeout_s`, and end the call in the background."""
         task = self._begin_task(call)
         try:
             async with asyncio.timeout(self._timeout_s):
