@@ -136,7 +136,7 @@ class _Assembly:
         return Trace(tuple(sorted(self._queries.values(), key=lambda query: query.arrival_s)), provenance)
 
     def _begin_session(self, header: TraceHeader) -> None:
-        """Begin a session at the last retrieval's end; drop earlier chunks and open queries. Raises if that is late."""
+        """Begin a session at the last retrieval's end; drop old chunks and open queries. Raises past `MAX_SECONDS`."""
         self._headers.append(header)
         self._chunks.clear()
         self._num_lost += len(self._open)

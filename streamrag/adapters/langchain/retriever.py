@@ -100,7 +100,7 @@ class _Found:
 
 
 def document_of(chunk: Chunk) -> Document:
-    """Return a document with `source`, `title`, `passage` and any `score` as metadata; its id is a hash of uri and text."""
+    """Return a document with `source`, `title`, `passage` and any `score` as metadata; its id hashes uri and text."""
     metadata = {"source": chunk.uri, "title": chunk.title, "passage": chunk.passage}
     if chunk.score is not None:
         metadata["score"] = chunk.score
