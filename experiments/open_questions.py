@@ -193,7 +193,6 @@ async def measure(folder: Path, num_questions: int, sources: Sequence[str]) -> l
             num_before = source.num_retrievals
             first_s, last_s, num_unused, token_ids = await ask(pipeline, INPUTS[how](question, rng), way, question)
             num = source.num_retrievals - num_before
-            if os.environ.get("DBG"): print(name, how, way, first_s, last_s, num, num_unused, time.perf_counter(), flush=True)
             rows.append(Row(name, how, way, question, first_s, last_s, num, num_unused, token_ids))
     return rows
 
