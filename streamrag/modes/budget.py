@@ -109,7 +109,7 @@ class PassageBudget:
             self._waiting.append(Included(chunk, replace(chunk, text=short.rest)))
 
     def _late(self, relevance: RelevanceJudge) -> list[Included]:
-        """Return all late chunks in order if they fit, else the most relevant, each shortened to an equal share."""
+        """Return all late chunks in order if they fit, else the most relevant, best first, each cut to a like share."""
         taken, late = self._taken, self._waiting
         room = self._max_tokens - sum(self._count(number, each.part) for number, each in enumerate(taken, 1))
         left = room

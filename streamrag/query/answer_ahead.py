@@ -28,7 +28,7 @@ WAIT_FACTOR = 1.25
 
 
 def why_not_drafted(query: Query, model: ModelInfo, overlap: OverlapChoice) -> str | None:
-    """Return why the answer is neither drafted nor verified: the backend, an option or the overlap; None if it is."""
+    """Return why nothing is drafted or verified: backend, grammar, n > 1, prompt_logprobs or overlap; None if it is."""
     params = query.params
     if not model.verifies_drafts:
         return "the backend verifies no drafts: use VllmBackend(answer_ahead=True)"

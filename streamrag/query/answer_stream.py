@@ -61,7 +61,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         return events
 
     async def aclose(self) -> None:
-        """Stop the query, if it still runs, and wait until it has ended."""
+        """Stop the query, if it still runs, and wait for its end without raising its error. Drop unread events."""
         if self._task is None:
             return
         self._is_stopped = self._is_stopped or not self._task.done()
@@ -70,7 +70,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         await wait_shielded([self._task])
 
     def _ensure_started(self) -> MemoryObjectReceiveStream[QueryEvent]:
-        """Start the query, unless it runs, and return its events. If starting raises, the next call tries again."""
+        """Start the query at the first call; return its event stream. If starting raises, the next call tries again."""
         if self._events is None:
             send, self._events = anyio.create_memory_object_stream[QueryEvent](MAX_UNREAD_EVENTS)
 
@@ -94,7 +94,8 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
             self._events.close()
 
     async def _next_event(self) -> QueryEvent:
-        """Return the next event; at the end raise the query's error or StopAsyncIteration. Cancelling stops a query."""
+        """Return the next event; at the end raise the query's error, or StopAsyncIteration if there is none or `aclose`
+        stopped it; StreamRagError if other code cancelled its task. If this call is cancelled, stop the query."""
         events = self._ensure_started()
         assert self._task is not None
         try:

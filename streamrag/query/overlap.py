@@ -90,7 +90,7 @@ class _Level:
         self._num_left = 0  # queries of the current turn
 
     def learn(self, outcome: OverlapOutcome) -> None:
-        """Keep an outcome's times for its way. After one of "none" with a forecast, "delayed" is a way, too."""
+        """Keep an outcome's time for its way, and its gain; of "none" the prefill, and allow "delayed" if forecast."""
         seconds = outcome.ttft_s if self._shares_processors else outcome.ttft_after_retrieval_s
         self._logs[outcome.way].append(log(max(seconds, 1e-4)))
         self._gains.append(outcome.streaming_s / max(outcome.ttft_s, 1e-4))
@@ -100,7 +100,7 @@ class _Level:
                 self._num_turns.setdefault("delayed", 0)
 
     def choose(self, num_running: int) -> OverlapChoice:
-        """Return the choice for the next query, anew for every `num_running`; "delayed" leads by the median prefill."""
+        """Return a turn's choice, for `num_running` queries in a row; the lead of "delayed" is the median prefill."""
         if self._num_left == 0:
             way, reason = self._next()
             self._num_turns[way] += 1
@@ -110,7 +110,11 @@ class _Level:
         return self._choice
 
     def _next(self) -> tuple[OverlapWay, str]:
-        """Return the next turn's way and reason: a way tried too little, the best, or a rival; "none" without gain."""
+        """Return the next turn's way and the reason in words: "none" if overlap hardly gains, else the best way.
+
+        Instead the rarest way until each had MIN_TURNS, and once in RECHECK_EVERY turns; and the rarest of those not
+        clearly worse. Unless processors are shared, only every `TRY_EVERY`-th turn tries, "immediate" at first else.
+        """
         if len(self._gains) >= MIN_TURNS and max(self._gains) < NEGLIGIBLE:
             return "none", "retrieval sends everything at its end"
         num_turns = sum(self._num_turns.values())

@@ -104,7 +104,7 @@ class QueryPrompts:
         self.cut_short: str | None = None
 
     async def stream(self) -> AsyncGenerator[Prompt, None]:
-        """Yield and report partial prompts as `_due_s` says, drafting after each, then the complete one. Call it once.
+        """Yield and report a partial prompt, then draft, when a chunk event makes one due; last the complete one. Once.
 
         :raises AnswerIsKnownError: there is an `answer` to the complete prompt, which is not yielded.
         """
@@ -141,7 +141,7 @@ class QueryPrompts:
     async def _complete_prompt(
         self, assembler: PromptAssembler, chunks: Context, *, is_ranked: bool, draft: tuple[int, ...]
     ) -> Prompt:
-        """Report and return the complete prompt with its draft; raise AnswerIsKnownError if a draft is its answer."""
+        """End retrieval; keep, report and return the complete prompt with its draft, or raise AnswerIsKnownError."""
         self.retrieval_s = self._now()
         is_cut_short = self.cut_short is not None or self.source_error is not None
         step = await self._in_thread(
@@ -179,7 +179,8 @@ class QueryPrompts:
         return chunks
 
     def _due_s(self, hint: Hint | None) -> float:
-        """Return when to send the context: now, or if "delayed" the lead before a forecast end; infinity if "none"."""
+        """Return when, on the clock of `now`, to send the context: now, if "delayed" the lead before a forecast end, or
+        infinity if "none". Set `has_forecast` once there is a forecast."""
         end_s = hint.end_s if hint is not None and hint.end_s is not None and isfinite(hint.end_s) else None
         self.has_forecast = self.has_forecast or end_s is not None
         match self._overlap:
@@ -212,7 +213,7 @@ class QueryPrompts:
         return tuple(folded)
 
     async def _retrieve(self, assembler: PromptAssembler) -> AsyncGenerator[Append | Update, None]:
-        """Yield the source's chunk events; emit the others. Raise or keep failures, foreign ones as a SourceError."""
+        """Yield chunk events, emit the others, set `cut_short`. Raise or keep failures, foreign ones as SourceError."""
         try:
             async with aclosing(self._source_events(assembler)) as events:
                 async for event in events:
@@ -267,7 +268,7 @@ class QueryPrompts:
         await self._emit(ContextComplete(self._now(), len(step.included), num_tokens, step.included, unit))
 
     def _update_ranks(self, event: Append | Update) -> None:
-        """Number an update's chunks by rank from 1; later appends follow them. Without an update there are no ranks."""
+        """Rank an update's passages from 1, in place of all ranks; later appends follow. Without one, rank nothing."""
         if isinstance(event, Update):
             self._rank_of = {}
         elif not self._rank_of:

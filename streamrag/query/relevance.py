@@ -83,7 +83,7 @@ class _Block(NamedTuple):
 
 
 def split_markdown(markdown: str) -> list[TextPassage]:
-    """Return a page's passages, split at headings, terms and `TARGET_CHARS`, but not behind an introducing block."""
+    """Split a page between blocks at headings, definition terms and past `TARGET_CHARS`, not behind an introduction."""
     passages: list[TextPassage] = []
     headings: list[str] = []
     blocks: list[_Block] = []
@@ -139,7 +139,7 @@ def _blocks(lines: Iterable[str]) -> Iterator[_Block]:
 
 
 def _pieces(lines: list[str], is_term: bool = False) -> Iterator[_Block]:
-    """Yield the lines as one block, or as several if they are too long; nothing for blank lines or a rule."""
+    """Yield blocks of at most MAX_BLOCK_CHARS, the last a term if `is_term`; nothing for blank lines or a rule."""
     piece: list[str] = []
     num_chars = 0
     for part in (part for line in lines for part in _fold(line)):
@@ -191,8 +191,9 @@ class Relevance:
     def shorten(self, text: str, max_chars: int) -> tuple[str, str]:
         """Return the most relevant passages of `text`, at most `max_chars`, and the rest; each in text order.
 
-        Among equals, earlier passages go first. A passage that is too long goes to the rest; if all are, the text is
-        cut at `max_chars`. Text behind the first MIN_READ_CHARS, or twice `max_chars`, goes to the rest too.
+        Passages are joined anew, each counted with its heading, so even a text within `max_chars` may change. Among
+        equals, earlier ones go first. A passage that is too long goes to the rest; if all are, the text is cut at
+        `max_chars`. Text behind the first MIN_READ_CHARS, or twice `max_chars`, goes to the rest too.
         """
         end = _end_of(text, max(MIN_READ_CHARS, 2 * max_chars))
         passages, ranked = self._ranked(text[:end])
@@ -216,7 +217,8 @@ class Relevance:
         return self._split[1:]
 
     def scores(self, chunks: Sequence[Chunk]) -> list[float]:
-        """Return a score for each chunk, larger is better: the retriever's if all have one, else its best passage's."""
+        """Return a score for each chunk, larger is better: the retriever's if all have one, else its best passage's, by
+        BM25 among the passages of all chunks."""
         own = [chunk.score for chunk in chunks if chunk.score is not None]
         if len(own) == len(chunks):
             return own

@@ -95,8 +95,8 @@ class QueryRun:
         """Wait for `started` and `admission`, run the query, and return its answer.
 
         The query runs in an inner task, which is cancelled when the deadline passes or the query is stopped, and left
-        behind with a warning if it does not end. Raises DeadlineExceededError, SourceError, BackendError and
-        PromptTooLongError.
+        behind with a warning if it does not end; its place is given back either way. Raises DeadlineExceededError,
+        SourceError, BackendError and PromptTooLongError.
         """
         work = asyncio.create_task(self._run(started, admission), name="streamrag query's work")
         try:
@@ -137,7 +137,10 @@ class QueryRun:
         return _Phase.GENERATING if is_retrieved else self._phase
 
     async def _run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
-        """Wait for the start and a place, choose the overlap, and answer; a faulty cancellation is a BackendError."""
+        """Wait for the start and a place, choose the overlap, answer, and close retrieval.
+
+        Raises BackendError for a cancellation that is not the query's, or if the backend still pulls prompts.
+        """
         await started()
         self._phase = _Phase.WAITING
         await admission.acquire_on_behalf_of(self)
@@ -164,7 +167,7 @@ class QueryRun:
             ) from error
 
     async def _retrieve_and_answer(self) -> Answer:
-        """Return the answer, emit the first and last event, learn from timings; raise BackendError if unfinished."""
+        """Emit RetrievalStarted, answer, learn if "auto", emit Answered. BackendError if any answer is unfinished."""
         queued_s = self._now()
         ahead = self._answer_ahead()
         await self._emit(RetrievalStarted(queued_s, self._query.text, self._overlap))
@@ -206,7 +209,7 @@ class QueryRun:
         return answer
 
     def _answer_ahead(self) -> AnswerAhead | None:
-        """Return an AnswerAhead, or None; raise ConfigurationError if wanted where the backend verifies no drafts."""
+        """Return None if drafts are unwanted or impossible; raise ConfigurationError if it is the backend's fault."""
         if not self._query.answer_ahead:
             return None
         if not self._backend.model.verifies_drafts:
@@ -222,7 +225,8 @@ class QueryRun:
         return why_not_drafted(self._query, self._backend.model, self._overlap)
 
     async def _generate(self, prompts: QueryPrompts) -> tuple[list[AnswerChunk], float | None]:
-        """Emit prefills and answer 0's tokens; return all chunks and the first token's time. Raise for other events."""
+        """Emit prefills and answer 0's tokens; return the chunks of all answers, and when the first token came (None if
+        none did). Raise BackendError for other events."""
         first_token_s: float | None = None
         chunks: list[AnswerChunk] = []
         async with aclosing(self._backend_events(prompts)) as events:
@@ -247,7 +251,7 @@ class QueryRun:
         return chunks, first_token_s
 
     async def _backend_events(self, prompts: QueryPrompts) -> AsyncGenerator[BackendEvent, None]:
-        """Yield what the backend yields for the prompts, or at the end a draft that turned out to be the answer."""
+        """Yield the backend's events for the prompts. If a draft is the answer, ignore errors and yield its chunks."""
         try:
             async with (
                 aclosing(prompts.stream()) as stream,

@@ -104,7 +104,7 @@ async def compute_answer(
 ) -> Answer:
     """Compute the answer to `question` from `snapshot`, emit its pieces as TokensGenerated, and return the whole.
 
-    A choice is a single piece, and has a `gap` only if `question.with_margin`.
+    A choice is a single piece, and has a `gap` only if `question.with_margin`. A free answer has the first token's gap.
 
     :raises PromptTooLongError, BackendError: the answer cannot be computed.
     :raises ConfigurationError: the given answers cannot be told apart.
@@ -206,7 +206,7 @@ def _passes(
 async def _generate(
     backend: Backend, token_ids: TokenIds, params: SamplingParams, draft: TokenIds = ()
 ) -> AsyncGenerator[AnswerChunk, None]:
-    """Send a complete prompt, and yield its answer chunks; raise BackendError if the last has no finish reason."""
+    """Send a complete prompt; yield its answer chunks. Raise BackendError if none comes or the last is unfinished."""
     is_finished = False
     async with (
         aclosing(_one_prompt(token_ids, draft)) as prompts,

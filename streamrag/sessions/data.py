@@ -88,7 +88,8 @@ class SessionData:
 
     async def open(self, admit: Callable[[int], None]) -> Ingestion:
         """Read the log, start writing it, and return ingestion that holds its data but is not started. Raises as
-        `Session.start` does, also for a given system text that is neither the log's first nor its newest.
+        `Session.start` does, also for a given system text that is neither the log's first nor its newest; the caller
+        then closes the log.
 
         The window's size is the given one, that of the log, or else three quarters of the tokens that the head leaves.
 
@@ -238,7 +239,7 @@ class SessionData:
 
     @validated
     async def freeze(self, system: Annotated[str, Field()]) -> int:
-        """Check the system text's length, replace it from a new version on, and return that; see `Session.freeze`."""
+        """Have ingestion replace the system text in a new version, and return that at once; see `Session.freeze`."""
         self.check_open()
         system = plain_text(system)
         if self._log is not None:

@@ -80,7 +80,7 @@ class IdleStream:
             await end_or_leave(self._task, f"the stream of {self._name}, which was stopped,")
 
     async def _hold(self) -> None:
-        """Run the request for all prompts, and wake `advance` when more tokens are prefilled and when it ends."""
+        """Run one request for all prompts; wake `advance` when it reports prefilled tokens, ends or fails."""
         try:
             async with (
                 aclosing(self._prompts()) as prompts,
@@ -94,7 +94,7 @@ class IdleStream:
             self._has_news.set()
 
     async def _prompts(self) -> AsyncGenerator[Prompt, None]:
-        """Yield the newest prompt as a partial one, each time that there is another, without end."""
+        """Yield the newest prompt, as partial, each time that `advance` set one; skip older unread ones. Never ends."""
         previous: tuple[int, ...] = ()
         while True:
             await self._has_prompt.wait()
@@ -155,7 +155,7 @@ class Ingestion:
         return number
 
     def freeze(self, prompts: SessionPrompts, system: str) -> int:
-        """Return a new version, from which on the task uses `prompts`, and write their `system` text to the log."""
+        """Return a new version without waiting, from which on the task uses `prompts`; log their `system` text."""
         number = self._buffer.skip_number()
         self._next_prompts = number, prompts
         self._has_data.set()
@@ -184,8 +184,9 @@ class Ingestion:
             await cancel_and_wait([self._task])
 
     async def _run(self, on_version: Callable[[], None], batch_interval_s: float) -> None:
-        """Compute the data, set `ready`, announce the version, and go on with the next batch, until cancelled. If the
-        engine fails, do the same, but `RETRY_S` later compute again, with the next batch if there is one."""
+        """Compute the data, set `ready`, announce the version, and go on with the next batch, at most one in each
+        `batch_interval_s`, until cancelled. If the engine gives up the stream, do the same, but close it, and compute
+        again `RETRY_S` later, with the next batch if there is one. At the end close all streams."""
         snapshot, has_slid = self.ready, False
         next_s = 0.0
         try:

@@ -82,8 +82,8 @@ class SessionPrompts:
         ]
 
     async def pieces_in_background(self, numbered: Sequence[Numbered]) -> list[WindowChunk]:
-        """Return what `pieces` returns, from a thread, releasing the tokenizer after about `MAX_CHARACTERS`
-        characters."""
+        """Return what `pieces` returns, computed in a thread with the tokenizer's lock, which is released after each
+        `MAX_CHARACTERS` or a little more, so that questions need not wait."""
         pieces: list[WindowChunk] = []
         batch: list[Numbered] = []
         size = 0

@@ -61,8 +61,8 @@ class Question:
         return bool(self.key[-1])
 
     def params_for(self, allowed: Sequence[int] = (), *, with_logprobs: bool = False) -> SamplingParams:
-        """Return the parameters of an engine request whose next token is one of `allowed`, with the log-probabilities
-        of these if `with_logprobs`. If `allowed` is empty, any token: with those of the best two if `with_margin`."""
+        """Return a copy of `params` for a request whose next token is one of `allowed`, with the log-probabilities of
+        these if `with_logprobs`. If `allowed` is empty, any token: with those of the best two if `self.with_margin`."""
         extra: dict[str, Any] = {}
         if allowed:
             extra["allowed_token_ids"] = sorted(allowed)

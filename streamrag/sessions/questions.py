@@ -89,7 +89,7 @@ class Questions:
         with_margin: bool = False,
         decisive_margin: float = DECISIVE_MARGIN,
     ) -> StartQuery:
-        """Validate a question, and return a function that starts it.
+        """Validate a question, and return a function that starts it as a task; nothing runs before.
 
         :raises ConfigurationError: an option cannot work, or `at_least` is higher than the newest version.
         """
@@ -181,7 +181,7 @@ class AnswerCache:
         return self._answers[key][0]
 
     def put(self, key: Hashable, answer: Answer, num_bytes: int) -> None:
-        """Add or replace an answer of `num_bytes` with its key, and evict the least recently used ones over a limit."""
+        """Add or replace an answer, now the newest; evict the least recently used, at worst itself, over a limit."""
         _, num_replaced = self._answers.pop(key, (answer, 0))
         self._answers[key] = answer, num_bytes
         self._num_bytes += num_bytes - num_replaced
@@ -206,7 +206,7 @@ class InFlightAnswers:
 
     async def answer(self, key: Hashable, compute: Compute, submitted_s: float, emit: Emit) -> Answer:
         """Join the computation of `key`, or start it with `compute`; emit all its pieces, and return its answer with
-        this caller's times. If the last caller is cancelled, so is the computation."""
+        this caller's times, or raise its error. If the last caller leaves, the computation is cancelled."""
         computation = self._computations.get(key)
         is_own = computation is None
         if computation is None:

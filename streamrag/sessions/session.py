@@ -143,7 +143,8 @@ class Session:
         await run_shielded(self._close(forgets), "streamrag session closes")
 
     async def _close(self, forgets: bool) -> None:
-        """End watches, questions and ingestion, close the log if the session was started, or delete it if `forgets`."""
+        """End watches, questions and ingestion in this order, then close the log if the session was started, or delete
+        it if `forgets`. Remove the session from the registry even after an error."""
         try:
             await self._watches.aclose()
             await self._tasks.aclose()

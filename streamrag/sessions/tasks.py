@@ -46,7 +46,8 @@ class SessionTasks:
             task.exception()  # the caller raises it, unless it has left
 
     async def _run(self, work: Callable[[], Coroutine[Any, Any, T]], what: str, deadline_s: float | None) -> T:
-        """Return the result of `work` from an inner task, or raise as `start` says; leave a task that does not stop."""
+        """Return the result of `work` from an inner task, or raise its error or as `start` says. Stop the inner task in
+        any case; leave one behind that does not stop."""
         self._check_open(what)
         task = asyncio.create_task(work(), name=f"streamrag work on a {what}")
         try:

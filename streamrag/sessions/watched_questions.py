@@ -186,7 +186,7 @@ class Watches:
             self._start(options)
 
     def _start(self, options: WatchOptions) -> Watch:
-        """Start and return a watch without logging it; stop an earlier one of its name. The first starts the task."""
+        """Start and return a watch without logging it; stop an earlier one of its name. Start the task if need be."""
         watch = Watch(self, options)
         if watch.name is not None:
             replaced, self.named[watch.name] = self.named.get(watch.name), watch

@@ -56,7 +56,7 @@ class Buffer:
         return 2 * len(self._waiting) >= self._max_chunks or 2 * self._num_characters >= self._max_characters
 
     def check(self, chunks: Sequence[Chunk]) -> None:
-        """Raise ConfigurationError if `chunks` alone exceed the buffer's limits. A single chunk always fits."""
+        """Raise ConfigurationError if `chunks` alone, whatever waits, exceed a limit. A single chunk always fits."""
         num = sum(map(num_characters, chunks))
         if len(chunks) > self._max_chunks or (len(chunks) > 1 and num > self._max_characters):
             raise ConfigurationError(
@@ -131,7 +131,7 @@ class Window:
         return list(islice(newer, most))[::-1]
 
     def add(self, pieces: Iterable[WindowChunk]) -> bool:
-        """Add the pieces that have tokens, cut to what a slide keeps, and return whether the window has slid."""
+        """Add pieces that have tokens, each cut to what a slide keeps; slide when over full; return whether it slid."""
         has_slid = False
         for piece in pieces:
             cut = WindowChunk(piece.number, self._cut(piece.token_ids))

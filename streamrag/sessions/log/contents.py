@@ -151,7 +151,7 @@ def read_header_rows(connection: sqlite3.Connection) -> SessionHeader:
 
 
 def encode_watch(watch: WatchOptions) -> str:
-    """Return a watch without its name as JSON; raise ConfigurationError if it cannot be written and read back so."""
+    """Return a watch without its name as JSON; raise ConfigurationError if no valid watch can be read back from it."""
     try:
         values = asdict(watch)
         text = json.dumps({name: value for name, value in values.items() if name != "name"})

@@ -207,7 +207,7 @@ def read_header(path: Path) -> SessionHeader:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Return a connection with our settings to the database of a log.
+    """Return a connection, for any thread, with our settings to the database of a log. Closes it after an error.
 
     :raises OSError, SessionLogError, sqlite3.Error: the file cannot be opened, is not a log, or is of a newer version.
     """

@@ -20,6 +20,7 @@ class FileLock:
         """Take the lock without waiting, unless this object has it. A lock whose file was removed is taken anew.
 
         :raises SessionLogInUseError: another session has the lock, in this process or in another.
+        :raises OSError: the lock's file cannot be opened.
         """
         if self._file is not None and not is_same(os.fstat(self._file), self._path):
             os.close(self._file)  # the file was removed, so the lock is void
