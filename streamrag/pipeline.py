@@ -186,7 +186,8 @@ class Pipeline:
         await self._start()
 
     async def _start(self) -> None:
-        """Start the parts, also for queries submitted before `aclose`. Raises PipelineClosedError once it closes."""
+        """Wait until the parts are started, once for all callers, and anew after a failure; also for queries submitted
+        before `aclose`. Raises PipelineClosedError once the pipeline closes, and in a fork."""
         self._raise_forked()
         if self._closing is not None:
             raise PipelineClosedError("the query was stopped before its end: its pipeline was closed")
@@ -260,7 +261,8 @@ class Pipeline:
             )
 
     def _query(self, text: str, options: QueryOptions) -> Query:
-        """Return the validated query, or raise ConfigurationError. An option that is None counts as not given."""
+        """Return the valid query with the pipeline's defaults, or raise ConfigurationError. None counts as not
+        given."""
         check_options(options)
         values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         system = values.pop("system", None)
@@ -272,7 +274,7 @@ class Pipeline:
         return Query(text, **{"overlap": self.overlap, "answer_ahead": self.answer_ahead, **values})
 
     def _start_query(self, query: Query, emit: Emit, *, source: Source) -> "asyncio.Task[Answer]":
-        """Start the query's task and return it; raise if the pipeline is closed, or full and `when_full` refuses."""
+        """Return the query's new task; raise PipelineClosedError, or TooManyQueriesError if `when_full` refuses it."""
         if self._is_closed:
             raise PipelineClosedError("this pipeline has been closed: make a new one, or ask before leaving its block")
         if self._refuses and self.num_queries >= self.max_concurrent_queries:

@@ -133,7 +133,7 @@ class ScriptedBackend:
         self.is_started = False
 
     async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
-        """Record each prompt and yield Prefilled, after `hold` if set; then yield the answers by single characters."""
+        """Record each prompt and yield Prefilled, after `hold` if set; then yield n answers in turn, by characters."""
         received: list[Prompt] = []
         self.prompts.append(received)
         self.num_requests += 1

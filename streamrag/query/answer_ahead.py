@@ -106,7 +106,9 @@ class AnswerAhead:
         return self._finished if token_ids == self._prompt and self._params.temperature == 0 else ()
 
     async def _generate(self, prompt: Prompt, chunks: tuple[Chunk, ...]) -> None:
-        """Draft and show the answer after `_wait_s`; keep its tokens, its chunks if finished, and whether it failed."""
+        """Draft and show the answer after `_wait_s`; keep its chunks if finished. An error only sets `_has_failed`.
+        Always set the next `_wait_s`, and keep the tokens, if unfinished with the rest of the draft that they
+        verified."""
         token_ids: list[int] = []
         answer: list[AnswerChunk] = []
         text, is_finished, begun_s = "", False, self._now()

@@ -131,7 +131,7 @@ def _stream(source: Source, query: str) -> AsyncIterator[SourceEvent]:
 async def with_timeouts(
     events: AsyncGenerator[T, None], timeout_s: Callable[[], float | None]
 ) -> AsyncGenerator[T | None, None]:
-    """Yield each event, and None after `timeout_s()` seconds (None: no limit) without one. Close before `events`."""
+    """Yield each event, and None after `timeout_s()` seconds without one (None: never). Close this before `events`."""
     pending: asyncio.Task[Any] | None = None
     try:
         while True:

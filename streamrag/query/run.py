@@ -167,7 +167,8 @@ class QueryRun:
             ) from error
 
     async def _retrieve_and_answer(self) -> Answer:
-        """Emit RetrievalStarted, answer, learn if "auto", emit Answered. BackendError if any answer is unfinished."""
+        """Emit RetrievalStarted, answer, let `overlap_chooser` learn if "auto", emit Answered, and return the answer.
+        Raise BackendError if one of the n answers is unfinished, or ended before the prompt was complete."""
         queued_s = self._now()
         ahead = self._answer_ahead()
         await self._emit(RetrievalStarted(queued_s, self._query.text, self._overlap))
@@ -209,7 +210,7 @@ class QueryRun:
         return answer
 
     def _answer_ahead(self) -> AnswerAhead | None:
-        """Return None if drafts are unwanted or impossible; raise ConfigurationError if it is the backend's fault."""
+        """Return the drafts; None if unwanted or `_why_not_drafted`. ConfigurationError if the backend has none."""
         if not self._query.answer_ahead:
             return None
         if not self._backend.model.verifies_drafts:

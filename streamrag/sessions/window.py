@@ -65,7 +65,7 @@ class Buffer:
             )
 
     def append(self, chunk: Chunk) -> int:
-        """Append a chunk and return its number, dropping the oldest others while a limit is exceeded."""
+        """Append a chunk and return its number; while over a limit, drop the oldest others, each with `on_drop`."""
         self.num_appended += 1
         self._waiting.append(Numbered(self.num_appended, chunk))
         self._num_characters += num_characters(chunk)

@@ -36,7 +36,7 @@ class CountedStream(httpcore.AsyncNetworkStream):
             raise ResponseTooLargeError(f"the server has sent {self.num_bytes} bytes for {num_body_bytes} of content")
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        """Read up to `max_bytes`, fewer in the head; raise ResponseTooLargeError beyond a limit, or ReadError."""
+        """Read up to `max_bytes`, 4 KiB in the head; ResponseTooLargeError once at a limit, ReadError for OSError."""
         if self._max_bytes is None:
             if self.num_bytes >= MAX_HEAD_BYTES or self._num_lines > MAX_HEAD_LINES:
                 raise ResponseTooLargeError(f"the head of the server's answer is larger than {MAX_HEAD_BYTES} bytes")

@@ -27,7 +27,7 @@ def end_with_parent(parent: int | None, signal_number: int = signal.SIGKILL) -> 
 
 
 def watch_parent(parent: int) -> None:
-    """Start a thread that ends this process within a second after the process `parent` has ended.
+    """Start a thread that ends this process, without cleaning up, within a second after the process `parent` ended.
 
     Works where `end_with_parent` cannot: the thread that started this process may end before the process does, and the
     system need not be Linux. C code that never gives up the GIL stops the thread.

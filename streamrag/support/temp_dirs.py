@@ -137,7 +137,7 @@ def _make_locked(beside: Path, prefix: str) -> tuple[Path, int]:
 
 
 def _reuse_or_remove(beside: Path, prefix: str, kept: Collection[str]) -> tuple[Path, int] | None:
-    """Lock and return the first abandoned folder that has the `kept` files, and remove the other abandoned ones."""
+    """Lock and return the first abandoned folder that has the `kept` files, or None; remove other abandoned ones."""
     name = re.compile(re.escape(prefix) + r"[0-9a-f]{8}")
     with os.scandir(beside) as entries:
         candidates = [Path(entry.path) for entry in entries if name.fullmatch(entry.name)]

@@ -102,7 +102,8 @@ def decoder_shape(
     head_dim: int,
     dtype_bytes: int,
 ) -> ModelShape:
-    """Return the shape of a Llama-like model from its configuration. Biases and norms are not counted."""
+    """Return the shape of a Llama-like model with separate embeddings for input and output, without biases and
+    norms."""
     attention = hidden_size * head_dim * 2 * (num_heads + num_kv_heads)
     num_params = num_layers * (attention + 3 * hidden_size * intermediate_size) + 2 * vocab_size * hidden_size
     return ModelShape(

@@ -90,7 +90,8 @@ def _latencies(values: Mapping[str, Any], name: str) -> dict[int, list[float]]:
 def _fit_steps(
     latencies: Mapping[int, Sequence[float]], budget: int | None
 ) -> tuple[tuple[tuple[float, float], ...], float]:
-    """Return a base line, never falling, and the seconds of a pair, for the medians up to `budget`: two at least."""
+    """Return a base line, never falling, and a pair's seconds (0 if few points), of the medians up to `budget`, if any.
+    Raise ValueError for fewer than two."""
     seconds = {num: median(all_s) for num, all_s in sorted(latencies.items()) if budget is None or num <= budget}
     if len(seconds) < 2:
         raise ValueError(f'"{RECOMPUTE}" has {len(seconds)} numbers of tokens up to a step of {budget}; two are needed')
