@@ -211,7 +211,7 @@ class Pipeline:
         """Reject new queries, drain running ones for up to `drain_s` seconds, then end queries, sessions and parts.
 
         Cancelling the call, or calling it again, ends the drain at once; either still returns only when everything has
-        stopped. Aborted queries raise PipelineClosedError.
+        stopped. Aborted queries raise PipelineClosedError. Raises what a session or a part raised when closing.
         """
         self._is_closed = True
         try:
@@ -261,8 +261,7 @@ class Pipeline:
             )
 
     def _query(self, text: str, options: QueryOptions) -> Query:
-        """Return the valid query with the pipeline's defaults, or raise ConfigurationError. None counts as not
-        given."""
+        """Return the valid query with the pipeline's defaults, or raise ConfigurationError. Ignore options of None."""
         check_options(options)
         values: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         system = values.pop("system", None)

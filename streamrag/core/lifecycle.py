@@ -18,8 +18,8 @@ SHARE_IT = (
 
 
 async def start_all(parts: Iterable[object], progress: Progress) -> AsyncExitStack:
-    """Start the `Startable` parts concurrently, and return a stack that closes them. If one fails, cancel the other
-    starts, close the parts that have started (not the one that failed), and raise its error."""
+    """Start the `Startable` parts concurrently, and return a stack that closes them. If one fails, cancel the others,
+    close those that have started (not the one that failed), and raise its error."""
 
     async def start(part: Startable) -> None:
         await part.start(progress)

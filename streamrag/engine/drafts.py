@@ -66,8 +66,7 @@ class AnswerDraft:
         return (*answer, *(self._draft.rest if self._text is self._draft else ()))
 
     def _follow(self, answer: Sequence[int]) -> int:
-        """Follow the new tokens of `answer`, or all of a shorter one, finding lost places; return how often it got
-        lost."""
+        """Follow `answer`'s new tokens, or all of a shorter one; find lost places; return how often it got lost."""
         if len(answer) < self._num_read:
             self._text, self._num_read, self._num_proposed = self._draft, 0, 0
             self._draft.place = self._prompt.place = 0

@@ -133,7 +133,8 @@ def _first_wait(candidate: Candidate, rules: Sequence[Rule]) -> tuple[Wait | Non
 
 
 def _holds(walk: Walk, held_by: Mapping[str, str]) -> Iterator[Hold]:
-    """Yield each request that has tokens to compute and gets none. Some were never asked, because the step was full."""
+    """Yield a `Hold` for each request that has tokens to compute and gets none, with the rule that held it or that
+    ended the step before its turn."""
     granted = {grant.request.request_id for grant in walk.grants}
     for request in walk.order:
         if request.num_remaining_tokens > 0 and request.request_id not in granted:

@@ -80,7 +80,8 @@ class CostChoice:
         return self._cheaper(self.price.recompute_s(start, num_blocks), load_s, load_s)
 
     def num_to_write_through(self, share_free: float) -> int:
-        """Return how many blocks are saved in a step's time; 0 unless KV is short and copies overlap and pay off."""
+        """Return how many blocks are saved in a step's time, up to `MOST_WRITTEN_THROUGH`; 0 unless KV is short, copies
+        overlap, loading is quicker than recomputing, and saving at eviction would be noticed."""
         price = self.price
         if not price.is_overlapped or share_free > WRITE_THROUGH_BELOW:
             return 0

@@ -96,7 +96,7 @@ class PassageBudget:
         return [*self._taken, *(self._late(self._relevance) if is_complete and self._waiting else ())]
 
     def _arrive(self, relevance: RelevanceJudge, chunk: Chunk) -> None:
-        """Take one more chunk, shortened to `PAGE_SHARE`, and queue its rest as late; queue all if it does not fit."""
+        """Take a chunk, shortened to `PAGE_SHARE` of the budget; queue its rest, or all if it does not fit, as late."""
         number = len(self._taken) + 1
         short = self._shorten(relevance, number, chunk, max(int(self._max_tokens * PAGE_SHARE), MIN_PAGE_TOKENS))
         num_tokens = self._count(number, short.part) if short else 0
@@ -109,7 +109,7 @@ class PassageBudget:
             self._waiting.append(Included(chunk, replace(chunk, text=short.rest)))
 
     def _late(self, relevance: RelevanceJudge) -> list[Included]:
-        """Return all late chunks in order if they fit, else the most relevant, best first, each cut to a like share."""
+        """Return all late chunks in order if they fit, else the best ones, best first, each cut to an equal share."""
         taken, late = self._taken, self._waiting
         room = self._max_tokens - sum(self._count(number, each.part) for number, each in enumerate(taken, 1))
         left = room

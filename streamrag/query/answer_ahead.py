@@ -28,7 +28,7 @@ WAIT_FACTOR = 1.25
 
 
 def why_not_drafted(query: Query, model: ModelInfo, overlap: OverlapChoice) -> str | None:
-    """Return why nothing is drafted or verified: backend, grammar, n > 1, prompt_logprobs or overlap; None if it is."""
+    """Return why no draft is possible: the backend, a grammar, n > 1, prompt_logprobs or the overlap; else None."""
     params = query.params
     if not model.verifies_drafts:
         return "the backend verifies no drafts: use VllmBackend(answer_ahead=True)"
@@ -106,9 +106,8 @@ class AnswerAhead:
         return self._finished if token_ids == self._prompt and self._params.temperature == 0 else ()
 
     async def _generate(self, prompt: Prompt, chunks: tuple[Chunk, ...]) -> None:
-        """Draft and show the answer after `_wait_s`; keep its chunks if finished. An error only sets `_has_failed`.
-        Always set the next `_wait_s`, and keep the tokens, if unfinished with the rest of the draft that they
-        verified."""
+        """Draft and show the answer after `_wait_s`; keep its chunks if finished. An error only sets `_has_failed`. Set
+        the next `_wait_s` in any case, and keep the tokens, continued by the draft before unless finished."""
         token_ids: list[int] = []
         answer: list[AnswerChunk] = []
         text, is_finished, begun_s = "", False, self._now()

@@ -90,7 +90,8 @@ class _Level:
         self._num_left = 0  # queries of the current turn
 
     def learn(self, outcome: OverlapOutcome) -> None:
-        """Keep an outcome's time for its way, and its gain; of "none" the prefill, and allow "delayed" if forecast."""
+        """Keep an outcome's time, gain and, of "none", prefill. After "none" with a forecast, "delayed" is a way,
+        too."""
         seconds = outcome.ttft_s if self._shares_processors else outcome.ttft_after_retrieval_s
         self._logs[outcome.way].append(log(max(seconds, 1e-4)))
         self._gains.append(outcome.streaming_s / max(outcome.ttft_s, 1e-4))
@@ -112,8 +113,9 @@ class _Level:
     def _next(self) -> tuple[OverlapWay, str]:
         """Return the next turn's way and the reason in words: "none" if overlap hardly gains, else the best way.
 
-        Instead the rarest way until each had MIN_TURNS, and once in RECHECK_EVERY turns; and the rarest of those not
-        clearly worse. Unless processors are shared, only every `TRY_EVERY`-th turn tries, "immediate" at first else.
+        Until each way had MIN_TURNS, and in each `RECHECK_EVERY`-th turn, it is the rarest; later the rarest of those
+        not clearly worse than the best. Without shared processors, only each `TRY_EVERY`-th turn and the recheck try
+        others; the rest is "immediate" before MIN_TURNS, and then the best.
         """
         if len(self._gains) >= MIN_TURNS and max(self._gains) < NEGLIGIBLE:
             return "none", "retrieval sends everything at its end"

@@ -142,7 +142,8 @@ class QueryPrompts:
     async def _complete_prompt(
         self, assembler: PromptAssembler, chunks: Context, *, is_ranked: bool, draft: tuple[int, ...]
     ) -> Prompt:
-        """End retrieval; keep, report and return the complete prompt with its draft, or raise AnswerIsKnownError."""
+        """Report and return the complete prompt with its draft, or raise AnswerIsKnownError if a draft is its answer.
+        Set `retrieval_s`, `complete`, `num_drafted` and `answer`."""
         self.retrieval_s = self._now()
         is_cut_short = self.cut_short is not None or self.source_error is not None
         step = await self._in_thread(

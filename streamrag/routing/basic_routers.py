@@ -23,7 +23,7 @@ class BasicRouter:
 
 
 class RoundRobin(BasicRouter):
-    """Takes each replica in turn."""
+    """Ranks the replicas in the given order, beginning one further at each call."""
 
     def __init__(self) -> None:
         self._num_ranked = 0

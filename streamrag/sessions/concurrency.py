@@ -45,9 +45,9 @@ class ConcurrencyEstimator:
 
     @property
     def limit(self) -> int:
-        """Most questions to answer at a time: 1 before any answer; then as many as end within the mean interval of
-        versions or twice the time of one, by a line fitted to seconds per number; at most `MAX_CONCURRENT` and twice
-        the last number."""
+        """Most questions to answer at a time: 1 before any answer; then as many as end, by a line fitted to seconds per
+        number, within the mean interval of versions, or twice the time of one if that is longer; at most
+        `MAX_CONCURRENT` and twice the last number."""
         if not self._weight:
             return 1
         num, took_s = self._num / self._weight, self._took_s / self._weight

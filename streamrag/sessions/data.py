@@ -183,14 +183,15 @@ class SessionData:
 
     @validated
     async def newest(self, behind: CountOrZero, at_most: Count) -> list[tuple[int, str]]:
-        """Return version and text of the last `at_most` chunks in the window with versions over `behind`, in order."""
+        """Return version and text of the last `at_most` chunks in the window with versions over `behind`, oldest first;
+        raise as `check_open` does."""
         self.check_open()
         pieces = self.ingestion.window.newest(behind, at_most)
         prompts = self.ingestion.ready.prompts
         return await in_thread(prompts.tokenizer, partial(prompts.texts_of, pieces), is_background=True)
 
     async def versions(self) -> AsyncGenerator[int, None]:
-        """Yield the newest version to answer from each time that it has grown, without end; raise as `check_open`."""
+        """Yield the newest version to answer from when it has grown from now on, without end; raise as `check_open`."""
         version = self.ingestion.ready.version
         while True:
             version = (await self.at_least(version + 1)).version
@@ -256,7 +257,8 @@ class SessionData:
         self._drops.put(number, self.buffer.num_dropped)
 
     def _checked(self, data: Chunk | str) -> Chunk:
-        """Return data as a valid chunk without fields that the template hides; raise if invalid or too long to log."""
+        """Return data as a plain chunk without fields that the template hides. Raise ConfigurationError if data are
+        invalid, SessionLogError if too long to log."""
         chunk = checked_chunk(Chunk(data, "") if isinstance(data, str) else data)
         chunk = self.ingestion.ready.prompts.without_hidden(chunk)
         if self._log is not None:

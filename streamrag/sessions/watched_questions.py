@@ -102,7 +102,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
         """Wait for the answer to this version of the data or a newer one, and return it.
 
         :raises PipelineClosedError: the watch ended first.
-        :raises StreamRagError: the question cannot be answered at all.
+        :raises StreamRagError: the question cannot be answered at all, or the session has failed.
         """
         while self.newest is None or self.version < version:
             if self._is_closed:

@@ -98,7 +98,7 @@ class DecompressedFile:
                 yield block
 
     def _blocks(self, file: IO[bytes]) -> Iterator[bytes]:
-        """Return an iterator over the blocks, decompressed by suffix; raise ValueError for an unsupported one."""
+        """Return an iterator over the blocks, decompressed if .gz or .zst; raise ValueError for another compression."""
         match self.path.suffix.lower():
             case ".gz":  # not with the gzip module, which withholds the last data of a truncated member
                 return self._decode(file, lambda: zlib.decompressobj(wbits=31), _inflate, zlib.error)
@@ -160,7 +160,7 @@ def import_zstandard() -> Any:
 
 
 def split_lines(blocks: Iterator[bytes], max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Yield the lines with newlines, which the last may lack; raise ValueError if one or all are too long."""
+    """Yield lines with newlines, which the last may lack; raise ValueError if one, or all in memory, are too long."""
     parts: list[bytes] = []
     num_bytes = total_bytes = 0
     for block in blocks:

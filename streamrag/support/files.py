@@ -60,7 +60,7 @@ def atomic_replace(path: Path, *, is_private: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Give a folder to fill. It is renamed to `path` when the block succeeds, and removed otherwise.
+    """Give a folder to fill. It is renamed to `path` when the block succeeds, else removed. Creates missing parents.
 
     :raises ConfigurationError: `path` exists and is not empty.
     :raises OSError: the folder cannot be created.

@@ -65,7 +65,7 @@ def _create_and_lock(path: Path) -> int | None:
 
 
 def _lock(file: int, path: Path) -> bool:
-    """Lock an open file or folder; return whether it worked and `path` still names it. Raises OSError without locks."""
+    """Try to lock an open file or folder; return whether it works and `path` still names it. OSError without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(file), path.lstat())

@@ -64,7 +64,8 @@ def _check_points(name: str, points: Sequence[CopyPoint]) -> None:
 
 
 def _interpolate(points: Sequence[CopyPoint], num_blocks: int) -> float:
-    """Return the seconds on the lines that `CopyCosts` describes; 0 without blocks, proportional with one point."""
+    """Return the seconds on lines through the points, extrapolated beyond the last; below the first, down to where the
+    first line meets 0 blocks, if not negative. 0 without blocks, proportional with one point."""
     if num_blocks <= 0:
         return 0.0
     first_num, first_s = points[0]

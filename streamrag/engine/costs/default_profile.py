@@ -102,8 +102,7 @@ def decoder_shape(
     head_dim: int,
     dtype_bytes: int,
 ) -> ModelShape:
-    """Return the shape of a Llama-like model with separate embeddings for input and output, without biases and
-    norms."""
+    """Return the shape of a Llama-like model with an output layer of its own, without biases and norms."""
     attention = hidden_size * head_dim * 2 * (num_heads + num_kv_heads)
     num_params = num_layers * (attention + 3 * hidden_size * intermediate_size) + 2 * vocab_size * hidden_size
     return ModelShape(
@@ -128,7 +127,7 @@ def default_profile(
     block_size: int = 16,
     is_async: bool = True,
 ) -> AnalyticProfile:
-    """Return the profile of an engine that was not measured: its model's FLOPs and bytes at its device's speed.
+    """Return the profile of an engine that was not measured: FLOPs at half the device's peak, bytes at its bandwidth.
 
     device_name: the name of the GPU as CUDA reports it. A GPU that is not listed counts as a slow one.
     num_cores: CPU cores of each rank.

@@ -35,7 +35,7 @@ def is_paper_profile(values: Mapping[str, Any]) -> bool:
 def read_paper_profile(name: str, files: Sequence[Mapping[str, Any]]) -> TableProfile:
     """Return the profile that a file of recompute latencies describes, with copies if there is one of swap latencies.
 
-    :raises ValueError: there is not one recompute file and at most one swap file, or they are of different engines.
+    :raises ValueError: there is not one recompute file and at most one swap file, or they are wrong or do not match.
     """
     recompute = [values for values in files if RECOMPUTE in values]
     swap = [values for values in files if {SWAP_IN, SWAP_OUT} & values.keys()]

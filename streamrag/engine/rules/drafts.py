@@ -41,7 +41,8 @@ class DraftPrice(TokenRule):
         return most if most >= 1 else 0
 
     def _price(self, walk: Walk) -> float:
-        """Return by how many tokens each draft may lengthen the step: infinity if alone, 0 while costs are unknown."""
+        """Return by how many tokens each draft may lengthen the step: a step's overhead, times the share of drafted
+        tokens that hold, by the number of other requests; infinity if alone, 0 while costs are unknown."""
         if not walk.grants and not walk.num_ahead:
             return math.inf
         if self._costs is None:

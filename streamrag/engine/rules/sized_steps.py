@@ -72,7 +72,7 @@ def _is_awaited(request: RequestView) -> bool:
 
 
 def count_waiting(order: Sequence[RequestView], costs: StepCosts) -> float:
-    """Return how many awaited prompts have tokens to compute (no drafts), plus those that will arrive meanwhile."""
+    """Return how many awaited prompts have tokens to compute, plus those that will arrive while these compute."""
     num, length, pair_cost = 0, 0.0, costs.pair_cost
     for request in order:
         if not request.is_complete or request.has_output or request.is_draft:

@@ -12,7 +12,7 @@ NUM_IN_TURN = 4
 
 
 class Turns(Rule):
-    """Skips partial prompts that would start and may not evict, except some in turn, once `MOST_TRIES` did not fit."""
+    """Skips partial prompts that would start and may not evict once `MOST_TRIES` did not fit, except a few in turn."""
 
     asks_complete = False
     is_waived_if_idle = True
