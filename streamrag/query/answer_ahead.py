@@ -79,8 +79,8 @@ class AnswerAhead:
 
         draft: tokens to verify if there is no earlier draft.
 
-        The draft of the same prompt goes on: not every chunk changes the prompt. An engine that fails ends the drafts,
-        but not the query, which fails by itself if it must.
+        If the prompt has not changed, its draft goes on. Returns before there are tokens. An engine that fails ends
+        the drafts, but not the query, which fails by itself if it must.
         """
         if token_ids == self._prompt:
             return

@@ -90,8 +90,7 @@ class _Level:
         self._num_left = 0  # queries of the current turn
 
     def learn(self, outcome: OverlapOutcome) -> None:
-        """Keep an outcome's time, gain and, of "none", prefill. After "none" with a forecast, "delayed" is a way,
-        too."""
+        """Keep an outcome's time, gain and, of "none", prefill. "none" with a forecast makes "delayed" a way, too."""
         seconds = outcome.ttft_s if self._shares_processors else outcome.ttft_after_retrieval_s
         self._logs[outcome.way].append(log(max(seconds, 1e-4)))
         self._gains.append(outcome.streaming_s / max(outcome.ttft_s, 1e-4))

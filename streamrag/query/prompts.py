@@ -104,8 +104,8 @@ class QueryPrompts:
         self.cut_short: str | None = None
 
     async def stream(self) -> AsyncGenerator[Prompt, None]:
-        """Yield and report a partial prompt whenever one is due after chunk events, and begin a draft behind it; at the
-        end the complete prompt. Nothing is yielded before the first event. Call it once.
+        """Yield and report a partial prompt whenever one is due after chunk events, then begin a draft; at the end, the
+        complete prompt. Before the first event, yield nothing. Call it once.
 
         :raises AnswerIsKnownError: there is an `answer` to the complete prompt, which is not yielded.
         """

@@ -57,8 +57,8 @@ class Drops:
             reader.has_news.set()
 
     async def read(self) -> AsyncGenerator[DataDropped, None]:
-        """Yield one event for all drops since the last event, `TOGETHER_S` after the first of them, from now on. After
-        `end`, yield the rest at once, and stop."""
+        """Yield one event for all drops since the last event (at first since now), `TOGETHER_S` after the first of
+        them. After `end`, yield the rest at once, and stop."""
         reader = _Reader()
         self._readers.append(reader)
         try:

@@ -130,7 +130,8 @@ class Questions:
 
     async def _answer(self, question: Question, at_least: int, emit: Emit) -> Answer:
         """Wait for version `at_least`, and answer from the newest: by a watch, the cache, an answer in flight, or anew.
-        Emit the pieces (a single one for a watch or the cache), then Answered, and return the answer."""
+        Emit the pieces (a single one for a watch or the cache), then Answered, and return the answer. The times
+        are always this call's."""
         conversation.set(self._conversation_id)  # this task has its own context
         submitted_s = self._clock()
         snapshot = await self._data.at_least(at_least)

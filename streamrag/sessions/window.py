@@ -65,7 +65,8 @@ class Buffer:
             )
 
     def append(self, chunk: Chunk) -> int:
-        """Append a chunk and return its number; while over a limit, drop the oldest others, each with `on_drop`."""
+        """Append a chunk and return its number; while over a limit, drop the oldest others, calling `on_drop` each
+        time."""
         self.num_appended += 1
         self._waiting.append(Numbered(self.num_appended, chunk))
         self._num_characters += num_characters(chunk)
@@ -131,7 +132,7 @@ class Window:
         return list(islice(newer, most))[::-1]
 
     def add(self, pieces: Iterable[WindowChunk]) -> bool:
-        """Add pieces that have tokens, each cut to what a slide keeps; slide when over full; return whether it slid."""
+        """Add the pieces that have tokens, cut to what a slide keeps, and return whether the window has slid."""
         has_slid = False
         for piece in pieces:
             cut = WindowChunk(piece.number, self._cut(piece.token_ids))
