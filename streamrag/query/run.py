@@ -210,7 +210,7 @@ class QueryRun:
         return answer
 
     def _answer_ahead(self) -> AnswerAhead | None:
-        """Return an AnswerAhead; None if unwanted or `_why_not_drafted`. ConfigurationError if the backend has none."""
+        """Return an AnswerAhead; None if off or `_why_not_drafted`; ConfigurationError if no drafts can be verified."""
         if not self._query.answer_ahead:
             return None
         if not self._backend.model.verifies_drafts:

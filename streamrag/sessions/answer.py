@@ -104,7 +104,8 @@ async def compute_answer(
 ) -> Answer:
     """Compute the answer to `question` from `snapshot`, emit its pieces as TokensGenerated, and return the whole.
 
-    A choice is a single piece, and has a `gap` only if `question.with_margin`. A free answer has the first token's gap.
+    A choice is a single piece, and has a `gap` only if `question.with_margin`. A free answer has that of its first
+    token if the engine returns log-probabilities.
 
     :raises PromptTooLongError, BackendError: the answer cannot be computed.
     :raises ConfigurationError: the given answers cannot be told apart.

@@ -116,7 +116,7 @@ class Price:
             self._compute_scale.observe(duration_s / self.profile.step_s(parts))
 
     def observe_copies(self, num_out: int, out_s: float, num_in: int, in_s: float) -> None:
-        """Correct the expected seconds of copies by those that `num_out` blocks out and `num_in` in took, if over 0."""
+        """Correct the expected seconds of copies by those of `num_out` blocks out and `num_in` in; ignore 0 blocks."""
         if num_out:
             self._out_scale.observe(out_s / self._copies.out_s(num_out))
         if num_in:
