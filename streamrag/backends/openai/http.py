@@ -77,7 +77,10 @@ class Server:
     async def stream(
         self, path: str, body: Mapping[str, Any], *, max_bytes: int, max_events: int, max_event_bytes: int
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Post `body` and yield the JSON of each event up to `[DONE]`; raise ServerError at an `error` or a limit."""
+        """Post `body` and yield the JSON object of each event up to `[DONE]` or the end of the response.
+
+        Raises ServerError for an event with `error`, for one that is no object, and at a limit.
+        """
         bounds = Bounds(max_bytes, max_lines=MAX_EVENT_LINES * max_events, max_line_bytes=max_event_bytes)
         async with (
             self._response("POST", path, body, bounds) as response,
@@ -100,7 +103,10 @@ class Server:
     async def _response(
         self, method: str, path: str, body: Mapping[str, Any] | None, bounds: Bounds
     ) -> AsyncIterator[httpx.Response]:
-        """Open a response of status 200 with a bounded, unread body; raise for others. Translate later errors too."""
+        """Open a response of status 200 with a bounded, unread body, and close it. Errors inside are translated too.
+
+        Raises RequestRejectedError for a status in `REFUSALS`, ServerError for other statuses or a compressed body.
+        """
         with self._errors_translated():
             response = await self._send(method, path, body)
             try:
@@ -119,7 +125,10 @@ class Server:
                 await response.aclose()
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
-        """Return the response, unread. Failed connections are retried; ConfigurationError if `body` is not JSON."""
+        """Return the response, unread, of any status. A connection that fails before is retried after growing delays.
+
+        Raises httpx's error or TimeoutError, and ConfigurationError if `body` cannot be written as JSON.
+        """
         try:
             request = self._client.build_request(method, self._address(path), json=body)
         except (TypeError, ValueError) as error:  # from `SamplingParams.extra`
