@@ -148,8 +148,8 @@ class Cluster:
                 self.is_started = False
 
     async def _leave(self) -> None:
-        """End waits in the thread, run `_close` there, raise its error, and end the thread. After `LEAVE_S`, do not wait
-        longer: warn, and kill Ray's processes that were started here."""
+        """End waits in the thread, run `_close` there, raise its error, and end the thread. After `LEAVE_S`, wait no
+        longer, but warn and kill Ray's processes that were started here."""
         thread = self._thread
         assert thread is not None
         self._is_left.set()

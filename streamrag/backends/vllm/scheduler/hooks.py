@@ -134,7 +134,8 @@ class StreamingHooks(_Base):
         return len(self.requests) > sum(self.get_request_counts()) + len(self.plugin.queues.idle)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Reset vLLM's cache and clear host memory; evict idle and waiting requests if running ones are reset."""
+        """Reset vLLM's cache, and return whether that was possible; clear host memory in any case. If running requests
+        are reset, first evict idle and waiting ones."""
         if reset_running_requests:
             self.plugin.evictions.evict_all((*self.plugin.queues.idle.values(), *self.waiting))
         self.plugin.executor.forget_stuck()  # a request without a prefix hit needs fewer blocks to start

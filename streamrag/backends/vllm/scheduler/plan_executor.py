@@ -52,7 +52,8 @@ class PlanExecutor:
 
     @contextmanager
     def planned_step(self) -> Iterator[None]:
-        """Plan a step and apply the plan. Within the context, vLLM's queues hold only requests that may run."""
+        """Plan a step and apply the plan. Within the context, vLLM's queues hold only requests that may run, and show
+        only the granted part of their prompts; at the end, the other requests are put back."""
         step = self.planner.plan_step()
         step_plan, requests = step.plan, self.scheduler.requests
         self._update_stuck(step)

@@ -178,8 +178,10 @@ class KvMemory:
         return num_needed + self._manager.watermark_blocks
 
     def _num_to_allocate(self, request: StreamRequest, hit: "_Hit", num_tokens: int, *, is_whole: bool) -> int:
-        """Return how many free blocks vLLM takes until a request with this hit has `num_tokens` tokens. With `is_whole`,
-        a sliding window caps the number, as at admission."""
+        """Return how many free blocks vLLM takes until a request with this hit has `num_tokens` tokens.
+
+        With `is_whole`, vLLM caps the number for sliding windows, as at admission.
+        """
         num_tokens = min(num_tokens, self._scheduler.max_model_len)
         return self._manager.coordinator.get_num_blocks_to_allocate(
             request_id=request.request_id,

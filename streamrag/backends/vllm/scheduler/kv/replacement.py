@@ -55,10 +55,11 @@ def drop_output_in_flight(request: StreamRequest) -> None:
 
 
 def truncate_kv(scheduler: Scheduler, request: StreamRequest, num_valid: int) -> int:
-    """Free the KV after the first `num_valid` tokens. Return the number of tokens whose KV is left, for the caller to set.
+    """Free the KV after the first `num_valid` tokens. Return the number of tokens whose KV is left.
 
-    This is less than `num_valid` where a full block is shared through the prefix cache, and must not be written again.
-    For models without plain full attention it is 0, and prefix hits restore the KV.
+    The number is less than `num_valid` where a full block is shared through the prefix cache, and must not be written
+    again. For models without plain full attention it is 0, and prefix hits restore the KV. The caller sets the number
+    as `num_computed_tokens`.
     """
     manager = scheduler.kv_cache_manager
     if num_valid >= request.num_computed_tokens:
