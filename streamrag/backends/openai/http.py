@@ -68,7 +68,11 @@ class Server:
     async def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, max_bytes: int = MAX_ANSWER_BYTES
     ) -> dict[str, Any]:
-        """Send `body` and return the JSON object of the response, of at most `max_bytes`. `path` may be a whole URL."""
+        """Send `body` and return the JSON object of the response, of at most `max_bytes`. `path` may be a whole URL.
+
+        Only connections that fail before the response are retried. Raises ServerError for all else, also a status other
+        than 200, and ConfigurationError if `body` cannot be written as JSON.
+        """
         async with self._response(method, path, body, Bounds(max_bytes)) as response:
             async with asyncio.timeout(self._timeout_s):
                 await response.aread()

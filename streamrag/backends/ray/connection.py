@@ -34,7 +34,7 @@ class RayReplicas:
             return facts
 
     async def open(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
-        """Yield the batches of a new stream from the replica that Ray Serve chooses by its ticket. Closing cancels it."""
+        """Yield the batches of a new stream, from a replica of its ticket's choice. Closing cancels the stream."""
         with translated():
             response: Any = self._opening.remote(call)
             try:

@@ -68,7 +68,10 @@ class ReplicaChooser:
                 self._route(stream_id, opening, replica_id)
 
     def computed(self, stream_id: str, token_ids: Sequence[int], replica_id: str, *, is_complete: bool = True) -> None:
-        """Record that a prompt is computed: the stream is no longer queued, and a known replica has the prompt's KV."""
+        """Record that a prompt is computed: the stream is no longer queued, and a known replica has the prompt's KV.
+
+        `is_complete` is whether that prompt was complete; the router is told of others as prefilled.
+        """
         with self._lock:
             self._tracker.first_token(stream_id)
             if replica_id in self._told_s:

@@ -300,7 +300,9 @@ class VllmBackend:
 
     @property
     def kv_use(self) -> KvUse | None:
-        """Use of the engine's KV memory after its last step; None if it collects no stats.
+        """Use of the engine's KV memory after its last step.
+
+        None if our scheduler does not run with `collect_stats`, before the first step, and when closed.
 
         Without open requests there are no further steps, so `running`, `waiting` and `idle` are 0 then.
         """

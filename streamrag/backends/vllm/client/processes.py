@@ -199,7 +199,7 @@ class EngineProcesses:
         await anyio.to_thread.run_sync(resources.ctx.destroy, 0)  # its sockets, which vLLM leaves open
 
     def why_dead(self) -> str:
-        """Return the exit codes of the engine's processes, and the reason found in the log."""
+        """Return a sentence with the exit codes of the engine's processes, and the reason, if the log has one."""
         manager = self._engine.engine_core.resources.engine_manager
         codes = ", ".join(str(process.exitcode) for process in manager.processes)
         reason = self._log.fatal_error()
@@ -244,7 +244,7 @@ class EngineProcesses:
             returning.join()
 
     def _give_back_once_spawned(self, borrowed: ExitStack, others: set[BaseProcess], num_processes: int) -> None:
-        """Keep the processes once they exist; then, or when the start ends, restore environment and spawning."""
+        """Keep the processes in `_processes` once they exist; then, or when the start ends, leave `borrowed`."""
         with borrowed:
             while len(self._processes) < num_processes and not self._is_started.wait(SPAWN_POLL_S):
                 new = set(multiprocessing.active_children()) - others

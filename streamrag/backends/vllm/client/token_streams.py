@@ -353,8 +353,8 @@ class TokenStreams:
         request_class: RequestClass = "pool",
         draft: Sequence[int] = (),
     ) -> AsyncIterator[TokenStream]:
-        """Open a stream whose prompt begins with these tokens. Leaving the context aborts an unfinished request, and waits
-        for the abort.
+        """Open a stream whose prompt begins with these tokens. Leaving the context aborts an unfinished request, and
+        waits for the abort.
 
         `source_name` names the retriever that the chunks come from: the engine learns how often its chunks come.
         `request_class` is the kind of caller that waits for the answer, for the engine's policy. For `draft`, see

@@ -103,7 +103,7 @@ class StreamingHooks(_Base):
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """Release and record a request that ended, and return the record beside a KV connector's parameters."""
+        """Release and record a request that ended. Return vLLM's two results, with the record added to the first."""
         self.plugin.claims.release(request)
         self.plugin.estimates.on_end(request)
         record = self.plugin.records.end(request)

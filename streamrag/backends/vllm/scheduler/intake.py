@@ -156,7 +156,7 @@ class Intake:
             self.estimates.on_complete()
 
     def _refuse(self, request: Request, problem: str, message: PromptMessage | None = None) -> None:
-        """Fail a request before its acceptance, with a record and an error; for a chunk, fail its open stream instead."""
+        """Fail a request before its acceptance, with a record and an error; a chunk of an open stream fails that."""
         existing = self.scheduler.requests.get(request.request_id)
         if request.resumable and existing is not None and not existing.is_finished():
             self._fail(existing, problem)

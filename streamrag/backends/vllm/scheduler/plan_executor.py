@@ -81,7 +81,8 @@ class PlanExecutor:
         self._num_free_when_stuck = self.kv_memory.num_free_blocks if is_stuck else None
 
     def _prepare(self, grant: Grant, request: StreamRequest) -> None:
-        """Claim KV of the budget for a granted request, and give it the later hits that were found for it."""
+        """Claim KV of the budget for a granted request, and give it the later hits that were found for it, if any. They
+        are logged, and a running request waits again, so that vLLM sends it as a whole."""
         if grant.num_blocks_claimed is not None:
             self.claims.claim(request, grant.num_blocks_claimed)
         if self.kv_memory.take_later_hits(grant.request):

@@ -73,7 +73,8 @@ class Queues:
     def is_blocked_in_vllm(self, request: StreamRequest) -> bool:
         """Whether vLLM would skip the request: its grammar is being compiled, or it has stale output in flight.
 
-        vLLM checks a grammar only when the request's turn comes: perhaps never, if others are always granted first.
+        Has vLLM check the grammar now. vLLM itself checks only when the request's turn comes: perhaps never, if others
+        are always granted first.
         """
         if not self.scheduler._handle_blocked_waiting_request(request):
             return True
@@ -121,7 +122,7 @@ class Queues:
     def _give_up_slots(self, rest: list[StreamRequest], num_wanted: int) -> list[StreamRequest]:
         """Set up to `num_wanted` of `rest` to WAITING: drafts first, then from the end. Return them, in no queue.
 
-        A draft is preempted. Others with output keep their slots, or they would lose the output. Requests without output
+        A draft is preempted. Others with output keep their slots, or they would lose the output. Those without output
         keep their KV, except if they collect log-probabilities of the prompt.
         """
         if num_wanted <= 0:
