@@ -340,9 +340,9 @@ class OpenAIBackend:
 
 
 def _body(params: SamplingParams) -> dict[str, Any]:
-    """Return the request's parameters, most only if set, and `extra`, whose names may be none of theirs or RESERVED.
+    """Return the request's parameters, most only if set, and `extra`.
 
-    Raises ConfigurationError for such a name, also if that parameter is not set.
+    Raises ConfigurationError if `extra` has the name of one of these parameters, set or not, or of `RESERVED`.
     """
     body: dict[str, Any] = {
         "max_tokens": params.max_tokens,

@@ -109,7 +109,7 @@ class Server:
     ) -> AsyncIterator[httpx.Response]:
         """Open a response of status 200 with a bounded, unread body, and close it. Errors inside are translated too.
 
-        Raises RequestRejectedError for a status in `REFUSALS`, ServerError for other statuses or a compressed body.
+        Raises RequestRejectedError for a status in `REFUSALS`, ServerError for others or an encoded body.
         """
         with self._errors_translated():
             response = await self._send(method, path, body)
@@ -129,7 +129,7 @@ class Server:
                 await response.aclose()
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
-        """Return the response, unread, of any status. A connection that fails before is retried after growing delays.
+        """Return the response, unread, of any status. A connection that fails before that is retried, after growing delays.
 
         Raises httpx's error or TimeoutError, and ConfigurationError if `body` cannot be written as JSON.
         """

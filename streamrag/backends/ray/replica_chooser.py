@@ -70,7 +70,7 @@ class ReplicaChooser:
     def computed(self, stream_id: str, token_ids: Sequence[int], replica_id: str, *, is_complete: bool = True) -> None:
         """Record that a prompt is computed: the stream is no longer queued, and a known replica has the prompt's KV.
 
-        `is_complete` is whether that prompt was complete; the router is told of others as prefilled.
+        The router records the KV as that of a complete prompt or, without `is_complete`, as prefilled.
         """
         with self._lock:
             self._tracker.first_token(stream_id)

@@ -38,7 +38,7 @@ def with_tools(
 ) -> tuple[str, str, PromptTemplate]:
     """Return the leading system texts, joined, the last user's message as the question, and a template.
 
-    The template is `base`, with the tools and all other messages rendered before and after the question.
+    The template is `base`, with the tools and the messages before the question in front, the later ones at the end.
 
     :raises ConfigurationError: the last message is neither a user's nor a tool's, or none is a user's.
     """

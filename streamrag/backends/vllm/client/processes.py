@@ -49,7 +49,7 @@ _environment_lock = threading.Lock()  # global, as the environment is
 
 
 def check_can_start(model: Path | str) -> None:
-    """Check what can be checked without importing vLLM, which takes seconds. Of a model's name nothing is checked.
+    """Check what can be checked without importing vLLM, which takes seconds. A name on the hub is not checked.
 
     :raises MissingDependencyError: when vLLM is not installed.
     :raises UnsupportedVersionError: when another series is installed.
@@ -208,7 +208,7 @@ class EngineProcesses:
     def _start(self, engine_args: Mapping[str, Any], stat_loggers: list[Callable[..., Any]]) -> Any:
         """Start the engine in the parent thread, wait, and return it. Raises our error, with a reason from the log.
 
-        Until the engine's processes exist, this process's environment is changed, and its output goes to the log.
+        Until the engine's processes exist, this process's environment is changed, and its children print to the log.
         """
         import_vllm()
         remove_left_behind(SCRATCH)

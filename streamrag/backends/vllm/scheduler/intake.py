@@ -104,7 +104,7 @@ class Intake:
         self.queues.make_idle_if_done(stream)
 
     def _add_chunk(self, stream: StreamRequest, request: Request, message: PromptMessage) -> None:
-        """Acknowledge a stream's last chunk, replace the prompt by a further chunk's, and queue the stream.
+        """Acknowledge a stream's earlier chunks, replace the prompt by a further chunk's, and queue the stream.
 
         A stream with nothing to compute becomes idle. A wrong chunk only fails its stream.
         """
@@ -179,7 +179,10 @@ class Intake:
 
 
 def _why_unfit(stream: StreamRequest, request: Request, message: PromptMessage) -> str | None:
-    """Return why the chunk cannot follow the stream's last one: order, `num_kept`, adapter, cache salt; else None."""
+    """Return why the chunk cannot follow the stream's last one; None if it can.
+
+    Checks the chunk's number and `num_kept`, and that its adapter and cache salt are those of the stream.
+    """
     if message.index != stream.num_messages:
         return f"message {message.index} came instead of message {stream.num_messages}: one was lost, or came twice"
     if stream.is_complete:

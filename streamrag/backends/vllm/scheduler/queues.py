@@ -29,8 +29,8 @@ class Queues:
     """Streams that wait for their next chunk, outside vLLM's queues."""
 
     def requeue(self, stream: StreamRequest) -> None:
-        """Move a stream whose prompt has changed from idle or running to waiting, as WAITING, so that vLLM sends all of
-        its prompt. A waiting one keeps its place."""
+        """Move a stream from idle or running to waiting, as WAITING: its prompt has changed, and vLLM must send all of
+        it. A stream that waits already keeps its place, as WAITING."""
         if self.idle.pop(stream.request_id, None):
             self.scheduler.waiting.add_request(stream)
         elif stream.status == RequestStatus.RUNNING:

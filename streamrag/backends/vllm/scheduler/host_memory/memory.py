@@ -83,7 +83,7 @@ class HostMemory:
             request.released_blocks.add(block_id)
 
     def on_chunk(self, request: StreamRequest, num_computed: int, num_shared: int) -> None:
-        """Release KV in host memory that a new prompt lacks, and tell the costs how much of the old one was in vain.
+        """Release KV in host memory that a new prompt lacks, and report to the costs how much KV stays valid.
 
         `num_computed` tokens were computed, and the first `num_shared` are unchanged.
         """
@@ -208,10 +208,10 @@ class HostMemory:
     def _saves(
         self, step: SchedulerOutput, uncertain: set[int], num_saved_of: Counter[StreamRequest]
     ) -> Iterator[tuple[int, int]]:
-        """Yield (block, slot) of released blocks that the step overwrites, and track these no more.
+        """Yield (block, slot) of released blocks that the step overwrites, and track these blocks no more.
 
-        Skips those that are uncertain, not wanted, or in host memory, and all if there is no slot. `num_saved_of`
-        counts the yielded ones.
+        Skips blocks that are uncertain, not wanted, already in host memory, or without a free slot. Adds the number of
+        yielded blocks of each request to `num_saved_of`.
         """
         for block_id in _blocks_in(step):
             released = self._released.get(block_id)
