@@ -129,7 +129,7 @@ class Server:
                 await response.aclose()
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
-        """Return the response, unread, of any status. A connection that fails before that is retried, after growing delays.
+        """Return the response, unread, of any status. A connection that fails before is retried, after growing delays.
 
         Raises httpx's error or TimeoutError, and ConfigurationError if `body` cannot be written as JSON.
         """

@@ -227,6 +227,7 @@ class EngineReplica:
         self._speed.waiting(any(stream.is_waiting for stream in self._streams.values()), self._clock())
 
     def facts(self) -> ModelFacts:
+        """Return the facts about the backend's model."""
         model = self._backend.model
         return ModelFacts(
             model.name, model.max_model_len, model.is_exact, model.breaks_look_alikes, model.verifies_drafts

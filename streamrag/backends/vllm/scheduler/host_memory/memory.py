@@ -74,7 +74,7 @@ class HostMemory:
         return self.choice.evict(typical, typical, self._now_s).choice == "swap"
 
     def on_release(self, request: StreamRequest) -> None:
-        """Track the blocks that a victim is about to lose, so that they are saved before they are overwritten."""
+        """Track the full blocks that a victim is about to lose, so that they are saved before they are overwritten."""
         blocks = self._group.req_to_blocks.get(request.request_id, ())
         num_blocks = min(self._num_full_blocks(request), len(blocks))
         for index in range(num_blocks):
