@@ -147,9 +147,7 @@ class VllmBackend:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Load the tokenizer and start the engine's processes, in 20 to 60 s, mostly for imports. Sets `model`.
-
-        If that fails or is cancelled, all is closed again.
+        """Load the tokenizer, start the engine's processes and set `model`, in 20 to 60 s. If that fails, close all.
 
         :raises MissingDependencyError: when vLLM is not installed.
         :raises UnsupportedVersionError: when the installed series of vLLM is not supported.
