@@ -153,7 +153,7 @@ class KvMemory:
     def num_blocks_needed(self, request: RequestView, num_tokens: int) -> int:
         """Return how many blocks must be free for a request to compute `num_tokens` more.
 
-        Unless the request is running, they include vLLM's watermark, and the whole prompt if vLLM reserves for that.
+        If the request must be admitted, they include vLLM's watermark, and the whole prompt if vLLM reserves for that.
         """
         vllm_request = self._requests[request.request_id]
         if found := self._found.get(request.request_id):
