@@ -22,7 +22,7 @@ MARKER = re.compile(r"\[/?[A-Z_]{2,40}\]|<{1,2}/?[A-Z_]{2,40}>{1,2}|<\|[^\s<>|]{
 def local_model_path(model: str | os.PathLike[str]) -> Path | None:
     """Return the absolute path of a `model` that exists here, or None for the name of one on the Hugging Face hub.
 
-    :raises ModelError: when `model` looks like a path that does not exist, which must not cause a download.
+    :raises ModelError: when `model` does not exist, and is a Path or no valid name: that must not cause a download.
     """
     path = Path(model).expanduser()
     if path.exists():

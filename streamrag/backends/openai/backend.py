@@ -117,8 +117,10 @@ class OpenAIBackend:
     async def start(self, progress: Progress) -> None:
         """Connect to the server, find its model and tokenizer, and test whether it accepts token ids. Sets `model`.
 
+        If that fails or is cancelled, the connections are closed again.
+
         :raises ServerError: when the server cannot be reached or refuses.
-        :raises ConfigurationError: when it does not have the model, or the model's length is unknown.
+        :raises ConfigurationError: when the server does not have the model, or the model's length is unknown.
         """
         progress(f"connecting to {self._url}")
         try:
@@ -144,9 +146,10 @@ class OpenAIBackend:
         )
 
     async def _make_tokenizer(self, server: Server) -> Tokenizer:
-        """Return the given tokenizer, else the server's, else one of characters. Sets `_takes_ids` by a request.
+        """Return the given tokenizer, else the server's if the server takes ids, else one of characters.
 
-        A `TextTokenizer` around it breaks look-alikes, unless it is the model's own and the server takes ids.
+        The tokenizer is in a `TextTokenizer`, which breaks look-alikes, unless it was given and the server takes ids.
+        A request sets `_takes_ids` and `_optional`; none is sent if there is no tokenizer but that of characters.
         """
         self._takes_ids, self._optional, self._asks_for_usage = False, {}, True
         given: Tokenizer | None
@@ -163,9 +166,10 @@ class OpenAIBackend:
         return TextTokenizer(given if self._takes_ids else CodePointTokenizer())
 
     async def _find_model(self, server: Server) -> int:
-        """Find the wanted model, or the only one served, and return its length. Sets `_model_name`.
+        """Find the wanted model, or else the only one served, whose name is kept, and return the model's length.
 
-        The length is `max_model_len` if given, else the server's. Raises ConfigurationError without model or length.
+        The length is `max_model_len` if given, else the server's. Raises ConfigurationError if the wanted model is not
+        served, or there is not exactly one, or no length; ServerError for an invalid length or a name that is too long.
         """
         answer = await server.ask("GET", "/models")
         models = {entry["id"]: entry for entry in objects(answer.get("data")) if isinstance(entry.get("id"), str)}
@@ -188,7 +192,11 @@ class OpenAIBackend:
         raise ConfigurationError(f"{self._url} does not report the model's length: give max_model_len")
 
     async def _test_token_ids(self, ids: list[int]) -> None:
-        """Send `ids` as a prompt. Unless refused, set `_takes_ids` by their echo or count, `_optional` by an echo."""
+        """Send `ids` as a prompt, and ask for their echo; if the server refuses, send them without asking.
+
+        Unless that is refused too, `_takes_ids` is whether the echo, or without one the number of prompt tokens, is
+        right. If there is an echo, `_optional` keeps the parameter that asks for one.
+        """
         for optional in ({"return_token_ids": True}, {}):
             try:
                 answer = await self._complete({"prompt": ids, **optional})
@@ -213,6 +221,7 @@ class OpenAIBackend:
         """Prefill each prompt when it arrives, and yield `Prefilled`; then yield the answer to the complete one.
 
         :raises PromptTooLongError: when a prompt leaves no room for an answer.
+        :raises ConfigurationError: when `params.extra` has a name of another parameter, or is not JSON.
         :raises ServerError: when the server cannot be reached, refuses, goes silent or ends an answer early.
         """
         body = _body(params)
@@ -252,7 +261,10 @@ class OpenAIBackend:
     async def _stream(
         self, body: dict[str, Any], num_prompt_tokens: int, params: SamplingParams
     ) -> AsyncGenerator[AnswerChunk, None]:
-        """Yield the chunks, final ones at the end, the last with `usage`. Raise ServerError if an answer has no end."""
+        """Yield the chunks of the answers; each answer's final one follows after all events, the last with `usage`.
+
+        Raises ServerError if an answer has no final chunk.
+        """
         ends: dict[int, AnswerChunk] = {}
         reported: Any = None
         texts, num_ids = [""] * params.n, 0
@@ -279,7 +291,10 @@ class OpenAIBackend:
     async def _events(
         self, body: dict[str, Any], num_prompt_tokens: int, num_tokens: int
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of answers. If the server refuses to add their usage, ask without it, now and later."""
+        """Yield the events of answers, whose limits grow with the numbers of tokens.
+
+        If the server refuses the request for usage, the request is repeated without, and later ones do not ask.
+        """
         num_prompt_bytes = num_prompt_tokens * MAX_PROMPT_TOKEN_BYTES
         stream = partial(
             self._started_server().stream,
@@ -303,7 +318,10 @@ class OpenAIBackend:
                     raise
 
     async def _usage(self, reported: TokenUsage, num_prompt: int, texts: list[str], num_ids: int) -> TokenUsage | None:
-        """Return the reported usage, its gaps filled by ids or by tokenizing; None if ids alone give the same."""
+        """Return the reported usage, its gaps filled by counting ids or tokenizing `texts`; None if ids give the same.
+
+        The output's length stays None if the tokenizer only counts characters, or its server fails.
+        """
         model = self.model
         counted = model.usage(num_prompt, num_ids, "".join(texts), None)
         num_output = counted.num_output_tokens if reported.num_output_tokens is None else reported.num_output_tokens
@@ -322,7 +340,10 @@ class OpenAIBackend:
 
 
 def _body(params: SamplingParams) -> dict[str, Any]:
-    """Return the request's parameters, most only if set, and `extra`; reserved names raise ConfigurationError."""
+    """Return the request's parameters, most only if set, and `extra`.
+
+    Raises ConfigurationError if `extra` has the name of one of these parameters, set or not, or of `RESERVED`.
+    """
     body: dict[str, Any] = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,

@@ -68,7 +68,11 @@ class Server:
     async def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, max_bytes: int = MAX_ANSWER_BYTES
     ) -> dict[str, Any]:
-        """Send `body` and return the JSON object of the response, of at most `max_bytes`. `path` may be a whole URL."""
+        """Send `body` and return the JSON object of the response, of at most `max_bytes`. `path` may be a whole URL.
+
+        Only connections that fail before the response are retried. Raises ServerError for all else, also a status other
+        than 200, and ConfigurationError if `body` cannot be written as JSON.
+        """
         async with self._response(method, path, body, Bounds(max_bytes)) as response:
             async with asyncio.timeout(self._timeout_s):
                 await response.aread()
@@ -77,7 +81,10 @@ class Server:
     async def stream(
         self, path: str, body: Mapping[str, Any], *, max_bytes: int, max_events: int, max_event_bytes: int
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Post `body` and yield the JSON of each event up to `[DONE]`; raise ServerError at an `error` or a limit."""
+        """Post `body` and yield the JSON object of each event up to `[DONE]` or the end of the response.
+
+        Raises ServerError for an event with `error`, for one that is no object, and at a limit.
+        """
         bounds = Bounds(max_bytes, max_lines=MAX_EVENT_LINES * max_events, max_line_bytes=max_event_bytes)
         async with (
             self._response("POST", path, body, bounds) as response,
@@ -100,7 +107,10 @@ class Server:
     async def _response(
         self, method: str, path: str, body: Mapping[str, Any] | None, bounds: Bounds
     ) -> AsyncIterator[httpx.Response]:
-        """Open a response of status 200 with a bounded, unread body; raise for others. Translate later errors too."""
+        """Open a response of status 200 with a bounded, unread body, and close it. Errors inside are translated too.
+
+        Raises RequestRejectedError for a status in `REFUSALS`, ServerError for others or an encoded body.
+        """
         with self._errors_translated():
             response = await self._send(method, path, body)
             try:
@@ -119,7 +129,10 @@ class Server:
                 await response.aclose()
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
-        """Return the response, unread. Failed connections are retried; ConfigurationError if `body` is not JSON."""
+        """Return the response, unread, of any status. A connection that fails before is retried, after growing delays.
+
+        Raises httpx's error or TimeoutError, and ConfigurationError if `body` cannot be written as JSON.
+        """
         try:
             request = self._client.build_request(method, self._address(path), json=body)
         except (TypeError, ValueError) as error:  # from `SamplingParams.extra`

@@ -81,7 +81,9 @@ class RayBackend:
         return self._require_streams().counts
 
     async def start(self, progress: Progress) -> None:
-        """Start the replicas, or connect to them, get the facts of the model, and start the heartbeats.
+        """Start the replicas, or connect to them, get the facts of the model, and start the heartbeats. Sets `model`.
+
+        If that fails, the cluster is closed again.
 
         :raises ConfigurationError: there is no such cluster, or the tokenizer cannot be created.
         :raises BackendError: an engine cannot be started.

@@ -148,7 +148,8 @@ class Cluster:
                 self.is_started = False
 
     async def _leave(self) -> None:
-        """Run `_close` and end the thread. After `LEAVE_S`, warn, and kill Ray's processes that were started here."""
+        """End waits in the thread, run `_close` there, raise its error, and end the thread. After `LEAVE_S`, wait no
+        longer, but warn and kill Ray's processes that were started here."""
         thread = self._thread
         assert thread is not None
         self._is_left.set()
@@ -170,7 +171,8 @@ class Cluster:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def _connect(self) -> None:
-        """Connect to Ray's address, or start Ray if there is none, unless the program has. Raises as `start` does."""
+        """Connect to Ray at the address, or without one start Ray here. Do nothing if the program has initialized Ray.
+        Raises as `start` does."""
         if ray.is_initialized():
             return  # by the program, which also shuts it down
         options: dict[str, Any] = {"address": self._address}

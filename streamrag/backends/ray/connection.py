@@ -34,6 +34,7 @@ class RayReplicas:
             return facts
 
     async def open(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
+        """Yield the batches of a new stream, from a replica of its ticket's choice. Closing cancels the stream."""
         with translated():
             response: Any = self._opening.remote(call)
             try:

@@ -48,7 +48,10 @@ class PromptFeed:
         return len(self._newest.token_ids)
 
     def take(self, delta: Delta) -> None:
-        """Make the next prompt the newest. Idempotent: a prompt with a number that is not higher changes nothing."""
+        """Make the next prompt the newest. Idempotent: a prompt with a number that is not higher changes nothing.
+
+        The shared prefix that is kept is the one with the prompt read last, also if prompts between were skipped.
+        """
         if delta.number <= self._number:
             return
         has_pulled = not self._is_new.is_set()
@@ -167,7 +170,10 @@ class EngineReplica:
             self._update_queue()
 
     def update(self, stream_id: str, delta: Delta) -> bool:
-        """Accept a stream's next prompt, and return True; do nothing, and return False, if no such stream is open."""
+        """Accept a stream's next prompt, whose tokens after the shared prefix count as not computed, and return True.
+
+        Does nothing and returns False if no such stream is open.
+        """
         stream = self._streams.get(stream_id)
         if stream is None:
             return False
@@ -221,6 +227,7 @@ class EngineReplica:
         self._speed.waiting(any(stream.is_waiting for stream in self._streams.values()), self._clock())
 
     def facts(self) -> ModelFacts:
+        """Return the facts about the backend's model."""
         model = self._backend.model
         return ModelFacts(
             model.name, model.max_model_len, model.is_exact, model.breaks_look_alikes, model.verifies_drafts

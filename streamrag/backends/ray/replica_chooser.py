@@ -68,7 +68,10 @@ class ReplicaChooser:
                 self._route(stream_id, opening, replica_id)
 
     def computed(self, stream_id: str, token_ids: Sequence[int], replica_id: str, *, is_complete: bool = True) -> None:
-        """Record that a prompt is computed: the stream is no longer queued, and a known replica has the prompt's KV."""
+        """Record that a prompt is computed: the stream is no longer queued, and a known replica has the prompt's KV.
+
+        The router records the KV as that of a complete prompt or, without `is_complete`, as prefilled.
+        """
         with self._lock:
             self._tracker.first_token(stream_id)
             if replica_id in self._told_s:

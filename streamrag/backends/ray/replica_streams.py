@@ -105,7 +105,7 @@ class NewestPrompt:
     async def after(self, number: int) -> Prompt:
         """Return the newest prompt, once its number is greater than `number`.
 
-        :raises BaseException: as `prompts` did.
+        :raises BaseException: as `prompts` did, if no such prompt came before.
         """
         while self.number <= number:
             if self.pulling.done():
@@ -146,7 +146,8 @@ class ReplicaStreams:
         self._max_replays = max_replays
 
     async def touch(self) -> None:
-        """Send a heartbeat to the replicas in use. Ignores errors: the reader of a stream notices a lost replica."""
+        """Send a heartbeat to the replicas in use, and wait at most `TOUCH_S` for each. Ignores errors: the reader of a
+        stream notices a lost replica."""
         calls = [  # each with a timeout, so that one that hangs does not delay the next round
             asyncio.wait_for(self.replicas.touch(each, self.caller_id), TOUCH_S) for each in self.chooser.in_use()
         ]
@@ -179,7 +180,7 @@ class ReplicaStreams:
     async def _draft(
         self, newest: NewestPrompt, params: SamplingParams, of_query: _Place
     ) -> AsyncGenerator[BackendEvent, None]:
-        """Yield the events of a draft from the replica in which its query is open, or will be. A draft is never
+        """Wait until the query is open in a replica, and yield the events of its draft from there. A draft is never
         replayed: if the replica is lost, raise BackendError."""
         await of_query.is_open.wait()
         stream = _Stream(self, newest, params, DraftTicket(of_query.replica_id))
@@ -191,8 +192,8 @@ class ReplicaStreams:
             raise BackendError(f"the replica that drafted an answer was lost: {error}") from None
 
     async def _answer(self, newest: NewestPrompt, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
-        """Yield the events of an answer, and count its outcome. If a replica is lost before the answer's end, open the
-        query again in another; raise BackendError after the first output, or after `max_replays` times."""
+        """Yield the events of an answer, and count its outcome. If a replica is lost, or its stream ends, before the
+        answer's end, open the query again; raise BackendError after the first output, or after `max_replays` times."""
         self.counts.num_asked += 1
         num_replays = num_shown = 0
         is_finished = False
@@ -225,7 +226,8 @@ class ReplicaStreams:
                 self.counts.num_replayed += 1
 
     async def _attempt(self, newest: NewestPrompt, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
-        """Yield the events of one stream; while replicas refuse it, open another after a pause, which doubles."""
+        """Yield the events of one stream; while replicas refuse it, open another after a pause, which doubles each
+        time up to `LONGEST_PAUSE_S`, and ends early when the complete prompt comes."""
         pause_s = FIRST_PAUSE_S
         while True:
             stream = _Stream(self, newest, params)
@@ -260,7 +262,8 @@ class _Stream:
         self._has_shown = False
 
     async def events(self) -> AsyncGenerator[BackendEvent, None]:
-        """Open the stream, send it each newer prompt, and yield its events to their end; none if `is_refused`."""
+        """Open the stream, send it each newer prompt, and yield its events to their end; none if `is_refused`. Raises
+        errors of `_follow` and of the connection, and meanwhile of `_push` and of reading prompts."""
         first, number = await self._newest.after(0), self._newest.number
         ticket = self._draft_ticket or self._chooser.ticket(self._id, first)
         call = Open(self._id, Delta.of(first, number=number, num_shared=0), self._params, self._caller_id, ticket)
@@ -287,8 +290,8 @@ class _Stream:
                 await cancel_and_wait([pushing] if reading is None else [pushing, reading])
 
     def _follow(self, event: WireEvent, ticket: Ticket | DraftTicket) -> tuple[BackendEvent, ...]:
-        """Record an event, and return it if it is for the caller: AnswerChunk and Prefilled. Raise the error of Failed,
-        ReplicaLostError if the engine died in an opened stream, and BackendError for an unexpected event."""
+        """Record an event, and return a tuple of the AnswerChunk or Prefilled, else an empty one. Raise the error of
+        Failed, ReplicaLostError if the engine died in an opened stream, and BackendError for an unexpected event."""
         match event:
             case Opened(replica_id) if not self._replica_id.done():
                 ticket.went_to(replica_id)
@@ -324,8 +327,8 @@ class _Stream:
             self._chooser.computed(self._id, prompt.token_ids, self._replica_id.result(), is_complete=False)
 
     async def _push(self, sent: Prompt, number: int) -> None:
-        """Send the newest prompt to the replica whenever there is a new one, up to the complete one. Raise
-        ReplicaLostError if the replica has no such stream."""
+        """Once a replica has opened the stream, send it the newest prompt whenever there is a new one, up to the
+        complete one. Raise ReplicaLostError if the replica has no such stream."""
         while not sent.is_complete:
             replica_id = await asyncio.shield(self._replica_id)
             prompt = await self._newest.after(number)

@@ -90,8 +90,8 @@ class RaySource:
 async def _without_repeats(
     sent: Sequence[SourceEvent], events: AsyncGenerator[SourceEvent, None]
 ) -> AsyncGenerator[SourceEvent, None]:
-    """Skip `events` while they repeat the `sent` ones, and yield those behind all of these as they are. After a
-    difference, or an early end, yield Updates of the whole context, and other events only if they were not sent."""
+    """Skip `events` while they repeat the `sent` ones, hints aside, and yield those behind all of these as they are.
+    After a difference, or an early end, yield Updates of the whole context, and other events only if not sent yet."""
     before = [_content(event) for event in sent]
     shown, context = _folded(sent), Context()
     num_same: int | None = 0  # number of events so far that equal the sent ones; None after the first difference

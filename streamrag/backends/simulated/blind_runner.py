@@ -76,7 +76,7 @@ class BlindRunner:
         return ModelRunnerOutput(list(counts), {r: i for i, r in enumerate(counts)}, sampled)
 
     def _sample(self, request_id: str, position: int, draft: Sequence[int]) -> list[int]:
-        """Return the accepted tokens of the draft, and the one behind them."""
+        """Return the accepted tokens of a draft that begins at `position` of the answer, and the one behind them."""
         sampled = [self._token_at(request_id, position)]
         for token in draft:
             if token != sampled[-1]:

@@ -66,7 +66,8 @@ def simulated_engine(
 ) -> SimulatedEngine:
     """Construct an engine with vLLM's own scheduler (`is_stock`) or ours, and fast hashes for its prefix cache.
 
-    Without a `runner`, the engine always samples the same token, and copies as fast as `copy_costs` say.
+    `step_s` returns the seconds of a step, given its start. Without a `runner`, the engine always samples the same
+    token, and reports copies as fast as `copy_costs` say.
     """
     stock = AsyncScheduler if shape.is_async else Scheduler
     return SimulatedEngine(
@@ -122,7 +123,8 @@ class SimulatedClient:
     async def generate(
         self, query_id: str, token_ids: Sequence[int], num_output_tokens: int
     ) -> AsyncGenerator[tuple[int, ...], None]:
-        """Send a prompt and yield the answer's tokens as they arrive. Closing the generator aborts the request."""
+        """Send a prompt and yield the answer's `num_output_tokens` tokens as they arrive. Closing the generator aborts
+        the request. Raises BackendError if the engine fails or drops the request."""
         with self._opened(query_id) as (request_id, outputs):
             self.send(request_id, token_ids, num_output_tokens)
             while True:
@@ -187,7 +189,8 @@ class SimulatedClient:
 
     @contextmanager
     def _opened(self, query_id: str) -> Iterator[tuple[str, Outputs]]:
-        """Yield a new request's id and output queue, and abort the request if it has not ended after the block."""
+        """Yield a new request's id and output queue, and abort the request if it has not ended after the block. Raises
+        BackendError at once if the engine has failed."""
         request_id = f"{query_id}#{self._num_requests}"
         self._num_requests += 1
         if self._failure:
@@ -234,7 +237,8 @@ class SimulatedClient:
             self._stock_records.add(message.request_id, len(message.token_ids), message.sent_s, now_s)
 
     def _deliver(self, output: EngineCoreOutput) -> None:
-        """Queue an output for its request's reader, a BackendError if the request was dropped, and keep its record."""
+        """Queue an output for its request's reader, or a BackendError if the request was dropped. At the end of the
+        request, keep the record of our scheduler, or one from `StockRecords`."""
         ours = (output.kv_transfer_params or {}).get(KEY, {})
         request_id = output.request_id
         outputs = self._outputs.get(request_id)

@@ -37,7 +37,8 @@ class CopyClock:
         """Return the seconds of a step that starts at `start_s`, which is after the end of the previous step, with its
         waits for copies. Adds the copies to `busy_out_s` and `busy_in_s`.
 
-        `num_saves` blocks are saved before its forward, `num_held_saves` beside it; see the module's drawing.
+        The forward takes `compute_s`, `num_saves` blocks are saved before it and `num_held_saves` beside it, as in the
+        module's drawing; if the device cannot copy and compute at the same time, all seconds add up.
         """
         saves_s, held_s = self.costs.out_s(num_saves), self.costs.out_s(num_held_saves)
         loads_s = self.costs.in_s(num_loads)

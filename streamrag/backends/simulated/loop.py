@@ -80,7 +80,8 @@ class EngineLoop:
             await self._turn()
 
     async def _turn(self) -> None:
-        """Take in input, wait for the end of the oldest step and deliver its outputs; without one, wait for input."""
+        """Take in input, wait for the end of the oldest step and deliver its outputs. Without a step, or after
+        `MOST_EMPTY_TURNS` that changed nothing, wait for input."""
         engine = self._engine
         engine.now_s = asyncio.get_running_loop().time()
         self._take_in()

@@ -36,9 +36,11 @@ _VISIBLE = re.compile(r"|\s*</?[\w|]+>\s*|.*@@streamrag-\d+@@.*")
 def with_tools(
     base: PromptTemplate, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
 ) -> tuple[str, str, PromptTemplate]:
-    """Return the leading system texts, joined, the last user's message as the question, and a template for the rest.
+    """Return the leading system texts, joined, the last user's message as the question, and a template.
 
-    :raises ConfigurationError: the last message is neither a user's nor a tool's, or there is no question.
+    The template is `base`, with the tools and the messages before the question in front, the later ones at the end.
+
+    :raises ConfigurationError: the last message is neither a user's nor a tool's, or none is a user's.
     """
     roles = [message["role"] for message in messages]
     if "user" not in roles or roles[-1] not in ("user", "tool"):

@@ -60,7 +60,10 @@ class PromptMessage:
         request_class: RequestClass = "pool",
         draft: Sequence[int] = (),
     ) -> "PromptMessage":
-        """Return a message that keeps the first `num_shared` tokens, but never all. The hint's end becomes a time."""
+        """Return a message that keeps the first `num_shared` tokens, but never all `num_tokens`.
+
+        The hint's end becomes a time, counted from `now_s`; the draft is cut after `LONGEST_DRAFT` tokens.
+        """
         num_kept = min(num_shared, num_tokens - 1)  # vLLM accepts no empty input
         expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
         guess = list(draft[:LONGEST_DRAFT])

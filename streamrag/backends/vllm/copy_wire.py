@@ -33,7 +33,8 @@ class CopyReport(KVConnectorWorkerMetadata):
     num_slots: int | None = None  # number of slots, if fewer than the scheduler expects
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "CopyReport":
-        """Merge the reports of two workers that made the same copies: a slot is saved only if both saved it."""
+        """Merge the reports of two workers that made the same copies: a slot is saved only if both saved it, blocks and
+        seconds are those of the larger, bytes are the sum, and the number of slots is the smaller."""
         assert isinstance(other, CopyReport)
         saved = set(self.saved) & set(other.saved)
         failed = (set(self.saved) | set(other.saved) | set(self.failed) | set(other.failed)) - saved

@@ -62,8 +62,9 @@ def kv_transfer_config() -> "KVTransferConfig":
 def scheduler_args(
     strategy: Strategy, policy: str, can_partial_evict: bool | None, engine_args: Mapping[str, Any], **others: Any
 ) -> dict[str, Any]:
-    """Return the arguments for our scheduler, and for our KV connector unless KV is recomputed; {} for "warming".
+    """Return the arguments for our scheduler, and for our KV connector unless KV is recomputed.
 
+    For "warming", which takes none of these options, they are {}.
     The user's `additional_config` is merged in. `others` are further `SchedulerOptions`; None is the default.
 
     :raises ConfigurationError: arguments exclude each other, or an option has an invalid value.

@@ -147,13 +147,13 @@ class VllmBackend:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Load the tokenizer and start the engine's processes, in 20 to 60 s, most of it for imports. Sets `model`.
+        """Load the tokenizer, start the engine's processes and set `model`, in 20 to 60 s. If that fails, close all.
 
         :raises MissingDependencyError: when vLLM is not installed.
-        :raises UnsupportedVersionError: when it is of a series that is not supported.
-        :raises ModelError: when it cannot load the model.
-        :raises ConfigurationError: when it, or our scheduler, refuses the arguments.
-        :raises BackendError: when it fails otherwise.
+        :raises UnsupportedVersionError: when the installed series of vLLM is not supported.
+        :raises ModelError: when vLLM cannot load the model, or the model does not generate text.
+        :raises ConfigurationError: when vLLM, or our scheduler, refuses the arguments.
+        :raises BackendError: when the engine fails otherwise.
         """
         began_s = time.monotonic()
         model = self._path or self._model_name
@@ -211,7 +211,8 @@ class VllmBackend:
     ) -> AsyncGenerator[BackendEvent, None]:
         """Prefill each prompt when it arrives, and yield `Prefilled`; then yield the answer to the complete one.
 
-        For several answers, the complete prompt is a request of its own. With `prompt_logprobs`, nothing is prefilled.
+        For several answers, the complete prompt is a request of its own. With `prompt_logprobs`, no partial prompt is
+        prefilled. Parameters are checked before the first prompt is read.
 
         :raises PromptTooLongError: when a prompt leaves no room for an answer.
         :raises ConfigurationError: when vLLM does not know a parameter, or a streamed prompt cannot have it.
@@ -242,7 +243,10 @@ class VllmBackend:
                 pass
 
     async def _answer(self, params: Any, token_ids: tuple[int, ...]) -> AsyncGenerator[AnswerChunk, None]:
-        """Yield the chunks of the answers to a complete prompt; log-probabilities of the prompt are in the first."""
+        """Yield a chunk for each output and alternative; the first has the log-probabilities of the complete prompt.
+
+        The engine's record is in the last chunk, if there is one alternative only.
+        """
         is_first = True
         async with aclosing(self._request(token_ids, params)) as outputs:
             async for output in outputs:
@@ -254,7 +258,10 @@ class VllmBackend:
                     is_first = False
 
     async def _request(self, token_ids: tuple[int, ...], params: Any) -> AsyncGenerator[Any, None]:
-        """Yield vLLM's outputs of a new request. Closing the generator aborts that. Raises PromptTooLongError first."""
+        """Yield vLLM's outputs of a new request; closing the generator aborts the request.
+
+        Raises PromptTooLongError, or BackendError if the engine is not running, before there is a request.
+        """
         engine = self._live_engine()
         check_prompt_len(len(token_ids), self.model.max_model_len)
         request_id = uuid.uuid4().hex
@@ -291,7 +298,9 @@ class VllmBackend:
 
     @property
     def kv_use(self) -> KvUse | None:
-        """Use of the engine's KV memory after its last step; None if it collects no stats.
+        """Use of the engine's KV memory after its last step.
+
+        None if our scheduler does not run with `collect_stats`, before the first step, and when closed.
 
         Without open requests there are no further steps, so `running`, `waiting` and `idle` are 0 then.
         """

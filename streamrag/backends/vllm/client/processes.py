@@ -49,11 +49,11 @@ _environment_lock = threading.Lock()  # global, as the environment is
 
 
 def check_can_start(model: Path | str) -> None:
-    """Check what can be checked without importing vLLM, which takes seconds. A `Path` is a folder with the model.
+    """Check what can be checked without importing vLLM, which takes seconds. A name on the hub is not checked.
 
     :raises MissingDependencyError: when vLLM is not installed.
-    :raises UnsupportedVersionError: when another version is installed.
-    :raises ModelError: when the folder has no model.
+    :raises UnsupportedVersionError: when another series is installed.
+    :raises ModelError: when `model` is the Path of a folder without `config.json`.
     :raises ConfigurationError: in an engine's process that is still importing the program's main module.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -89,7 +89,7 @@ def num_reserved_cores(num_workers: int) -> int:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Disable the garbage collector inside: in an import it takes a quarter of the time and finds hardly anything."""
+    """Disable the garbage collector inside, if it was enabled: it takes a quarter of the time of an import."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -101,7 +101,10 @@ def _no_collections() -> Iterator[None]:
 
 @contextmanager
 def _environment(changes: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Set `changes` inside, and restore the environment at the end. The value then has all changes made inside."""
+    """Set `changes` inside, under a lock for all threads, and restore the environment at the end.
+
+    The yielded dict, empty inside, then has all variables that were set or changed, `changes` included.
+    """
     changed: dict[str, str] = {}
     with _environment_lock:
         before = dict(os.environ)
@@ -145,7 +148,7 @@ class EngineProcesses:
     async def start(
         self, engine_args: Mapping[str, Any], *, stat_loggers: Sequence[Callable[..., Any]] = ()
     ) -> "AsyncLLM":
-        """Start the engine, once, and return it. A cancellation ends its processes.
+        """Start the engine and return it. Not to be called twice. If cancelled, kill the engine's processes and wait.
 
         `stat_loggers` are factories of vLLM's stat loggers; without one, vLLM counts nothing.
 
@@ -196,14 +199,17 @@ class EngineProcesses:
         await anyio.to_thread.run_sync(resources.ctx.destroy, 0)  # its sockets, which vLLM leaves open
 
     def why_dead(self) -> str:
-        """Return the exit codes of the engine's processes, and the reason found in the log."""
+        """Return a sentence with the exit codes of the engine's processes, and the reason, if the log has one."""
         manager = self._engine.engine_core.resources.engine_manager
         codes = ", ".join(str(process.exitcode) for process in manager.processes)
         reason = self._log.fatal_error()
         return f"the engine's process is gone (exit code {codes})" + (f": {reason}" if reason else "")
 
     def _start(self, engine_args: Mapping[str, Any], stat_loggers: list[Callable[..., Any]]) -> Any:
-        """Start the engine in the parent thread, wait, and return it; if it fails, raise our error, with the reason."""
+        """Start the engine in the parent thread, wait, and return it. Raises our error, with a reason from the log.
+
+        Until the engine's processes exist, this process's environment is changed, and its children print to the log.
+        """
         import_vllm()
         remove_left_behind(SCRATCH)
         with _environment({}) as environment:
@@ -238,7 +244,7 @@ class EngineProcesses:
             returning.join()
 
     def _give_back_once_spawned(self, borrowed: ExitStack, others: set[BaseProcess], num_processes: int) -> None:
-        """Keep the processes once they exist; then, or when the start ends, restore environment and spawning."""
+        """Keep the processes in `_processes` once they exist; then, or when the start ends, leave `borrowed`."""
         with borrowed:
             while len(self._processes) < num_processes and not self._is_started.wait(SPAWN_POLL_S):
                 new = set(multiprocessing.active_children()) - others
@@ -259,8 +265,9 @@ class EngineProcesses:
 def make_config(model: str, engine_args: Mapping[str, Any]) -> Any:
     """Return vLLM's configuration of an engine, with our defaults for arguments that `engine_args` does not have.
 
-    On a CPU, "auto" is float32 where the CPU lacks vLLM's choice, unless weights are quantized. Raises
-    ConfigurationError for an unknown argument, and ModelError for a model that vLLM cannot load.
+    Our defaults are a prefix cache and, on a CPU, no compilation, small blocks and 4 GiB of KV. On a CPU, the dtype
+    "auto" is float32 where the CPU lacks vLLM's choice, unless weights are quantized. Raises ConfigurationError for an
+    unknown argument, and ModelError for a model that vLLM cannot load.
     """
     vllm = importlib.import_module("vllm")
     logging_config = importlib.import_module("vllm.config.logging").LoggingConfig

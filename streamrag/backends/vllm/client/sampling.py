@@ -28,7 +28,7 @@ OF_WHOLE_PROMPTS = (
 def to_vllm(params: SamplingParams, config: "VllmConfig") -> "vllm.SamplingParams":
     """Return the parameters for an engine of this `config`, set to return answers piece by piece.
 
-    :raises ConfigurationError: vLLM refuses the parameters, or would crash with them.
+    :raises ConfigurationError: vLLM refuses the parameters or would crash with them, or `extra` has a reserved name.
     """
     import vllm
     from vllm.exceptions import VLLMClientError

@@ -23,7 +23,7 @@ NO_COMPLETE_PROMPT = "the prompts ended without a complete one"
 async def stream_then_generate(
     prompts: AsyncIterator[Prompt], streams: TokenStreams, params: SamplingParams, generate: Generate | None = None
 ) -> AsyncGenerator[BackendEvent, None]:
-    """Push each prompt when it arrives. Yield how far the newest is prefilled, then the answer to the last.
+    """Push each prompt that is not empty when it arrives. Yield how far the newest is prefilled, then the answer.
 
     With `generate`, for an answer that no stream can give, the stream's own answer is discarded: it ends the prefill,
     and `generate` finds the KV of the complete prompt in the prefix cache.

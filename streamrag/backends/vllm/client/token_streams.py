@@ -186,7 +186,11 @@ class TokenStream:
         params: SamplingParams | None = None,
         draft: Sequence[int] = (),
     ) -> None:
-        """Queue a chunk that makes `new` the prompt. Raises before anything has changed, or succeeds; never waits."""
+        """Queue a chunk that makes `new` the prompt, with only the tokens after the shared ones; never waits.
+
+        `params`, if given, replace the answer's parameters. Raises as the class does, or ConfigurationError if `new` is
+        empty; nothing has changed then.
+        """
         from vllm.engine.protocol import StreamingInput
         from vllm.inputs import tokens_input
 
@@ -243,7 +247,10 @@ class TokenStream:
             yield event
 
     async def _next_event(self) -> Prefilled | StreamedTokens | None:
-        """Return the next event; None after the answer. An error is raised every time; a stop text aborts the rest."""
+        """Return the next event; None at each call after the answer. After an error, each call raises that error.
+
+        A stop text in the answer ends it, and begins to abort the engine's request.
+        """
         async with self._reading:
             event = None
             try:
@@ -267,7 +274,11 @@ class TokenStream:
             return self._outputs.get_nowait() or await self._outputs.get()
 
     def _event(self, output: Any) -> Prefilled | StreamedTokens | None:
-        """Return the new tokens of an output, or `Prefilled`; None for an older prompt. Raise for a dropped stream."""
+        """Return an output's new tokens with their text, up to a stop text, or `Prefilled` at the end of a chunk.
+
+        Returns None if that chunk's prompt is not the newest. Sets `record`, if the output has one. Raises BackendError
+        if the engine dropped the stream.
+        """
         (part,) = output.outputs
         ours = (output.kv_transfer_params or {}).get(KEY, {})
         if "error" in ours:
@@ -342,7 +353,8 @@ class TokenStreams:
         request_class: RequestClass = "pool",
         draft: Sequence[int] = (),
     ) -> AsyncIterator[TokenStream]:
-        """Open a stream whose prompt begins with these tokens. Leaving the context aborts an unfinished request.
+        """Open a stream whose prompt begins with these tokens. Leaving the context aborts an unfinished request, and
+        waits for the abort.
 
         `source_name` names the retriever that the chunks come from: the engine learns how often its chunks come.
         `request_class` is the kind of caller that waits for the answer, for the engine's policy. For `draft`, see

@@ -103,7 +103,7 @@ class StreamingHooks(_Base):
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """Release and record a request that ended, and return the record beside a KV connector's parameters."""
+        """Release and record a request that ended. Return vLLM's two results, with the record added to the first."""
         self.plugin.claims.release(request)
         self.plugin.estimates.on_end(request)
         record = self.plugin.records.end(request)
@@ -134,7 +134,8 @@ class StreamingHooks(_Base):
         return len(self.requests) > sum(self.get_request_counts()) + len(self.plugin.queues.idle)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Reset vLLM's cache and clear host memory; evict idle and waiting requests if running ones are reset."""
+        """Reset vLLM's cache, and return whether that was possible; clear host memory in any case. If running requests
+        are reset, first evict idle and waiting ones."""
         if reset_running_requests:
             self.plugin.evictions.evict_all((*self.plugin.queues.idle.values(), *self.waiting))
         self.plugin.executor.forget_stuck()  # a request without a prefix hit needs fewer blocks to start

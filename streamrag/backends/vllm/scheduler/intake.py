@@ -48,7 +48,8 @@ class Intake:
     def receive(self, request: Request) -> None:
         """Accept a plain request, the first chunk of a stream, a further chunk, or the end of its input.
 
-        A problem fails only that request. Nothing is raised: an exception here would end the engine.
+        A chunk that comes after the end of its stream is ignored. Another problem fails only that request or stream.
+        Nothing is raised, because an exception here would end the engine.
         """
         try:
             message = decode(request.sampling_params.extra_args if request.sampling_params else None)
@@ -103,7 +104,10 @@ class Intake:
         self.queues.make_idle_if_done(stream)
 
     def _add_chunk(self, stream: StreamRequest, request: Request, message: PromptMessage) -> None:
-        """Replace the prompt of a stream by a further chunk's, and queue the stream; a wrong chunk fails it."""
+        """Acknowledge a stream's earlier chunks, replace the prompt by a further chunk's, and queue the stream.
+
+        A stream with nothing to compute becomes idle. A wrong chunk only fails its stream.
+        """
         problem = _why_unfit(stream, request, message) or _why_refused(request, message, self.scheduler)
         if problem:
             self._fail(stream, problem)
@@ -138,7 +142,10 @@ class Intake:
         self.queues.make_idle_if_done(stream)
 
     def _on_complete(self, request: StreamRequest, message: PromptMessage | None) -> None:
-        """Give a request with a complete prompt its draft, if drafts are verified. Count the prompt of a non-draft."""
+        """Give a request with a complete prompt its draft, if drafts are verified and the answer has no grammar.
+
+        The estimates count the complete prompt, unless the request is itself a draft.
+        """
         max_depth = self.scheduler.num_spec_tokens  # 0 for an engine that verifies no drafts
         if max_depth and not request.use_structured_output:
             draft = message.draft if message is not None else ()
@@ -149,7 +156,7 @@ class Intake:
             self.estimates.on_complete()
 
     def _refuse(self, request: Request, problem: str, message: PromptMessage | None = None) -> None:
-        """Fail a request before its acceptance, with a record and an error; for a chunk, fail its stream instead."""
+        """Fail a request before its acceptance, with a record and an error; a chunk of an open stream fails that."""
         existing = self.scheduler.requests.get(request.request_id)
         if request.resumable and existing is not None and not existing.is_finished():
             self._fail(existing, problem)
@@ -172,7 +179,10 @@ class Intake:
 
 
 def _why_unfit(stream: StreamRequest, request: Request, message: PromptMessage) -> str | None:
-    """Return why the chunk cannot follow the stream's last one; None if it can. `num_kept` refers to the last one."""
+    """Return why the chunk cannot follow the stream's last one; None if it can.
+
+    Checks the chunk's number and `num_kept`, and that its adapter and cache salt are those of the stream.
+    """
     if message.index != stream.num_messages:
         return f"message {message.index} came instead of message {stream.num_messages}: one was lost, or came twice"
     if stream.is_complete:
@@ -186,7 +196,10 @@ def _why_unfit(stream: StreamRequest, request: Request, message: PromptMessage) 
 
 
 def _why_refused(request: Request, message: PromptMessage | None, scheduler: Scheduler) -> str | None:
-    """Return why the request cannot be accepted, whatever came before it; None if it can."""
+    """Return why the request cannot be accepted, whatever came before it; None if it can.
+
+    Most checks are for chunks. Plain requests are only refused as vLLM's own sessions, or without valid parameters.
+    """
     if request.kv_transfer_params is not None and not isinstance(request.kv_transfer_params, dict):
         return "extra_args['kv_transfer_params'] must be a mapping"
     num_tokens = request.num_prompt_tokens + (message.num_kept if message else 0)

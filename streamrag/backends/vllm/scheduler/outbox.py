@@ -24,7 +24,10 @@ class Outbox:
         return not self._outputs
 
     def acknowledge(self, stream: StreamRequest, *, is_waiting: bool = False) -> None:
-        """Queue a finish without tokens for each chunk not yet acknowledged, with the number of computed tokens."""
+        """Queue a finish without tokens for each chunk not yet acknowledged, with the number of computed tokens.
+
+        `is_waiting` adds that the stream waits for memory, so that the rest is not computed yet.
+        """
         for index in range(stream.num_acknowledged, stream.num_messages):
             ours: dict[str, Any] = {"chunk": index, "num_computed": stream.num_computed_tokens}
             if is_waiting:

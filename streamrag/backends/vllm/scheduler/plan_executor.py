@@ -52,7 +52,8 @@ class PlanExecutor:
 
     @contextmanager
     def planned_step(self) -> Iterator[None]:
-        """Plan a step and apply the plan. Within the context, vLLM's queues hold only requests that may run."""
+        """Plan a step and apply the plan. Within the context, vLLM's queues hold only requests that may run, and show
+        only the granted part of their prompts; at the end, the other requests are put back."""
         step = self.planner.plan_step()
         step_plan, requests = step.plan, self.scheduler.requests
         self._update_stuck(step)
@@ -80,7 +81,8 @@ class PlanExecutor:
         self._num_free_when_stuck = self.kv_memory.num_free_blocks if is_stuck else None
 
     def _prepare(self, grant: Grant, request: StreamRequest) -> None:
-        """Claim KV of the budget for a granted request, and give it the later hits that were found for it."""
+        """Claim KV of the budget for a granted request, and give it the later hits that were found for it, if any. They
+        are logged, and a running request waits again, so that vLLM sends it as a whole."""
         if grant.num_blocks_claimed is not None:
             self.claims.claim(request, grant.num_blocks_claimed)
         if self.kv_memory.take_later_hits(grant.request):

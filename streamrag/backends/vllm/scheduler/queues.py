@@ -29,7 +29,8 @@ class Queues:
     """Streams that wait for their next chunk, outside vLLM's queues."""
 
     def requeue(self, stream: StreamRequest) -> None:
-        """Add a stream whose prompt has changed to the waiting queue, as WAITING, so that vLLM sends all of it."""
+        """Move a stream from idle or running to waiting, as WAITING: its prompt has changed, and vLLM must send all of
+        it. A stream that waits already keeps its place, as WAITING."""
         if self.idle.pop(stream.request_id, None):
             self.scheduler.waiting.add_request(stream)
         elif stream.status == RequestStatus.RUNNING:
@@ -72,7 +73,8 @@ class Queues:
     def is_blocked_in_vllm(self, request: StreamRequest) -> bool:
         """Whether vLLM would skip the request: its grammar is being compiled, or it has stale output in flight.
 
-        vLLM checks a grammar only when the request's turn comes: perhaps never, if others are always granted first.
+        Has vLLM check the grammar now. vLLM itself checks only when the request's turn comes: perhaps never, if others
+        are always granted first.
         """
         if not self.scheduler._handle_blocked_waiting_request(request):
             return True
@@ -88,7 +90,8 @@ class Queues:
     ) -> tuple[list[StreamRequest], list[StreamRequest]]:
         """Leave only what may run in vLLM's queues: `running` and the granted requests. Both lists given are extended.
 
-        Return the running and the waiting requests that were removed: the rest of `order`, and `waiting`.
+        Return the running and the waiting requests that were removed: the rest of `order`, and `waiting`. If slots are
+        short, some of the running ones are made waiting.
         """
         scheduler, running_status = self.scheduler, RequestStatus.RUNNING  # locals: hundreds of requests may wait
         starting: list[StreamRequest] = []
@@ -117,9 +120,10 @@ class Queues:
         self.scheduler.num_waiting_for_streaming_input = 0
 
     def _give_up_slots(self, rest: list[StreamRequest], num_wanted: int) -> list[StreamRequest]:
-        """Make `num_wanted` running requests without a grant wait: drafts first, then from the end. Return them.
+        """Set up to `num_wanted` of `rest` to WAITING: drafts first, then from the end. Return them, in no queue.
 
-        A draft is preempted. Others with output keep their slots, or they would lose the output. Most keep their KV.
+        A draft is preempted. Others with output keep their slots, or they would lose the output. Those without output
+        keep their KV, except if they collect log-probabilities of the prompt.
         """
         if num_wanted <= 0:
             return []

@@ -29,7 +29,7 @@ class Records:
         self._clock = clock
 
     def end(self, request: StreamRequest) -> dict[str, Any]:
-        """Return the record of a request with a final status, and append the record to the file."""
+        """Return the record of a request with a final status, as plain values, and append it to the file, if any."""
         record = request.end(self._clock.monotonic())
         if record.outcome != "finished":
             self.gone_ids.append(request.request_id)

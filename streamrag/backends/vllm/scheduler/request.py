@@ -93,7 +93,10 @@ class StreamRequest(Request):
             self.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
     def propose_tokens(self, most: int, max_model_len: int) -> int:
-        """Propose at most `most` tokens of the draft, if any, for the next step, that fit. Return their number."""
+        """Propose at most `most` tokens of the draft for the next step, and no more than the answer may still have.
+
+        They replace earlier ones. Returns their number; without a draft, changes nothing and returns 0.
+        """
         if self.draft is None:
             return 0
         room = min(self.max_tokens, max_model_len - self.num_prompt_tokens) - self.num_output_tokens

@@ -103,7 +103,7 @@ class RequestLog:
         self.num_present = 0
 
     def on_saves_sent(self, index: int, num_tokens: int, expected_s: float) -> None:
-        """Add tokens that are being copied to host memory to the preemption at `index`."""
+        """Add tokens that are being copied to host memory, and the expected seconds, to the preemption at `index`."""
         known = self.preemptions[index]
         self.preemptions[index] = replace(
             known,

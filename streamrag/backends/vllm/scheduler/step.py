@@ -75,7 +75,10 @@ class StepPlanner:
         self.rules = self._make_rules()
 
     def plan_step(self) -> PlannedStep:
-        """Return a step's plan: which requests compute how many tokens, in the policy's order. Logs why others wait."""
+        """Return a step's plan: which requests compute how many tokens, in the policy's order. Logs why others wait.
+
+        Decodes run without being in the plan, except drafts. Requests that vLLM would skip are listed as blocked.
+        """
         self.kv_memory.start_step()
         if self.host_memory is not None:
             self.host_memory.start_step(self.steps.start_s)
@@ -154,8 +157,9 @@ class StepPlanner:
     def _split_running(self) -> tuple[list[StreamRequest], list[StreamRequest]]:
         """Split the running requests into those that decode and the others; if the decodes do not fit, all are others.
 
-        Drafts are others, although they decode: whether they compute is for the plan to decide. Proposes tokens of
-        drafts, and takes the decodes' blocks from the free ones.
+        Drafts are others, although they decode: whether they compute is for the plan to decide. Takes the decodes'
+        blocks from the free ones. Then proposes tokens of drafts, if vLLM can verify them, as far as tokens and free
+        blocks are left, and takes these blocks too; proposes none if the decodes do not fit.
         """
         scheduler, memory = self.scheduler, self.kv_memory
         decoding: list[StreamRequest] = []

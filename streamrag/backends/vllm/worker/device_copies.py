@@ -98,7 +98,8 @@ class CudaCopies:
             self._held = None
 
     def save(self, pairs: Pairs, *, is_held: bool) -> None:
-        """Queue copies of device blocks to host slots. The computation waits for these, unless they are held."""
+        """Queue copies of device blocks to host slots, behind the computation so far. Later computation waits for them;
+        if they are held, only that of the next step."""
         compute = torch.cuda.current_stream()
         self._out.wait_stream(compute)
         began = _event(self._out)
@@ -114,7 +115,8 @@ class CudaCopies:
             compute.wait_event(ended)
 
     def load(self, pairs: Pairs, *, by_layer: bool) -> None:
-        """Queue copies of host slots to device blocks. The computation waits for all of them, unless `by_layer`."""
+        """Queue copies of host slots to device blocks, behind the computation so far. Later computation waits for all
+        of them, or if `by_layer` only in `wait_for_layer`."""
         compute = torch.cuda.current_stream()
         self._in.wait_stream(compute)
         began = _event(self._in)

@@ -61,7 +61,7 @@ class HostCopier:
         self._copies = CudaCopies(layers) if is_cuda else CpuCopies(layers)
 
     def _make_pool(self, *, is_pinned: bool) -> torch.Tensor:
-        """Return host memory for `num_slots` blocks. While that fails, halve the number, even to 0; warn at the end."""
+        """Return host memory for `num_slots` blocks. While that fails, halve `num_slots`, even to 0; then warn once."""
         reason = None
         while True:
             try:
@@ -90,7 +90,7 @@ class HostCopier:
             self._save(copies.held_saves, is_held=True)
 
     def _save(self, pairs: Pairs, *, is_held: bool) -> None:
-        """Save blocks whose slots exist. Report each slot as saved or failed; log an error, after which all failed."""
+        """Save blocks whose slots exist. Report each slot as saved or failed; an error is logged, and fails all."""
         good = [(block, slot) for block, slot in pairs if self.has_slot(slot, is_load=False)]
         try:
             if good:
@@ -104,7 +104,8 @@ class HostCopier:
         self._report.failed += [slot for _, slot in pairs if slot not in saved]
 
     def load(self, copies: HostCopies, *, by_layer: bool) -> None:
-        """Load blocks before the forward, which waits per layer if `by_layer`. Failed blocks are noted, not raised."""
+        """Load blocks before the forward, which waits per layer if `by_layer`. An error is logged, and fails all; the
+        failed blocks, and those without a slot, are for `take_failed_loads`."""
         good = [(slot, block) for slot, block in copies.loads if self.has_slot(slot, is_load=True)]
         try:
             if good:
@@ -130,7 +131,10 @@ class HostCopier:
         return failed
 
     def take_report(self) -> CopyReport | None:
-        """Return and reset the report, with times and a reduced number of slots; None if there is nothing to report."""
+        """Return and reset the report, with the times of ended copies, and `num_slots` if that was reduced.
+
+        None if no save was made or failed, and no copy has ended.
+        """
         report, self._report = self._report, CopyReport()
         if self._copies is not None:
             out, into = self._copies.take_measured()

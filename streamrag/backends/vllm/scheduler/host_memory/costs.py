@@ -51,7 +51,7 @@ class _CopyQueue:
     sent: deque[tuple[_Entry | None, int]] = field(default_factory=deque)
 
     def pop_ended(self, num_blocks: int, seconds: float) -> Iterator[tuple[_Entry, float]]:
-        """Remove `num_blocks` copied blocks. Yield their records, each with its share of `seconds`."""
+        """Remove the oldest `num_blocks` blocks. Yield each record among them with its share of `seconds`."""
         num_left = num_blocks
         while num_left > 0 and self.sent:
             entry, num = self.sent.popleft()
@@ -78,7 +78,10 @@ class HostCosts:
             self.price.observe_chunk(num_computed, num_valid)
 
     def on_resume(self, request: StreamRequest, match: Match, now_s: float) -> None:
-        """Record the restore of an evicted request that runs again, by loading or recomputing; others are ignored."""
+        """Log the restore of an evicted request that runs again, by loading or recomputing, with its expected cost.
+
+        Its duration is logged when it ends. Ignores requests that were never evicted or have no full block to restore.
+        """
         if not request.was_evicted:
             return
         start, num_blocks, comparison, _ = match
@@ -118,7 +121,10 @@ class HostCosts:
     def on_step_end(
         self, parts: Sequence[tuple[str, StepPart]], duration_s: float, copies_s: float, *, waited_for_copies: bool
     ) -> None:
-        """Report a step and its copies to the price; add its time, by share, to recomputations, and log ended ones."""
+        """Report a step and its copies to the price; add its time, by share, to recomputations, and log ended ones.
+
+        Recomputations that were evicted again, or whose prompt has changed, are dropped without a duration.
+        """
         computed = [part for _, part in parts]
         compute_s = duration_s
         if self.price is not None:
@@ -139,7 +145,10 @@ class HostCosts:
                 known.entry.log.on_restored(known.entry.index, known.observed_s)
 
     def on_copied(self, num_out: int, out_s: float, num_in: int, in_s: float) -> None:
-        """Divide the seconds of the oldest copies sent, which have ended, among the records that these belong to."""
+        """Add the seconds of the oldest copies sent, which have ended, to the records that these belong to, by share.
+
+        Reports the numbers and seconds to the price, too.
+        """
         for entry, seconds in self._out.pop_ended(num_out, out_s):
             entry.log.on_saves_ended(entry.index, seconds)
         for entry, seconds in self._in.pop_ended(num_in, in_s):

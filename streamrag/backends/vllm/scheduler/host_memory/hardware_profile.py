@@ -41,7 +41,10 @@ def _assume_model_shape(facts: EngineFacts, config: "VllmConfig") -> ModelShape:
 
 
 def _find_profile(options: SchedulerOptions, config: "VllmConfig", block_bytes: int) -> StepProfile:
-    """Return the profile that the options name, or raise if it does not fit; without a name, one from data sheets."""
+    """Return the profile that the options name or, without a name, one from data sheets.
+
+    Raises ConfigurationError if the named one does not exist or, except for simulated engines, does not fit.
+    """
     facts = engine_facts(config)
     if options.profile is None:
         return default_profile(

@@ -74,7 +74,7 @@ class HostMemory:
         return self.choice.evict(typical, typical, self._now_s).choice == "swap"
 
     def on_release(self, request: StreamRequest) -> None:
-        """Track the blocks that a victim is about to lose, so that they are saved before they are overwritten."""
+        """Track the full blocks that a victim is about to lose, so that they are saved before they are overwritten."""
         blocks = self._group.req_to_blocks.get(request.request_id, ())
         num_blocks = min(self._num_full_blocks(request), len(blocks))
         for index in range(num_blocks):
@@ -83,7 +83,10 @@ class HostMemory:
             request.released_blocks.add(block_id)
 
     def on_chunk(self, request: StreamRequest, num_computed: int, num_shared: int) -> None:
-        """Release KV that a new prompt lacks: `num_computed` tokens were computed, `num_shared` are unchanged."""
+        """Release KV in host memory that a new prompt lacks, and report to the costs how much KV stays valid.
+
+        `num_computed` tokens were computed, and the first `num_shared` are unchanged.
+        """
         if num_computed:
             self.costs.on_chunk(num_computed, min(num_computed, num_shared))
         if self.pool.keys_of(request.request_id):
@@ -106,7 +109,10 @@ class HostMemory:
             self.costs.on_step_end(list(parts_of(step)), duration_s, copies_s, waited_for_copies=waited_for_copies)
 
     def on_failed_loads(self, block_ids: set[int]) -> Suspects:
-        """Drop and return the KV that is wrong, in later steps too, because loads of the last ended step failed."""
+        """Return the KV that is wrong, in later steps too, because these loads of the last ended step failed.
+
+        Drops the KV of these loads from host memory, and saves none of the wrong blocks.
+        """
         wrong = self._in_flight.suspects_if_failed(block_ids)
         self.num_failed += len(wrong.keys)
         self.costs.on_failed_copies()
@@ -143,7 +149,8 @@ class HostMemory:
     def commit(self, request: StreamRequest, match: Match | None, num_tokens: int) -> None:
         """Record that a request was admitted to this step and loads `num_tokens` tokens of the match.
 
-        Pins the match's blocks in host memory and schedules their loads. Without a match, only the number is recorded.
+        Logs the restore, pins the blocks to load in host memory and schedules their loads. Without a match, only the
+        number is recorded.
         """
         request.num_loaded_tokens = num_tokens
         if match is None:
@@ -201,7 +208,11 @@ class HostMemory:
     def _saves(
         self, step: SchedulerOutput, uncertain: set[int], num_saved_of: Counter[StreamRequest]
     ) -> Iterator[tuple[int, int]]:
-        """Yield (block, slot) of wanted released blocks that the step overwrites, but no uncertain ones; count them."""
+        """Yield (block, slot) of released blocks that the step overwrites, and track these blocks no more.
+
+        Skips blocks that are uncertain, not wanted, already in host memory, or without a free slot. Adds the number of
+        yielded blocks of each request to `num_saved_of`.
+        """
         for block_id in _blocks_in(step):
             released = self._released.get(block_id)
             if released is None:
@@ -227,7 +238,10 @@ class HostMemory:
         return index < len(request.block_hashes) and request.block_hashes[index] == released.key
 
     def _write_through(self, uncertain: set[int]) -> Iterator[tuple[int, int]]:
-        """Yield (block, slot) for blocks that partial prompts hold, oldest first, as many as there is time to copy."""
+        """Yield (block, slot) for full blocks that partial prompts hold, oldest first, while there is time and a slot.
+
+        Stops at an uncertain block. Prompts with prefix hits in this step wait for the next one.
+        """
         pool = self._block_pool
         num_left = self.choice.num_to_write_through(pool.get_num_free_blocks() / pool.num_gpu_blocks)
         for request_id, request in list(self._unwritten.items()):

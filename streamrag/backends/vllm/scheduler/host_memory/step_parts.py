@@ -8,7 +8,7 @@ from streamrag.engine.costs.step_profiles import StepPart
 
 
 def parts_of(step: SchedulerOutput) -> Iterator[tuple[str, StepPart]]:
-    """Yield (request id, part) for each request of a step, in vLLM's order: new requests first."""
+    """Yield (request id, (tokens that the step computes, tokens before them)) in vLLM's order: new requests first."""
     counts = step.num_scheduled_tokens
     for new in step.scheduled_new_reqs:
         yield new.req_id, (counts[new.req_id], new.num_computed_tokens)

@@ -68,8 +68,9 @@ class Evictions:
         request.log.on_loss(request.num_computed_tokens, comparison, self.clock.monotonic())
 
     def on_failed_loads(self, block_ids: set[int]) -> set[str]:
-        """Restart the requests that hold KV of failed loads, including idle streams. Return their ids.
+        """Restart the unfinished requests that hold KV of failed loads, or have computed from it; return their ids.
 
+        Idle streams are included. The wrong KV is dropped from host memory and the prefix cache, too.
         vLLM's own method checks only running requests, and relies on their order to recompute a shared block before
         others read it.
         """

@@ -70,7 +70,10 @@ class LaterHits:
         return max(num_blocks - num_held, 0) + sum(block.ref_cnt == 0 for block in found)
 
     def take(self, request: StreamRequest, found: Sequence[KVCacheBlock]) -> None:
-        """Put `found` after the full blocks of `request`, which runs next. Nothing was allocated after the lookup."""
+        """Put `found` after the full blocks of `request`, as computed, and give back the block that is not full.
+
+        `request` must run next, and nothing may have been allocated since `find`.
+        """
         start = request.num_computed_tokens // self._block_size
         self._pool.touch(found)
         blocks = self._group.req_to_blocks[request.request_id]

@@ -92,7 +92,8 @@ class KvMemory:
         return bool(hashes) and self._manager.block_pool.get_cached_block(hashes[0], [0]) is not None
 
     def _hit(self, view: RequestView) -> "_Hit":
-        """Return what the caches have for a request without KV, looked up once per step. Corrects `num_kept_tokens`."""
+        """Return what the caches have for a request without KV, looked up once per step. Lowers `num_kept_tokens` if
+        host memory has dropped blocks."""
         if view.request_id not in self._hits:
             request = self._requests[view.request_id]
             blocks, num_local, _ = self._manager.get_computed_blocks(request)
@@ -114,7 +115,8 @@ class KvMemory:
         return (request.num_computed_tokens // self.smallest_block_size + len(found)) * self.smallest_block_size
 
     def _find_later_hits(self, request: RequestView) -> Sequence[KVCacheBlock]:
-        """Return cached blocks after the request's own, looked up once per step; none with output, or without room."""
+        """Return cached blocks after the request's own, looked up once per step; none for a request that has output, or
+        that runs and would have to wait for memory to take them."""
         if self.later_hits is None or request.has_output:
             return ()
         if request.request_id not in self._found:
@@ -149,7 +151,10 @@ class KvMemory:
         return vllm_request.block_hashes[index] if is_full else None
 
     def num_blocks_needed(self, request: RequestView, num_tokens: int) -> int:
-        """Return how many blocks must be free to compute `num_tokens` more; to be admitted, the whole prompt's."""
+        """Return how many blocks must be free for a request to compute `num_tokens` more.
+
+        If the request must be admitted, they include vLLM's watermark, and the whole prompt if vLLM reserves for that.
+        """
         vllm_request = self._requests[request.request_id]
         if found := self._found.get(request.request_id):
             return self._num_needed_with(vllm_request, found, self.num_present_tokens(request) + num_tokens)
@@ -173,7 +178,10 @@ class KvMemory:
         return num_needed + self._manager.watermark_blocks
 
     def _num_to_allocate(self, request: StreamRequest, hit: "_Hit", num_tokens: int, *, is_whole: bool) -> int:
-        """Return how many free blocks vLLM takes until a request with this hit has `num_tokens` tokens."""
+        """Return how many free blocks vLLM takes until a request with this hit has `num_tokens` tokens.
+
+        With `is_whole`, vLLM caps the number for sliding windows, as at admission.
+        """
         num_tokens = min(num_tokens, self._scheduler.max_model_len)
         return self._manager.coordinator.get_num_blocks_to_allocate(
             request_id=request.request_id,

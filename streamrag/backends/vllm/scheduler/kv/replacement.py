@@ -18,9 +18,9 @@ from streamrag.core import common_prefix_len
 
 
 def replace_prompt(scheduler: Scheduler, request: StreamRequest, num_kept: int, new: Request) -> int:
-    """Set the prompt of `request` to its first `num_kept` tokens, then those of `new`. Return the LCP of old and new.
+    """Set the prompt of `request` to its first `num_kept` tokens, then those of `new`. Return the length of the LCP.
 
-    The request must have no output. The output of its steps in flight is dropped.
+    Frees the KV after the LCP. The request must have no output; the output of its steps in flight is dropped.
     """
     assert request.num_output_tokens == 0
     assert request.num_output_placeholders == 0
@@ -57,8 +57,9 @@ def drop_output_in_flight(request: StreamRequest) -> None:
 def truncate_kv(scheduler: Scheduler, request: StreamRequest, num_valid: int) -> int:
     """Free the KV after the first `num_valid` tokens. Return the number of tokens whose KV is left.
 
-    This is less than `num_valid` where a full block is shared through the prefix cache, and must not be written again.
-    For models without plain full attention it is 0, and prefix hits restore the KV.
+    The number is less than `num_valid` where a full block is shared through the prefix cache, and must not be written
+    again. For models without plain full attention it is 0, and prefix hits restore the KV. The caller sets the number
+    as `num_computed_tokens`.
     """
     manager = scheduler.kv_cache_manager
     if num_valid >= request.num_computed_tokens:
