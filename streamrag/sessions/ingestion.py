@@ -185,15 +185,18 @@ class Ingestion:
 
     async def _run(self, on_version: Callable[[], None], batch_interval_s: float) -> None:
         """Compute the data, set `ready`, announce the version, and go on with the next batch, until cancelled. If the
-        engine fails, do the same, but `RETRY_S` later compute again, with the next batch if there is one."""
+        engine fails, do the same, but `RETRY_S` later compute again, with the next batch if there is one; a version is
+        announced once, after its first attempt."""
         snapshot, has_slid = self.ready, False
+        announced: Snapshot | None = None
         next_s = 0.0
         try:
             while True:
                 is_computed = await self._compute(snapshot, has_slid)
-                self.ready = snapshot
-                on_version()
-                self._news.wake()
+                if snapshot is not announced:
+                    self.ready = announced = snapshot
+                    on_version()
+                    self._news.wake()
                 await self._close_streams(num_kept=int(is_computed))
                 if not is_computed:
                     await asyncio.sleep(RETRY_S)
