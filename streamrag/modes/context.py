@@ -1,6 +1,6 @@
 """The modes in which a context follows its retriever."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Literal, Self, TypeAlias
 
 from streamrag.core import Append, Chunk, Update
@@ -72,7 +72,7 @@ class AppendMode:
 
     def fold(self, chunks: tuple[Chunk, ...], event: Append | Update) -> tuple[Chunk, ...]:
         """Return `chunks`, and behind them the event's first chunk of each new `passage_key`."""
-        known = chunks if isinstance(chunks, Context) else Context(chunks)
+        known: Container[object] = chunks if isinstance(chunks, Context) else Context(chunks)
         first: dict[PassageKey, Chunk] = {}
         for chunk in event.chunks if isinstance(event, Update) else (event.chunk,):
             first.setdefault(passage_key(chunk), chunk)
