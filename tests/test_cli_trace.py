@@ -98,6 +98,14 @@ def test_recording_nothing_is_an_error(tmp_path: Path, capsys: pytest.CaptureFix
     assert "none cannot be read" in " ".join(capsys.readouterr().err.split())
 
 
+def test_questions_are_not_read_from_a_closed_standard_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["record", "--questions", "-", "--output", str(tmp_path / "x.jsonl"), "--url", "http://x"]) == 1
+    assert "--questions - cannot be read: the standard input is closed" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("site")
 def test_questions_may_begin_with_a_byte_order_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     questions, output = tmp_path / "questions.txt", tmp_path / "trace.jsonl"

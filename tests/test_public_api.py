@@ -67,6 +67,12 @@ def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
             assert value.__doc__, f"{name}.{public} has no docstring"
 
 
+def test_the_reference_has_every_public_name() -> None:
+    headings = set(re.findall(r"^## (\w+)$", "".join(p.read_text() for p in (ROOT / "docs/api").glob("*.md")), re.M))
+    named = {public for name in MODULES for public in importlib.import_module(name).__all__}
+    assert named - headings - {"__version__"} == set()
+
+
 @pytest.mark.parametrize("name", [name for name in MODULES if hasattr(importlib.import_module(name), "_HOMES")])
 def test_names_that_load_their_modules_are_known_to_type_checkers(name: str) -> None:
     module = importlib.import_module(name)

@@ -10,7 +10,7 @@ Haystack's `pipeline.close()` stops what the components have started.
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, closing
+from contextlib import AsyncExitStack, aclosing, closing
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -232,10 +232,11 @@ class HaystackSource:
             raise
 
     async def aclose(self) -> None:
-        """Close the retriever and the rankers, if they have a `close`."""
+        """Close the retriever, then the rankers, if they have a `close`; the last error is raised after all of them."""
         self.is_started = False
-        for part in (self._retriever, *self._rankers):
-            await self._call(part, "close")
+        async with AsyncExitStack() as closers:
+            for part in (*reversed(self._rankers), self._retriever):
+                closers.push_async_callback(self._call, part, "close")
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield an `Update` after each stage that changes the chunks, and a `Skipped` for a document without text."""

@@ -139,7 +139,7 @@ async def _stock_sessions(client: Client, arriving: Arriving, num_output_tokens:
 
 
 async def _streaming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
-    """Open a stream with the first piece, append or update with the others, then yield the answer's tokens."""
+    """Open a stream with the first piece but its hint, append or update with the others; yield the answer's tokens."""
     pieces = aiter(arriving)
     first = await anext(pieces)
     opened = client.stream(arriving.query.query_id, first.token_ids, num_output_tokens, is_complete=first.is_complete)

@@ -97,7 +97,10 @@ class CellStore:
 
     def write(self, result: CellResult) -> Path:
         """Write a result atomically, and return its `path`. Raises ConfigurationError if the file cannot be written."""
-        self.cells.mkdir(parents=True, exist_ok=True)
+        try:
+            self.cells.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"{self.cells} cannot be created: {error.strerror or error}") from error
         path = self.path(result.settings, with_steps=bool(result.steps))
         values = asdict(result)
         header = {

@@ -171,7 +171,7 @@ def _cut(query: TracedQuery, budget: int) -> TracedQuery:
             events.append(event)
         elif fitting and isinstance(event, TracedUpdate):
             events.append(replace(event, chunks=tuple(fitting)))
-        if fitting:  # an update without a chunk that fits leaves the context unchanged
+        if fitting or not chunks:  # an update whose chunks are all too large leaves the context unchanged
             room = num_left
     return replace(query, events=tuple(events))
 
@@ -257,7 +257,9 @@ class Arriving:
         self._arrival_s = start_s + query.arrival_s
 
     async def __aiter__(self) -> AsyncIterator[PromptChange]:
-        """Yield the pieces when they are due; moments without tokens are skipped. Sets `end_s` before the last."""
+        """Yield the pieces when they are due; sets `end_s` before the last. Moments without tokens yield none: after an
+        empty update, the next piece replaces the prompt."""
+        is_append = True
         for at_s, event, is_end in moments_of(self.query):
             delay_s = self._arrival_s + at_s - asyncio.get_running_loop().time()
             if delay_s > 0:
@@ -268,6 +270,7 @@ class Arriving:
             if is_end:
                 token_ids += self._tokens.of_tail(self.query)
                 self.end_s = asyncio.get_running_loop().time()
+            is_append = is_append and (event is None or isinstance(event, TracedAppend))
             if token_ids:
-                is_append = event is None or isinstance(event, TracedAppend)
                 yield PromptChange(token_ids, is_append, is_end, event.hint if event else None)
+                is_append = True

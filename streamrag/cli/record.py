@@ -85,6 +85,8 @@ def _questions_in(file: str | None) -> list[str]:
     if file is None:
         return []
     try:
+        if file == "-" and sys.stdin is None:
+            raise ValueError("the standard input is closed")
         content = sys.stdin.buffer.read(MAX_SMALL_FILE_BYTES + 1) if file == "-" else read_bytes(file)
         if len(content) > MAX_SMALL_FILE_BYTES:
             raise ValueError(f"it has more than {MAX_SMALL_FILE_BYTES >> 20} MiB")

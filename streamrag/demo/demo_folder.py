@@ -5,20 +5,21 @@ folder/index        a vector index of the documentation
 folder/model        SmolLM2, see `make_demo_model`, or a tiny Llama with random weights
 """
 
-import hashlib
 import importlib.util
 import json
 import re
 import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from streamrag.demo.smollm2 import INSTALL, PACKAGE, make_demo_model
+from streamrag.demo.smollm2 import GGUF_SHA256, INSTALL, PACKAGE, TAUGHT, make_demo_model
 from streamrag.demo.tiny_llama import make_tiny_llama
 from streamrag.errors import MissingDependencyError, install_line
 from streamrag.modes import PromptTemplate
 from streamrag.sources.index.build import build_index
+from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
 
 DOCS = (Path(__file__).parents[2] / "docs", Path(__file__).parents[1] / "docs")
 """The documentation in a checkout and in a wheel."""
@@ -138,7 +139,8 @@ def prepare_demo(
     """
     docs = docs_folder()
     texts = [path.read_text() for path in written_pages(docs)]
-    fingerprint = hashlib.sha256("\0".join([*texts, json.dumps([TINY, model, PASSAGE_WORDS])]).encode()).hexdigest()
+    made_from = [TINY, model, PASSAGE_WORDS, DEFAULT_EMBEDDER, GGUF_SHA256, sha256(TAUGHT.read_bytes()).hexdigest()]
+    fingerprint = sha256("\0".join([*texts, json.dumps(made_from)]).encode()).hexdigest()
     stamp = folder / "made-from"
     if stamp.exists() and stamp.read_text() == fingerprint:
         return False

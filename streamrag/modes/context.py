@@ -1,35 +1,38 @@
 """The modes in which a context follows its retriever."""
 
-from collections.abc import Iterable
-from typing import Literal, Self
+from collections.abc import Container, Iterable
+from typing import Literal, Self, TypeAlias
 
 from streamrag.core import Append, Chunk, Update
 from streamrag.support.validation import validated
 
+PassageKey: TypeAlias = tuple[str, int, str]
+
 
 class Context(tuple[Chunk, ...]):
-    """A tuple of chunks with a membership test in constant time."""
+    """A tuple of chunks with a membership test in constant time, of a chunk or of its `passage_key`."""
 
-    _places: dict[Chunk, int]
-    """The place of each chunk. Shared with the shorter contexts from which this one has grown."""
+    _places: dict[Chunk | PassageKey, int]
+    """The place of each chunk and of its key. Shared with the shorter contexts from which this one has grown."""
 
     def __new__(cls, chunks: Iterable[Chunk] = ()) -> Self:
         self = super().__new__(cls, chunks)
-        self._places = {chunk: place for place, chunk in enumerate(self)}
+        self._places = {key: place for place, chunk in enumerate(self) for key in (chunk, passage_key(chunk))}
         return self
 
-    def __contains__(self, chunk: object) -> bool:
-        return self._places.get(chunk, len(self)) < len(self)  # type: ignore[call-overload, no-any-return]
+    def __contains__(self, key: object) -> bool:
+        return self._places.get(key, len(self)) < len(self)  # type: ignore[call-overload, no-any-return]
 
     def with_chunks(self, chunks: tuple[Chunk, ...]) -> "Context":
         """Return the context of these chunks: `self` if unchanged; if one was appended, without hashing the others."""
         if chunks is self:
             return self
-        if not chunks or chunks[:-1] != self or len(self._places) != len(self):
+        if not chunks or chunks[:-1] != self or len(self._places) != 2 * len(self):
             return Context(chunks)
         grown = tuple.__new__(Context, chunks)
         grown._places = self._places
-        grown._places.setdefault(chunks[-1], len(self))
+        for key in (chunks[-1], passage_key(chunks[-1])):
+            grown._places.setdefault(key, len(self))
         return grown
 
 
@@ -62,29 +65,29 @@ class UpdateMode:
 class AppendMode:
     """The context only grows: an `Update` adds its new chunks, in their order.
 
-    A passage that comes again with another score, as from a reranker, is not new. Prefilled tokens are never
+    A passage that comes again with another title or score, as from a reranker, is not new. Prefilled tokens are never
     invalidated. The price with a refining search: passages that are not in its final result stay in the prompt, in the
     order of discovery instead of rank.
     """
 
     def fold(self, chunks: tuple[Chunk, ...], event: Append | Update) -> tuple[Chunk, ...]:
-        """Return `chunks` and the event's new ones behind them; those of an update need a new `passage_key`, too."""
-        unique = dict.fromkeys(event.chunks if isinstance(event, Update) else (event.chunk,))
-        new = [chunk for chunk in unique if chunk not in chunks]
-        if new and isinstance(event, Update):
-            first = {passage_key(chunk): chunk for chunk in (*reversed(new), *chunks)}
-            new = [chunk for chunk in new if first[passage_key(chunk)] is chunk]
+        """Return `chunks`, and behind them the event's first chunk of each new `passage_key`."""
+        known: Container[object] = chunks if isinstance(chunks, Context) else Context(chunks)
+        first: dict[PassageKey, Chunk] = {}
+        for chunk in event.chunks if isinstance(event, Update) else (event.chunk,):
+            first.setdefault(passage_key(chunk), chunk)
+        new = [chunk for key, chunk in first.items() if key not in known]
         return (*chunks, *new) if new else chunks
 
 
 def _in_old_order(chunks: tuple[Chunk, ...], ranked: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
     """Return `ranked` in another order: first passages that are in `chunks`, ordered as there, then the others."""
-    place_of: dict[tuple[str, int, str], int] = {}
+    place_of: dict[PassageKey, int] = {}
     for place, chunk in enumerate(chunks):
         place_of.setdefault(passage_key(chunk), place)
     return tuple(sorted(ranked, key=lambda chunk: place_of.get(passage_key(chunk), len(chunks))))
 
 
-def passage_key(chunk: Chunk) -> tuple[str, int, str]:
+def passage_key(chunk: Chunk) -> PassageKey:
     """Return what identifies a passage, whatever its title and score."""
     return chunk.uri, chunk.passage, chunk.text

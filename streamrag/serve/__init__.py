@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from streamrag.serve.ray_app import ray_application as ray_application
     from streamrag.serve.service import Service as Service
 
-_MODULES = {
+_HOMES = {
     "Limits": "streamrag.serve.limits",
     "Live": "streamrag.serve.observe.live",
     "Metrics": "streamrag.serve.observe.metrics",
@@ -37,7 +37,7 @@ _MODULES = {
     "to_otlp": "streamrag.serve.observe.tracing",
 }
 
-__all__ = list(_MODULES)
+__all__ = [*sorted(_HOMES)]
 
 if not TYPE_CHECKING:
-    __getattr__ = attributes(__name__, _MODULES)
+    __getattr__ = attributes(__name__, _HOMES)

@@ -110,5 +110,6 @@ class EngineWatch:
                 self.restarting = ""
                 log.warning("the engine was restarted")
                 return True
+        self.restarting = ""
         log.error("the engine died and will not be restarted: %s", error)
         return False

@@ -184,17 +184,19 @@ class Ingestion:
             await cancel_and_wait([self._task])
 
     async def _run(self, on_version: Callable[[], None], batch_interval_s: float) -> None:
-        """Compute the data, set `ready`, announce the version, and go on with the next batch, at most one in each
+        """Compute the data, set `ready`, announce the version once, and go on with the next batch, at most one in each
         `batch_interval_s`, until cancelled. If the engine gives up the stream, do the same, but close it, and compute
         again `RETRY_S` later, with the next batch if there is one. At the end close all streams."""
         snapshot, has_slid = self.ready, False
+        announced: Snapshot | None = None
         next_s = 0.0
         try:
             while True:
                 is_computed = await self._compute(snapshot, has_slid)
-                self.ready = snapshot
-                on_version()
-                self._news.wake()
+                if snapshot is not announced:
+                    self.ready = announced = snapshot
+                    on_version()
+                    self._news.wake()
                 await self._close_streams(num_kept=int(is_computed))
                 if not is_computed:
                     await asyncio.sleep(RETRY_S)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from streamrag.errors import BackendError, DeadlineExceededError, PipelineClosedError
@@ -36,9 +35,10 @@ class SessionTasks:
     async def aclose(self) -> None:
         """Cancel all tasks, which then raise PipelineClosedError, as later ones do, and wait until they have ended."""
         self._is_closed = True
-        with suppress(asyncio.CancelledError):  # a task must have started to raise the right error
-            await asyncio.sleep(0)
-        await cancel_and_wait(list(self._tasks))
+        try:
+            await asyncio.sleep(0)  # a task must have started to raise the right error
+        finally:
+            await cancel_and_wait(list(self._tasks))
 
     def _forget(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)

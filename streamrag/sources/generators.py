@@ -22,7 +22,7 @@ from streamrag.support.messages import type_name
 _BEGIN, _END = object(), object()
 
 MAX_GENERATORS = 1_000
-"""Concurrent generators in threads. A generator has a thread until it ends, even while nobody reads it."""
+"""Concurrent generators in threads. A generator has a thread until it ends, even while it is not read."""
 
 
 def from_passages(find: Callable[[str], AsyncIterable[Any] | Iterable[Any]], *, name: str = "") -> "GeneratorSource":

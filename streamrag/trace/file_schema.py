@@ -139,7 +139,7 @@ def decode(line: bytes) -> TraceLine:
     if fields.get("format") == "streamrag-trace" and version not in (None, VERSION):
         raise TraceError(
             f"it has version {str(version)[:40]} of the format, and this streamrag reads version "
-            f"{VERSION}: read it with the streamrag that wrote it, or a newer one"
+            f"{VERSION} only: read it with the streamrag that wrote it"
         )
     try:
         return (_HEADER if "format" in fields else _OTHERS).decode_values(fields)

@@ -40,7 +40,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     program, are left out with a note in `provenance["notes"]`. `provenance` is that of the first session, with
     "tokenizer", "text" and "num_sessions".
 
-    :raises TraceError: the file is not a trace, is damaged, or has a newer version; the message names the line.
+    :raises TraceError: the file is not a trace, is damaged, or has another version; the message names the line.
     :raises MissingDependencyError: it is a .zst file, but zstandard is not installed.
     """
     path = Path(path)

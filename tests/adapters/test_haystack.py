@@ -319,6 +319,26 @@ async def test_components_are_warmed_up_and_closed_with_the_source() -> None:
     assert plain.calls == ["warm_up", "close"]
 
 
+async def test_a_component_that_cannot_be_closed_keeps_no_other_open() -> None:
+    class Broken(Plain):
+        def close(self) -> None:
+            super().close()
+            raise OSError("it does not close")
+
+    class Lasting(Reversed):
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def close(self) -> None:
+            self.calls.append("close")
+
+    parts = Broken("Oslo"), Lasting(), Lasting()
+    source = HaystackSource(parts[0], rankers=parts[1:])
+    with pytest.raises(OSError, match="it does not close"):
+        await source.aclose()
+    assert [part.calls for part in parts] == [["close"]] * 3
+
+
 async def test_cancelling_reaches_every_member() -> None:
     members = {"one": Held("Oslo"), "two": Held("Rome")}
     async with Pipeline(HaystackSource(MultiRetriever(retrievers=members)), ScriptedBackend()) as pipeline:

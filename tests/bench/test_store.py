@@ -53,6 +53,12 @@ def test_a_folder_holds_one_clock(tmp_path: Path) -> None:
         list(store.read_all())
 
 
+def test_a_folder_that_cannot_be_created_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "cells").touch()
+    with pytest.raises(ConfigurationError, match="cells cannot be created: File exists"):
+        CellStore(tmp_path).write(made_result(settings()))
+
+
 def test_an_empty_folder_is_explained(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="holds no results"):
         list(CellStore(tmp_path / "none").read_all())

@@ -1,6 +1,7 @@
 import asyncio
 import random
 import statistics
+from dataclasses import replace
 from itertools import groupby, pairwise
 
 import pytest
@@ -21,7 +22,7 @@ from streamrag.bench.workload import (
 from streamrag.core import Hint
 from streamrag.errors import ConfigurationError
 from streamrag.trace.statistics import contexts
-from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
+from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery, TracedUpdate
 
 
 def pieces_of(query: TracedQuery) -> tuple[list[tuple[float, PromptChange]], float | None]:
@@ -161,6 +162,20 @@ def test_contexts_keep_to_the_model_s_length_as_those_of_a_pipeline_do() -> None
     assert longest_prompt(load.queries) == 1_000 + NUM_TAIL_TOKENS
     pieces, _ = pieces_of(load.queries[3])
     assert [(len(piece.token_ids), piece.is_complete) for _, piece in pieces] == [(NUM_TAIL_TOKENS, True)]
+
+
+def test_an_empty_update_empties_the_context() -> None:
+    chunks = TracedAppend(0.1, TracedChunk("a", 600)), TracedUpdate(0.2, ()), TracedAppend(0.3, TracedChunk("b", 700))
+    query = TracedQuery("q", 0.0, "", chunks, end_s=0.3)
+    load = fit_contexts(settings(max_context_tokens=1_000), [query], None)
+    assert (load.queries, load.num_cut) == ((query,), 0)
+    pieces, _ = pieces_of(query)
+    assert [(len(piece.token_ids), piece.is_append, piece.is_complete) for _, piece in pieces] == [
+        (600, True, False),
+        (700 + NUM_TAIL_TOKENS, False, True),
+    ]
+    pieces, _ = pieces_of(replace(query, events=chunks[:2]))
+    assert [(len(piece.token_ids), piece.is_append) for _, piece in pieces] == [(600, True), (NUM_TAIL_TOKENS, False)]
 
 
 def test_a_pipeline_leaves_out_the_same_chunks() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from streamrag import Append, AppendMode, Chunk, ConfigurationError, Pipeline, Update, UpdateMode
 from streamrag.core import Mode
-from streamrag.modes.context import Context
+from streamrag.modes.context import Context, passage_key
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
 A, B, C = (Chunk(text, f"{text}.md") for text in "abc")
@@ -57,6 +57,9 @@ def test_append_mode_keeps_a_passage_that_comes_again_with_another_score() -> No
     assert mode.fold((scored,), Update((A,))) == (scored,)
     assert mode.fold((scored,), Update((better, replace(B, score=0.5)))) == (scored, replace(B, score=0.5))
     assert mode.fold((), Update((better, scored))) == (better,)
+    for chunks in ((scored, B), Context((scored, B)), Context((scored,)).with_chunks((scored, B))):
+        assert mode.fold(chunks, Append(better)) == (scored, B)
+        assert mode.fold(chunks, Append(C)) == (scored, B, C)
 
 
 def test_no_chunk_is_in_a_context_twice() -> None:
@@ -79,12 +82,19 @@ class Shuffling:
 
 
 chunks_of_few = st.sampled_from([Chunk(text, "a.md") for text in "abcde"])
-events = chunks_of_few.map(Append) | st.lists(chunks_of_few, max_size=4).map(lambda chunks: Update(tuple(chunks)))
+scored_chunks = st.builds(replace, chunks_of_few, score=st.sampled_from([None, 0.5]))
+
+
+def events_of(chunks: st.SearchStrategy[Chunk]) -> st.SearchStrategy[Append | Update]:
+    return chunks.map(Append) | st.lists(chunks, max_size=4).map(lambda chunks: Update(tuple(chunks)))
+
+
+events = events_of(chunks_of_few)
 
 
 @given(
     mode=st.sampled_from([AppendMode(), UpdateMode(), UpdateMode("stable"), Shuffling()]),
-    events=st.lists(events, max_size=12),
+    events=st.lists(events_of(scored_chunks), max_size=12),
 )
 def test_a_context_knows_what_it_holds_whatever_a_mode_makes_of_it(mode: Mode, events: list[Append | Update]) -> None:
     contexts, plain = [Context()], tuple[Chunk, ...]()
@@ -95,7 +105,12 @@ def test_a_context_knows_what_it_holds_whatever_a_mode_makes_of_it(mode: Mode, e
         assert contexts[-1] == plain
         for context in contexts:  # earlier ones too: a mode may have kept them
             held = tuple(context)
-            assert all((chunk in context) == (chunk in held) for chunk in (Chunk(text, "a.md") for text in "abcdef"))
+            keys = {passage_key(chunk) for chunk in held}
+            for chunk in (Chunk(text, "a.md", score=score) for text in "abcdef" for score in (None, 0.5)):
+                assert (chunk in context) == (chunk in held)
+                assert (passage_key(chunk) in context) == (passage_key(chunk) in keys)
+        if isinstance(mode, AppendMode):
+            assert len({passage_key(chunk) for chunk in plain}) == len(plain)
 
 
 @given(events=st.lists(events, max_size=12))

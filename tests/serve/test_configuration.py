@@ -70,6 +70,17 @@ def test_all_that_is_wrong_is_said_at_once_each_with_its_place(tmp_path: Path) -
         _ = load(file, environment, {}).settings
 
 
+def test_an_option_or_a_default_of_no_section_is_wrong_too() -> None:
+    loaded = load(None, {}, {"limit.max_queries": "5", "port": "80"}, defaults={"sorce.k": 3})
+    assert [str(problem) for problem in loaded.problems] == [
+        "default sorce.k: there is no section [sorce]. Did you mean source?",
+        "option --limit.max_queries: there is no section [limit]. Did you mean limits?",
+        "option --port: there is no section [port]. Did you mean prompt?",
+    ]
+    with pytest.raises(ConfigurationError, match=r"no section \[limit\]"):
+        _ = loaded.settings
+
+
 def test_what_is_right_in_a_section_stands_though_something_else_is_wrong(tmp_path: Path) -> None:
     loaded = load(file_of(tmp_path, "[server]\nhost = '0.0.0.0'\nport = 'http'\n"), {}, {})
     assert loaded.sections["server"].host == "0.0.0.0"  # type: ignore[attr-defined]

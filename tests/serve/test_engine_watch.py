@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from streamrag.errors import EngineDeadError
+from streamrag.core import Progress
+from streamrag.errors import BackendError, EngineDeadError
 from streamrag.serve.engine_watch import EngineWatch, RestartBudget
 from streamrag.testing import ScriptedBackend
 from tests.serve.serving import serving
@@ -47,6 +48,24 @@ async def test_an_engine_whose_health_check_fails_is_taken_for_dead_and_started_
     assert [str(error) for error in deaths] == ["its health check failed: 'no such engine'"] * 2
     assert (watch.num_restarts, backend.is_started) == (1, True)
     assert "KeyError" in caplog.text
+
+
+async def test_an_engine_that_was_given_up_is_no_longer_being_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Confused):
+        async def start(self, progress: Progress) -> None:
+            if self.num_requests:
+                raise BackendError("no memory")
+            await super().start(progress)
+
+    monkeypatch.setattr("streamrag.serve.engine_watch.CHECK_S", 0)
+    monkeypatch.setattr("streamrag.serve.engine_watch.FIRST_BACKOFF_S", 0)
+    async with serving(backend=Broken(), on_engine_death="restart", max_restarts=2) as served:
+        served.service.backend.num_requests = 1  # type: ignore[attr-defined]
+        async with asyncio.timeout(20):
+            await served.service.dead.wait()
+        answer = await served.http.get("/readyz")
+        assert answer.status_code == 503
+        assert "the engine is not running" in answer.text
 
 
 async def test_a_service_whose_engine_cannot_tell_whether_it_lives_is_not_ready() -> None:

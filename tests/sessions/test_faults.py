@@ -23,6 +23,8 @@ from streamrag import (
     ServerError,
 )
 from streamrag.sessions import Session
+from streamrag.sessions.concurrency import ConcurrencyEstimator
+from streamrag.sessions.tasks import SessionTasks
 from streamrag.testing import ScriptedSource
 from tests.sessions.test_session import Engine, lines_of, settled
 
@@ -100,6 +102,19 @@ async def test_a_stream_that_fails_in_whatever_way_is_opened_again(error: BaseEx
         await settled(session)
         await until(lambda: engine.num_requests == 1)
     assert lines_of(engine.asked[-1]) == ["one"]
+
+
+async def test_computing_a_version_again_is_no_new_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[float] = []
+    monkeypatch.setattr(ConcurrencyEstimator, "observe_version", lambda self, at_s: times.append(at_s))
+    engine = Failing(BackendError("x"))
+    async with Session(engine) as session:
+        await session.append("one")
+        await settled(session)
+        await until(lambda: engine.num_failed > 5)
+        await settled(session)
+        assert len(engine.asked) == 1  # the second answer is the first one's
+        assert len(times) == 2  # without data, and with them
 
 
 async def test_a_tokenizer_that_is_away_is_waited_for() -> None:
@@ -253,6 +268,17 @@ async def test_closing_that_is_cancelled_leaves_nothing() -> None:
         assert asyncio.all_tasks() == before
         assert isinstance(waits[0].exception(), PipelineClosedError)
         assert isinstance(waits[-1].exception(), PipelineClosedError)
+
+
+async def test_a_cancellation_while_tasks_are_closed_is_not_lost() -> None:
+    tasks = SessionTasks("session")
+    work = tasks.start(anyio.sleep_forever, "question")
+    closes = asyncio.create_task(tasks.aclose())
+    await asyncio.sleep(0)
+    closes.cancel()
+    await asyncio.wait([closes], timeout=20)
+    assert closes.cancelled()
+    assert isinstance(work.exception(), PipelineClosedError)
 
 
 async def test_a_question_that_had_no_turn_before_the_end_is_told_of_the_end() -> None:

@@ -114,10 +114,11 @@ def test_a_broken_line_is_named(lines: tuple[Any, ...], message: str | None, tmp
         (("a,b\n",), "is not a trace of streamrag: in line 1, it is not JSON"),
         ((QUERY,), 'is not a trace of streamrag: line 1 has no "format"'),
         (({"format": "other"},), "is not a trace of streamrag: in line 1, format: Input should be 'streamrag-trace'"),
-        (({**HEADER, "version": 2},), "it has version 2 of the format, and this streamrag reads version 1"),
+        (({**HEADER, "version": 2},), "it has version 2 of the format, and this streamrag reads version 1 only"),
+        (({**HEADER, "version": 0},), "it has version 0 of the format, and this streamrag reads version 1 only"),
     ],
 )
-def test_other_files_and_newer_versions_are_refused(lines: tuple[Any, ...], message: str, tmp_path: Path) -> None:
+def test_other_files_and_other_versions_are_refused(lines: tuple[Any, ...], message: str, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "trace.jsonl", *lines)
     with pytest.raises(TraceError) as raised:
         read_trace(path)

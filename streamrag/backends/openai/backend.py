@@ -276,7 +276,9 @@ class OpenAIBackend:
                     chunk = answer_chunk(choice, server=self._url, n=params.n)
                     texts[chunk.index] += chunk.text
                     num_ids += len(chunk.token_ids)
-                    ends.pop(chunk.index, None)
+                    if held := ends.pop(chunk.index, None):  # was not the last, although it had a finish_reason
+                        yield replace(held, finish_reason=None)
+                        chunk = replace(chunk, finish_reason=chunk.finish_reason or held.finish_reason)
                     if chunk.finish_reason is not None:
                         ends[chunk.index] = chunk
                     else:

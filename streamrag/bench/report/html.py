@@ -45,12 +45,10 @@ def figure_text(value: float | None) -> str:
 
 def cell(value: Figure | float | None, unit: str = "") -> Cell:
     """Return a cell with a number and its unit, or a dash; for a `Figure`, also its range over seeds, if any."""
-    if not isinstance(value, Figure):
-        text = figure_text(value)
-        return Cell(text if text == "–" else text + unit, is_number=True)
-    low, high = figure_text(value.low), figure_text(value.high)
+    low, high = (figure_text(value.low), figure_text(value.high)) if isinstance(value, Figure) else ("", "")
+    text = figure_text(value.value if isinstance(value, Figure) else value)
     small = f"({low}–{high})" if low != high else ""
-    return Cell(figure_text(value.value) + unit, small, is_number=True)
+    return Cell(text if text == "–" else text + unit, small, is_number=True)
 
 
 def render(**values: Any) -> str:

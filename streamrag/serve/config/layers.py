@@ -101,6 +101,9 @@ def load(
             if section in values:
                 values[section][key] = value
                 loaded.places[section, key] = place
+            else:
+                remedy = _suggested(section, SECTIONS)
+                loaded.problems.append(Problem(place, f"there is no section [{section}]", remedy))
     for section, section_values in values.items():
         loaded.validate(section, section_values)
     return loaded

@@ -48,7 +48,7 @@ class WebSource:
     A disallowed start URL in a list is an error. If a function returned it, it is skipped, and an error is raised only
     if no start URL remains.
 
-    urls: start URLs, or a function from the query to them.
+    urls: start URLs, or a function from the query to them. If it returns none, nothing was found, which is no error.
     max_depth: links to follow from a start URL; 0 for the start URLs only.
     same_host: follow only links to the hosts (and ports) of the start URLs and of their redirect targets.
     max_pages: pages to request in one crawl, usable or not.

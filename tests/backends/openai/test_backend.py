@@ -57,6 +57,14 @@ async def test_an_answer_arrives_in_chunks(server: Server, backend: OpenAIBacken
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("reason", [None, "length"])
+async def test_a_chunk_that_follows_a_final_one_is_part_of_the_answer(
+    server: Server, backend: OpenAIBackend, reason: str | None
+) -> None:
+    server.handlers = [stream(chunk("4", "stop"), chunk("2", reason), "[DONE]")]
+    assert await collect(backend, prompt("Why?")) == [AnswerChunk("4", ()), AnswerChunk("2", (), reason or "stop")]
+
+
 async def test_partial_prompts_are_warmed_with_one_token(server: Server, backend: OpenAIBackend) -> None:
     server.handlers = [reply(chunk("x", "length")), stream(chunk("42", "stop"), "[DONE]")]
     may_complete = asyncio.Event()

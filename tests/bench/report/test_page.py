@@ -1,6 +1,7 @@
 """Reports: what is in them, and that they need nothing else."""
 
 import base64
+import math
 import re
 import sys
 from dataclasses import replace
@@ -183,3 +184,4 @@ def test_figures_have_three_digits(value: float | None, text: str) -> None:
 def test_a_spread_that_does_not_show_is_left_out() -> None:
     assert cell(Figure(1.0, 0.5, 2.0), "x").small == "(0.500–2.00)"
     assert cell(Figure(1.0, 1.0001, 1.0002)).small == ""
+    assert cell(Figure(math.nan, math.nan, math.nan), "x") == cell(math.nan, "x") == cell(None, "x")
