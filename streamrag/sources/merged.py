@@ -78,7 +78,10 @@ class MergedSource:
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield the merged events of all sources. A failed one gives a `Skipped`, and the others continue.
 
+        A fusion waits for four durations of the last one, and has all events that arrived meanwhile.
+
         :raises SourceError: all sources failed.
+        :raises StreamRagError: a source reports a mistake of the program, such as that it is not started.
         """
         queue: _Queue = asyncio.Queue()
         pulls = [asyncio.create_task(_pull(i, each, query, queue)) for i, each in enumerate(self._sources)]
@@ -134,7 +137,10 @@ class _MergedContext:
         return self._next_fusion_s - self._now() if self.running else 0.0
 
     def add(self, number: int, event: Append | Update) -> Append | None:
-        """Add a source's event; return the append to pass on, if all sources only append and its chunk is new."""
+        """Add a source's event. Return the append to pass on, with the merged hint, unless its chunk is known.
+
+        From the first `Update` on, return None, and set `is_changed` for the next fusion.
+        """
         if isinstance(event, Append):
             event = replace(event, chunk=self._unify(event.chunk))
         else:
@@ -162,7 +168,7 @@ class _MergedContext:
         return Update(self._fused, self._hint()) if self._fused != before else None
 
     def _hint(self) -> Hint | None:
-        """Return the sum of expected chunks and the latest end from now; each None if a source does not know."""
+        """Return the running sources' expected chunks and latest end from now, None if any does not know; or None."""
         hints = [(at_s, hint or Hint()) for at_s, hint in self.running.values()]
         chunks = [hint.num_chunks for _, hint in hints if hint.num_chunks is not None]
         ends = [max(hint.end_s - (self._now() - at_s), 0.0) for at_s, hint in hints if hint.end_s is not None]

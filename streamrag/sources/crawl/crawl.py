@@ -57,7 +57,8 @@ class Crawl:
         self._near_duplicates = NearDuplicates()
 
     def begin(self, urls: Iterable[str], *, may_be_unsafe: bool = False) -> Iterator[Skipped]:
-        """Launch visits to start URLs, and to sitemaps if the options ask; yield a Skipped for a URL without a place.
+        """Launch visits to start URLs, and any wanted ones to their hosts' sitemaps; yield a Skipped for a URL without
+        a place.
 
         may_be_unsafe: whether `absorb` will skip a start URL that is not allowed, instead of raising for it.
         """
@@ -118,7 +119,7 @@ class Crawl:
     def _absorb_page(self, visit: _Visit, target: Target) -> SourceEvent:
         """Return the page's event, and launch its links. An error gives a Skipped, or is raised as `absorb` says.
 
-        A disallowed page frees its place for a waiting link.
+        The error of an unreachable start URL is kept for `end`. A disallowed page frees its place for a waiting link.
         """
         if visit.cancelled():
             return Skipped(target.url, f"its host is abandoned: {MAX_COSTLY_PAGES} of its pages exceeded their limits")

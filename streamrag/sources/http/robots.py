@@ -111,9 +111,11 @@ class Robots:
         return rules
 
     async def rules(self, url: str, fetcher: Fetcher) -> Rules:
-        """Return the rules of a URL's host, fetched once for concurrent callers unless known. Raises as `check` does.
+        """Return the rules of a URL's host, allowed or not, fetched once for concurrent callers unless known.
 
-        A host that fails to send rules gives an error for a while: DisallowedError, or one for the lack of a response.
+        For a host that fails to send rules, the error is raised again for a minute: DisallowedError, or one for the
+        lack of a response, which the first time only callers get that were waiting. Other errors of `check` are not
+        remembered.
         """
         origin = origin_of(url)
         entry = self._entries.setdefault(origin, _Entry())
@@ -130,7 +132,7 @@ class Robots:
         raise type(result)(str(result).replace(f"{origin}/robots.txt cannot", f"{url} cannot", 1))
 
     async def _fetch(self, origin: str, fetcher: Fetcher) -> Rules | UnusablePageError | UnreachableError:
-        """Return the fetched rules, which allow everything if robots.txt is missing, or the error to remember.
+        """Return the rules, which allow everything if robots.txt is missing (4xx but 429), or the error to remember.
 
         :raises UnsafeUrlError: the host is at an address that is not allowed.
         :raises OwnLimitError: the crawl ends before the response; this is not remembered, because it is not the host's.

@@ -95,10 +95,12 @@ class Generation:
     ) -> IndexSummary:
         """Write an index of the given passages, publish it at `out`, and return its summary.
 
-        passages: called with the folder being written, where it may keep a temporary file.
-        check: raises if `out` must not be replaced.
-        documents: the origin of the passages, for the error message if there are none.
-        old: the index whose vectors are reused.
+        passages: called with the folder being written, where it may keep a temporary file. check: raises if `out` must
+            not be replaced. documents: the origin of the passages, for the error message if there are none. old: the
+            index whose vectors are reused.
+
+        :raises ConfigurationError: there are no passages.
+        :raises VectorIndexError: a file cannot be written. Finished embeddings stay for the next build.
         """
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +170,7 @@ class Generation:
 
 
 async def _run(pool: WorkerPool, job: dict[str, Any]) -> dict[str, Any]:
-    """Return a worker's answer; raise VectorIndexError for a full disk, and our own error for the worker's."""
+    """Return a worker's answer; VectorIndexError for its OSError or death in the last job, our own error for others."""
     try:
         return await pool.run(job)
     except WorkerJobError as error:

@@ -27,7 +27,7 @@ ScoreDocuments: TypeAlias = Callable[[Sequence[Sequence[str]], Sequence[str]], S
 
 
 def relevant_stems(query: str, stem: Stem) -> Stem:
-    """Return a cached `stem` that leaves words unchanged if they cannot have a stem in common with `query`.
+    """Return `stem`, cached for `MAX_STEMS` words, for words that may have a stem in common with `query`; others stay.
 
     Stemming dominates the cost per word, and a page may have 100,000 distinct words. A stem begins like its word, but
     "y" may become "i" (dying, die).
@@ -110,8 +110,10 @@ def assemble(
 ) -> str:
     """Join `passages` under their innermost headings without repeated long blocks; return "" if too little is new.
 
-    seen: fingerprints of earlier blocks, to which new ones are added. A fingerprint ignores case and punctuation.
-    is_known: whether a block that is not in `seen` is nevertheless a repetition.
+    Too little are only blocks under `MIN_NEWS_CHARS`, if the passages have longer ones.
+
+    seen: fingerprints of earlier blocks, to which all blocks are added. A fingerprint ignores case and punctuation.
+        is_known: whether a block that is not in `seen` is nevertheless a repetition.
     """
     text: list[str] = []
     heading = ""

@@ -171,7 +171,8 @@ class Link:
         settings: dict[str, str],
         timeout_s: float,
     ) -> T:
-        """Return the result of `work` in one transaction with these settings. Translates errors, also for no answer."""
+        """Return the result of `work` in one transaction with these settings. Raises as `run`, also without an answer.
+        """
         try:
             async with asyncio.timeout(self._pool_timeout_s + timeout_s + GRACE_S), pool.connection() as connection:
                 names = ", ".join(["set_config(%s, %s, true)"] * len(settings))
