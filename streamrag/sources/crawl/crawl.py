@@ -57,8 +57,7 @@ class Crawl:
         self._near_duplicates = NearDuplicates()
 
     def begin(self, urls: Iterable[str], *, may_be_unsafe: bool = False) -> Iterator[Skipped]:
-        """Launch visits to start URLs, and any wanted ones to their hosts' sitemaps; yield a Skipped for a URL without
-        a place.
+        """Launch visits to start URLs, and to their hosts' sitemaps if wanted; yield a Skipped for a URL without place.
 
         may_be_unsafe: whether `absorb` will skip a start URL that is not allowed, instead of raising for it.
         """

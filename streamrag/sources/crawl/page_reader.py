@@ -144,8 +144,7 @@ class PageReader:
             raise UnusablePageError(str(error)) from None
 
     async def _browse(self, start: str, check_redirect: Callable[[str], None]) -> dict[str, Any]:
-        """Have a worker's browser read the page at its host's turn, check its last URL, and return the answer with that
-        `url`.
+        """Have a worker's browser read the page at its host's turn, check its last URL, and return answer and `url`.
 
         Raises as `read` does; a redirect to an address that is not allowed is an UnusablePageError.
         """

@@ -35,6 +35,7 @@ class StartUrlList:
         """Return the URLs of the list, or those of the function for `query` with a Skipped for each unusable one.
 
         :raises SourceError: the function failed, took longer than `timeout_s`, or returned only unusable URLs.
+        :raises UnsafeUrlError: the function returned only URLs that are neither http nor https.
         """
         if not callable(self._urls):
             return self._urls, []

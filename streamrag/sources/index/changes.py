@@ -126,7 +126,10 @@ class _Change:
     def with_documents(
         self, documents: dict[Path, list[Path]], roots: list[Path], unfinished: Path
     ) -> Iterator[StoredPassage]:
-        """Yield the old passages that stay, then those of `documents` by base folder, or raise if these have none."""
+        """Yield the old passages that stay, then those of the files in `documents`, a list for each base folder.
+
+        Raises ConfigurationError, which names `roots`, if the files have no passages.
+        """
         uris: set[str] = set()
         with (unfinished / ADDED).open("w", encoding="utf-8") as file:
             for base, files in documents.items():

@@ -53,7 +53,8 @@ class IndexSearcher(JobHandler, ABC):
 
     @cached_property
     def _opened(self) -> tuple[Any, PassageStore]:
-        """The library's index and its passages, opened at first use. Raises if the index was replaced meanwhile."""
+        """The library's index and its passages, opened at first use. IndexMismatchError if it was replaced meanwhile.
+        """
         silence_stdout()
         # Checked before, for a replacement worker, and after, so that all opened files are of one index.
         check_unchanged(self._path, self.manifest_sha256)

@@ -75,8 +75,7 @@ class FaissSearcher(IndexSearcher):
         return ids[order].tolist(), distances[order].tolist()
 
     def _rank_lists(self, index: Any, sizes: Any, query: bytes) -> tuple[Any, Any, Any]:
-        """Return all lists, nearest first, their centroids' distances, cumulative sizes. IndexCorruptError on damage.
-        """
+        """Return all lists, nearest first, their centroids' distances, cumulative sizes. IndexCorruptError if bad."""
         import numpy as np
 
         vector = np.frombuffer(query, np.float32)

@@ -73,9 +73,7 @@ def _is_xml(text: bytes) -> bool:
 
 
 def _addresses(text: bytes) -> Iterator[tuple[str, bool]]:
-    """Yield each URL, in a line or a `loc`, and whether it is a page's, up to the first error; none if there are
-    entities.
-    """
+    """Yield each line or `loc`, and whether it is a page's URL, up to the first error; nothing if entities occur."""
     text = text.lstrip(SPACE)  # XML allows nothing before its declaration
     if not _is_xml(text):
         for line in io.BytesIO(text):

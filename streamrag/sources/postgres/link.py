@@ -171,8 +171,7 @@ class Link:
         settings: dict[str, str],
         timeout_s: float,
     ) -> T:
-        """Return the result of `work` in one transaction with these settings. Raises as `run`, also without an answer.
-        """
+        """Return the result of `work` in one transaction with these settings. Raises as `run`, also if unanswered."""
         try:
             async with asyncio.timeout(self._pool_timeout_s + timeout_s + GRACE_S), pool.connection() as connection:
                 names = ", ".join(["set_config(%s, %s, true)"] * len(settings))

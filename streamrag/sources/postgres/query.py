@@ -53,7 +53,7 @@ class Search:
         self._filter, self._values = _filter(where)
 
     def _vector_conditions(self, schema: str) -> list[sql.Composable]:
-        """Return the conditions under which a row's distance is defined.
+        """Return the SQL conditions under which a row's distance is defined; none where the column's type ensures that.
 
         pgvector fails on vectors of another dimension, and sums squares as float32, which very short and very long
         vectors overflow.

@@ -130,9 +130,7 @@ class TableWriter:
             await self.flush(pool)
 
     async def flush(self, pool: EmbedderPool) -> None:
-        """Embed and write the queued passages, one transaction for each batch, then remove the surplus rows; count
-        both.
-        """
+        """Embed and write the queued passages, one transaction for each batch; remove the surplus rows; count both."""
         vector = identifier(self._schema, "vector")
         upsert = sql.SQL(_UPSERT).format(name=self._name_beside_values, vector=vector)
         delete = sql.SQL("DELETE FROM {} WHERE uri = %s AND passage <> ALL(%s)").format(self._name_beside_values)
@@ -154,8 +152,7 @@ class TableWriter:
         self.num_removed += (await self._connection.execute(query, [uris])).rowcount
 
     async def make_indexes(self) -> None:
-        """Create any missing GIN index of words, and HNSW index of vectors up to 2,000 dimensions; analyze the table.
-        """
+        """Create any missing GIN index of words and HNSW index of up to 2,000 dimensions; analyze the table."""
         ((has_vectors, has_words),) = await fetch(self._connection, _HAS_INDEXES, self._quoted)
         self._report(0, 2, "indexing")
         if not has_words:

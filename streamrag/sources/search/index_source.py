@@ -121,8 +121,7 @@ class IndexSource(ABC):
             await opened.workers.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an `Update` for each stage that changes the best passages; end with a `CutShort` if a stage is too
-        slow.
+        """Yield an `Update` for each stage that changes the best passages; end with a `CutShort` if one is too slow.
 
         :raises ConfigurationError: the source is not started.
         :raises WorkerError: a worker died; the next query gets a new one. Or a stage was too slow, and nothing is found

@@ -102,9 +102,7 @@ class RerankerPool:
         return score
 
     async def _score(self, query: str, texts: list[str], share: Share, end_s: float) -> list[float]:
-        """Return a worker's scores, or raise TooSlowError at `end_s`. A failure starts loading the model anew,
-        unawaited.
-        """
+        """Return a worker's scores, or raise TooSlowError at `end_s`. A failure loads the model anew, unawaited."""
         try:
             async with asyncio.timeout_at(end_s):
                 job = {"do": "score", "query": query, "texts": texts}
@@ -202,9 +200,7 @@ class RerankerHandler(JobHandler):
         return self.score("What is this?", ["This is a passage.", "And another one."])
 
     def score(self, query: str, texts: list[str]) -> dict[str, Any]:
-        """Return `scores`, a finite number for each text, larger for better; raise ConfigurationError for anything
-        else.
-        """
+        """Return `scores`, a finite number for each text, larger for better; ConfigurationError for anything else."""
         score = self._score
         try:
             values = score(without_lone_surrogates(query), [without_lone_surrogates(text) for text in texts])

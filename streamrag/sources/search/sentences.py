@@ -68,7 +68,10 @@ class BestSentences:
     async def select_in_events(
         self, events: AsyncGenerator[SourceEvent, None], failures: Failures
     ) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the events, updates with sentences, or whole passages once scoring fails; omit unchanged updates."""
+        """Yield the events, updates with sentences; omit unchanged updates.
+
+        Once scoring fails, which is recorded in `failures`, updates have whole passages.
+        """
         can_score = True
         sent: tuple[Chunk, ...] = ()
         async with aclosing(events):

@@ -77,7 +77,7 @@ class _HeldUpdate:
         return None if self._update is None else max(self._due_s - self._clock(), 0.0)
 
     def release(self) -> Update | None:
-        """Return the held update with its forecast as of now, and hold none."""
+        """Return the held update with its forecast as of now, and hold none; return None if none is held."""
         update, self._update = self._update, None
         if update is None:
             return None

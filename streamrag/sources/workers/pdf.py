@@ -95,8 +95,7 @@ class PdfReader:
 
 
 def read_pdf(body: bytes, *, max_chars: int, max_cpu_s: float, max_pages: int = MAX_FETCHED_PAGES) -> PdfText:
-    """Return the title and the text (or "") of a PDF, read up to the limits, and a note of the pages that were left
-    out.
+    """Return the title and the text (or "") of a PDF, read up to the limits, and a note of the pages left out.
 
     :raises UnusablePdfError: the file is no PDF or damaged, or needs a password.
     """
@@ -164,9 +163,7 @@ def _title(reader: "pypdf.PdfReader") -> str:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Split a page's text at empty lines and, from 400 characters, at sentence ends; join words hyphenated at a line's
-    end.
-    """
+    """Split a page's text at empty lines and, from 400 characters, at sentence ends; join words broken at hyphens."""
     paragraphs: list[list[str]] = [[]]
     num_chars = 0
     for line in map(str.strip, _clean(text).splitlines()):
