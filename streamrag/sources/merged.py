@@ -178,7 +178,7 @@ class _MergedContext:
 
 
 def skip_failed(source: object, error: BaseException) -> Skipped:
-    """Log a source's error, and return an event that does not quote it. A program's mistake is raised."""
+    """Log a source's error, and return an event that does not quote it. Raise a mistake of the program instead."""
     if isinstance(error, StreamRagError) and not isinstance(error, SourceError):
         raise error  # a mistake of the program, not a failed retrieval
     log.warning("%s failed: %s: %s", part_name(source), type(error).__name__, message_of(error))

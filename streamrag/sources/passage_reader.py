@@ -24,8 +24,7 @@ class PassageReader:
         self._numbers: dict[str, dict[str, int]] = {}
 
     def chunk(self, passage: Any) -> Chunk:
-        """Convert one passage in a form of `WANTED` to a numbered chunk, or raise SourceError; a Chunk stays as it is.
-        """
+        """Convert one passage in a form of `WANTED` to a numbered chunk, or raise SourceError; a Chunk stays as is."""
         match passage:
             case Chunk():
                 return passage

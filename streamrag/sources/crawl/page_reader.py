@@ -137,7 +137,7 @@ class PageReader:
             self._turns.set_delay(url, rules.delay_s)
 
     async def _check_robots_of_target(self, url: str) -> None:
-        """Raise UnusablePageError if a redirect's target is disallowed: a page that was requested keeps its place."""
+        """Like `_check_robots`, but raise UnusablePageError instead: a page that was requested keeps its place."""
         try:
             await self._check_robots(url)
         except DisallowedError as error:

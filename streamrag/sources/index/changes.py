@@ -143,7 +143,10 @@ class _Change:
         (unfinished / ADDED).unlink()
 
     def write(self, passages: Callable[[Path], Iterator[StoredPassage]]) -> IndexSummary:
-        """Replace the index with one of these passages; VectorIndexError if another program has changed it."""
+        """Replace the index, and return the summary. VectorIndexError if another program has changed the index.
+
+        passages: a function from the folder being written to the passages of the new index.
+        """
 
         def check_unchanged() -> None:
             if check_index(self.out)[1] != self._manifest_sha256:

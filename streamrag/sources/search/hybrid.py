@@ -138,7 +138,7 @@ class HybridSource:
         self._search_duration, self._batch_duration = MeanDuration(), MeanDuration()
 
     def _own_vectors(self) -> tuple[Source, int | None]:
-        """Return the default source of the vector search, and its maximum number of stages."""
+        """Return the vector search for the index's kind, and the most stages that it has."""
         k = self._depth
         if kind_in_manifest(self._folder) == "ivf":
             return IvfSource(self._folder, k=k, embedder=self._embedder), NUM_STAGES
