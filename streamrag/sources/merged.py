@@ -78,7 +78,7 @@ class MergedSource:
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield the merged events of all sources. A failed one gives a `Skipped`, and the others continue.
 
-        A fusion waits for four durations of the last one, and has all events that arrived meanwhile.
+        Once fused, events that arrive within four times the last fusion's duration are fused together.
 
         :raises SourceError: all sources failed.
         :raises StreamRagError: a source reports a mistake of the program, such as that it is not started.
@@ -168,7 +168,7 @@ class _MergedContext:
         return Update(self._fused, self._hint()) if self._fused != before else None
 
     def _hint(self) -> Hint | None:
-        """Return the running sources' expected chunks and latest end from now, None if any does not know; or None."""
+        """Return running sources' expected chunks and latest end from now, each None if not known of all; or None."""
         hints = [(at_s, hint or Hint()) for at_s, hint in self.running.values()]
         chunks = [hint.num_chunks for _, hint in hints if hint.num_chunks is not None]
         ends = [max(hint.end_s - (self._now() - at_s), 0.0) for at_s, hint in hints if hint.end_s is not None]

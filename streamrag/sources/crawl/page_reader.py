@@ -137,14 +137,14 @@ class PageReader:
             self._turns.set_delay(url, rules.delay_s)
 
     async def _check_robots_of_target(self, url: str) -> None:
-        """Like `_check_robots`, but raise UnusablePageError instead: a page that was requested keeps its place."""
+        """Raise UnusablePageError, not DisallowedError, if a redirect's target is disallowed: it keeps its place."""
         try:
             await self._check_robots(url)
         except DisallowedError as error:
             raise UnusablePageError(str(error)) from None
 
     async def _browse(self, start: str, check_redirect: Callable[[str], None]) -> dict[str, Any]:
-        """Have a worker's browser read the page at its host's turn, check its last URL, and return answer and `url`.
+        """Have a worker's browser read the page at its host's turn, check its last `url`, and return the answer.
 
         Raises as `read` does; a redirect to an address that is not allowed is an UnusablePageError.
         """

@@ -28,8 +28,9 @@ def search_engine(url: str, *, num_results: Count = 5, timeout_s: Seconds = 10.0
     Run your own: requests go to `url` even if its address is private, with the query, and with the trace context of a
     traced query. Found URLs are checked like those of any function: one that is not allowed is skipped.
 
-    url: the engine's URL, such as `http://127.0.0.1:8888`. num_results: maximum number of URLs. timeout_s: seconds for
-        the engine's response.
+    url: the engine's URL, such as `http://127.0.0.1:8888`.
+    num_results: maximum number of URLs.
+    timeout_s: seconds for the engine's response.
 
     :raises ConfigurationError: an invalid value.
     :raises UnsafeUrlError: `url` is neither http nor https.

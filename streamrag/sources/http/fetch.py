@@ -182,7 +182,7 @@ class Fetcher:
         return await (self.cache.answer(url, rules.accept, send) if self.cache and rules.may_be_cached else send({}))
 
     async def _request(self, url: str, rules: ContentRules, validators: Mapping[str, str]) -> Response:
-        """Send one GET, and return the response: a 2xx with its body, or only the fields of a redirect or a wanted 304.
+        """Send one GET, and return the response: a 2xx with its body, or the fields of a redirect or a requested 304.
 
         Another status, or a redirect without location, is an HttpStatusError; a wrong media type, too many header
         fields or a reached `max_crawl_bytes` are an UnusablePageError.

@@ -111,11 +111,10 @@ class Robots:
         return rules
 
     async def rules(self, url: str, fetcher: Fetcher) -> Rules:
-        """Return the rules of a URL's host, allowed or not, fetched once for concurrent callers unless known.
+        """Return the rules of a URL's host, even if they disallow the URL; fetched once for concurrent callers.
 
-        For a host that fails to send rules, the error is raised again for a minute: DisallowedError, or one for the
-        lack of a response, which the first time only callers get that were waiting. Other errors of `check` are not
-        remembered.
+        If the host fails to send rules, later callers get the error too, for a minute; but after a first lack of a
+        response, only callers that were waiting get it. Other errors of `check` are not remembered.
         """
         origin = origin_of(url)
         entry = self._entries.setdefault(origin, _Entry())

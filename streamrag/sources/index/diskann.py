@@ -151,8 +151,9 @@ def build_graph(folder: Path, vectors: "Vectors", num_threads: int) -> None:
 def keep_graph(old: Path, manifest: Manifest, folder: Path, nodes: Any, num_passages: int) -> bool:
     """Copy the graph of the index `old` into `folder`, and return True; else False, with no copy left.
 
-    False means that over a tenth of the passages have changed, or that files of `old` differ from its manifest. nodes:
-    the new passage of each node of the graph, -1 for a removed one; written beside the graph.
+    False means that over a tenth of the passages have changed, or that files of `old` differ from its `manifest`.
+
+    nodes: the new passage of each node of the graph, -1 for a removed one; written beside the graph.
     """
     import numpy as np
 

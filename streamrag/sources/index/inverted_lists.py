@@ -34,7 +34,7 @@ class FaissSearcher(IndexSearcher):
     """A searcher of faiss's inverted lists."""
 
     def _open_index(self) -> tuple[Any, Callable[[bytes], tuple[Any, Any, Any]]]:
-        """Return faiss's index, and `_rank_lists` as a cached function of a query vector's bytes. IndexCorruptError."""
+        """Return faiss's index, and `_rank_lists` cached by the query vector's bytes. Raises as `open_lists`."""
         import numpy as np
 
         index = open_lists(self._path, self.num_passages, self.dimension, self.num_lists)
@@ -75,7 +75,7 @@ class FaissSearcher(IndexSearcher):
         return ids[order].tolist(), distances[order].tolist()
 
     def _rank_lists(self, index: Any, sizes: Any, query: bytes) -> tuple[Any, Any, Any]:
-        """Return all lists, nearest first, their centroids' distances, cumulative sizes. IndexCorruptError if bad."""
+        """Return all lists, nearest first, centroids' distances, and cumulative sizes. IndexCorruptError if damaged."""
         import numpy as np
 
         vector = np.frombuffer(query, np.float32)

@@ -27,10 +27,10 @@ ScoreDocuments: TypeAlias = Callable[[Sequence[Sequence[str]], Sequence[str]], S
 
 
 def relevant_stems(query: str, stem: Stem) -> Stem:
-    """Return `stem`, cached for `MAX_STEMS` words, for words that may have a stem in common with `query`; others stay.
+    """Return a cached `stem` that leaves words unchanged if they cannot have a stem in common with `query`.
 
     Stemming dominates the cost per word, and a page may have 100,000 distinct words. A stem begins like its word, but
-    "y" may become "i" (dying, die).
+    "y" may become "i" (dying, die). After `MAX_STEMS` words, all others stay unchanged.
     """
     stems: dict[str, str] = {}
     beginnings = {_beginning(term) for term in relevant_terms(query, stem)}
@@ -113,7 +113,7 @@ def assemble(
     Too little are only blocks under `MIN_NEWS_CHARS`, if the passages have longer ones.
 
     seen: fingerprints of earlier blocks, to which all blocks are added. A fingerprint ignores case and punctuation.
-        is_known: whether a block that is not in `seen` is nevertheless a repetition.
+    is_known: whether a block that is not in `seen` is nevertheless a repetition.
     """
     text: list[str] = []
     heading = ""

@@ -32,8 +32,8 @@ ENTITY = re.compile(rb"<!ENTITY", re.IGNORECASE)
 def read_sitemap(job: dict[str, Any], body: bytes, stem: Stem) -> dict[str, Any]:
     """Return `pages` whose URL has words of the query, up to `MAX_SITEMAPS` `sitemaps`, and `is_cut`.
 
-    Most words come first. `is_cut` is whether there may be more pages or sitemaps. The job has a `url`, a `query`, and
-    `is_cut` if `body` is truncated.
+    URLs with most words come first. `is_cut` is whether there may be more pages or sitemaps. The job has a `url`, a
+    `query`, and `is_cut` if `body` is truncated.
     """
     text, is_cut = _decompress(body)
     is_cut = is_cut or job.get("is_cut", False)

@@ -124,8 +124,8 @@ class IndexSource(ABC):
         """Yield an `Update` for each stage that changes the best passages; end with a `CutShort` if one is too slow.
 
         :raises ConfigurationError: the source is not started.
-        :raises WorkerError: a worker died; the next query gets a new one. Or a stage was too slow, and nothing is found
-            yet.
+        :raises WorkerError: a worker died, and the next query gets a new one; or a stage was too slow, and none found
+            anything.
         :raises SourceError: the search failed, or a new worker found that the index was replaced.
         """
         if not self._opened:

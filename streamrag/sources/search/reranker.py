@@ -102,7 +102,7 @@ class RerankerPool:
         return score
 
     async def _score(self, query: str, texts: list[str], share: Share, end_s: float) -> list[float]:
-        """Return a worker's scores, or raise TooSlowError at `end_s`. A failure loads the model anew, unawaited."""
+        """Return a worker's scores, or raise TooSlowError at `end_s`. A failure reloads the model in the background."""
         try:
             async with asyncio.timeout_at(end_s):
                 job = {"do": "score", "query": query, "texts": texts}

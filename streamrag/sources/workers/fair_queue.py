@@ -80,7 +80,7 @@ class FairQueue(Generic[T]):
         self._serve()
 
     async def get(self, share: Share, part: str) -> T | None:
-        """Wait for the turn of `part` of `share`, and return an item, held until `give_back`; None if closed."""
+        """Wait for the turn of `part` of `share`, and return an item, held until `give_back`; None once closed."""
         if self._is_closed:
             return None
         self._update_level()
