@@ -81,7 +81,7 @@ class MergedSource:
         Once fused, events that arrive within four times the last fusion's duration are fused together.
 
         :raises SourceError: all sources failed.
-        :raises StreamRagError: a source reports a mistake of the program, such as that it is not started.
+        :raises StreamRagError: a source reports a mistake of the program, such as a source that is not started.
         """
         queue: _Queue = asyncio.Queue()
         pulls = [asyncio.create_task(_pull(i, each, query, queue)) for i, each in enumerate(self._sources)]

@@ -41,8 +41,8 @@ class PassageReader:
     def _from_fields(self, fields: Mapping[str, Any], text: Any) -> Chunk:
         """Make a chunk of `text`, with URI and title as str, and with score and passage number if they are valid.
 
-        Without a URI it has the function's name; without a number, that of an equal text of its document, or the next
-        one.
+        By default, the URI is the function's name, and the number that of an equal text of the document, or else the
+        next one.
 
         :raises SourceError: `text` is no str.
         """

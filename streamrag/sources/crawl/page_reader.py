@@ -116,7 +116,7 @@ class PageReader:
         return rules.sitemaps
 
     async def read_sitemap(self, url: str) -> SitemapAnswer:
-        """Return a worker's answer for a sitemap, and `max_body_bytes` if it is truncated there. Raises as `read` does.
+        """Return a worker's answer for a sitemap, and `max_body_bytes` if truncated there, else None. Raises as `read`.
 
         A redirect to another host is an UnusablePageError.
         """

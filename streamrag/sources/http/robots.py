@@ -167,7 +167,10 @@ class Robots:
 
 
 def parse(body: bytes, user_agent: str) -> Rules:
-    """Return a robots.txt's rules, delay and sitemaps for `user_agent`. Call this in a thread: long files take time."""
+    """Return a robots.txt's rules, delay and sitemaps for `user_agent`. Call this in a thread: long files take time.
+
+    The delay is the longer one of crawl delay and request rate; there are at most `MAX_SITEMAPS` sitemaps.
+    """
     from protego import Protego  # an optional dependency
 
     tokens = {token.lower() for token in TOKEN.findall(user_agent)}

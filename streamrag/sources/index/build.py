@@ -35,12 +35,13 @@ def build_index(
     on_progress: OnProgress | None = None,
     clock: Clock = monotonic,
 ) -> IndexSummary:
-    """Build the vector index `out` from the text, Markdown, HTML and PDF files below `folder`. Blocks for minutes.
+    """Build the vector index `out` from the text, Markdown, HTML and PDF files below `folder`; return its summary.
 
     `embedder` is the name or path of a sentence-transformers model, or `module:function` of a function from
     `list[str]` to a 2-D array of floats. `kind` is "diskann", for `VectorSource`, or "ivf", for `IvfSource`;
     by default, the first of them that is installed. The default of `passage_words` suits all-MiniLM-L6-v2, which reads
     256 word pieces. `on_progress` is called with (done, total, step) for the steps reading, embedding and indexing.
+    The build blocks for minutes.
 
     With `force`, an existing index at `out` is replaced atomically once the new one is complete: a build that fails, is
     interrupted or is killed leaves the old index unchanged. Its finished embeddings stay in a hidden folder beside

@@ -47,11 +47,12 @@ def add_documents(
     on_progress: OnProgress | None = None,
     clock: Clock = monotonic,
 ) -> IndexSummary:
-    """Add files, and the files below folders, to an index, and replace the documents that it already has.
+    """Add files, and the files below folders, to an index; replace documents of the index that have their names.
 
     A document's name is its path within `folder`: pass the folder that the index was built from. Without `folder`, the
     name of a file is its file name, and the name of a file below a folder is its path within that folder. Only new
-    passages are embedded. Open sources continue with the old index. Blocks: in a coroutine, use `asyncio.to_thread`.
+    passages are embedded. Open sources continue with the old index. Returns the summary of the whole new index. Blocks:
+    in a coroutine, use `asyncio.to_thread`.
 
     Pass `embedder` where `VectorSource` needs it. An index of format 1 has no stored vectors and is embedded whole.
 

@@ -49,7 +49,7 @@ class DiskAnnSearcher(IndexSearcher):
     """A searcher of DiskANN's graph."""
 
     def _open_index(self) -> tuple[Any, Any, Any, Any]:
-        """Return DiskANN's index, the passages of its nodes, those beside it, and the latter's vectors, None if none.
+        """Return DiskANN's graph, its nodes' passages, the passages beside it, and vectors of the latter, or None.
 
         Raises IndexCorruptError if the files do not match or DiskANN cannot open them.
         """

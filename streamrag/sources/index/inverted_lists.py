@@ -47,8 +47,8 @@ class FaissSearcher(IndexSearcher):
         """Return up to `k` nearest passages in the lists from `after` to `until`, at most `nearer_than` away.
 
         The result is passages and squared distances, nearest first. Lists are counted from the nearest. The first job
-        scans at least the lists that `k` passages need; a later one skips those, and may find none. IndexCorruptError
-        if damaged.
+        scans at least the lists that `k` passages need; a later job skips these lists, and may find nothing.
+        IndexCorruptError if damaged.
         """
         import numpy as np
 
@@ -114,10 +114,10 @@ def open_lists(folder: Path, num_passages: int, dimension: int, num_lists: int) 
 
 
 def build_lists(folder: Path, vectors: "Vectors", num_threads: int, centroids: "Vectors | None") -> int:
-    """Write faiss's file into `folder`, and return the number of lists, by default the square root of that of vectors.
+    """Write faiss's file into `folder`, and return the number of lists.
 
-    centroids: those of an older index, reused if their number is within 1.5 times of the default: each vector is still
-        in the list of its nearest centroid, and results are exact.
+    centroids: the centroids of an older index, reused if their number is within 1.5 times of the default, the square
+        root of the number of vectors: each vector is still in the list of its nearest centroid, and results are exact.
 
     :raises OSError: the file cannot be written.
     """

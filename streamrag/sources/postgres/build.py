@@ -63,11 +63,11 @@ def build_table(
     on_progress: OnProgress | None = None,
     clock: Clock = monotonic,
 ) -> TableSummary:
-    """Fill a table with the text, Markdown, HTML and PDF files below `folder`, for `PgVectorSource`. Blocks.
+    """Fill a table with the text, Markdown, HTML and PDF files below `folder`, and return the build's summary. Blocks.
 
-    The table is created if it does not exist, with an HNSW index of the vectors and a GIN index of the words; so is the
-    extension, if the user is allowed to. Unchanged passages are kept, changed documents are replaced, and a stopped
-    build is resumed. Of passages with equal text, only the first is in the table.
+    The table is for `PgVectorSource`, and is created if it does not exist, with an HNSW index of the vectors and a GIN
+    index of the words; so is the extension, if the user is allowed to. Unchanged passages are kept, changed documents
+    are replaced, and a stopped build is resumed. Of passages with equal text, only the first is in the table.
 
     `words` is the text search configuration of the GIN index. With `prune`, documents that are not in the folder are
     removed from the table. `on_progress` is called with (done, total, step) for the steps filling and indexing.
@@ -156,7 +156,7 @@ class _Build:
         return passages
 
     def summary(self, writer: "TableWriter", duration_s: float) -> TableSummary:
-        """Return the summary of the finished build. ConfigurationError, with the table made, if it has no passages."""
+        """Return the build's summary. ConfigurationError, with the table made already, if there are no passages."""
         if not self._digests:
             raise nothing_to_index(self.folder, self.skipped)
         return TableSummary(

@@ -89,8 +89,8 @@ class RerankerPool:
     def scorer(self, query: str, *, is_one_deadline: bool = False) -> Callable[[list[str]], Awaitable[list[float]]]:
         """Return an async function that scores texts for the query; larger is better.
 
-        It raises SourceError if reranking fails, and TooSlowError on timeout. The timeout is that of each call, or with
-        `is_one_deadline` that of all calls together, counted from now.
+        The function raises SourceError if reranking fails, and TooSlowError on timeout. The timeout applies to each
+        call, or with `is_one_deadline` to all calls together, counted from now.
         """
         share, began_s = Share(), loop_time()
 

@@ -48,7 +48,8 @@ class BestSentences:
         """Return the `num_sentences` best sentences of all `passages`, without repetitions within a document.
 
         Of equal scores, the sentence of the earlier passage comes first. If the best sentence is not in the first
-        passage, the scorer contradicts the ranking, and `passages` are returned whole: see docs/hybrid-search.md.
+        passage, the scorer contradicts the ranking, and `passages` are returned whole: see docs/hybrid-search.md. So
+        they are if there is no sentence.
         """
         for passage in passages:
             if passage not in self._scored:

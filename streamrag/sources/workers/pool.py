@@ -40,7 +40,7 @@ class WorkerLimitError(WorkerError):
 
 
 def _started(slot: _Slot) -> WorkerProcess | None:
-    """Return the worker of a slot; None if it is starting or failed to."""
+    """Return the worker of a slot; None while it starts, or if that failed."""
     return None if not slot.done() or slot.cancelled() or slot.exception() else slot.result()
 
 
