@@ -168,7 +168,10 @@ class _MergedContext:
         return Update(self._fused, self._hint()) if self._fused != before else None
 
     def _hint(self) -> Hint | None:
-        """Return running sources' expected chunks and latest end from now, each None if not known of all; or None."""
+        """Return the sum of expected chunks and the latest end from now, each None if a running source knows none.
+
+        Return None if both are None.
+        """
         hints = [(at_s, hint or Hint()) for at_s, hint in self.running.values()]
         chunks = [hint.num_chunks for _, hint in hints if hint.num_chunks is not None]
         ends = [max(hint.end_s - (self._now() - at_s), 0.0) for at_s, hint in hints if hint.end_s is not None]
@@ -178,7 +181,10 @@ class _MergedContext:
 
 
 def skip_failed(source: object, error: BaseException) -> Skipped:
-    """Log a source's error, and return an event that does not quote it. Raise a mistake of the program instead."""
+    """Log a source's error, and return an event that does not quote it. Raise a mistake of the program instead.
+
+    A mistake is a StreamRagError that is no SourceError.
+    """
     if isinstance(error, StreamRagError) and not isinstance(error, SourceError):
         raise error  # a mistake of the program, not a failed retrieval
     log.warning("%s failed: %s: %s", part_name(source), type(error).__name__, message_of(error))

@@ -97,7 +97,8 @@ class Crawl:
     def _absorb_sitemaps(self, visit: _Visit, target: Target) -> Iterator[Skipped]:
         """Launch the pages that a host's sitemaps list, then the waiting links that have a place now.
 
-        Yield a Skipped for each problem, or one for an error, except a WorkerError, which is raised.
+        Yield a Skipped for each problem, or one for an error, except a WorkerError, which is raised. Count unread
+        sitemaps for `cut_short`. A cancelled visit has no pages and problems.
         """
         self._frontier.num_sitemaps -= 1
         problems: dict[str, str] = {}
@@ -119,6 +120,7 @@ class Crawl:
         """Return the page's event, and launch its links. An error gives a Skipped, or is raised as `absorb` says.
 
         The error of an unreachable start URL is kept for `end`. A disallowed page frees its place for a waiting link.
+        Pages that were put off or truncated are counted for `cut_short`.
         """
         if visit.cancelled():
             return Skipped(target.url, f"its host is abandoned: {MAX_COSTLY_PAGES} of its pages exceeded their limits")

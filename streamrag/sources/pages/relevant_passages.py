@@ -110,7 +110,7 @@ def assemble(
 ) -> str:
     """Join `passages` under their innermost headings without repeated long blocks; return "" if too little is new.
 
-    Too little are only blocks under `MIN_NEWS_CHARS`, if the passages have longer ones.
+    Too little is no new block, or only new ones under `MIN_NEWS_CHARS` although `passages` have longer ones.
 
     seen: fingerprints of earlier blocks, to which all blocks are added. A fingerprint ignores case and punctuation.
     is_known: whether a block that is not in `seen` is nevertheless a repetition.

@@ -267,7 +267,8 @@ class PgVectorSource:
     async def _stages(self, opened: _Opened) -> list[_Stage]:
         """Return the stages for the table's size, estimated anew: the ladder, then exact if small. SourceError if none.
 
-        Rungs above the setting's maximum become that maximum. Up to 1,000 rows, the default ladder is left out.
+        Rungs above the setting's maximum become that maximum. Up to 1,000 rows, an exact stage replaces the default
+        ladder.
         """
         num_rows = await opened.link.run(opened.search.estimate, {}, timeout_s=self._timeout_s)
         stages = []

@@ -114,6 +114,7 @@ async def inspect_table(
 
     columns: the caller's column of each field.
 
+    :raises ConfigurationError: `table` is not the name of a table.
     :raises IndexMissingError: there is no such table.
     :raises VectorIndexError: a column is missing or of a wrong type, or pgvector is not installed.
     """
