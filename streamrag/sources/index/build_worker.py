@@ -77,7 +77,7 @@ class _EmbeddingFile:
         about.write_text(json.dumps(made_by))
 
     def _valid_rows(self, keys: bytes) -> Iterator[tuple[bytes, int]]:
-        """Yield each key with its row, if the row is a unit vector."""
+        """Yield each of the joined `keys` with the number of its row, if that row is a unit vector."""
         import numpy as np
 
         vectors = self._vectors()

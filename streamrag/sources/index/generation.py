@@ -147,7 +147,7 @@ class Generation:
         return manifest
 
     async def _write_vectors(self, unfinished: Path, total: int, old: Path | None) -> tuple[dict[str, Any], int]:
-        """Embed the passages and build the index files in a worker.
+        """Embed the passages and build the index files in a worker, which is closed at the end; report both steps.
 
         Return the worker's parameters for the manifest, and the number of passages that had to be embedded.
         """

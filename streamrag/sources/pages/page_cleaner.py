@@ -170,7 +170,7 @@ def _clean_title(title: str) -> str:
 
 
 def decode(body: bytes, charset: str) -> str:
-    """Decode a page by its byte order mark, the server's charset or its own; else as UTF-8 or Windows-1252."""
+    """Decode by byte order mark, the server's charset, `meta`, or as UTF-8 or Windows-1252; replace invalid bytes."""
     mark = next((name for mark, name in BYTE_ORDER_MARKS.items() if body.startswith(mark)), "")
     declared = re.search(rb"<meta[^>]+charset\s*=\s*[\"']?([\w-]+)", body[:4096], re.IGNORECASE)
     for name in filter(None, (mark, charset.lower(), declared[1].decode().lower() if declared else "")):

@@ -39,7 +39,7 @@ class PrunedPage(NamedTuple):
 
 
 def prune(url: str, html: str) -> PrunedPage:
-    """Return the page's HTML, truncated, without attributes and elements that are no content, and all of its links.
+    """Return the page's HTML without attributes and elements that are no content, all links, and if it was truncated.
 
     crawl4ai's own `excluded_tags` lose the text after an excluded element, and its links lack trailing slashes and the
     links of excluded elements. Raises MemoryError if lxml cannot parse the page.

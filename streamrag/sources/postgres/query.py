@@ -80,7 +80,7 @@ class Search:
         return await self._fetch(connection, self._select(score, self._from, order), values)
 
     async def dimensions(self, connection: Connection) -> dict[int, int]:
-        """Return the number of matching rows by dimension, among 10,000; {} if the column's type has a dimension."""
+        """Return how many of the first 10,000 matching rows have each dimension; {} if the column's type has one."""
         if self._table.dimension is not None:
             return {}
         column = self._columns["embedding"]
