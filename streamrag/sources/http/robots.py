@@ -100,7 +100,7 @@ class Robots:
         :raises UnsafeUrlError: the host is at an address that is not allowed.
         :raises UnreachableError: the host does not respond.
         :raises CostlyPageError: the host responds too slowly.
-        :raises OwnLimitError: the crawl ends before the host responds.
+        :raises OwnLimitError: the crawl's time or bytes end before the host responds.
         """
         rules = await self.rules(url, fetcher)
         if rules.parser is None:
@@ -134,7 +134,7 @@ class Robots:
         """Return the rules, which allow everything if robots.txt is missing (4xx but 429), or the error to remember.
 
         :raises UnsafeUrlError: the host is at an address that is not allowed.
-        :raises OwnLimitError: the crawl ends before the response; this is not remembered, because it is not the host's.
+        :raises OwnLimitError: the crawl's time or bytes end before the response, which is not the host's failure.
         """
         try:
             page = await fetcher.fetch(f"{origin}/robots.txt", lambda url: None, ROBOTS)

@@ -289,12 +289,11 @@ def count_words(text: str) -> int:
 
 
 def split_document(document: Document, passage_words: int) -> Iterator[str]:
-    """Yield passages of about `passage_words` words or fewer, each beginning with the headings above it not in the
-    title.
+    """Yield passages of about `passage_words` words or fewer, each beginning with the headings above it.
 
     Passages end at headings and between paragraphs, and inside a paragraph only if it alone is too long. A section
     shorter than a third of `passage_words` is joined to the next. Passages do not overlap: overlapping neighbours would
-    compete for the k nearest and be prefilled twice.
+    compete for the k nearest and be prefilled twice. Headings that the document's title contains are not repeated.
     """
     path: list[Block] = []
     held: list[Block] = []

@@ -75,8 +75,7 @@ class Address:
             raise self.explained(error) from None
 
     def explained(self, error: BaseException) -> SourceError:
-        """Return a SourceError for a driver's error, without secrets and with any remedy. A SourceError is returned as
-        is.
+        """Return a SourceError for a driver's error, without secrets and with any remedy; a SourceError unchanged.
 
         A statement that the server cancelled is a StatementTimeoutError.
         """

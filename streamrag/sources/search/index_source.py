@@ -68,7 +68,7 @@ class IndexSource(ABC):
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Check and open the index, and load the embedder, which takes many seconds.
+        """Check and open the index, and load the embedder, which takes many seconds; if that fails, stop the workers.
 
         :raises AlreadyStartedError: the source is started.
         :raises MissingDependencyError: the index's library or the embedder's package is not installed.

@@ -78,7 +78,7 @@ class WorkerPool:
         return [worker.process.pid for slot in self._slots if (worker := _started(slot))]
 
     async def start(self) -> None:
-        """Start all workers and wait until they are ready.
+        """Start all workers and wait until they are ready; if one fails, close the pool.
 
         :raises WorkerStartError: creating the handler failed.
         :raises WorkerError: a worker died before it was ready, or the pool was closed meanwhile.

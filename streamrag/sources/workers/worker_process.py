@@ -59,7 +59,7 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, first_frame: Mapping[str, Any], *, env: Mapping[str, str], name: str) -> "WorkerProcess":
-        """Start a process, and wait until it has created the handler that `first_frame` names.
+        """Start a process, and wait until it has created the handler that `first_frame` names; if that fails, end it.
 
         :raises WorkerStartError: creating the handler failed.
         :raises WorkerError: the process died, or was not ready in time.
