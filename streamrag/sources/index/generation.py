@@ -93,15 +93,12 @@ class Generation:
         documents: Path,
         old: Path | None = None,
     ) -> IndexSummary:
-        """Write an index of the given passages, publish it at `out`, and return its summary.
+        """Write an index of the given passages, publish it at `out`, return its summary. VectorIndexError on OSError.
 
         passages: called with the folder being written, where it may keep a temporary file.
         check: raises if `out` must not be replaced.
-        documents: the origin of the passages, for the error message if there are none.
+        documents: the origin of the passages, for the ConfigurationError if there are none.
         old: the index whose vectors are reused.
-
-        :raises ConfigurationError: there are no passages.
-        :raises VectorIndexError: a file cannot be written. Finished embeddings stay for the next build.
         """
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)

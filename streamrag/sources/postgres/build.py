@@ -74,8 +74,7 @@ def build_table(
 
     :raises IndexExistsError: the table exists, and streamrag did not make it.
     :raises IndexMismatchError: the table was filled with another embedder.
-    :raises ConfigurationError: there are no documents, the embedder cannot be used, or an event loop runs in this
-        thread.
+    :raises ConfigurationError: there are no documents, the embedder is unusable, or this thread has an event loop.
     :raises MissingDependencyError: the driver or the embedder's package is not installed.
     :raises VectorIndexError: the server refuses, or another build fills the table.
     :raises SourceError: the server cannot be reached, or the connection broke; written rows stay.
