@@ -75,7 +75,7 @@ class Hosts:
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[Host]:
-        """Give the host `name`, remembered or new, which is not evicted during the block."""
+        """Give the host `name`, remembered or new, not evicted during the block; evict others beyond `MAX_HOSTS`."""
         host = self._hosts.setdefault(name, Host(self.num_places))
         self._hosts.move_to_end(name)
         self._evict()

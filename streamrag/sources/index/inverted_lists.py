@@ -87,7 +87,7 @@ class FaissSearcher(IndexSearcher):
 
 
 def open_lists(folder: Path, num_passages: int, dimension: int, num_lists: int) -> Any:
-    """Open faiss's index, its lists mapped into memory. Raises IndexCorruptError if it does not match the manifest."""
+    """Open faiss's index with one thread, its lists mapped into memory. IndexCorruptError if not as in the manifest."""
     import faiss
 
     faiss.omp_set_num_threads(1)  # a search of one query is sequential

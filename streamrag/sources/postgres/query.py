@@ -160,7 +160,7 @@ class Rows:
         return tuple(self._chunk(row, row[4]) for row in rows)
 
     def _chunk(self, row: Row, score: float) -> Chunk:
-        """Convert a row, shortened to the limits; remember a truncated text for `newly_cut`."""
+        """Convert a row, shortened to the limits, without an invalid number; note a truncated text for `newly_cut`."""
         text, uri, title, passage, _ = row
         fields = {"text": text[:MAX_TEXT_CHARS], "uri": uri[:MAX_URI_CHARS], "title": title, "score": score}
         if passage is not None and 0 <= passage <= MAX_COUNT:

@@ -143,7 +143,7 @@ class WorkerPool:
             await wait_shielded([self._closing])
 
     async def _end_all(self) -> None:
-        """Kill busy workers, let idle ones end, and wait for all of them and their jobs."""
+        """Kill busy workers, cancel starting ones, let idle ones end, and wait for all of them and their jobs."""
         slots, self._slots = self._slots, set()
         for slot in slots:
             if (worker := _started(slot)) and not worker.is_idle:
