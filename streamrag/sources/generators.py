@@ -63,7 +63,7 @@ class GeneratorSource:
         self._threads = Threads(MAX_GENERATORS, f"retrieve {self.name}")
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an event for each item; raise SourceError if they are invalid. The generator's own errors propagate."""
+        """Yield an event for each item; raise SourceError for an invalid one. The generator's own errors propagate."""
         reader = PassageReader(self.name)
         async with self._open(query) as iterable, closing(aiter(iterable)) as items:
             async for item in items:
@@ -73,7 +73,10 @@ class GeneratorSource:
 
     @asynccontextmanager
     async def _open(self, query: str) -> AsyncGenerator[AsyncIterable[Any], None]:
-        """Call the function, and give its items or raise SourceError. A thread's generator is stopped at the end."""
+        """Call the function, and give an async iterable of its items, or raise SourceError.
+
+        A function that is not async runs in a thread, and its generator is stopped at the end, without waiting.
+        """
         if not is_async(self._find):
             generator = _ThreadedGenerator(partial(self._find, query), self._threads)
             try:
@@ -109,7 +112,11 @@ class _ThreadedGenerator:
         self._task.add_done_callback(lambda _: self._queue.put_nowait(_END))
 
     def _run(self) -> Any:
-        """Put each requested item into the queue, from the thread; or return the async iterable. Raises if neither."""
+        """Call the function, and put each requested item into the queue, until stopped; then close the generator.
+
+        Runs in the thread. Returns an async iterable instead, if that is the result; raises SourceError for other
+        results.
+        """
         items = self._make()
         if isinstance(items, AsyncIterable):
             return items

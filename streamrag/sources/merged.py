@@ -78,7 +78,10 @@ class MergedSource:
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield the merged events of all sources. A failed one gives a `Skipped`, and the others continue.
 
+        Once fused, events that arrive within four times the last fusion's duration are fused together.
+
         :raises SourceError: all sources failed.
+        :raises StreamRagError: a source reports a mistake of the program, such as a source that is not started.
         """
         queue: _Queue = asyncio.Queue()
         pulls = [asyncio.create_task(_pull(i, each, query, queue)) for i, each in enumerate(self._sources)]
@@ -134,7 +137,10 @@ class _MergedContext:
         return self._next_fusion_s - self._now() if self.running else 0.0
 
     def add(self, number: int, event: Append | Update) -> Append | None:
-        """Add a source's event; return the append to pass on, if all sources only append and its chunk is new."""
+        """Add a source's event. Return the append to pass on, with the merged hint, unless its chunk is known.
+
+        From the first `Update` on, return None, and set `is_changed` for the next fusion.
+        """
         if isinstance(event, Append):
             event = replace(event, chunk=self._unify(event.chunk))
         else:
@@ -162,7 +168,10 @@ class _MergedContext:
         return Update(self._fused, self._hint()) if self._fused != before else None
 
     def _hint(self) -> Hint | None:
-        """Return the sum of expected chunks and the latest end from now; each None if a source does not know."""
+        """Return the sum of expected chunks and the latest end from now, each None if a running source knows none.
+
+        Return None if both are None.
+        """
         hints = [(at_s, hint or Hint()) for at_s, hint in self.running.values()]
         chunks = [hint.num_chunks for _, hint in hints if hint.num_chunks is not None]
         ends = [max(hint.end_s - (self._now() - at_s), 0.0) for at_s, hint in hints if hint.end_s is not None]
@@ -172,7 +181,10 @@ class _MergedContext:
 
 
 def skip_failed(source: object, error: BaseException) -> Skipped:
-    """Log a source's error, and return an event that does not quote it. A program's mistake is raised."""
+    """Log a source's error, and return an event that does not quote it. Raise a mistake of the program instead.
+
+    A mistake is a StreamRagError that is no SourceError.
+    """
     if isinstance(error, StreamRagError) and not isinstance(error, SourceError):
         raise error  # a mistake of the program, not a failed retrieval
     log.warning("%s failed: %s: %s", part_name(source), type(error).__name__, message_of(error))

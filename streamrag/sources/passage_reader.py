@@ -24,7 +24,7 @@ class PassageReader:
         self._numbers: dict[str, dict[str, int]] = {}
 
     def chunk(self, passage: Any) -> Chunk:
-        """Convert one passage, in any form of `WANTED`, or raise SourceError; a Chunk stays as it is."""
+        """Convert one passage in a form of `WANTED` to a numbered chunk, or raise SourceError; a Chunk stays as is."""
         match passage:
             case Chunk():
                 return passage
@@ -39,9 +39,10 @@ class PassageReader:
         raise self._error(passage)
 
     def _from_fields(self, fields: Mapping[str, Any], text: Any) -> Chunk:
-        """Make a chunk of `text` with the valid ones of URI, title, score and passage number.
+        """Make a chunk of `text`, with URI and title as str, and with score and passage number if they are valid.
 
-        Without a URI it has the function's name, and without a number the next one of its document.
+        By default, the URI is the function's name, and the number that of an equal text of the document, or else the
+        next one.
 
         :raises SourceError: `text` is no str.
         """

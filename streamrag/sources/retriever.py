@@ -41,7 +41,8 @@ class RetrieverSource:
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Call `retrieve` with `query`, and yield its passages as one `Update`.
 
-        :raises SourceError: `retrieve` raised, or returned something other than passages.
+        :raises SourceError: `retrieve` raised an error that is not streamrag's, or returned something other than
+            passages.
         """
         try:
             passages = await call_for_list(self._retrieve, query, self._check, self._calls)

@@ -30,7 +30,10 @@ class Threads:
         self._within = within
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Run `call` in a new thread, once a place is free, with the caller's context variables; return its result."""
+        """Run `call` in a new thread, once a place is free, with the caller's context variables; return its result.
+
+        Errors of `call` are raised, those that a future rejects (StopIteration, exits) as RuntimeError.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         held = await self._acquire()
@@ -59,7 +62,7 @@ class Threads:
         return await future
 
     async def _acquire(self) -> list[asyncio.Semaphore]:
-        """Acquire a place of this limiter and of each around it, or none; return the semaphores of the event loop."""
+        """Acquire a place of this limiter and of each around it, or none; return their semaphores, to be released."""
         loop = asyncio.get_running_loop()
         held: list[asyncio.Semaphore] = []
         async with AsyncExitStack() as undo:

@@ -67,7 +67,7 @@ async def read_in_thread(iterable: Iterable[Any], threads: Threads) -> list[Any]
 
 
 def read_all(iterable: Iterable[Any], is_stopped: threading.Event) -> list[Any]:
-    """Return the items, or the first if `is_stopped` is set; raise SourceError for more than `MAX_LAZY` lazy ones."""
+    """Return the items, or those read until `is_stopped` is set; SourceError for more than `MAX_LAZY` lazy ones."""
     if not is_lazy(iterable):
         return list(iterable)
     items: list[Any] = []

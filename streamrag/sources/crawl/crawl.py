@@ -57,7 +57,7 @@ class Crawl:
         self._near_duplicates = NearDuplicates()
 
     def begin(self, urls: Iterable[str], *, may_be_unsafe: bool = False) -> Iterator[Skipped]:
-        """Launch visits to start URLs, and to sitemaps if the options ask; yield a Skipped for a URL without a place.
+        """Launch visits to start URLs, and to their hosts' sitemaps if wanted; yield a Skipped for a URL without place.
 
         may_be_unsafe: whether `absorb` will skip a start URL that is not allowed, instead of raising for it.
         """
@@ -97,7 +97,8 @@ class Crawl:
     def _absorb_sitemaps(self, visit: _Visit, target: Target) -> Iterator[Skipped]:
         """Launch the pages that a host's sitemaps list, then the waiting links that have a place now.
 
-        Yield a Skipped for each problem, or one for an error, except a WorkerError, which is raised.
+        Yield a Skipped for each problem, or one for an error, except a WorkerError, which is raised. Count unread
+        sitemaps for `cut_short`. A cancelled visit has no pages and problems.
         """
         self._frontier.num_sitemaps -= 1
         problems: dict[str, str] = {}
@@ -118,7 +119,8 @@ class Crawl:
     def _absorb_page(self, visit: _Visit, target: Target) -> SourceEvent:
         """Return the page's event, and launch its links. An error gives a Skipped, or is raised as `absorb` says.
 
-        A disallowed page frees its place for a waiting link.
+        The error of an unreachable start URL is kept for `end`. A disallowed page frees its place for a waiting link.
+        Pages that were put off or truncated are counted for `cut_short`.
         """
         if visit.cancelled():
             return Skipped(target.url, f"its host is abandoned: {MAX_COSTLY_PAGES} of its pages exceeded their limits")

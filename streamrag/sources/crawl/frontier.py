@@ -111,7 +111,7 @@ class Frontier:
     def check_redirect(self, target: Target, url: str) -> None:
         """Check a redirect from `target` to `url`, and mark `url` as visited. A start page may lead to a new host.
 
-        :raises UnusablePageError: `url` is visited already, or outside of the crawl.
+        :raises UnusablePageError: `url` is visited already, or its host is outside of the crawl.
         """
         host = urlsplit(url).netloc
         if url in self._visited:

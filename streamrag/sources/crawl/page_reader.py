@@ -116,7 +116,7 @@ class PageReader:
         return rules.sitemaps
 
     async def read_sitemap(self, url: str) -> SitemapAnswer:
-        """Return a worker's answer for a sitemap, and `max_body_bytes` if it is truncated there. Raises as `read` does.
+        """Return a worker's answer for a sitemap, and `max_body_bytes` if truncated there, else None. Raises as `read`.
 
         A redirect to another host is an UnusablePageError.
         """
@@ -137,14 +137,14 @@ class PageReader:
             self._turns.set_delay(url, rules.delay_s)
 
     async def _check_robots_of_target(self, url: str) -> None:
-        """Raise UnusablePageError if a redirect's target is disallowed: a page that was requested keeps its place."""
+        """Raise UnusablePageError, not DisallowedError, if a redirect's target is disallowed: it keeps its place."""
         try:
             await self._check_robots(url)
         except DisallowedError as error:
             raise UnusablePageError(str(error)) from None
 
     async def _browse(self, start: str, check_redirect: Callable[[str], None]) -> dict[str, Any]:
-        """Have a worker's browser read the page at its host's turn, check where it led, and return the worker's answer.
+        """Have a worker's browser read the page at its host's turn, check its last `url`, and return the answer.
 
         Raises as `read` does; a redirect to an address that is not allowed is an UnusablePageError.
         """

@@ -33,6 +33,7 @@ def search_engine(url: str, *, num_results: Count = 5, timeout_s: Seconds = 10.0
     timeout_s: seconds for the engine's response.
 
     :raises ConfigurationError: an invalid value.
+    :raises UnsafeUrlError: `url` is neither http nor https.
     :raises SourceError: from the returned function, if the engine does not respond as expected.
     """
     base = parse_start_url(url)

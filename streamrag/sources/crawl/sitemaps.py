@@ -74,7 +74,7 @@ class HostSitemaps:
         return f"{MAX_SITEMAPS} sitemaps of a host are" if self._num_begun >= MAX_SITEMAPS else ""
 
     def _absorb(self, task: "asyncio.Task[SitemapAnswer]", url: str) -> None:
-        """Add a finished read's pages and sitemaps, or its problem; a 404 is one only if robots.txt names sitemaps."""
+        """Add a finished read's pages and sitemaps, or its problem (no unnamed sitemap's 404); raise other errors."""
         try:
             answer, max_body_bytes = task.result()
         except COSTLY_ERRORS as error:

@@ -32,9 +32,10 @@ class StartUrlList:
         self._threads = Threads(MAX_CALLS, "start URLs")
 
     async def find(self, query: str, timeout_s: float) -> tuple[list[str], list[Skipped]]:
-        """Return the URLs of the list, or those of the function for `query` with a Skipped for each unusable one.
+        """Return the URLs of the list, or the function's URLs for `query` with a Skipped for each unusable one.
 
         :raises SourceError: the function failed, took longer than `timeout_s`, or returned only unusable URLs.
+        :raises UnsafeUrlError: the function returned only URLs that are neither http nor https.
         """
         if not callable(self._urls):
             return self._urls, []

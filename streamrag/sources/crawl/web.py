@@ -139,6 +139,7 @@ class WebSource:
     async def start(self, progress: Progress) -> None:
         """Start the worker processes, and wait until they are ready. On failure, close everything again.
 
+        :raises AlreadyStartedError: the source is started.
         :raises MissingDependencyError: crawl4ai is not installed.
         :raises ConfigurationError: `cache_folder` cannot be written to.
         :raises UnreachableError: no browser responds at `cdp_url`.

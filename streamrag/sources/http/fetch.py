@@ -112,9 +112,9 @@ class Fetcher:
 
         :raises UnreachableError: there was no response because of the network.
         :raises UnsafeUrlError: `url` itself is at an address that is not allowed.
-        :raises CostlyPageError: the response is too slow.
+        :raises CostlyPageError: the responses took more than `page_timeout_s`.
         :raises HttpStatusError: the response has an error status.
-        :raises UnusablePageError: the response cannot be used.
+        :raises UnusablePageError: the response cannot be used, or the crawl has reached `max_crawl_bytes`.
         """
         try:
             return await self._follow(url, check_redirect, rules)
@@ -142,7 +142,10 @@ class Fetcher:
             raise NoConnectionError(f"{url} cannot be reached: resolving its name takes too long") from None
 
     async def _follow(self, start: str, check_redirect: CheckRedirect, rules: ContentRules) -> Page:
-        """Return the page after at most `MAX_REDIRECTS` redirects; more, or an unsafe one, are an UnusablePageError."""
+        """Return the page after at most `MAX_REDIRECTS` redirects, each passed to `check_redirect`.
+
+        More redirects, or one to an unsafe address or to a URL that is not http, are an UnusablePageError.
+        """
         budget = _TimeBudget(self.page_timeout_s)
         url = start
         for _ in range(MAX_REDIRECTS + 1):
@@ -164,7 +167,10 @@ class Fetcher:
         raise TooManyRedirectsError(f"it redirects more than {MAX_REDIRECTS} times")
 
     async def _get(self, url: str, rules: ContentRules, budget: _TimeBudget) -> Response:
-        """Return the cached response if `rules` allow it, or the server's, requested at the turn of `url`."""
+        """Return the cached response if `rules` allow it, or the server's, requested at the turn of `url`.
+
+        Only requests are subtracted from `budget`, not the wait for a turn.
+        """
 
         async def send(validators: Mapping[str, str]) -> Response:
             async def request() -> Response:
@@ -176,9 +182,10 @@ class Fetcher:
         return await (self.cache.answer(url, rules.accept, send) if self.cache and rules.may_be_cached else send({}))
 
     async def _request(self, url: str, rules: ContentRules, validators: Mapping[str, str]) -> Response:
-        """Send one GET, and return the response: a redirect or 304 without body, or a 2xx with its body.
+        """Send one GET, and return the response: a 2xx with its body, or the fields of a redirect or a requested 304.
 
-        Another status is an HttpStatusError; a wrong media type or too many header fields are an UnusablePageError.
+        Another status, or a redirect without location, is an HttpStatusError; a wrong media type, too many header
+        fields or a reached `max_crawl_bytes` are an UnusablePageError.
         """
         self._check_crawl_bytes()
         headers = {"Host": urlsplit(url).netloc, **self._headers, "Accept": rules.accept, **validators}
@@ -204,7 +211,8 @@ class Fetcher:
     ) -> tuple[bytes, bool]:
         """Return the decompressed body, and whether it was truncated to the limit, which only lenient `rules` permit.
 
-        Otherwise a body that is too large, damaged or incomplete is an UnusablePageError.
+        Otherwise a body that is too large, before or after decompression, is an UnusablePageError. In any case, a
+        damaged or incomplete body is one, a compression other than gzip and deflate, and reaching `max_crawl_bytes`.
         """
         encoding = fields.get("content-encoding", "").strip().lower() or "identity"
         if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
@@ -238,9 +246,10 @@ class Fetcher:
         return bytes(body), False
 
     def _page(self, url: str, response: Response, rules: ContentRules) -> Page:
-        """Return the page of a response, which may be cached from a fetch with other limits.
+        """Return the page at `url`, which is after redirects. The response may be cached from one with other limits.
 
-        Raises UnusablePageError for a wrong media type and, unless `rules` are lenient, for an empty or too large body.
+        Raises UnusablePageError for a wrong media type and, unless `rules` are lenient, for an empty, blank or too
+        large body; lenient rules truncate the latter.
         """
         kind = _kind(response.fields, rules)
         body, is_cut = response.body, response.is_cut
@@ -282,7 +291,7 @@ def _decompress(decompressor: "zlib._Decompress", raw: bytes) -> Iterable[bytes]
 
 
 def _kind(fields: Mapping[str, str], rules: ContentRules) -> Kind:
-    """Return the kind of the fields' media type, by default HTML. Raises UnusablePageError if the rules lack it."""
+    """Return the media type's kind, by default HTML; text if the rules accept all. Else raises UnusablePageError."""
     if rules.kinds is None:
         return "text"
     media_type = fields.get("content-type", "text/html").partition(";")[0].strip().lower()
@@ -292,7 +301,7 @@ def _kind(fields: Mapping[str, str], rules: ContentRules) -> Kind:
 
 
 def _parse_retry_after(retry_after: str) -> float | None:
-    """Return the seconds to wait, for a number of seconds or a date; None if the field is neither."""
+    """Return the seconds to wait, for a number of seconds or a date, 0 for a past one; None if the field is neither."""
     if re.fullmatch(r"\d{1,9}", retry_after.strip()):
         return float(retry_after)
     try:

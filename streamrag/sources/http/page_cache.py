@@ -51,7 +51,8 @@ class PageCache:
     async def answer(self, url: str, accept: str, send: SendRequest) -> Response:
         """Return the stored response for `url` if fresh, else the response of `send`, stored where HTTP permits.
 
-        `send` gets the validators of a stale response. A 304 renews it; an answer that may not be stored removes it.
+        `send` gets the validators of a stale response. A 304 renews that response; if it cannot, `send` is called again
+        without validators. A response that may not be stored removes the stored one.
         """
         import hishel  # an optional dependency
 
@@ -74,7 +75,7 @@ class PageCache:
 
 
 def _to_store(state: Any, response: Response, stored: Response | None) -> Response | None:
-    """Return the response to store and use, if any: `response`, or `stored` with the header fields of a 304."""
+    """Return what to store and use: `response`, or `stored` with the header fields of a 304; None to store nothing."""
     import hishel
 
     for _ in range(4):  # hishel has fewer states

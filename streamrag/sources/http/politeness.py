@@ -75,7 +75,7 @@ class Hosts:
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[Host]:
-        """Give the host `name`, remembered or new, which is not evicted during the block."""
+        """Give the host `name`, remembered or new, not evicted during the block; evict others beyond `MAX_HOSTS`."""
         host = self._hosts.setdefault(name, Host(self.num_places))
         self._hosts.move_to_end(name)
         self._evict()
@@ -118,7 +118,10 @@ class CrawlTurns:
     async def ask(self, url: str, send: Callable[[], Awaitable[T]]) -> T:
         """Call `send` at the turn of `url`, up to `MAX_ATTEMPTS` times while the host is busy; return the result.
 
+        A Retry-After holds all crawls from the host, other waits only this call.
+
         :raises PutOffError: the host's next permitted time is after the crawl's deadline.
+        :raises HttpStatusError: the host is busy at the last attempt, or the next one would be after the deadline.
         """
         import tenacity  # an optional dependency
 

@@ -100,7 +100,7 @@ class Robots:
         :raises UnsafeUrlError: the host is at an address that is not allowed.
         :raises UnreachableError: the host does not respond.
         :raises CostlyPageError: the host responds too slowly.
-        :raises OwnLimitError: the crawl ends before the host responds.
+        :raises OwnLimitError: the crawl's time or bytes end before the host responds.
         """
         rules = await self.rules(url, fetcher)
         if rules.parser is None:
@@ -111,9 +111,10 @@ class Robots:
         return rules
 
     async def rules(self, url: str, fetcher: Fetcher) -> Rules:
-        """Return the rules of a URL's host, fetched once for concurrent callers unless known. Raises as `check` does.
+        """Return the rules of a URL's host, even if they disallow the URL; fetched once for concurrent callers.
 
-        A host that fails to send rules gives an error for a while: DisallowedError, or one for the lack of a response.
+        If the host fails to send rules, later callers get the error too, for a minute; but after a first lack of a
+        response, only callers that were waiting get it. Other errors of `check` are not remembered.
         """
         origin = origin_of(url)
         entry = self._entries.setdefault(origin, _Entry())
@@ -130,10 +131,10 @@ class Robots:
         raise type(result)(str(result).replace(f"{origin}/robots.txt cannot", f"{url} cannot", 1))
 
     async def _fetch(self, origin: str, fetcher: Fetcher) -> Rules | UnusablePageError | UnreachableError:
-        """Return the fetched rules, which allow everything if robots.txt is missing, or the error to remember.
+        """Return the rules, which allow everything if robots.txt is missing (4xx but 429), or the error to remember.
 
         :raises UnsafeUrlError: the host is at an address that is not allowed.
-        :raises OwnLimitError: the crawl ends before the response; this is not remembered, because it is not the host's.
+        :raises OwnLimitError: the crawl's time or bytes end before the response, which is not the host's failure.
         """
         try:
             page = await fetcher.fetch(f"{origin}/robots.txt", lambda url: None, ROBOTS)
@@ -166,7 +167,10 @@ class Robots:
 
 
 def parse(body: bytes, user_agent: str) -> Rules:
-    """Return a robots.txt's rules, delay and sitemaps for `user_agent`. Call this in a thread: long files take time."""
+    """Return a robots.txt's rules, delay and sitemaps for `user_agent`. Call this in a thread: long files take time.
+
+    The delay is the longer one of crawl delay and request rate; there are at most `MAX_SITEMAPS` sitemaps.
+    """
     from protego import Protego  # an optional dependency
 
     tokens = {token.lower() for token in TOKEN.findall(user_agent)}

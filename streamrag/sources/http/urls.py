@@ -35,7 +35,7 @@ def normalize_url(url: str, base: str = "") -> str | None:
 
 
 def _remove_dot_segments(path: str) -> str:
-    """Remove dot segments as browsers and some servers do, so that robots.txt is checked for the path that is fetched.
+    """Remove dot segments, encoded ones too, as browsers do, so that robots.txt is checked for the fetched path.
 
     Source: RFC 3986, section 5.2.4. `urljoin` leaves dot segments in absolute URLs.
     """

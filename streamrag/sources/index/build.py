@@ -35,19 +35,19 @@ def build_index(
     on_progress: OnProgress | None = None,
     clock: Clock = monotonic,
 ) -> IndexSummary:
-    """Build the vector index `out` from the text, Markdown, HTML and PDF files below `folder`. Blocks for minutes.
+    """Build the vector index `out` from the text, Markdown, HTML and PDF files below `folder`; return its summary.
 
-    `embedder` is the name or path of a sentence-transformers model, or `module:function` of a function from
-    `list[str]` to a 2-D array of floats. `kind` is "diskann", for `VectorSource`, or "ivf", for `IvfSource`;
-    by default, the first of them that is installed. The default of `passage_words` suits all-MiniLM-L6-v2, which reads
-    256 word pieces. `on_progress` is called with (done, total, step) for the steps reading, embedding and indexing.
+    `embedder` is the name or path of a sentence-transformers model, or `module:function` of a function from `list[str]`
+    to a 2-D array of floats. `kind` is "diskann", for `VectorSource`, or "ivf", for `IvfSource`; by default, the first
+    of them that is installed. The default of `passage_words` suits all-MiniLM-L6-v2, which reads 256 word pieces.
+    `on_progress` is called with (done, total, step) for the steps reading, embedding and indexing. Blocks for minutes.
 
     With `force`, an existing index at `out` is replaced atomically once the new one is complete: a build that fails, is
     interrupted or is killed leaves the old index unchanged. Its finished embeddings stay in a hidden folder beside
     `out`, named `.NAME.building-` and eight characters, and the next build of `out` with the same embedder reuses them.
 
     :raises IndexExistsError: `out` exists, and `force` is not set or it is not an index.
-    :raises ConfigurationError: there are no documents, or the embedder cannot be used.
+    :raises ConfigurationError: there are no documents, the embedder is unusable, or this thread has an event loop.
     :raises MissingDependencyError: DiskANN, faiss or the embedder's package is not installed.
     :raises WorkerError: the embedding process died.
     :raises VectorIndexError: a file cannot be written.
@@ -85,7 +85,7 @@ def _check_out(out: Path, force: bool) -> None:
 
 
 def read_passages_of(folder: Path, paths: list[Path], generation: Generation) -> Iterator[StoredPassage]:
-    """Yield the passages of these files, and add the files or pages without text to `generation.skipped`.
+    """Yield the passages of these files, and add unusable files and lost PDF pages to `generation.skipped`.
 
     Documents are named by their paths within `folder`.
     """

@@ -77,7 +77,7 @@ class _EmbeddingFile:
         about.write_text(json.dumps(made_by))
 
     def _valid_rows(self, keys: bytes) -> Iterator[tuple[bytes, int]]:
-        """Yield each key with its row, if the row is a unit vector."""
+        """Yield each of the joined `keys` with the number of its row, if that row is a unit vector."""
         import numpy as np
 
         vectors = self._vectors()
@@ -169,7 +169,7 @@ class IndexBuilder(JobHandler):
     old: str | None
 
     def load(self) -> dict[str, Any]:
-        """Load the embedder; return its dimension and probe, and the number of texts without a reusable vector."""
+        """Load the embedder; return its `dimension`, `probe`, and `num_missing`: distinct texts to be embedded."""
         silence_stdout()
         identity = self._embedder.identity
         num_missing = len({key for key, _ in self._missing()})
@@ -188,7 +188,7 @@ class IndexBuilder(JobHandler):
         return _EmbeddingFile(Path(self.folder), self._embedder, self.location)
 
     def embed(self, num_texts: int) -> dict[str, Any]:
-        """Embed the next `num_texts` texts without a vector, store the vectors, and return their number."""
+        """Embed the next `num_texts` texts without a vector, store the vectors, and return `num_embedded`, or 0."""
         missing = dict(islice(self._queue, num_texts))
         if missing:
             self._new.add(list(missing), self._embedder.passages(list(missing.values())))

@@ -47,11 +47,12 @@ def add_documents(
     on_progress: OnProgress | None = None,
     clock: Clock = monotonic,
 ) -> IndexSummary:
-    """Add files, and the files below folders, to an index, and replace the documents that it already has.
+    """Add files, and the files below folders, to an index; replace documents of the index that have their names.
 
     A document's name is its path within `folder`: pass the folder that the index was built from. Without `folder`, the
     name of a file is its file name, and the name of a file below a folder is its path within that folder. Only new
-    passages are embedded. Open sources continue with the old index. Blocks: in a coroutine, use `asyncio.to_thread`.
+    passages are embedded. Open sources continue with the old index. Returns the summary of the whole new index. Blocks:
+    in a coroutine, use `asyncio.to_thread`.
 
     Pass `embedder` where `VectorSource` needs it. An index of format 1 has no stored vectors and is embedded whole.
 
@@ -126,7 +127,10 @@ class _Change:
     def with_documents(
         self, documents: dict[Path, list[Path]], roots: list[Path], unfinished: Path
     ) -> Iterator[StoredPassage]:
-        """Yield the old passages that stay, then those of `documents` by base folder, or raise if these have none."""
+        """Yield the old passages that stay, then those of the files in `documents`, a list for each base folder.
+
+        Raises ConfigurationError, which names `roots`, if the files have no passages.
+        """
         uris: set[str] = set()
         with (unfinished / ADDED).open("w", encoding="utf-8") as file:
             for base, files in documents.items():
@@ -140,7 +144,10 @@ class _Change:
         (unfinished / ADDED).unlink()
 
     def write(self, passages: Callable[[Path], Iterator[StoredPassage]]) -> IndexSummary:
-        """Replace the index with one of these passages; VectorIndexError if another program has changed it."""
+        """Replace the index, and return the summary. VectorIndexError if another program has changed the index.
+
+        passages: a function from the folder being written to the passages of the new index.
+        """
 
         def check_unchanged() -> None:
             if check_index(self.out)[1] != self._manifest_sha256:

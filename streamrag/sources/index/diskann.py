@@ -49,7 +49,10 @@ class DiskAnnSearcher(IndexSearcher):
     """A searcher of DiskANN's graph."""
 
     def _open_index(self) -> tuple[Any, Any, Any, Any]:
-        """Return DiskANN's index, the passages of its nodes, and the passages beside it with their vectors."""
+        """Return DiskANN's graph, its nodes' passages, the passages beside it, and vectors of the latter, or None.
+
+        Raises IndexCorruptError if the files do not match or DiskANN cannot open them.
+        """
         import diskannpy
         import numpy as np
 
@@ -74,7 +77,10 @@ class DiskAnnSearcher(IndexSearcher):
     def _search(  # type: ignore[override]
         self, index: Any, vector: Any, *, k: int, complexity: int, beam_width: int
     ) -> tuple[list[int], list[float]]:
-        """Return the `k` nearest passages of the graph and those beside it; search further if many were removed."""
+        """Return the `k` nearest passages of the graph and beside it, and their squared distances, nearest first.
+
+        The search of the graph widens while removed nodes leave too few.
+        """
         import numpy as np
 
         graph, nodes, added, vectors = index
@@ -95,7 +101,7 @@ class DiskAnnSearcher(IndexSearcher):
     def _search_graph(
         self, graph: Any, num_nodes: int, vector: Any, k: int, complexity: int, beam_width: int
     ) -> tuple[list[int], list[float]]:
-        """Return the nearest nodes and their distances, up to the first invalid result; raise if that is too early."""
+        """Return the nearest nodes and distances up to the first invalid result; IndexCorruptError if too early."""
         options = {"k_neighbors": k, "complexity": complexity, "beam_width": beam_width}
         result = graph.batch_search(vector[None], **options, num_threads=NUM_DISKANN_THREADS)
         ids, distances = result.identifiers[0].tolist(), result.distances[0].tolist()
@@ -110,7 +116,7 @@ class DiskAnnSearcher(IndexSearcher):
 
 
 def build_graph(folder: Path, vectors: "Vectors", num_threads: int) -> None:
-    """Write DiskANN's graph of the vectors, with a little noise that tells equal ones apart. OSError if that fails."""
+    """Write DiskANN's graph of the vectors, with a little noise that tells equal ones apart. OSError if it fails."""
     import diskannpy
     import numpy as np
 
@@ -143,7 +149,9 @@ def build_graph(folder: Path, vectors: "Vectors", num_threads: int) -> None:
 
 
 def keep_graph(old: Path, manifest: Manifest, folder: Path, nodes: Any, num_passages: int) -> bool:
-    """Copy the graph of the index `old` into `folder`; return False if too much has changed, or its files have.
+    """Copy the graph of the index `old` into `folder`, and return True; else False, with no copy left.
+
+    False means that over a tenth of the passages have changed, or that files of `old` differ from its `manifest`.
 
     nodes: the new passage of each node of the graph, -1 for a removed one; written beside the graph.
     """
@@ -164,9 +172,9 @@ def keep_graph(old: Path, manifest: Manifest, folder: Path, nodes: Any, num_pass
 
 
 def stored_nodes(folder: Path, num_passages: int) -> Any:
-    """Return the passage of each node of an index's graph, -1 for a removed one; by default node i has passage i.
+    """Return the passage of each node of an index's graph, -1 for a removed one; without a file, node i has passage i.
 
-    :raises IndexCorruptError: there are no such passages.
+    :raises IndexCorruptError: a passage does not exist or has two nodes, or all are removed.
     """
     import numpy as np
 
@@ -186,7 +194,7 @@ def stored_nodes(folder: Path, num_passages: int) -> Any:
 
 
 def stored_vectors(folder: Path, num_passages: int, dimension: int) -> "Vectors | None":
-    """Return an index's vectors in passage order, mapped into memory; None for format 1. Raises if they are damaged."""
+    """Return an index's vectors in passage order, mapped into memory; None if absent. IndexCorruptError if damaged."""
     import numpy as np
 
     path = folder / VECTORS

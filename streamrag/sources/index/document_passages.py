@@ -71,9 +71,9 @@ class Document:
 def find_documents(
     folder: Path, *, max_file_bytes: int, leave_out: Path | None = None
 ) -> tuple[list[Path], list[tuple[str, str]]]:
-    """Return the files to read below `folder`, sorted by path, and the skipped paths, each with the reason.
+    """Return the files to read below `folder`, sorted by path, and the skipped paths within it, each with the reason.
 
-    Hidden folders, symbolic links and the folder `leave_out` are skipped with all below them.
+    A path is skipped as `reason_to_skip` says, and a folder also if it cannot be read; nothing below it is listed.
 
     :raises ConfigurationError: `folder` is not a folder.
     """
@@ -97,7 +97,7 @@ def find_documents(
 
 
 def reason_to_skip(path: Path, max_file_bytes: int, leave_out: Path | None) -> str | None:
-    """Return why this file or folder is skipped, because of its name, kind or size; None if it is not."""
+    """Return why this path is skipped: hidden, a symbolic link, `leave_out`, of another type, too large; else None."""
     if path.name.startswith("."):
         return "hidden"
     if path.is_symlink():  # a target within the folder is read by itself; this way there are no loops
@@ -134,7 +134,7 @@ def read_documents(
     report: Callable[[int], None],
     read_pdf: ReadPdf,
 ) -> Iterator[tuple[Document, list[str]]]:
-    """Yield the documents at `paths` with their passages; add files without text, and lost PDF pages, to `skipped`.
+    """Yield the documents at `paths` with their passages; add unusable files to `skipped`, and the lost pages of a PDF.
 
     report: called before each file with the number of files before it.
     """
@@ -151,7 +151,10 @@ def read_documents(
 
 
 def read_document(path: Path, folder: Path, read_pdf: ReadPdf) -> Document:
-    """Return the document in a file, with its title, else first heading or name. UnusableDocumentError if unusable."""
+    """Return the document in a file, titled by its title, else first heading, else file name.
+
+    Raises UnusableDocumentError for a file that cannot be read or decoded, is a symbolic link, or has no text.
+    """
     try:
         with open_regular(path, follow_links=False) as file:
             body = file.read()
@@ -193,7 +196,10 @@ def _read_text(text: str) -> tuple[str, list[Block]]:
 
 
 def _read_markdown(text: str) -> tuple[str, list[Block]]:
-    """Return the front matter's title, or "", and blocks: headings as plain text, others with their Markdown."""
+    """Return the front matter's title, or "", and the blocks after it.
+
+    Headings become plain text, HTML blocks their text; others keep their Markdown.
+    """
     try:
         from markdown_it import MarkdownIt
     except ImportError:
@@ -221,7 +227,10 @@ def _read_markdown(text: str) -> tuple[str, list[Block]]:
 
 
 def _read_html(body: bytes) -> tuple[str, list[Block]]:
-    """Return the title and the blocks of the main part, else of the body. Raises UnusableDocumentError if not HTML."""
+    """Return the title, or "", and the blocks of the main part, else of the body, else none, without menus and forms.
+
+    Raises UnusableDocumentError if the parser rejects the markup.
+    """
     try:
         import lxml  # noqa: F401 - BeautifulSoup loads it by name
         from bs4 import BeautifulSoup, XMLParsedAsHTMLWarning
@@ -248,7 +257,10 @@ def _read_html(body: bytes) -> tuple[str, list[Block]]:
 
 
 def _html_blocks(root: Any) -> Iterator[Block]:
-    """Yield a block for each run of text in the same innermost paragraph-like element; list items begin with "- "."""
+    """Yield a block for each run of text in the same innermost paragraph-like element; list items begin with "- ".
+
+    White space is collapsed, except in `pre`. A `dt` is a heading below h6, at its depth of nested `dl`.
+    """
     from bs4.element import NavigableString, PreformattedString
 
     def paragraph(text: Any) -> Any:
@@ -281,7 +293,7 @@ def split_document(document: Document, passage_words: int) -> Iterator[str]:
 
     Passages end at headings and between paragraphs, and inside a paragraph only if it alone is too long. A section
     shorter than a third of `passage_words` is joined to the next. Passages do not overlap: overlapping neighbours would
-    compete for the k nearest and be prefilled twice.
+    compete for the k nearest and be prefilled twice. Headings that the document's title contains are not repeated.
     """
     path: list[Block] = []
     held: list[Block] = []
@@ -323,7 +335,7 @@ def _join(blocks: list[Block]) -> str:
 
 
 def _pieces(text: str, max_words: int, level: int = 0) -> list[str]:
-    """Split `text` at its best breaks into few pieces, none longer than `max_words`."""
+    """Split `text` at its best breaks into few pieces of at most `max_words` words, which joined are `text`."""
     if count_words(text) <= max_words:
         return [text]
     if level == len(BREAKS):

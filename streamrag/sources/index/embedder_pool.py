@@ -80,7 +80,7 @@ class EmbedderHandler(JobHandler):
 
     @cached_property
     def _embedder(self) -> Embedder:
-        """The embedder, loaded at first use and compared with `made_with`. With one thread it uses no GPU."""
+        """The embedder, loaded at first use. IndexMismatchError if not that of `made_with`. With one thread, no GPU."""
         device = "cpu" if self.num_threads == 1 else None
         embedder = Embedder(self.location, self.embedder, num_threads=self.num_threads, device=device)
         if self.made_with:

@@ -93,11 +93,11 @@ class Generation:
         documents: Path,
         old: Path | None = None,
     ) -> IndexSummary:
-        """Write an index of the given passages, publish it at `out`, and return its summary.
+        """Write an index of the given passages, publish it at `out`, return its summary. VectorIndexError on OSError.
 
         passages: called with the folder being written, where it may keep a temporary file.
         check: raises if `out` must not be replaced.
-        documents: the origin of the passages, for the error message if there are none.
+        documents: the origin of the passages, for the ConfigurationError if there are none.
         old: the index whose vectors are reused.
         """
         try:
@@ -144,7 +144,7 @@ class Generation:
         return manifest
 
     async def _write_vectors(self, unfinished: Path, total: int, old: Path | None) -> tuple[dict[str, Any], int]:
-        """Embed the passages and build the index files in a worker.
+        """Embed the passages and build the index files in a worker, which is closed at the end; report both steps.
 
         Return the worker's parameters for the manifest, and the number of passages that had to be embedded.
         """
@@ -168,7 +168,7 @@ class Generation:
 
 
 async def _run(pool: WorkerPool, job: dict[str, Any]) -> dict[str, Any]:
-    """Return a worker's answer; raise VectorIndexError for a full disk, and our own error for the worker's."""
+    """Return a worker's answer; VectorIndexError for its OSError or death in the last job, our own error for others."""
     try:
         return await pool.run(job)
     except WorkerJobError as error:

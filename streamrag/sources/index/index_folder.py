@@ -109,7 +109,7 @@ _STORED = TypeAdapter(StoredPassage)
 
 
 def looks_like_index(folder: Path) -> bool:
-    """Whether this folder holds files of an index, damaged or not, and no others, so that replacing it is safe."""
+    """Whether replacing this folder is safe: it has only regular files of an index, enough to be one, even damaged."""
     with os.scandir(folder) as entries:
         names = {entry.name if entry.is_file(follow_symlinks=False) else "" for entry in entries}
     if not names <= set().union(OPTIONAL, {MANIFEST}, *NEEDED.values()):

@@ -39,7 +39,7 @@ class IndexSearcher(JobHandler, ABC):
         return {"num_passages": len(self._opened[1])}
 
     def search(self, query: str, **options: Any) -> dict[str, Any]:
-        """Return the ids, squared distances and fields of the passages that one stage finds, nearest first."""
+        """Return the `ids`, squared `distances` and `passages` (their fields) that one stage finds, nearest first."""
         vector = self._embedder.query(query)
         index, passages = self._opened
         ids, distances = self._search(index, vector, **options)
@@ -53,7 +53,7 @@ class IndexSearcher(JobHandler, ABC):
 
     @cached_property
     def _opened(self) -> tuple[Any, PassageStore]:
-        """The library's index and its passages, opened at first use. Raises if the index was replaced meanwhile."""
+        """The library's index and its passages, opened at first use. IndexMismatchError if they were replaced since."""
         silence_stdout()
         # Checked before, for a replacement worker, and after, so that all opened files are of one index.
         check_unchanged(self._path, self.manifest_sha256)

@@ -34,7 +34,7 @@ class FaissSearcher(IndexSearcher):
     """A searcher of faiss's inverted lists."""
 
     def _open_index(self) -> tuple[Any, Callable[[bytes], tuple[Any, Any, Any]]]:
-        """Return faiss's index, and a cached function that ranks its lists for a query vector."""
+        """Return faiss's index, and `_rank_lists` cached by the query vector's bytes. Raises as `open_lists`."""
         import numpy as np
 
         index = open_lists(self._path, self.num_passages, self.dimension, self.num_lists)
@@ -46,7 +46,9 @@ class FaissSearcher(IndexSearcher):
     ) -> tuple[list[int], list[float]]:
         """Return up to `k` nearest passages in the lists from `after` to `until`, at most `nearer_than` away.
 
-        The first job scans at least the lists that `k` passages need; a later one skips those. Damaged results raise.
+        The result is passages and squared distances, nearest first. Lists are counted from the nearest. The first job
+        scans at least the lists that `k` passages need; a later job skips these lists, and may find nothing.
+        IndexCorruptError if damaged.
         """
         import numpy as np
 
@@ -73,7 +75,7 @@ class FaissSearcher(IndexSearcher):
         return ids[order].tolist(), distances[order].tolist()
 
     def _rank_lists(self, index: Any, sizes: Any, query: bytes) -> tuple[Any, Any, Any]:
-        """Return all lists, nearest first, their centroids' distances, and their cumulative sizes; raise if damaged."""
+        """Return all lists, nearest first, centroids' distances, and cumulative sizes. IndexCorruptError if damaged."""
         import numpy as np
 
         vector = np.frombuffer(query, np.float32)
@@ -85,7 +87,7 @@ class FaissSearcher(IndexSearcher):
 
 
 def open_lists(folder: Path, num_passages: int, dimension: int, num_lists: int) -> Any:
-    """Open faiss's index, its lists mapped into memory. Raises IndexCorruptError if it does not match the manifest."""
+    """Open faiss's index with one thread, its lists mapped into memory. IndexCorruptError if not as in the manifest."""
     import faiss
 
     faiss.omp_set_num_threads(1)  # a search of one query is sequential
@@ -114,8 +116,8 @@ def open_lists(folder: Path, num_passages: int, dimension: int, num_lists: int) 
 def build_lists(folder: Path, vectors: "Vectors", num_threads: int, centroids: "Vectors | None") -> int:
     """Write faiss's file into `folder`, and return the number of lists.
 
-    centroids: those of an older index, reused if their number is within 1.5 times of the best one: each vector is
-        still in the list of its nearest centroid, and results are exact.
+    centroids: the centroids of an older index, reused if their number is within 1.5 times of the default, the square
+        root of the number of vectors: each vector is still in the list of its nearest centroid, and results are exact.
 
     :raises OSError: the file cannot be written.
     """
@@ -147,7 +149,7 @@ def build_lists(folder: Path, vectors: "Vectors", num_threads: int, centroids: "
 
 
 def stored_vectors(folder: Path, num_passages: int, dimension: int, num_lists: int) -> "tuple[Vectors, Vectors]":
-    """Return an index's vectors in passage order, and its centroids. Raises IndexCorruptError if they are damaged."""
+    """Return an index's vectors in passage order, NaN if missing, and its centroids. IndexCorruptError if damaged."""
     import faiss
     import numpy as np
 

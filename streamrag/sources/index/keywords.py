@@ -73,7 +73,10 @@ def write_keywords(folder: Path) -> None:
 
 
 def _count(texts: Iterable[str]) -> "tuple[array[int], dict[str, tuple[array[int], array[int]]]]":
-    """Return the number of terms of each text, and for each term the numbers of its texts and its counts there."""
+    """Return each text's number of terms, and for each term the numbers of its texts and its counts there.
+
+    The numbers of terms and the counts are capped at `MAX_LENGTH` and `MAX_COUNT`.
+    """
     stem = new_stem()
     lengths = array("H")
     postings: dict[str, tuple[array[int], array[int]]] = {}

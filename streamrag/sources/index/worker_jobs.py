@@ -53,7 +53,7 @@ def silence_stdout() -> None:
 async def run_job(
     workers: WorkerPool, job: Mapping[str, Any], share: Share | None = None, *, timeout_s: float | None = JOB_TIMEOUT_S
 ) -> dict[str, Any]:
-    """Return a worker's answer.
+    """Run a job in a worker, and return the answer.
 
     :raises StreamRagError: the job failed; always a SourceError for a job of a query, which has a `share`.
     """
@@ -75,7 +75,10 @@ async def run_in_each(workers: WorkerPool, job: Mapping[str, Any]) -> dict[str, 
 
 
 def explain(error: WorkerJobError, context: str) -> StreamRagError:
-    """Return our own error that a worker raised, or else a SourceError whose message begins with `context`."""
+    """Return our own ConfigurationError, IndexCorruptError or IndexMismatchError for a worker's, else a SourceError.
+
+    context: the beginning of the SourceError's message.
+    """
     ours = {kind.__name__: kind for kind in (ConfigurationError, IndexCorruptError, IndexMismatchError)}
     if kind := ours.get(error.kind):
         return kind(error.message)

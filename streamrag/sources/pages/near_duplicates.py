@@ -61,7 +61,7 @@ def is_near_duplicate(one: list[str], other: list[str]) -> bool:
 
 
 def _is_replaced(one: Counter[str], other: Counter[str]) -> bool:
-    """Whether each side has words left, stop words aside, when forms of one word are paired off."""
+    """Whether both sides still have words after leaving out stop words and pairing the forms of one word."""
     left = [word for word in one.elements() if word not in STOP_WORDS]
     right = [word for word in other.elements() if word not in STOP_WORDS]
     for word in list(left):

@@ -108,7 +108,7 @@ class PageCleaner:
             return read_sitemap(job, body, self._stem) if job["kind"] == "xml" else self._answer(job, body)
 
     def _answer(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """Return the page's URL, title, passages relevant to the query and ranked links, and if it is truncated."""
+        """Return the page's `url`, `title`, `num_passages`, relevant `passages`, ranked `links`, and `is_cut`."""
         content = self._load_or_read(job, body)
         passages = split_markdown(content.text[:MAX_CONTENT_CHARS])
         is_cut = content.is_cut or len(content.text) > MAX_CONTENT_CHARS or len(passages) > MAX_PASSAGES
@@ -170,7 +170,7 @@ def _clean_title(title: str) -> str:
 
 
 def decode(body: bytes, charset: str) -> str:
-    """Decode a page by its byte order mark, the server's charset or its own; else as UTF-8 or Windows-1252."""
+    """Decode by byte order mark, the server's charset, `meta`, or as UTF-8 or Windows-1252; replace invalid bytes."""
     mark = next((name for mark, name in BYTE_ORDER_MARKS.items() if body.startswith(mark)), "")
     declared = re.search(rb"<meta[^>]+charset\s*=\s*[\"']?([\w-]+)", body[:4096], re.IGNORECASE)
     for name in filter(None, (mark, charset.lower(), declared[1].decode().lower() if declared else "")):

@@ -39,10 +39,10 @@ class PrunedPage(NamedTuple):
 
 
 def prune(url: str, html: str) -> PrunedPage:
-    """Return the page's HTML, truncated, without attributes and elements that are no content, and all of its links.
+    """Return the page's HTML without attributes and elements that are no content, all links, and if it was truncated.
 
     crawl4ai's own `excluded_tags` lose the text after an excluded element, and its links lack trailing slashes and the
-    links of excluded elements.
+    links of excluded elements. Raises MemoryError if lxml cannot parse the page.
     """
     # As bytes: in a str, lxml first searches for an XML declaration, with a regular expression quadratic in spaces.
     parser = lxml_html.HTMLParser(encoding="utf-8")
@@ -106,7 +106,7 @@ def _is_not_content(element: Any) -> bool:
 def _is_empty(element: Any) -> bool:
     """Whether an element has no text after its dropped children are removed; if so, move its white space to its tail.
 
-    crawl4ai does the same, but in quadratic time.
+    crawl4ai does the same, but in quadratic time. White space in `pre` or `code` is text.
     """
     if any(child.tag != DROPPED or child.tail for child in element.iterchildren(etree.Element)):
         return False

@@ -30,7 +30,7 @@ def relevant_stems(query: str, stem: Stem) -> Stem:
     """Return a cached `stem` that leaves words unchanged if they cannot have a stem in common with `query`.
 
     Stemming dominates the cost per word, and a page may have 100,000 distinct words. A stem begins like its word, but
-    "y" may become "i" (dying, die).
+    "y" may become "i" (dying, die). After `MAX_STEMS` words, all others stay unchanged.
     """
     stems: dict[str, str] = {}
     beginnings = {_beginning(term) for term in relevant_terms(query, stem)}
@@ -110,7 +110,9 @@ def assemble(
 ) -> str:
     """Join `passages` under their innermost headings without repeated long blocks; return "" if too little is new.
 
-    seen: fingerprints of earlier blocks, to which new ones are added. A fingerprint ignores case and punctuation.
+    Too little is no new block, or only new ones under `MIN_NEWS_CHARS` although `passages` have longer ones.
+
+    seen: fingerprints of earlier blocks, to which all blocks are added. A fingerprint ignores case and punctuation.
     is_known: whether a block that is not in `seen` is nevertheless a repetition.
     """
     text: list[str] = []

@@ -30,9 +30,10 @@ ENTITY = re.compile(rb"<!ENTITY", re.IGNORECASE)
 
 
 def read_sitemap(job: dict[str, Any], body: bytes, stem: Stem) -> dict[str, Any]:
-    """Return `pages` whose URL has words of the query, `sitemaps`, and `is_cut`: whether there may be more of them.
+    """Return `pages` whose URL has words of the query, up to `MAX_SITEMAPS` `sitemaps`, and `is_cut`.
 
-    The job has a `url`, a `query`, and `is_cut` if `body` is truncated.
+    URLs with most words come first. `is_cut` is whether there may be more pages or sitemaps. The job has a `url`, a
+    `query`, and `is_cut` if `body` is truncated.
     """
     text, is_cut = _decompress(body)
     is_cut = is_cut or job.get("is_cut", False)
@@ -72,7 +73,7 @@ def _is_xml(text: bytes) -> bool:
 
 
 def _addresses(text: bytes) -> Iterator[tuple[str, bool]]:
-    """Yield each URL, and whether it is that of a page, up to the first error; none if the file declares entities."""
+    """Yield each line or `loc`, and whether it is a page's URL, up to the first error; nothing if entities occur."""
     text = text.lstrip(SPACE)  # XML allows nothing before its declaration
     if not _is_xml(text):
         for line in io.BytesIO(text):

@@ -63,18 +63,18 @@ def build_table(
     on_progress: OnProgress | None = None,
     clock: Clock = monotonic,
 ) -> TableSummary:
-    """Fill a table with the text, Markdown, HTML and PDF files below `folder`, for `PgVectorSource`. Blocks.
+    """Fill a table with the text, Markdown, HTML and PDF files below `folder`, and return the build's summary. Blocks.
 
-    The table is created if it does not exist, with an HNSW index of the vectors and a GIN index of the words; so is the
-    extension, if the user is allowed to. Unchanged passages are kept, changed documents are replaced, and a stopped
-    build is resumed.
+    The table is for `PgVectorSource`, and is created if it does not exist, with an HNSW index of the vectors and a GIN
+    index of the words; so is the extension, if the user is allowed to. Unchanged passages are kept, changed documents
+    are replaced, and a stopped build is resumed. Of passages with equal text, only the first is in the table.
 
     `words` is the text search configuration of the GIN index. With `prune`, documents that are not in the folder are
     removed from the table. `on_progress` is called with (done, total, step) for the steps filling and indexing.
 
     :raises IndexExistsError: the table exists, and streamrag did not make it.
     :raises IndexMismatchError: the table was filled with another embedder.
-    :raises ConfigurationError: there are no documents, or the embedder cannot be used.
+    :raises ConfigurationError: there are no documents, the embedder is unusable, or this thread has an event loop.
     :raises MissingDependencyError: the driver or the embedder's package is not installed.
     :raises VectorIndexError: the server refuses, or another build fills the table.
     :raises SourceError: the server cannot be reached, or the connection broke; written rows stay.
@@ -104,7 +104,10 @@ class _Build:
     async def run(
         self, dsn: str, parts: tuple[str, ...], words: str, pool: EmbedderPool, prune: bool, read_pdf: ReadPdf
     ) -> "TableWriter":
-        """Fill, perhaps prune, and index the table; return the writer with its counts. Translates driver errors."""
+        """Lock, fill, perhaps prune, and index the table; return the writer with its counts. Translates driver errors.
+
+        Closes the connection and `pool`. Prunes nothing if no document was read. Rows written before an error stay.
+        """
         import psycopg
 
         from streamrag.sources.postgres.link import Address
@@ -137,7 +140,7 @@ class _Build:
         return writer
 
     def _new_passages(self, texts: list[str]) -> dict[int, str]:
-        """Return the passages whose text has not occurred before, by number.
+        """Return the passages whose text is new in this build, by number in their document; count others as duplicates.
 
         Navigation and licences, which every page repeats, would otherwise fill the k nearest with one text.
         """
@@ -152,7 +155,7 @@ class _Build:
         return passages
 
     def summary(self, writer: "TableWriter", duration_s: float) -> TableSummary:
-        """Return the summary of the build. Raises ConfigurationError if the folder has no passages."""
+        """Return the build's summary. ConfigurationError, with the table made already, if there are no passages."""
         if not self._digests:
             raise nothing_to_index(self.folder, self.skipped)
         return TableSummary(

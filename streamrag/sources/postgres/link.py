@@ -75,7 +75,7 @@ class Address:
             raise self.explained(error) from None
 
     def explained(self, error: BaseException) -> SourceError:
-        """Return a SourceError for a driver's error, without secrets and with any remedy. Ours are returned unchanged.
+        """Return a SourceError for a driver's error, without secrets and with any remedy; a SourceError unchanged.
 
         A statement that the server cancelled is a StatementTimeoutError.
         """
@@ -145,10 +145,10 @@ class Link:
     async def run(self, work: Callable[[Connection], Awaitable[T]], settings: dict[str, str], *, timeout_s: float) -> T:
         """Run `work` in a transaction with these server settings, and return its result.
 
-        Cancelling this cancels the statement in the server.
+        Cancelling this cancels the statement in the server. Errors of `work` that are not the driver's go up unchanged.
 
         :raises StatementTimeoutError: a statement took longer than `timeout_s`.
-        :raises SourceError: it failed otherwise, or the pool is closed.
+        :raises SourceError: the connection or `work` failed otherwise, or the pool is closed.
         """
         if self._pool is None:
             raise SourceError(f"{self._address}: the source is closed")
@@ -171,7 +171,7 @@ class Link:
         settings: dict[str, str],
         timeout_s: float,
     ) -> T:
-        """Return the result of `work` in one transaction with these settings. Translates errors, also for no answer."""
+        """Return the result of `work` in one transaction with these settings. Raises as `run`, also if unanswered."""
         try:
             async with asyncio.timeout(self._pool_timeout_s + timeout_s + GRACE_S), pool.connection() as connection:
                 names = ", ".join(["set_config(%s, %s, true)"] * len(settings))

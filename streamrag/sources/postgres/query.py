@@ -53,7 +53,7 @@ class Search:
         self._filter, self._values = _filter(where)
 
     def _vector_conditions(self, schema: str) -> list[sql.Composable]:
-        """Return the conditions under which a row's distance is defined.
+        """Return the SQL conditions under which a row's distance is defined; none where the column's type ensures that.
 
         pgvector fails on vectors of another dimension, and sums squares as float32, which very short and very long
         vectors overflow.
@@ -80,7 +80,7 @@ class Search:
         return await self._fetch(connection, self._select(score, self._from, order), values)
 
     async def dimensions(self, connection: Connection) -> dict[int, int]:
-        """Return the number of rows by dimension, among the first 10,000; {} if the column's type has a dimension."""
+        """Return how many of the first 10,000 matching rows have each dimension; {} if the column's type has one."""
         if self._table.dimension is not None:
             return {}
         column = self._columns["embedding"]
@@ -160,7 +160,7 @@ class Rows:
         return tuple(self._chunk(row, row[4]) for row in rows)
 
     def _chunk(self, row: Row, score: float) -> Chunk:
-        """Convert a row, shortened to the limits; remember a truncated text for `newly_cut`."""
+        """Convert a row, shortened to the limits, without an invalid number; note a truncated text for `newly_cut`."""
         text, uri, title, passage, _ = row
         fields = {"text": text[:MAX_TEXT_CHARS], "uri": uri[:MAX_URI_CHARS], "title": title, "score": score}
         if passage is not None and 0 <= passage <= MAX_COUNT:

@@ -139,8 +139,9 @@ class PgVectorSource:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Inspect the table, open the pool, and load the embedder, which takes many seconds.
+        """Inspect the table, load the embedder, which takes many seconds, and open the pool; close both if one fails.
 
+        :raises AlreadyStartedError: the source is started.
         :raises SourceError: the server cannot be reached, or refuses the connection.
         :raises IndexMissingError: there is no such table.
         :raises IndexMismatchError: its vectors have another embedder or dimension.
@@ -172,7 +173,7 @@ class PgVectorSource:
         loaded: EmbedderIdentity,
         progress: Progress,
     ) -> None:
-        """Raise IndexMismatchError if no row has the embedder's dimension; report the rows that have another one."""
+        """Raise IndexMismatchError if no row has the embedder's dimension; report how many rows are left out."""
         others = [str(dimension) for dimension in num_rows_by_dimension if dimension != loaded.dimension]
         if not others:
             return
@@ -191,7 +192,11 @@ class PgVectorSource:
         )
 
     async def _inspect(self) -> "tuple[PassageTable, Search, int, Mapping[int, int]]":
-        """Return the table, its search, and its estimated rows, in total and by dimension. Raises as `start`."""
+        """Return the table, its search, and its estimated rows, in total and by dimension. Raises as `start`.
+
+        Reads them in one read-only connection, which is closed afterwards, and checks that `words` names a
+        configuration.
+        """
         import psycopg
 
         from streamrag.sources.postgres.query import Search
@@ -212,7 +217,7 @@ class PgVectorSource:
             raise self._address.explained_at_start(error) from None
 
     async def aclose(self) -> None:
-        """Stop the workers and disconnect. Running searches fail. Does nothing when not started."""
+        """Disconnect, then stop the workers. Running searches fail. Does nothing when not started."""
         opened, self._opened, self.is_started = self._opened, None, False
         if opened:
             try:
@@ -221,12 +226,14 @@ class PgVectorSource:
                 await opened.embedder.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an `Update` for each stage that changes the best passages; a `CutShort` if a later stage is too slow.
+        """Yield an `Update` for each stage that changes the best passages; end with a `CutShort` if a stage times out.
 
-        Yield a `Skipped` for a passage of more than 20,000 characters, which is truncated.
+        The search by words is left out if the query is embedded before its rows are found. A `Skipped` is yielded for a
+        passage of more than 20,000 characters, which is truncated.
 
         :raises ConfigurationError: the source is not started.
-        :raises SourceError: the server, the connection or the search failed, or no connection was free in time.
+        :raises SourceError: the server, the connection or the search failed, no connection was free in time, or a stage
+            timed out and none before it found anything.
         :raises WorkerError: a worker died; the next query gets a new one.
         """
         from streamrag.sources.postgres.query import Rows
@@ -258,7 +265,11 @@ class PgVectorSource:
             await cancel_and_wait([words, embedding])
 
     async def _stages(self, opened: _Opened) -> list[_Stage]:
-        """Return the stages for the table's present size: the ladder, then exact if small. SourceError if none."""
+        """Return the stages for the table's size, estimated anew: the ladder, then exact if small. SourceError if none.
+
+        Rungs above the setting's maximum become that maximum. Up to 1,000 rows, an exact stage replaces the default
+        ladder.
+        """
         num_rows = await opened.link.run(opened.search.estimate, {}, timeout_s=self._timeout_s)
         stages = []
         is_exact = num_rows <= self._exact_rows
@@ -279,7 +290,7 @@ class PgVectorSource:
         return stages
 
     async def _find_words(self, opened: _Opened, query: str) -> "list[Row]":
-        """Return the rows with the query's words; none if this search is off, slow or fails: that by vector follows."""
+        """Return the rows with the query's words; none if this search is off, slow (2 s) or ends with a SourceError."""
         configuration = self._words if self._words is not None else opened.table.words
         if configuration is None or self._words == "":
             return []
@@ -292,7 +303,7 @@ class PgVectorSource:
             return []
 
     async def _find_nearest(self, opened: _Opened, stage: _Stage, embedding: "asyncio.Task[str]") -> "list[Row]":
-        """Wait for the query's vector, and return the rows that this stage finds."""
+        """Wait for the query's vector, and return the rows that this stage finds. StatementTimeoutError if too slow."""
         vector = await embedding
         return await opened.link.run(
             lambda connection: opened.search.nearest(connection, vector, is_exact=stage.is_exact),

@@ -114,6 +114,7 @@ async def inspect_table(
 
     columns: the caller's column of each field.
 
+    :raises ConfigurationError: `table` is not the name of a table.
     :raises IndexMissingError: there is no such table.
     :raises VectorIndexError: a column is missing or of a wrong type, or pgvector is not installed.
     """
@@ -154,7 +155,10 @@ async def fetch(connection: Connection, query: str, *values: Any) -> list[tuple[
 
 
 def _select_columns(table: str, columns: Mapping[str, str | None], existing: Mapping[str, Any]) -> dict[str, str]:
-    """Return each field's column, if any; raise VectorIndexError if a named or needed one is missing or mistyped."""
+    """Return each field's column, if any; raise VectorIndexError if a named or needed one is missing, or one mistyped.
+
+    A mistyped column `words` that the caller did not name is left out.
+    """
     selected: dict[str, str] = {}
     for field, default in DEFAULT_COLUMNS.items():
         column = columns.get(field, default)
@@ -179,7 +183,7 @@ def _select_columns(table: str, columns: Mapping[str, str | None], existing: Map
 
 
 def _ladder(indexes: Sequence[Any], column: str, version: list[int]) -> tuple[Ladder | None, str]:
-    """Return the approximate index of the column, preferably HNSW, and its metric; else None and "cosine"."""
+    """Return the ladder of the column's first HNSW or IVFFlat index, and its metric; else None and "cosine"."""
     is_iterative = version >= [0, 8]
     for index in indexes:
         metric = next((metric for metric in OPERATORS if f"_{metric}_ops" in index.operators), None)
@@ -195,7 +199,7 @@ def _ladder(indexes: Sequence[Any], column: str, version: list[int]) -> tuple[La
 
 
 def _words(indexes: Sequence[Any], columns: Mapping[str, str], existing: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Return a full-text index's configuration, None without index, and whether to search the column of lexemes."""
+    """Return a full-text index's configuration, "" if unknown, None without index; and whether to search a tsvector."""
     column = re.escape(columns["text"])
     text_expression = re.compile(rf"""{_CONFIGURATION.pattern}, \(?"?{column}"?\)?(?:::text)?\)""")
     for index in indexes:

@@ -114,7 +114,10 @@ class TableWriter:
             )
 
     async def add(self, pool: EmbedderPool, uri: str, title: str, passages: Mapping[int, str]) -> None:
-        """Queue a document's new or changed passages for writing, and surplus ones for removal; flush a full batch."""
+        """Compare a document's passages with its rows; queue new and changed passages, and surplus rows for removal.
+
+        Flush once the changed passages fill a batch.
+        """
         query = sql.SQL("SELECT passage, digest FROM {} WHERE uri = %s").format(self._name_beside_values)
         existing: dict[int, str] = dict(await (await self._connection.execute(query, [uri])).fetchall())
         for passage, text in passages.items():
@@ -127,7 +130,7 @@ class TableWriter:
             await self.flush(pool)
 
     async def flush(self, pool: EmbedderPool) -> None:
-        """Embed and write the queued passages, one transaction for each batch, and remove the surplus ones."""
+        """Embed and write the queued passages, one transaction for each batch; remove the surplus rows; count both."""
         vector = identifier(self._schema, "vector")
         upsert = sql.SQL(_UPSERT).format(name=self._name_beside_values, vector=vector)
         delete = sql.SQL("DELETE FROM {} WHERE uri = %s AND passage <> ALL(%s)").format(self._name_beside_values)
@@ -149,7 +152,7 @@ class TableWriter:
         self.num_removed += (await self._connection.execute(query, [uris])).rowcount
 
     async def make_indexes(self) -> None:
-        """Create missing indexes, none of vectors over 2,000 dimensions, and analyze the table."""
+        """Create any missing GIN index of words and HNSW index of up to 2,000 dimensions; analyze the table."""
         ((has_vectors, has_words),) = await fetch(self._connection, _HAS_INDEXES, self._quoted)
         self._report(0, 2, "indexing")
         if not has_words:

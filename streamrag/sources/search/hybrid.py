@@ -138,7 +138,7 @@ class HybridSource:
         self._search_duration, self._batch_duration = MeanDuration(), MeanDuration()
 
     def _own_vectors(self) -> tuple[Source, int | None]:
-        """Return the default source of the vector search, and its maximum number of stages."""
+        """Return the vector search for the index's kind, and the most stages that it has."""
         k = self._depth
         if kind_in_manifest(self._folder) == "ivf":
             return IvfSource(self._folder, k=k, embedder=self._embedder), NUM_STAGES
@@ -146,8 +146,11 @@ class HybridSource:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Check and open the index, and load the embedder and the reranker, which takes many seconds.
+        """Check the index, then start keyword search, vector source and reranker together, which takes many seconds.
 
+        If one fails, all are closed.
+
+        :raises AlreadyStartedError: the source is started.
         :raises MissingDependencyError: a package is not installed.
         :raises IndexMissingError: there is no index.
         :raises IndexCorruptError: the index is damaged.
@@ -185,8 +188,11 @@ class HybridSource:
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield an `Update` whenever the best passages or their order change; at the end a `CutShort` if a part failed.
 
+        With `sentences`, updates have the best sentences of the passages instead. Each `Skipped` of the vectors is
+        yielded too.
+
         :raises ConfigurationError: the source is not started.
-        :raises SourceError: a part failed, and no other part found anything.
+        :raises SourceError: a part failed, and no other part found anything or the source was closed meanwhile.
         """
         if not self._opened:
             raise ConfigurationError("HybridSource is not started: use it in a Pipeline, or await its start() first")
@@ -203,7 +209,10 @@ class HybridSource:
             yield CutShort("; ".join(failures.missing))
 
     async def _passages(self, opened: _Opened, query: str, failures: Failures) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the updates of all parts, and each Skipped. If no part found anything, raise the first failure."""
+        """Yield the updates of keyword search, vector search and reranker, in this order, and each Skipped.
+
+        Each part that fails is recorded in `failures`; at the end, the first error is raised if no part found anything.
+        """
         refinement = Refinement(self._k)
         num_batches = ceil(min(self._candidates, opened.num_passages) / self._batch_size) if opened.reranker else 0
         queue: _Events = asyncio.Queue(MAX_WAITING_EVENTS)
@@ -247,7 +256,10 @@ class HybridSource:
     async def _rerank(
         self, reranker: RerankerPool, refinement: Refinement, query: str, failures: Failures
     ) -> AsyncGenerator[Update, None]:
-        """Yield an update for each batch that changes the best passages, until one fails. Each batch is one job."""
+        """Yield an update for each batch that changes the best passages. Each batch is one job; all share one deadline.
+
+        A batch that fails is recorded in `failures`, and ends the reranking.
+        """
         candidates = refinement.fused[: self._candidates]
         batches = [candidates[i : i + self._batch_size] for i in range(0, len(candidates), self._batch_size)]
         score = reranker.scorer(query, is_one_deadline=True)
@@ -273,7 +285,10 @@ class HybridSource:
 
 
 def _apply(event: SourceEvent | Exception, refinement: Refinement, failures: Failures) -> int | None:
-    """Apply an event of the vector search. Return its remaining stages, 0 if unknown; None if `best` did not change."""
+    """Rank the chunks of an event of the vector search, or record its error or `CutShort`.
+
+    Return the remaining stages by its hint, 0 if unknown; None if `best` did not change.
+    """
     if isinstance(event, CutShort):
         failures.missing.append(event.reason)
         return None

@@ -68,13 +68,14 @@ class IndexSource(ABC):
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Check and open the index, and load the embedder, which takes many seconds.
+        """Check and open the index, and load the embedder, which takes many seconds; if that fails, stop the workers.
 
+        :raises AlreadyStartedError: the source is started.
         :raises MissingDependencyError: the index's library or the embedder's package is not installed.
         :raises IndexMissingError: there is no index.
         :raises IndexCorruptError: the index is damaged.
-        :raises IndexMismatchError: it is of the other kind or another version; or another embedder made it, or one
-            that must be named.
+        :raises IndexMismatchError: it is of the other kind or another version; or another embedder made it, or one that
+            must be named.
         :raises ConfigurationError: the embedder cannot be loaded.
         :raises WorkerError: a worker cannot start.
         """
@@ -120,10 +121,11 @@ class IndexSource(ABC):
             await opened.workers.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an `Update` for each stage that changes the best passages; a `CutShort` if a later stage is too slow.
+        """Yield an `Update` for each stage that changes the best passages; end with a `CutShort` if one is too slow.
 
         :raises ConfigurationError: the source is not started.
-        :raises WorkerError: a worker died; the next query gets a new one.
+        :raises WorkerError: a worker died, and the next query gets a new one; or a stage was too slow, and none found
+            anything.
         :raises SourceError: the search failed, or a new worker found that the index was replaced.
         """
         if not self._opened:

@@ -77,7 +77,10 @@ class Failures:
 
     @contextmanager
     def record(self, what: str) -> Iterator[None]:
-        """Log, record and suppress an error of the block; raise a caller's mistake, or any error of a closed source."""
+        """Log, record and suppress an error of the block; raise a caller's mistake, or any error of a closed source.
+
+        what: the part, which `missing` says failed or took too long. A mistake is a StreamRagError, but no SourceError.
+        """
         try:
             yield
         except Exception as error:

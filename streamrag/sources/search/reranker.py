@@ -89,8 +89,8 @@ class RerankerPool:
     def scorer(self, query: str, *, is_one_deadline: bool = False) -> Callable[[list[str]], Awaitable[list[float]]]:
         """Return an async function that scores texts for the query; larger is better.
 
-        It raises SourceError if reranking fails, and TooSlowError on timeout. The timeout is that of each call, or
-        with `is_one_deadline` that of all calls together.
+        The function raises SourceError if reranking fails, and TooSlowError on timeout. The timeout applies to each
+        call, or with `is_one_deadline` to all calls together, counted from now.
         """
         share, began_s = Share(), loop_time()
 
@@ -102,7 +102,7 @@ class RerankerPool:
         return score
 
     async def _score(self, query: str, texts: list[str], share: Share, end_s: float) -> list[float]:
-        """Return a worker's scores, or raise TooSlowError at `end_s`. After a failure, the model is loaded again."""
+        """Return a worker's scores, or raise TooSlowError at `end_s`. A failure reloads the model in the background."""
         try:
             async with asyncio.timeout_at(end_s):
                 job = {"do": "score", "query": query, "texts": texts}
@@ -200,7 +200,7 @@ class RerankerHandler(JobHandler):
         return self.score("What is this?", ["This is a passage.", "And another one."])
 
     def score(self, query: str, texts: list[str]) -> dict[str, Any]:
-        """Return a finite score for each text, larger for better; raise ConfigurationError for anything else."""
+        """Return `scores`, a finite number for each text, larger for better; ConfigurationError for anything else."""
         score = self._score
         try:
             values = score(without_lone_surrogates(query), [without_lone_surrogates(text) for text in texts])

@@ -48,7 +48,8 @@ class BestSentences:
         """Return the `num_sentences` best sentences of all `passages`, without repetitions within a document.
 
         Of equal scores, the sentence of the earlier passage comes first. If the best sentence is not in the first
-        passage, the scorer contradicts the ranking, and `passages` are returned whole: see docs/hybrid-search.md.
+        passage, the scorer contradicts the ranking, and `passages` are returned whole: see docs/hybrid-search.md. So
+        they are if there is no sentence.
         """
         for passage in passages:
             if passage not in self._scored:
@@ -68,7 +69,10 @@ class BestSentences:
     async def select_in_events(
         self, events: AsyncGenerator[SourceEvent, None], failures: Failures
     ) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the events, updates with sentences, or whole passages once scoring fails; omit unchanged updates."""
+        """Yield the events, updates with sentences; omit unchanged updates.
+
+        Once scoring fails, which is recorded in `failures`, updates have whole passages.
+        """
         can_score = True
         sent: tuple[Chunk, ...] = ()
         async with aclosing(events):

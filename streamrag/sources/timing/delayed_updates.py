@@ -65,7 +65,7 @@ class _HeldUpdate:
         self._due_s = 0.0
 
     def holds(self, update: Update) -> bool:
-        """Replace the held update, unless this one is due or has no forecast. Return whether it is held."""
+        """Hold this update in place of the last one, or none if it is due or has no forecast. Return whether it is."""
         end_s = update.hint.end_s if update.hint else None
         is_early = end_s is not None and isfinite(end_s) and end_s > self._lead_s
         self._update = update if is_early else None
@@ -77,7 +77,7 @@ class _HeldUpdate:
         return None if self._update is None else max(self._due_s - self._clock(), 0.0)
 
     def release(self) -> Update | None:
-        """Return the held update with its forecast as of now, and hold none."""
+        """Return the held update with its forecast as of now, and hold none; return None if none is held."""
         update, self._update = self._update, None
         if update is None:
             return None

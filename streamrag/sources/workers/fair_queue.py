@@ -80,7 +80,7 @@ class FairQueue(Generic[T]):
         self._serve()
 
     async def get(self, share: Share, part: str) -> T | None:
-        """Wait for the turn of `part` of `share`, and return an item, or None if the queue is closed."""
+        """Wait for the turn of `part` of `share`, and return an item, held until `give_back`; None once closed."""
         if self._is_closed:
             return None
         self._update_level()
@@ -133,7 +133,7 @@ class FairQueue(Generic[T]):
             self._waiters[share] = others
 
     def _serve(self) -> None:
-        """Give free items to waiting jobs: least used share first, in it the least used part, then by arrival."""
+        """Give free items to waiting jobs: first `_next_share`, in it the least used part, then by arrival."""
         self._update_level()
         while self._free and not self._is_closed and (share := self._next_share()):
             waiter = min(

@@ -41,7 +41,8 @@ def memory_limited(num_more_bytes: int) -> Iterator[None]:
 def job_limits(cpu_s: float, num_more_bytes: int) -> Iterator[None]:
     """End this process if the block takes more CPU time or memory, with an exit code that tells the pool which.
 
-    SIGPROF ends the process, because code in C cannot be interrupted otherwise.
+    SIGPROF ends the process, because code in C cannot be interrupted otherwise. The limit of memory stays after the
+    block.
     """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # an ignored signal is inherited from the parent
     limit_memory(num_more_bytes)  # relative to the memory that earlier jobs have leaked

@@ -49,9 +49,10 @@ ReadPdf: TypeAlias = Callable[[bytes], PdfText]
 
 @contextmanager
 def pdf_worker() -> Iterator[ReadPdf]:
-    """Yield a function that reads a PDF in a worker process, which runs from the first one to the end of the block.
+    """Yield a function that reads a PDF in a worker process, which runs from the first PDF to the end of the block.
 
-    The function blocks the thread. It raises UnusablePdfError if the file has no usable text or exceeds a limit.
+    The function blocks the thread. It raises UnusablePdfError if the file is unusable, exceeds a limit or ends the
+    worker.
     """
     with ExitStack() as stack:
 
@@ -94,9 +95,9 @@ class PdfReader:
 
 
 def read_pdf(body: bytes, *, max_chars: int, max_cpu_s: float, max_pages: int = MAX_FETCHED_PAGES) -> PdfText:
-    """Return the title and the text of a PDF, read up to the limits, and the pages that were left out.
+    """Return the title and the text (or "") of a PDF, read up to the limits, and a note of the pages left out.
 
-    :raises UnusablePdfError: the file is no PDF, encrypted or damaged.
+    :raises UnusablePdfError: the file is no PDF or damaged, or needs a password.
     """
     if b"%PDF-" not in body[:1024]:
         raise UnusablePdfError("it is no PDF")
@@ -115,7 +116,7 @@ def read_pdf(body: bytes, *, max_chars: int, max_cpu_s: float, max_pages: int = 
 
 
 def _read_pages(reader: "pypdf.PdfReader", max_chars: int, max_cpu_s: float, max_pages: int) -> tuple[str, str]:
-    """Return the text of pages up to the first limit, and what is left out; UnusablePdfError if none is readable."""
+    """Return the text of pages up to the first limit, and a note of those left out; UnusablePdfError if all damaged."""
     end_s = time.process_time() + max_cpu_s
     paragraphs: list[str] = []
     num_chars = num_pages = num_unreadable = 0
@@ -162,7 +163,7 @@ def _title(reader: "pypdf.PdfReader") -> str:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Split a page's text at empty lines, and at ends of sentences in long paragraphs; join hyphenated words."""
+    """Split a page's text at empty lines and, from 400 characters, at sentence ends; join words broken at hyphens."""
     paragraphs: list[list[str]] = [[]]
     num_chars = 0
     for line in map(str.strip, _clean(text).splitlines()):

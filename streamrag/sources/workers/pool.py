@@ -40,7 +40,7 @@ class WorkerLimitError(WorkerError):
 
 
 def _started(slot: _Slot) -> WorkerProcess | None:
-    """Return the worker of a slot; None if it is starting or failed to."""
+    """Return the worker of a slot; None while it starts, or if that failed."""
     return None if not slot.done() or slot.cancelled() or slot.exception() else slot.result()
 
 
@@ -78,7 +78,7 @@ class WorkerPool:
         return [worker.process.pid for slot in self._slots if (worker := _started(slot))]
 
     async def start(self) -> None:
-        """Start all workers and wait until they are ready.
+        """Start all workers and wait until they are ready; if one fails, close the pool.
 
         :raises WorkerStartError: creating the handler failed.
         :raises WorkerError: a worker died before it was ready, or the pool was closed meanwhile.
@@ -143,7 +143,7 @@ class WorkerPool:
             await wait_shielded([self._closing])
 
     async def _end_all(self) -> None:
-        """Kill busy workers, let idle ones end, and wait for all of them and their jobs."""
+        """Kill busy workers, cancel starting ones, let idle ones end, and wait for all of them and their jobs."""
         slots, self._slots = self._slots, set()
         for slot in slots:
             if (worker := _started(slot)) and not worker.is_idle:

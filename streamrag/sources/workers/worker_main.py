@@ -31,7 +31,7 @@ def write_frame(pipe: BinaryIO, header: dict[str, Any]) -> None:
 
 
 def read_frame(pipe: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
-    """Return the next frame, or None if the other side has closed the pipe."""
+    """Return the next frame, or None if the other side has closed the pipe, even within a frame."""
     lengths = pipe.read(LENGTHS.size)
     if len(lengths) < LENGTHS.size:
         return None

@@ -59,7 +59,7 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, first_frame: Mapping[str, Any], *, env: Mapping[str, str], name: str) -> "WorkerProcess":
-        """Start a process, and wait until it has created the handler that `first_frame` names.
+        """Start a process, and wait until it has created the handler that `first_frame` names; if that fails, end it.
 
         :raises WorkerStartError: creating the handler failed.
         :raises WorkerError: the process died, or was not ready in time.
@@ -102,7 +102,7 @@ class WorkerProcess:
             self._last_lines.extend(line[:500] for line in block.decode(errors="replace").splitlines())
 
     async def ask(self, header: Mapping[str, Any], body: bytes = b"") -> dict[str, Any]:
-        """Send a job and return its answer. Concurrent calls are not allowed.
+        """Send a job and return its answer. Concurrent calls are not allowed. Cancelled, it leaves an unusable worker.
 
         :raises WorkerJobError: the job raised an exception.
         :raises WorkerError: the process died or broke the protocol, and was ended.
