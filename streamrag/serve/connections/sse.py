@@ -35,8 +35,10 @@ async def respond(
     """Return a response that sends what `produce` writes, once there is a first event.
 
     An error before the first event is raised here, and so becomes a status; a later one is sent as the events that
-    `on_failure` returns. `receive`, by default the request's own, returns when the client has left; if that is before
-    the first event, `produce` is cancelled and ClientDisconnect raised.
+    `on_failure` returns. `produce` must write an event. Its writes wait while `MAX_UNSENT` are unsent. It is cancelled
+    if the client leaves (before the first event, ClientDisconnect is raised), or reads nothing for `send_timeout_s`.
+
+    receive: an ASGI `receive` after the body was read, by default the request's own: reports that the client has left.
     """
     send, events = anyio.create_memory_object_stream[ServerSentEvent](MAX_UNSENT)
     has_begun = False

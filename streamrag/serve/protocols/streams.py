@@ -80,7 +80,8 @@ def routes(service: Service) -> list[Route]:
 
 
 def parse_line(line: bytes, number: int) -> Line:
-    """Return one line of a body. Raises RequestError, with the line and the field, if it is invalid."""
+    """Return one line of a body. Raises RequestError, with the line and the field: 413 for too many values, else
+    400."""
     try:
         check_num_values(line)
         return _CODEC.decode(line)
@@ -136,7 +137,11 @@ class StreamBody:
             yield line.event()
 
     async def read(self) -> None:
-        """Read the body to its end, and then until the client has left. An invalid line is queued as its error."""
+        """Read the body until the client has left; what follows the last line is dropped, and too much of it counts as
+        left.
+
+        An invalid, late or missing line ends it: its RequestError is queued, not raised.
+        """
         try:
             await self._read_lines()
             while not self._has_left.is_set():  # drops what follows the last line, to detect a disconnect
@@ -148,7 +153,8 @@ class StreamBody:
                 self._put(error, 0)
 
     async def _read_lines(self) -> None:
-        """Queue lines until `finish`, the body's end or a disconnect. Raises RequestError for a bad or late one."""
+        """Queue lines until `finish`, the body's end or a disconnect. Raises RequestError for a bad line, or after
+        `idle_s` without data."""
         unread = bytearray()
         while not self._is_finished:
             limits = self._limits
@@ -183,7 +189,8 @@ class StreamBody:
         self._put(FinishLine(type="finish"), 0)
 
     async def _fill(self, unread: bytearray) -> bool:
-        """Read until `unread` has a line, or the body ends; return whether it ended. Raises if a line is too long."""
+        """Read until `unread` has a line; return True if the body or client ended first. Raises RequestError for a long
+        line."""
         most = self._limits.max_frame_bytes
         while True:
             message = await self._message()

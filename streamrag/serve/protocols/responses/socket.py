@@ -101,7 +101,8 @@ class SocketStream:
         self._current: ResponseRun | None = None  # the response that the client is waiting for
 
     def put(self, request: CreateEvent, num_bytes: int) -> None:
-        """Queue a request of this size. Raises RequestError if the queue is full."""
+        """Queue a request of this size. Raises RequestError if `MAX_WAITING` wait here, or `max_stream_bytes` in all
+        streams."""
         num_queued_bytes = self._socket.num_queued_bytes + num_bytes
         if len(self._queue) >= MAX_WAITING or num_queued_bytes > self._service.limits.max_stream_bytes:
             message = "too many requests wait: read the responses to earlier ones first"
@@ -121,7 +122,8 @@ class SocketStream:
                     response = await self._answer(response)
 
     async def _answer(self, response: ResponseRun) -> ResponseRun | None:
-        """Answer one request, or send its error. If the next request ends it before its answer, return that one."""
+        """Answer one request, or send its error. If the next request ended it before its answer, return that one, else
+        None."""
         following: ResponseRun | None = None
         try:
             if response.request.brings_context:
@@ -136,9 +138,11 @@ class SocketStream:
         return following
 
     async def _answer_from_conversation(self, response: ResponseRun) -> ResponseRun | None:
-        """Prepare prompts until a request wants the answer, and send it. Return the first request that cannot use them.
+        """Prepare prompts until a request wants the answer, and send it without its last events, which the caller
+        sends.
 
-        Returns None after the answer, or if the next request does not come in time.
+        Returns the first request that cannot use the prompts. Returns None after the answer, or if the next request
+        does not come in time.
         """
         first = response.request
         async with self._service.open(
@@ -186,7 +190,11 @@ class SocketStream:
         events: MemoryObjectReceiveStream[QueryEvent],
         reader: Reader,
     ) -> None:
-        """Set the whole conversation, and send its answer's events except the last; raise after the deadline."""
+        """Set the whole conversation, and send the answer's events except the last ones, which `finish` sends.
+
+        :raises DeadlineExceededError: the deadline has passed.
+        :raises BackendError: the backend fails.
+        """
         deadline_s = self._service.limits.deadline_s
         prompt = await stream.extend(response.request.conversation, is_complete=True)
         response.encoder.num_shared = prompt.num_shared
@@ -200,9 +208,10 @@ class SocketStream:
         reader.result()
 
     async def _next(self, reader: Reader | None = None) -> ResponseRun | None:
-        """Return the next request, or None if `reader` is done or idle for too long. Raises `reader`'s error.
+        """Wait for the next valid request, and return it as the current response; invalid ones are answered with
+        errors.
 
-        Invalid requests are answered with errors on the way.
+        With `reader`, returns None if it is done or no request comes in `idle_s`. Raises `reader`'s error.
         """
         if reader is not None:
             reader.add_done_callback(lambda _: self._wake.set())
@@ -249,7 +258,8 @@ class SocketStream:
 
 @asynccontextmanager
 async def _reader(stream: ConversationStream) -> AsyncIterator[tuple[MemoryObjectReceiveStream[QueryEvent], Reader]]:
-    """Read the events of a stream in a task, ahead of demand; give the events and the task."""
+    """Read a stream's events in a task, ahead of demand; give the events and the task, which is cancelled at the
+    end."""
     send, receive = anyio.create_memory_object_stream[QueryEvent](MAX_UNSENT)
 
     async def read() -> None:
