@@ -71,7 +71,7 @@ class Reservation:
         return max(self._num_prompt - self._num_computed, 0) + max(self._num_answer, 0)
 
     def follow(self, event: QueryEvent) -> None:
-        """Update the claim from an event; charge a new prompt's tokens that were neither shared nor expected."""
+        """Update the claim from an event; charge a new prompt's unshared tokens, less those that were expected."""
         match event:
             case ContextChanged():
                 self._charge(event.num_tokens - event.num_shared - self._num_expected)

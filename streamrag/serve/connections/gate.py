@@ -124,8 +124,7 @@ class Gate:
                 del self._num_open[caller.client]
 
     async def _run_socket(self, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
-        """Run a WebSocket. For the application, a frame after the key was revoked is a disconnect; then close with
-        1008."""
+        """Run a WebSocket. A frame after the key's end is a disconnect for the application; then close (1008)."""
         has_key = True
 
         async def receive_with_key() -> Message:
@@ -139,8 +138,8 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008, "reason": "this API key is no longer valid"})
 
     def _caller(self, scope: Scope, headers: Headers, request_id: str) -> Caller:
-        """Return the caller, `ANONYMOUS` where no key is needed. Raises RequestError (401) if a key is missing or
-        invalid.
+        """Return the caller: `ANONYMOUS` where no key is needed. Raises RequestError (401) for a missing or invalid
+        key.
 
         The caller's `has_key` checks the key anew, against the keys of that time.
         """

@@ -161,7 +161,7 @@ class BoundedProtocol(H11Protocol):
         return self.cycle is not None and self.cycle.more_body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer of a connection's head; respond to one beyond the limit with 503, or abort it."""
+        """Start the timer of a connection's head. Beyond the limit, respond with 503; `MAX_REFUSED` beyond, abort."""
         super().connection_made(transport)
         most = self.limits.max_connections
         if len(self.connections) > most + MAX_REFUSED:
@@ -178,7 +178,8 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes of the current request, or drop pipelined ones. Refuse heads and trailers of too many lines."""
+        """Parse bytes of the current request. Drop pipelined ones, and let the connection close after the response.
+        Refuse heads and trailers of too many lines (431)."""
         if self.conn.their_state is h11.IDLE:
             self._start_timer()
         elif not self.is_receiving:

@@ -93,7 +93,8 @@ class Frames:
         return frame if id is None else {**frame, self._id_field: id}
 
     async def send(self, values: dict[str, Any]) -> None:
-        """Send `values` as one JSON frame. If the client has left or reads too slowly, cancel the block of `open`."""
+        """Send `values` as one JSON frame. If the client has left or reads too slowly, which is a close (1013), cancel
+        the block of `open`; raise no error."""
         async with self._send_lock:
             try:
                 with anyio.fail_after(self._limits.send_timeout_s):

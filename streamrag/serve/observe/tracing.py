@@ -168,8 +168,7 @@ class Tracing(Observer):
         traced.span.end(traced.at_ns(now_s))
 
     def _end_attributes(self, progress: QueryProgress, outcome: QueryOutcome, answer: Answer | None) -> dict[str, Any]:
-        """Return the last attributes of a query's span: outcome, counts, times, permitted text; None for unknown
-        values."""
+        """Return the last attributes of a query's span: outcome, counts, times, permitted text. Some are None."""
         record = None if answer is None else answer.record
         return {
             "streamrag.outcome": outcome,
@@ -252,8 +251,7 @@ class Tracing(Observer):
 
 
 def context_of(query: ServedQuery) -> Context:
-    """Return the trace context of the caller's headers; empty without a valid `traceparent`. Ignores a bad
-    `tracestate`."""
+    """Return the trace context of the caller's headers, empty without a valid `traceparent`, with a valid state."""
     carrier = {}
     if query.traceparent and _TRACEPARENT.fullmatch(query.traceparent):
         carrier["traceparent"] = query.traceparent

@@ -110,8 +110,8 @@ class ChatRequest(BaseModel):
         return sampling(default, **fields, extra=self.model_dump(include=EXTRA))
 
     def check(self) -> None:
-        """Raise RequestError for `n` other than 1, formats other than text, forced tools, and unknown fields that are
-        set, unless they are `HARMLESS`."""
+        """Raise RequestError for `n` over 1, formats other than text, forced tools, or unknown fields not
+        `HARMLESS`."""
         refused = {
             "n": self.n not in (None, 1),
             "response_format": (self.response_format or {}).get("type", "text") != "text",
@@ -248,8 +248,7 @@ def encode_passages(answer: Answer) -> list[dict[str, Any]]:
 
 
 def encode_usage(answer: Answer) -> dict[str, Any] | None:
-    """Return the counts of tokens, with cached ones and the draft's, or None if unknown. Only the prefix cache counts
-    as cached."""
+    """Return counts of tokens with the prefix cache's ("cached") and the draft's, or None if unknown."""
     usage = answer.usage
     if usage.num_tokens is None:
         return None

@@ -80,8 +80,7 @@ def routes(service: Service) -> list[Route]:
 
 
 def parse_line(line: bytes, number: int) -> Line:
-    """Return one line of a body. Raises RequestError, with the line and the field: 413 for too many values, else
-    400."""
+    """Return one line of a body. Raises RequestError with the line and the field, 413 for too many values, else 400."""
     try:
         check_num_values(line)
         return _CODEC.decode(line)
@@ -137,10 +136,10 @@ class StreamBody:
             yield line.event()
 
     async def read(self) -> None:
-        """Read the body until the client has left; what follows the last line is dropped, and too much of it counts as
-        left.
+        """Read the body until the client has left. An invalid, late or missing line is queued as its RequestError, and
+        ends it.
 
-        An invalid, late or missing line ends it: its RequestError is queued, not raised.
+        Drops what follows the last line; a client that sends too much then counts as having left.
         """
         try:
             await self._read_lines()
@@ -153,8 +152,7 @@ class StreamBody:
                 self._put(error, 0)
 
     async def _read_lines(self) -> None:
-        """Queue lines until `finish`, the body's end or a disconnect. Raises RequestError for a bad line, or after
-        `idle_s` without data."""
+        """Queue lines until `finish`, the end or a disconnect. Raises RequestError for a bad line or none in time."""
         unread = bytearray()
         while not self._is_finished:
             limits = self._limits
@@ -189,8 +187,7 @@ class StreamBody:
         self._put(FinishLine(type="finish"), 0)
 
     async def _fill(self, unread: bytearray) -> bool:
-        """Read until `unread` has a line; return True if the body or client ended first. Raises RequestError for a long
-        line."""
+        """Read until `unread` has a line, or return True if body or client end. Raises RequestError for a long line."""
         most = self._limits.max_frame_bytes
         while True:
             message = await self._message()

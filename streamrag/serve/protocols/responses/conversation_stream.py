@@ -86,8 +86,7 @@ class ConversationStream:
         yield answered
 
     async def _prompts(self) -> AsyncGenerator[Prompt, None]:
-        """Yield and report the newest prompt whenever it has changed; the complete one always, as the last, and with
-        `ContextComplete` reported."""
+        """Yield and report the newest prompt when it has changed, last the complete one, also as `ContextComplete`."""
         sent: tuple[int, ...] = ()
         is_complete = False
         while not is_complete:

@@ -157,8 +157,7 @@ class CheckedRequest:
 def check_request(
     service: Service, body: ResponseRequest, previous: State | None, *, is_socket: bool
 ) -> CheckedRequest:
-    """Return a checked request, whose turns continue those of `previous`. Its last turn must be a user's, unless it is
-    only prepared.
+    """Return a checked request that continues `previous`. Unless it is only prepared, its last turn must be a user's.
 
     :raises RequestError, ConfigurationError: the request is invalid or unsupported.
     """

@@ -66,7 +66,7 @@ class _Handlers:
         return await respond(request, produce, on_failure=fail, send_timeout_s=timeout_s)
 
     async def stored(self, request: Request) -> Response:
-        """Return a stored response as JSON, or delete it. Raises RequestError if the client has none (404), or for
+        """Return a stored response as JSON, or delete it. Raises RequestError if unknown (404), or for
         `stream=true`."""
         id, client = request.path_params["id"], request.scope[CALLER].client
         if request.method == "DELETE":

@@ -101,8 +101,7 @@ class SocketStream:
         self._current: ResponseRun | None = None  # the response that the client is waiting for
 
     def put(self, request: CreateEvent, num_bytes: int) -> None:
-        """Queue a request of this size. Raises RequestError if `MAX_WAITING` wait here, or `max_stream_bytes` in all
-        streams."""
+        """Queue a request of this size. Raises RequestError if too many wait here, or too many bytes in all streams."""
         num_queued_bytes = self._socket.num_queued_bytes + num_bytes
         if len(self._queue) >= MAX_WAITING or num_queued_bytes > self._service.limits.max_stream_bytes:
             message = "too many requests wait: read the responses to earlier ones first"
@@ -122,8 +121,7 @@ class SocketStream:
                     response = await self._answer(response)
 
     async def _answer(self, response: ResponseRun) -> ResponseRun | None:
-        """Answer one request, or send its error. If the next request ended it before its answer, return that one, else
-        None."""
+        """Answer one request, or send its error. Return the request, if any, that ended it before its answer."""
         following: ResponseRun | None = None
         try:
             if response.request.brings_context:
@@ -138,8 +136,7 @@ class SocketStream:
         return following
 
     async def _answer_from_conversation(self, response: ResponseRun) -> ResponseRun | None:
-        """Prepare prompts until a request wants the answer, and send it without its last events, which the caller
-        sends.
+        """Prepare prompts until a request wants the answer; send the answer, but leave its last events to the caller.
 
         Returns the first request that cannot use the prompts. Returns None after the answer, or if the next request
         does not come in time.
@@ -190,11 +187,8 @@ class SocketStream:
         events: MemoryObjectReceiveStream[QueryEvent],
         reader: Reader,
     ) -> None:
-        """Set the whole conversation, and send the answer's events except the last ones, which `finish` sends.
-
-        :raises DeadlineExceededError: the deadline has passed.
-        :raises BackendError: the backend fails.
-        """
+        """Set the whole conversation, and send its answer's events except the last. Raises DeadlineExceededError after
+        the deadline, and the reader's error."""
         deadline_s = self._service.limits.deadline_s
         prompt = await stream.extend(response.request.conversation, is_complete=True)
         response.encoder.num_shared = prompt.num_shared
@@ -208,8 +202,7 @@ class SocketStream:
         reader.result()
 
     async def _next(self, reader: Reader | None = None) -> ResponseRun | None:
-        """Wait for the next valid request, and return it as the current response; invalid ones are answered with
-        errors.
+        """Return the next valid request, which becomes the current one. Invalid requests are answered with errors.
 
         With `reader`, returns None if it is done or no request comes in `idle_s`. Raises `reader`'s error.
         """
@@ -258,8 +251,7 @@ class SocketStream:
 
 @asynccontextmanager
 async def _reader(stream: ConversationStream) -> AsyncIterator[tuple[MemoryObjectReceiveStream[QueryEvent], Reader]]:
-    """Read a stream's events in a task, ahead of demand; give the events and the task, which is cancelled at the
-    end."""
+    """Read a stream's events in a task, ahead of demand, until the block ends; give the events and the task."""
     send, receive = anyio.create_memory_object_stream[QueryEvent](MAX_UNSENT)
 
     async def read() -> None:

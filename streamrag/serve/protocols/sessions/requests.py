@@ -80,8 +80,8 @@ class WatchedQuestion(QuestionFields):
 
 
 async def append_data(service: Service, served: ServedSession, request: Data) -> dict[str, Any]:
-    """Append all of the data or none, and return version, total number of dropped chunks, and with `flush` the version
-    that is on disk.
+    """Append all of the data or none. Return version, number of chunks dropped so far and, for `flush`, version on
+    disk.
 
     Raises `closed_error` if the session is closed, SessionLogError for a chunk that is too long for the log, before any
     is appended, and RequestError if the service has no logs to flush, or if the data are in the session but not on
