@@ -186,7 +186,8 @@ class Admission:
         return min(most, max(limits.max_queries // (len(refused_s) + num_others), 1))
 
     def _check_queue(self, client: str, limits: Limits, is_ahead: bool, num_tokens: int) -> None:
-        """Raise NotAdmittedError if the tokens exceed the queue's limit. Into an empty queue, any number fits."""
+        """Raise NotAdmittedError if these tokens and `_queued_before` exceed the limit. Into an empty queue, any number
+        fits."""
         queued = self._queued_before(client, is_ahead)
         if queued and queued + num_tokens > limits.max_queued_tokens:
             share = (queued + num_tokens - limits.max_queued_tokens) / queued

@@ -194,7 +194,7 @@ def hide(text: str, question: str) -> str:
 
 
 def _split(text: str, form: str) -> list[str]:
-    """Split `text` at each occurrence of `form`, which is in lower case; letter case is ignored."""
+    """Return the pieces of `text` around each occurrence of `form`, which is in lower case; letter case is ignored."""
     lower, pieces, start = _lower(text), [], 0
     while (index := lower.find(form, start)) >= 0:
         pieces.append(text[start:index])
@@ -203,7 +203,7 @@ def _split(text: str, form: str) -> list[str]:
 
 
 def _lower(text: str) -> str:
-    """Return `text` in lower case, at the same length."""
+    """Return `text` in lower case, at the same length: a letter whose lower case is longer stays."""
     lower = text.lower()
     if len(lower) == len(text):
         return lower

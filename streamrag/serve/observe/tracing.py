@@ -168,7 +168,7 @@ class Tracing(Observer):
         traced.span.end(traced.at_ns(now_s))
 
     def _end_attributes(self, progress: QueryProgress, outcome: QueryOutcome, answer: Answer | None) -> dict[str, Any]:
-        """Return the last attributes of a query's span: outcome, counts, times, permitted text. Some are None."""
+        """Return the last attributes of a query's span: outcome, counts, times, permitted text; None if unknown."""
         record = None if answer is None else answer.record
         return {
             "streamrag.outcome": outcome,
@@ -251,7 +251,8 @@ class Tracing(Observer):
 
 
 def context_of(query: ServedQuery) -> Context:
-    """Return the trace context of the caller's headers, empty without a valid `traceparent`, with a valid state."""
+    """Return the trace context of the caller's headers, empty without a valid `traceparent`. Drops an invalid
+    `tracestate`."""
     carrier = {}
     if query.traceparent and _TRACEPARENT.fullmatch(query.traceparent):
         carrier["traceparent"] = query.traceparent

@@ -110,8 +110,8 @@ class ChatRequest(BaseModel):
         return sampling(default, **fields, extra=self.model_dump(include=EXTRA))
 
     def check(self) -> None:
-        """Raise RequestError for `n` over 1, formats other than text, forced tools, or unknown fields not
-        `HARMLESS`."""
+        """Raise RequestError for `n` other than 1, formats other than text, forced tools, and unknown fields that are
+        set and not `HARMLESS`."""
         refused = {
             "n": self.n not in (None, 1),
             "response_format": (self.response_format or {}).get("type", "text") != "text",
@@ -171,7 +171,10 @@ def chat_query(service: Service, body: ChatRequest) -> tuple[str, QueryOptions, 
 def conversation_options(
     service: Service, turns: Sequence[Turn], param: str, params: SamplingParams
 ) -> tuple[str, QueryOptions]:
-    """Return a conversation's question and query options. Raises RequestError unless it ends with a user's turn."""
+    """Return a conversation's question, and query options with its history; a system text follows the service's own.
+
+    :raises RequestError: the last turn is not a user's.
+    """
     system, history, question = split_turns(turns, param)
     options = QueryOptions(history=history, params=params)
     if system:
@@ -248,7 +251,8 @@ def encode_passages(answer: Answer) -> list[dict[str, Any]]:
 
 
 def encode_usage(answer: Answer) -> dict[str, Any] | None:
-    """Return counts of tokens with the prefix cache's ("cached") and the draft's, or None if unknown."""
+    """Return the counts of tokens, or None if unknown. Tokens count as cached only if the prefix cache had them; those
+    of a draft are accepted or rejected."""
     usage = answer.usage
     if usage.num_tokens is None:
         return None

@@ -152,7 +152,8 @@ class StreamBody:
                 self._put(error, 0)
 
     async def _read_lines(self) -> None:
-        """Queue lines until `finish`, the end or a disconnect. Raises RequestError for a bad line or none in time."""
+        """Queue lines until `finish`, the body's end or a disconnect. Raises RequestError for a bad line, or if none is
+        received in time."""
         unread = bytearray()
         while not self._is_finished:
             limits = self._limits
@@ -187,7 +188,8 @@ class StreamBody:
         self._put(FinishLine(type="finish"), 0)
 
     async def _fill(self, unread: bytearray) -> bool:
-        """Read until `unread` has a line, or return True if body or client end. Raises RequestError for a long line."""
+        """Read until `unread` has a line; return True if the body ends or the client leaves first. Raises RequestError
+        for a line that is too long."""
         most = self._limits.max_frame_bytes
         while True:
             message = await self._message()
@@ -239,7 +241,8 @@ class StreamBody:
         self._count(num_bytes + LINE_BYTES)
 
     async def _next(self) -> Line:
-        """Wait for the next line, and return it. Raises the RequestError that `read` ended with."""
+        """Wait for the next line, remove it from the queue, and return it. Raises the RequestError that `read`
+        queued."""
         line, num_bytes = await self._queue.get()
         self._count(-num_bytes)
         if isinstance(line, RequestError):

@@ -74,7 +74,8 @@ class ServedSession:
 
     @contextmanager
     def being_read(self, limits: Limits) -> Iterator[None]:
-        """Count a reader, whose end is a use. Raises RequestError if there are too many: each buffers events."""
+        """Count a reader during the block, whose end is a use of the session. Raises RequestError if there are too
+        many: each buffers events."""
         if self.num_readers >= limits.max_readers:
             what = f"the events of a session have at most {limits.max_readers} readers"
             raise RequestError(what, status=429, code="too_many_readers")
@@ -137,7 +138,8 @@ class ServedSession:
                 await self.news.wait()
 
     def begin(self) -> None:
-        """Mark the started session as started; report watches, versions and drops, with ids after its log's."""
+        """Mark the session, which was just started, as started, and begin to report its watches, versions and drops.
+        Event ids continue those of the log."""
         self.is_started = True
         self.num_events = 0 if self.log is None else self.log.num_events
         for name, watch in self.session.watches.items():

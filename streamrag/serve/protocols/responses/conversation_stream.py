@@ -86,7 +86,8 @@ class ConversationStream:
         yield answered
 
     async def _prompts(self) -> AsyncGenerator[Prompt, None]:
-        """Yield and report the newest prompt when it has changed, last the complete one, also as `ContextComplete`."""
+        """Yield and report the newest prompt whenever it has changed, and at last the complete one, for which
+        `ContextComplete` is reported too."""
         sent: tuple[int, ...] = ()
         is_complete = False
         while not is_complete:

@@ -228,7 +228,7 @@ class SocketStream:
                 return self._current
 
     def _check(self, body: CreateEvent) -> ResponseRun:
-        """Return a run of the request. Raises RequestError if it, or the response that it continues, is unusable."""
+        """Return a run of the request. Raises StreamRagError if it, or the response that it continues, is unusable."""
         socket, client = self._socket, self._socket.caller.client
         previous = socket.states.previous(body.previous_response_id, client, socket)
         request = check_request(self._service, body, previous, is_socket=True)

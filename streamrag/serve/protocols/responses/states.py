@@ -84,7 +84,8 @@ class StateStore:
         raise RequestError(message, status=404, code="response_not_found")
 
     def previous(self, id: str | None, client: str, connection: object = None) -> State | None:
-        """Return the state that a request names, None if it names none. Raises RequestError if it is gone."""
+        """Return the state that a request continues, as `get` does; None if `id` is None. Raises RequestError (404),
+        with the field, if there is none."""
         try:
             return None if id is None else self.get(id, client, connection)
         except RequestError as error:

@@ -146,8 +146,8 @@ class _Handlers:
         return Response(status_code=204)
 
     async def events(self, request: Request) -> Response:
-        """Respond to one more reader with the session's state and events after Last-Event-ID, as SSE until it
-        closes."""
+        """Respond with the session's state and its events after Last-Event-ID, as SSE, until the session is closed.
+        Raises RequestError if the session has too many readers."""
         served = await self._find(request)
         last = parse_id(request.headers.get("last-event-id", "0"), "Last-Event-ID")
 
