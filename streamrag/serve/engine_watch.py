@@ -93,7 +93,7 @@ class EngineWatch:
     async def _restart(self, error: Exception, progress: Progress) -> bool:
         """Close and start the engine, after backoffs, until that works; return whether it did.
 
-        Gives up if the budget is spent, the service drains, or the backend is not one to start. Logs each attempt.
+        Gives up if the budget is spent, the service drains, or the backend cannot be started. Logs all errors.
         """
         while isinstance(self._backend, Startable) and self._queries.wants_engine:
             if (wait_s := self._budget.begin(time.monotonic())) is None:

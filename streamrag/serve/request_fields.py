@@ -58,8 +58,8 @@ def parse_turn(role: str, content: object, param: str) -> Turn:
 
 
 def split_turns(turns: Sequence[Turn], param: str) -> tuple[str, tuple[Turn, ...], str]:
-    """Return the leading system text, the turns between, and the question. Raises RequestError if the last turn is not
-    a user's."""
+    """Return the leading system text, the turns between, and the question; raise RequestError if no user's turn is
+    last."""
     if not turns or turns[-1].role != "user":
         raise RequestError("the last message must be a user's: it is the question", param=param)
     num_system = next(i for i, turn in enumerate(turns) if turn.role != "system")

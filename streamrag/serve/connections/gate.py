@@ -139,8 +139,8 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008, "reason": "this API key is no longer valid"})
 
     def _caller(self, scope: Scope, headers: Headers, request_id: str) -> Caller:
-        """Return the caller: `ANONYMOUS` where no key is needed. Raises RequestError (401) for a missing or invalid
-        key.
+        """Return the caller, `ANONYMOUS` where no key is needed. Raises RequestError (401) for no key or an invalid
+        one.
 
         The caller's `has_key` checks the key anew, against the keys of that time.
         """
@@ -177,7 +177,8 @@ class Gate:
             raise RequestError(message, status=421, code="wrong_host")
 
     def _check_origin(self, headers: Headers) -> None:
-        """Raise RequestError (403) for an origin that is neither listed nor the service's own. Without one, pass."""
+        """Raise RequestError (403) for an origin that is neither listed nor the service's own, but not if there is
+        none."""
         origin = headers.get("origin")
         if origin is None or self._is_listed(origin) or _split(origin).netloc == headers.get("host"):
             return

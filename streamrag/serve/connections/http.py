@@ -61,7 +61,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Parse the received bytes, send what that wrote as one piece, and pause reading if parsing took too long."""
+        """Parse the received bytes, send what was written meanwhile as one piece, and pause reading if parsing took too
+        long. Do nothing once the connection is closing."""
         if self.is_closing():
             return
         start_s = time.thread_time()
@@ -121,7 +122,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._loop.call_later(LINGER_S, self._transport.abort)
 
     def close_once_read(self) -> None:
-        """Send what was written and the end, drop what the client still sends, and abort after `LINGER_S`."""
+        """Send what was written and an EOF, once; drop what the client still sends, and abort after `LINGER_S`."""
         if not self.is_closing():
             self._is_lingering = True
             self._flush()
@@ -218,7 +219,7 @@ class BoundedProtocol(H11Protocol):
             self._timer = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Respond with an error in the application's place, and close; abort if a response has begun."""
+        """Respond with an error in place of the application, which sees a disconnect; abort if a response has begun."""
         if self.cycle and not self.cycle.response_complete:
             if self.cycle.response_started:
                 self.transport.abort()
@@ -228,7 +229,7 @@ class BoundedProtocol(H11Protocol):
         self._write(failure_of(RequestError(message, status=status, code="http")))
 
     def _write(self, failure: Failure) -> None:
-        """Write a whole response with the error, and close once it was read."""
+        """Write a whole response with the error, and close as `close_once_read` does."""
         body = failure.json().encode()
         head = [
             f"HTTP/1.1 {failure.status} {HTTPStatus(failure.status).phrase}",

@@ -86,7 +86,7 @@ class QueryLog(Observer):
 
 
 def _query_fields(query: ServedQuery) -> dict[str, Any]:
-    """Return a query's fields for the log: interface, client, times in seconds, counts, and whether it overlapped."""
+    """Return a query's fields for the log: interface, client, times in seconds, counts, and how it overlapped."""
     times_s = {"total_s": query.age_s} | {name: getattr(query.progress, name) for name in TIMES_S}
     overlap = query.progress.overlap
     return {

@@ -130,7 +130,7 @@ class Tracing(Observer):
         trace_headers.set(headers)
 
     def query_event(self, query: ServedQuery, event: QueryEvent) -> None:
-        """Start or end the span of retrieval, or add an event to it: a chunk, prompt, skipped document or cut."""
+        """Start or end the span of retrieval, or add an event: a chunk, prompt, skipped document, cut or failure."""
         traced = self._traced[id(query)]
         match event:
             case RetrievalStarted():

@@ -251,8 +251,7 @@ def encode_passages(answer: Answer) -> list[dict[str, Any]]:
 
 
 def encode_usage(answer: Answer) -> dict[str, Any] | None:
-    """Return the counts of tokens, or None if unknown. Tokens count as cached only if the prefix cache had them; those
-    of a draft are accepted or rejected."""
+    """Return the counts of tokens, with the draft's, or None if unknown. Cached ones are those of the prefix cache."""
     usage = answer.usage
     if usage.num_tokens is None:
         return None

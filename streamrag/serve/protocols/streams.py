@@ -136,8 +136,8 @@ class StreamBody:
             yield line.event()
 
     async def read(self) -> None:
-        """Read the body until the client has left. An invalid, late or missing line is queued as its RequestError, and
-        ends it.
+        """Read the body until the client has left, or queue the RequestError of an invalid, late or missing line, and
+        return.
 
         Drops what follows the last line; a client that sends too much then counts as having left.
         """
@@ -241,8 +241,7 @@ class StreamBody:
         self._count(num_bytes + LINE_BYTES)
 
     async def _next(self) -> Line:
-        """Wait for the next line, remove it from the queue, and return it. Raises the RequestError that `read`
-        queued."""
+        """Wait for the next line, dequeue it, and return it. Raises the RequestError that `read` queued."""
         line, num_bytes = await self._queue.get()
         self._count(-num_bytes)
         if isinstance(line, RequestError):

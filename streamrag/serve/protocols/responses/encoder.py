@@ -75,7 +75,7 @@ class ResponseEncoder:
         return [self._event("response.failed", response=self.response)]
 
     def _begin_search(self, query: str) -> list[ServerEvent]:
-        """Add a search to the output, and return its first events."""
+        """Add a search to the output, and return its events "added", "in_progress" and "searching"."""
         search_id, status = f"fs_{uuid.uuid4().hex}", "in_progress"
         self._search = {
             "id": search_id,
@@ -94,7 +94,7 @@ class ResponseEncoder:
         return events
 
     def _end_search(self) -> list[ServerEvent]:
-        """Complete the search, with its results if wanted, and return its last events; none without a search."""
+        """Complete the search, with its results if wanted, and return "completed" and "done"; none without a search."""
         if self._search is None:
             return []
         self._search["status"] = "completed"
@@ -106,7 +106,7 @@ class ResponseEncoder:
         ]
 
     def _begin_message(self) -> list[ServerEvent]:
-        """Add an empty message to the output, and return its first events; none if there is one."""
+        """Add an empty message to the output, and return the events for it and its text part; none if there is one."""
         if self._message is not None:
             return []
         message_id, status = f"msg_{uuid.uuid4().hex}", "in_progress"

@@ -56,7 +56,8 @@ class ResponseSocket(Frames):
         self._streams: dict[str | None, SocketStream] = {}
 
     async def run(self) -> None:
-        """Queue requests in their streams until the client leaves or reads too slowly; then forget unstored states."""
+        """Queue requests in their streams, or send why not, until the client leaves or reads too slowly; then forget
+        unstored states."""
         try:
             async with self.open() as tasks:
                 while (frame := await self.next(CreateEvent)) is not None:
@@ -112,7 +113,7 @@ class SocketStream:
         self._wake.set()
 
     async def run(self) -> None:
-        """Answer requests until cancelled."""
+        """Answer requests in order until `scope` is cancelled, which raises no error; keep `is_idle` up to date."""
         with self.scope:
             while True:
                 self.is_idle = not self._queue
@@ -236,7 +237,8 @@ class SocketStream:
         return ResponseRun(request, self._service.model_name, keep=keep, send=socket.send)
 
     async def _send_error(self, error: Exception) -> None:
-        """Fail the current response if it has begun, else send an error frame for it, if any; log internal errors."""
+        """Log an internal error. Fail the current response if it has begun, else, if any, send an error frame for
+        it."""
         failure = failure_of(error)
         if failure.status == 500:
             log.error("a request failed", exc_info=error)

@@ -80,12 +80,10 @@ class WatchedQuestion(QuestionFields):
 
 
 async def append_data(service: Service, served: ServedSession, request: Data) -> dict[str, Any]:
-    """Append all of the data or none. Return version, number of chunks dropped so far and, for `flush`, version on
-    disk.
+    """Append all of the data or none. Return version, total number of dropped chunks and, if flushed, version on disk.
 
-    Raises `closed_error` if the session is closed, SessionLogError for a chunk that is too long for the log, before any
-    is appended, and RequestError if the service has no logs to flush, or if the data are in the session but not on
-    disk.
+    Raises `closed_error` if the session is closed, SessionLogError before appending if a chunk is too long for the log,
+    and RequestError if the service has no logs to flush, or if the data are in the session but not on disk.
     """
     if request.flush and served.log is None:
         raise RequestError("this service does not store sessions: it has no session_log_dir", param="flush")

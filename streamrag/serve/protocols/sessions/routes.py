@@ -132,7 +132,8 @@ class _Handlers:
         return JSONResponse(event_values(Answered(0.0, whole))["answer"])
 
     async def watch(self, request: Request) -> Response:
-        """Watch a question under the path's name, greedily, by default with `WATCH_TOKENS`; respond with 201."""
+        """Watch a question, in place of the watch of the path's name, greedily and by default with `WATCH_TOKENS`;
+        respond with 201."""
         body = await read_body(request, WatchedQuestion)
         max_tokens = WATCH_TOKENS if body.max_tokens is None else body.max_tokens
         params = self._service.cap_params(sampling(self._service.params, max_tokens=max_tokens, temperature=0.0))

@@ -136,8 +136,8 @@ class SessionSocket(Frames):
         has_ended.set()
 
     async def _send_events(self, last_event_id: int) -> None:
-        """Send the session's state and its events after `last_event_id`; of new ones of a kind, only the newest unsent
-        one.
+        """Send the session's state and its events after `last_event_id`; skip new ones that a newer one of the kind
+        follows.
 
         Closes the socket if the key is revoked, and when the session ends, after the last frames of its questions.
         """
