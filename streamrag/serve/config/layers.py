@@ -171,8 +171,8 @@ def _read_file(file: Path, loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
 
 
 def _resolve_path(file: Path, section: str, key: str, value: Any) -> Any:
-    """Return a value. A path, or a name of `NAMES_OR_PATHS` that begins with ./ or ../, becomes absolute, from the
-    file's folder."""
+    """Return a value, made absolute from the file's folder if it is a path, or a name of `NAMES_OR_PATHS` that begins
+    with ./ or ../."""
     field = SECTIONS[section].model_fields.get(key)
     if not isinstance(value, str) or field is None:
         return value

@@ -124,8 +124,8 @@ class Gate:
                 del self._num_open[caller.client]
 
     async def _run_socket(self, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
-        """Run a WebSocket. To the application, a frame that comes after the key was revoked is a disconnect; then close
-        the socket (1008)."""
+        """Run a WebSocket whose application sees a frame that comes after the key was revoked as a disconnect; then
+        close the socket (1008)."""
         has_key = True
 
         async def receive_with_key() -> Message:

@@ -133,6 +133,8 @@ class _WithQuery(logging.Filter):
 
 
 class _Formatter(logging.Formatter):
+    """A base of formatters that lists the values of a line, without the question unless `with_text`."""
+
     def __init__(self, *, with_text: bool) -> None:
         super().__init__()
         self._with_text = with_text

@@ -41,6 +41,8 @@ class SessionEvent:
 
 @dataclass(eq=False)
 class ServedSession:
+    """A client's session with its log, its watches, and its newest events, which are kept for readers."""
+
     id: str
     client: str
     session: Session
