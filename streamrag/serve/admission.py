@@ -156,8 +156,7 @@ class Admission:
         self._stays_s.append(stayed_s)
 
     def _check_places(self, client: str, limits: Limits, is_ahead: bool) -> None:
-        """Raise NotAdmittedError if the client's places or all places are taken; if all, the client counts as
-        waiting."""
+        """Raise NotAdmittedError if the client's places, or all places, are taken; if all are, record the refusal."""
         most, num_open = self._share_of(client, limits, is_ahead), self._num_open_by_client[client]
         if num_open >= most:
             why = "the most" if most == limits.max_queries_per_client else "your share while others find no place"

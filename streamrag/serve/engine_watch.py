@@ -64,8 +64,8 @@ class EngineWatch:
         self._queries = queries
 
     async def run(self, progress: Progress) -> None:
-        """Check the engine every `CHECK_S`. When it is dead, abort the queries that need it, and restart it; if that
-        fails, set `given_up` and return. Without a check, return at once."""
+        """Check the engine every `CHECK_S`. When it is dead, admit no queries, abort those that need it, and restart
+        it; if that fails, set `given_up` and return. Without a check, return at once."""
         while isinstance(self._backend, HasHealth):
             await asyncio.sleep(CHECK_S)
             if (error := self.death()) is None:

@@ -139,10 +139,11 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008, "reason": "this API key is no longer valid"})
 
     def _caller(self, scope: Scope, headers: Headers, request_id: str) -> Caller:
-        """Return the caller, `ANONYMOUS` where no key is needed. Raises RequestError (401) for no key or an invalid
-        one.
+        """Return the caller, `ANONYMOUS` where no key is needed.
 
         The caller's `has_key` checks the key anew, against the keys of that time.
+
+        :raises RequestError: a key is needed, and is missing or invalid (401).
         """
         if (client := self._client(scope)) is None:
             message = "an API key is required: send `Authorization: Bearer KEY`"
@@ -177,8 +178,7 @@ class Gate:
             raise RequestError(message, status=421, code="wrong_host")
 
     def _check_origin(self, headers: Headers) -> None:
-        """Raise RequestError (403) for an origin that is neither listed nor the service's own, but not if there is
-        none."""
+        """Raise RequestError (403) unless the origin is listed, the service's own, or absent."""
         origin = headers.get("origin")
         if origin is None or self._is_listed(origin) or _split(origin).netloc == headers.get("host"):
             return

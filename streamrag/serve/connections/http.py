@@ -162,7 +162,7 @@ class BoundedProtocol(H11Protocol):
         return self.cycle is not None and self.cycle.more_body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer of a connection's head. Beyond the limit, respond with 503; `MAX_REFUSED` beyond, abort."""
+        """Start the timer of the head. Over `max_connections`, respond with 503 instead; `MAX_REFUSED` over, abort."""
         super().connection_made(transport)
         most = self.limits.max_connections
         if len(self.connections) > most + MAX_REFUSED:
@@ -219,7 +219,8 @@ class BoundedProtocol(H11Protocol):
             self._timer = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Respond with an error in place of the application, which sees a disconnect; abort if a response has begun."""
+        """Respond with an error in place of the application, which sees a disconnect, and close; abort if a response
+        has begun."""
         if self.cycle and not self.cycle.response_complete:
             if self.cycle.response_started:
                 self.transport.abort()

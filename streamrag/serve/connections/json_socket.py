@@ -39,7 +39,7 @@ class Frames:
     async def open(self) -> AsyncIterator[TaskGroup]:
         """Accept the socket for the length of the block, and give a task group, which is cancelled at its end.
 
-        A block that `send` or `end` cancels raises no error. After `end`, the socket is closed, with its code and
+        A block that `send` or `end` cancels raises no error. After `end`, the socket is closed with its code and
         reason.
         """
         await self._accept()

@@ -188,8 +188,8 @@ class StreamBody:
         self._put(FinishLine(type="finish"), 0)
 
     async def _fill(self, unread: bytearray) -> bool:
-        """Read until `unread` has a line; return True if the body ends or the client leaves first. Raises RequestError
-        for a line that is too long."""
+        """Read until `unread` has a line, the body ends or the client leaves; return whether one of the last two
+        happened. Raises RequestError for a line that is too long."""
         most = self._limits.max_frame_bytes
         while True:
             message = await self._message()

@@ -66,8 +66,7 @@ class _Handlers:
         return await respond(request, produce, on_failure=fail, send_timeout_s=timeout_s)
 
     async def stored(self, request: Request) -> Response:
-        """Return a stored response as JSON, or delete it. Raises RequestError for `stream=true`, or if unknown
-        (404)."""
+        """Return a stored response as JSON, or delete it. Raises RequestError for `stream=true` or an unknown id."""
         id, client = request.path_params["id"], request.scope[CALLER].client
         if request.method == "DELETE":
             self._states.delete(id, client)

@@ -237,8 +237,8 @@ class SocketStream:
         return ResponseRun(request, self._service.model_name, keep=keep, send=socket.send)
 
     async def _send_error(self, error: Exception) -> None:
-        """Log an internal error. Fail the current response if it has begun, else, if any, send an error frame for
-        it."""
+        """Log an internal error. If there is a current response, fail it or, before it has begun, send an error
+        frame."""
         failure = failure_of(error)
         if failure.status == 500:
             log.error("a request failed", exc_info=error)

@@ -56,8 +56,8 @@ class StateStore:
         return self._num_bytes.total()
 
     def add(self, state: State, client: str, connection: object = None) -> None:
-        """Store a state for a client, or for its connection only. Then remove expired states, and above a limit the
-        oldest ones of the client with the most."""
+        """Store a state for a client, or for its connection only. Then remove expired states, and over a limit the
+        least recently used ones of the client with the most."""
         self._states[client, connection, state.id] = state, self._clock()
         self._num_states[client] += 1
         self._num_bytes[client] += state.own_bytes
