@@ -71,7 +71,7 @@ class Reservation:
         return max(self._num_prompt - self._num_computed, 0) + max(self._num_answer, 0)
 
     def follow(self, event: QueryEvent) -> None:
-        """Update the claim from an event; charge a new prompt's tokens that were neither shared nor expected."""
+        """Update the claim from an event; charge a new prompt's unshared tokens, less those that were expected."""
         match event:
             case ContextChanged():
                 self._charge(event.num_tokens - event.num_shared - self._num_expected)
@@ -156,7 +156,7 @@ class Admission:
         self._stays_s.append(stayed_s)
 
     def _check_places(self, client: str, limits: Limits, is_ahead: bool) -> None:
-        """Raise NotAdmittedError if the client has its share of places, or all are taken; remember the latter."""
+        """Raise NotAdmittedError if the client's places, or all places, are taken; if all are, record the refusal."""
         most, num_open = self._share_of(client, limits, is_ahead), self._num_open_by_client[client]
         if num_open >= most:
             why = "the most" if most == limits.max_queries_per_client else "your share while others find no place"
@@ -186,7 +186,7 @@ class Admission:
         return min(most, max(limits.max_queries // (len(refused_s) + num_others), 1))
 
     def _check_queue(self, client: str, limits: Limits, is_ahead: bool, num_tokens: int) -> None:
-        """Raise NotAdmittedError if the tokens exceed the queue's limit. Into an empty queue, any number fits."""
+        """Raise NotAdmittedError if these tokens and `_queued_before` exceed the limit, unless nothing is queued."""
         queued = self._queued_before(client, is_ahead)
         if queued and queued + num_tokens > limits.max_queued_tokens:
             share = (queued + num_tokens - limits.max_queued_tokens) / queued
@@ -220,9 +220,9 @@ class Admission:
         self._usage.move_to_end(client)
 
     def _check_rate(self, usage: Usage, limits: Limits, is_ahead: bool) -> None:
-        """Raise NotAdmittedError if the client has used up its queries of the last minute.
+        """Raise NotAdmittedError if the client has started as many queries as it may in a minute. Counts no query.
 
-        If ahead, it may also start only a sixtieth of these, at least one, in a second.
+        For a query ahead of demand, raise it also after a sixtieth of these, at least one, in a second.
         """
         now_s, starts_s = self._clock(), usage.starts_s
         while starts_s and starts_s[0] <= now_s - MINUTE_S:
@@ -236,7 +236,7 @@ class Admission:
                 raise NotAdmittedError(f"{most} queries in {window_s:g} s are the most", "client_rate", retry_after_s)
 
     def _check_prompt_rate(self, usage: Usage, limits: Limits, num_prompt_tokens: int) -> None:
-        """Raise NotAdmittedError unless the prompt fits into the client's bucket of `BURST_S`, or that is empty."""
+        """Raise NotAdmittedError if the prompt overfills the client's bucket of `BURST_S`, unless that is empty."""
         most = limits.max_prompt_tokens_per_minute
         num_used = usage.num_tokens(self._clock())
         excess = min(num_used, num_used + num_prompt_tokens - most * BURST_S / MINUTE_S)

@@ -64,7 +64,8 @@ class EngineWatch:
         self._queries = queries
 
     async def run(self, progress: Progress) -> None:
-        """Check the engine and restart it when dead, or set `given_up` and return. Without a check, return at once."""
+        """Check the engine every `CHECK_S`. When it is dead, admit no queries, abort those that need it, and restart
+        it; if that fails, set `given_up` and return. Without a check, return at once."""
         while isinstance(self._backend, HasHealth):
             await asyncio.sleep(CHECK_S)
             if (error := self.death()) is None:
@@ -92,7 +93,7 @@ class EngineWatch:
     async def _restart(self, error: Exception, progress: Progress) -> bool:
         """Close and start the engine, after backoffs, until that works; return whether it did.
 
-        Gives up if the budget is spent, the service drains, or the backend is not one to start. Logs each attempt.
+        Gives up if the budget is spent, the service drains, or the backend cannot be started. Logs all errors.
         """
         while isinstance(self._backend, Startable) and self._queries.wants_engine:
             if (wait_s := self._budget.begin(time.monotonic())) is None:

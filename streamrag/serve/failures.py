@@ -81,7 +81,7 @@ INTERNAL_ERROR = "internal error; see the service's log"
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return the public part of an error: its HTTP status, code, message and outcome, 500 for an unexpected error.
+    """Return the public part of an error: its HTTP status, code, message and outcome; status 500 if it is unexpected.
 
     Messages of unexpected errors, of sources and of engines may name internal hosts, addresses and files. They are
     replaced here; nothing is logged here.

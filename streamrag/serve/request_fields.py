@@ -58,7 +58,10 @@ def parse_turn(role: str, content: object, param: str) -> Turn:
 
 
 def split_turns(turns: Sequence[Turn], param: str) -> tuple[str, tuple[Turn, ...], str]:
-    """Return the leading system text, the turns between, and the question. Raises RequestError if none is last."""
+    """Return the leading system text, the turns between, and the text of the last turn, which is the question.
+
+    :raises RequestError: the last turn is not a user's.
+    """
     if not turns or turns[-1].role != "user":
         raise RequestError("the last message must be a user's: it is the question", param=param)
     num_system = next(i for i, turn in enumerate(turns) if turn.role != "system")

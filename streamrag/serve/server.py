@@ -43,9 +43,9 @@ def listen(host: str, port: int, *, send_timeout_s: float = Limits().send_timeou
     """Return a socket bound to an address; port 0 takes a free one. It refuses connections until it is served.
 
     Connections inherit its options. TCP_NODELAY sends each event at once: Nagle's algorithm with delayed ACKs held
-    events up for 40 ms. TCP_USER_TIMEOUT drops peers that acknowledge nothing.
+    events up for 40 ms. TCP_USER_TIMEOUT drops peers that acknowledge nothing for twice `send_timeout_s`.
 
-    :raises ConfigurationError: the address is in use, or not one of this machine's.
+    :raises ConfigurationError: the address is in use, malformed, or not one of this machine's.
     """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:

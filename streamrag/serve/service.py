@@ -188,9 +188,9 @@ class Service:
         return not self._has_aborted
 
     async def _close(self) -> None:
-        """Stop the watch, abort open queries, call `closers`, and close the pipeline and the engine.
+        """Stop the watch, abort open queries, call each of `closers` once, and close the pipeline and the engine.
 
-        Sets `dead` if the engine has died since the last health check.
+        First sets `dead` if the engine has died since the last health check and is not being restarted.
         """
         if self._watch_task is not None:
             if not self._engine.restarting and self._engine.death():  # may have died since the last health check
@@ -221,8 +221,8 @@ class Service:
         """Answer `text` with the service's retrieval, or with `source`. Use as `async with`; gives an event iterator.
 
         Takes the options of `Pipeline.stream`; missing ones are the service's. The limits cap `max_tokens`, and
-        `deadline_s`: at `stream_s` with `source`. Invalid options raise before the query is admitted. Each event is
-        reported to admission and to the observers before it is given.
+        `deadline_s`, with `source` at `stream_s`; `n` is 1. Invalid options raise before the query is admitted. Each
+        event is reported to admission and to the observers before it is given. `source` is not started or closed here.
 
         :raises NotAdmittedError: the query is not admitted.
         :raises StreamRagError: as `Pipeline.stream` does.

@@ -157,7 +157,7 @@ def _model(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
 
 
 def _engines(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield the problems of the engine's log and of replicas: no Ray, no embedded vLLM, a shared log, bad options."""
+    """Yield the problems of replicas (no Ray, no embedded vLLM, a shared log, bad options) and an unwritable log."""
     log_path, replicas = settings.engine.log_path, settings.replicas
     if log_path is not None and not os.access(log_path.parent, os.W_OK):
         yield Problem(loaded.where("engine", "log_path"), f"nothing can be written to {log_path.parent}")
@@ -183,7 +183,8 @@ def _texts_and_keys(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
 
 
 def _server(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield a problem for an address that is open without keys, or that cannot be listened on: the port is tried."""
+    """Yield a problem for an address beyond loopback that has neither keys nor `no_keys`, and for one that cannot be
+    listened on: the port is tried."""
     server, keys = settings.server, settings.keys
     has_keys = keys.file is not None or keys.pairs is not None
     if not (is_loopback(server.host) or has_keys or server.no_keys):

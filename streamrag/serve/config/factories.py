@@ -147,7 +147,8 @@ def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> S
 def service_of(
     settings: Settings, backend: Backend, source: Source | None, observers: Sequence[Observer] = ()
 ) -> Service:
-    """Return the service, not started; create its folder for sessions. Raises ConfigurationError if it is unusable."""
+    """Return the service of these parts, not started, without routes. Its folder for sessions, if set, is created
+    first: an unusable one raises ConfigurationError before an engine starts."""
     answers, server = settings.answers, settings.server
     if server.session_log_dir is not None:
         SessionFolder(server.session_log_dir)  # fails early, before an engine is started

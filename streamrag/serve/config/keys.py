@@ -45,7 +45,7 @@ def read_keys(settings: KeySettings) -> dict[str, str]:
 
 
 def _read_file(file: Path) -> list[tuple[str, str]]:
-    """Return the names and keys of a TOML file; raise ConfigurationError if others may read it, or it is invalid."""
+    """Return (name, key) pairs of a TOML file; raise ConfigurationError if others may read it, or it is invalid."""
     try:
         with file.open("rb") as opened:
             if _is_open_to_others(os.fstat(opened.fileno())):

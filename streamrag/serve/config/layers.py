@@ -84,6 +84,8 @@ def load(
 ) -> Loaded:
     """Load settings from a file, environment and command line, later ones replacing earlier; return them with problems.
 
+    Problems with the file or a value raise no error. Options and defaults of unknown sections are ignored.
+
     environment: variables, such as `os.environ`.
     options: values by name, such as "limits.max_queries"; strings are parsed as in the environment.
     defaults: values by name that replace the settings' own defaults.
@@ -129,7 +131,7 @@ def _suggested(name: str, known: Any) -> str:
 
 
 def _read_environment(environment: Mapping[str, str], loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
-    """Yield name, place and text of each variable with our prefix; add a problem for an unknown section."""
+    """Yield name, place and text of each variable with our prefix; add a problem for no key or an unknown section."""
     names = [f"{PREFIX}{name.upper()}__" for name in SECTIONS]
     for variable, text in environment.items():
         if not variable.startswith(PREFIX):
@@ -172,7 +174,8 @@ def _read_file(file: Path, loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
 
 
 def _resolve_path(file: Path, section: str, key: str, value: Any) -> Any:
-    """Return a value; a path, or a name or path beginning with ./ or ../, becomes absolute, from the file's folder."""
+    """Return a value, made absolute from the file's folder if it is a path, or a name of `NAMES_OR_PATHS` that begins
+    with ./ or ../."""
     field = SECTIONS[section].model_fields.get(key)
     if not isinstance(value, str) or field is None:
         return value

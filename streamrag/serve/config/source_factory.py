@@ -17,9 +17,10 @@ CRAWL = (
 
 
 def make_source(settings: SourceSettings) -> Source | None:
-    """Return the source that is set, not started, or None. Raises ConfigurationError for invalid settings.
+    """Return the first of index, PostgreSQL, trace and URLs that is set, as a source, not started; None if none is.
 
-    An index is searched by vector and keyword if `hybrid`, `rerank` or `sentences` says so, else by vector.
+    An index is searched by vector and keyword if `hybrid`, `rerank` or `sentences` says so, else by vector. Raises
+    ConfigurationError for invalid settings.
     """
     if settings.index is not None:
         options: dict[str, Any] = {"k": settings.k, "embedder": settings.embedder}

@@ -30,7 +30,8 @@ class BoundedBody:
             raise self._too_long()
 
     async def receive(self) -> Message:
-        """Return the next message. Raises RequestError if the body is too long (413) or takes too long (408)."""
+        """Return the next message. Raises RequestError if the body is too long (413), or not read in time since the
+        first call (408). After the body, there is no limit on the time."""
         if self.is_read or self._max_s is None:
             message = await self._receive()
         else:

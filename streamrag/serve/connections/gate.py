@@ -124,7 +124,8 @@ class Gate:
                 del self._num_open[caller.client]
 
     async def _run_socket(self, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
-        """Run a WebSocket until its client leaves, or sends a frame after its key was revoked: then close it (1008)."""
+        """Run a WebSocket whose application sees a frame that comes after the key was revoked as a disconnect; then
+        close the socket (1008)."""
         has_key = True
 
         async def receive_with_key() -> Message:
@@ -138,7 +139,12 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008, "reason": "this API key is no longer valid"})
 
     def _caller(self, scope: Scope, headers: Headers, request_id: str) -> Caller:
-        """Return the caller of a request; raise RequestError (401) if a key is required and missing or invalid."""
+        """Return the caller, `ANONYMOUS` where no key is needed.
+
+        The caller's `has_key` checks the key anew, against the keys of that time.
+
+        :raises RequestError: a key is needed, and is missing or invalid (401).
+        """
         if (client := self._client(scope)) is None:
             message = "an API key is required: send `Authorization: Bearer KEY`"
             raise RequestError(message, status=401, code="invalid_api_key")
@@ -172,7 +178,7 @@ class Gate:
             raise RequestError(message, status=421, code="wrong_host")
 
     def _check_origin(self, headers: Headers) -> None:
-        """Raise RequestError (403) for an origin that is neither listed nor the service's own. Without one, pass."""
+        """Raise RequestError (403) unless the origin is listed, the service's own, or absent."""
         origin = headers.get("origin")
         if origin is None or self._is_listed(origin) or _split(origin).netloc == headers.get("host"):
             return
@@ -198,7 +204,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _key(scope: Scope) -> bytes:
-    """Return the key of the Authorization header, or of a WebSocket's subprotocols; empty without a valid one."""
+    """Return the key of a Bearer header, or else of a WebSocket's subprotocols; empty if none is well-formed."""
     scheme, _, credentials = Headers(scope=scope).get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return credentials.strip().encode()
@@ -221,7 +227,7 @@ def _split(url: str) -> SplitResult:
 
 
 async def _refuse(error: RequestError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Respond with the error, or close a WebSocket before its handshake."""
+    """Respond with the error, or close a WebSocket before its handshake, with the beginning of the message."""
     failure = failure_of(error)
     if scope["type"] == "http":
         await JSONResponse(failure.body(), failure.status)(scope, receive, send)

@@ -61,7 +61,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Parse the received bytes, send what that wrote as one piece, and pause reading if parsing took too long."""
+        """Parse the received bytes, send what was written meanwhile as one piece, and pause reading if parsing took too
+        long. Do nothing once the connection is closing."""
         if self.is_closing():
             return
         start_s = time.thread_time()
@@ -121,7 +122,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._loop.call_later(LINGER_S, self._transport.abort)
 
     def close_once_read(self) -> None:
-        """Send what was written and the end, drop what the client still sends, and abort after `LINGER_S`."""
+        """Send what was written and an EOF, once; drop what the client still sends, and abort after `LINGER_S`."""
         if not self.is_closing():
             self._is_lingering = True
             self._flush()
@@ -161,7 +162,7 @@ class BoundedProtocol(H11Protocol):
         return self.cycle is not None and self.cycle.more_body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer of a connection's head; respond to one beyond the limit with 503, or abort it."""
+        """Start the timer of the head. Over `max_connections`, respond with 503 instead; `MAX_REFUSED` over, abort."""
         super().connection_made(transport)
         most = self.limits.max_connections
         if len(self.connections) > most + MAX_REFUSED:
@@ -178,7 +179,8 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes of the current request, or drop pipelined ones. Refuse heads and trailers of too many lines."""
+        """Parse bytes of the current request. Drop pipelined ones, and let the connection close after the response.
+        Refuse heads and trailers of too many lines (431)."""
         if self.conn.their_state is h11.IDLE:
             self._start_timer()
         elif not self.is_receiving:
@@ -217,7 +219,8 @@ class BoundedProtocol(H11Protocol):
             self._timer = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Respond with an error in the application's place, and close; abort if a response has begun."""
+        """Respond with an error in place of the application, which sees a disconnect, and close; abort if a response
+        has begun."""
         if self.cycle and not self.cycle.response_complete:
             if self.cycle.response_started:
                 self.transport.abort()
@@ -227,7 +230,7 @@ class BoundedProtocol(H11Protocol):
         self._write(failure_of(RequestError(message, status=status, code="http")))
 
     def _write(self, failure: Failure) -> None:
-        """Write a whole response with the error, and close once it was read."""
+        """Write a whole response with the error, and close as `close_once_read` does."""
         body = failure.json().encode()
         head = [
             f"HTTP/1.1 {failure.status} {HTTPStatus(failure.status).phrase}",

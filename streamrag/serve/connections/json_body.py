@@ -93,7 +93,8 @@ async def _in_turn(work: Callable[[], T], account: Account) -> T:
 
 
 def parse(body: bytes | str, model: type[M]) -> M:
-    """Return `body` as `model`. Raises RequestError, with the invalid field, if it is no such JSON object."""
+    """Return `body` as `model`. Raises RequestError, with the invalid field, if it is no such JSON object (NaN is no
+    JSON) or has more than `MAX_VALUES` values."""
     check_num_values(body)
     try:
         # Unlike json.loads, this rejects lone surrogates and NaN, which no answer can hold.

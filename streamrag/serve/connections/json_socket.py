@@ -39,7 +39,8 @@ class Frames:
     async def open(self) -> AsyncIterator[TaskGroup]:
         """Accept the socket for the length of the block, and give a task group, which is cancelled at its end.
 
-        If `end` was called, the socket is closed then with its code and reason.
+        A block that `send` or `end` cancels raises no error. After `end`, the socket is closed with its code and
+        reason.
         """
         await self._accept()
         async with anyio.create_task_group() as tasks:
@@ -84,7 +85,7 @@ class Frames:
         await anyio.sleep(self._account.pause_s(ERROR_S))
 
     def error_frame(self, error: Exception, id: str | None = None) -> dict[str, Any]:
-        """Return an error as a frame: its status, its body in OpenAI's form, and the request's id if given."""
+        """Return an error as a frame: its status, its body in OpenAI's form with headers, and the id if given."""
         failure = failure_of(error)
         body = failure.body()["error"]
         if headers := failure.headers():
@@ -93,7 +94,8 @@ class Frames:
         return frame if id is None else {**frame, self._id_field: id}
 
     async def send(self, values: dict[str, Any]) -> None:
-        """Send `values` as one JSON frame. If the client has left or reads too slowly, cancel the block of `open`."""
+        """Send `values` as one JSON frame. Cancel the block of `open` if the client has left, or with `end` (1013) if
+        it reads too slowly."""
         async with self._send_lock:
             try:
                 with anyio.fail_after(self._limits.send_timeout_s):

@@ -34,9 +34,10 @@ async def respond(
 ) -> Response:
     """Return a response that sends what `produce` writes, once there is a first event.
 
-    An error before the first event is raised here, and so becomes a status; a later one is sent as the events that
-    `on_failure` returns. `receive`, by default the request's own, returns when the client has left; if that is before
-    the first event, `produce` is cancelled and ClientDisconnect raised.
+    An error before the first event, which must come, is raised here; a later one is sent as the events of `on_failure`.
+    `produce` waits while `MAX_UNSENT` events are unsent. It is cancelled if the client leaves, before the first event
+    with ClientDisconnect, or reads nothing for `send_timeout_s`. `receive`, by default the request's own, is an ASGI
+    `receive` that reports that the client has left.
     """
     send, events = anyio.create_memory_object_stream[ServerSentEvent](MAX_UNSENT)
     has_begun = False

@@ -68,7 +68,7 @@ class Live(Observer):
     def query_ended(
         self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
     ) -> None:
-        """Keep the query's description and its times to first token; count it, its answer and the answer's tokens."""
+        """Keep the query's description and times to first token; count it, and tokens of its answer that had no ids."""
         self._ended.appendleft({**self._describe(query), "outcome": outcome})
         self._count("ended", 1)
         if outcome == "answered":
@@ -92,9 +92,10 @@ class Live(Observer):
             raise RequestError("this key may not see the queries of others", status=403, code="not_an_operator")
 
     def snapshot(self, service: Service, client: str) -> dict[str, Any]:
-        """Return the state, counts, open and ended queries, percentiles and KV use, for JSON.
+        """Return the state, counts, oldest open and last ended queries, percentiles and KV use, for JSON.
 
-        Queries of other clients are listed without their question, unless `clients` limits who may look.
+        Queries of other clients are listed without their question, unless `clients` limits who may look: the caller
+        must `check` that first.
         """
         use = kv_use_of(service)
         return {
@@ -171,7 +172,7 @@ def percentiles(values_s: Iterable[float]) -> dict[str, float]:
 
 
 def routes(service: Service) -> list[Route]:
-    """Return `GET /v1/live` of the service's first `Live` observer; no route if it has none."""
+    """Return `GET /v1/live` of the service's first `Live` observer, for permitted clients; no route if it has none."""
     observer = next((each for each in service.observers if isinstance(each, Live)), None)
     if observer is None:
         return []

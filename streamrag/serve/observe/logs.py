@@ -61,9 +61,10 @@ class QueryLog(Observer):
     def query_ended(
         self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
     ) -> None:
-        """Log the end of a query in one line, and mark the error as logged.
+        """Log the end of a query in one line, and attach the query to the error, for later lines about that error.
 
-        The line is an error if the service failed or the engine died, a warning if source or backend failed, else info.
+        The line is an error if the service failed, then with traceback, or the engine died; a warning if source or
+        backend failed; else info.
         """
         fields = {**_query_fields(query), **_error_fields(outcome, error)}
         if answer is not None:
@@ -85,7 +86,7 @@ class QueryLog(Observer):
 
 
 def _query_fields(query: ServedQuery) -> dict[str, Any]:
-    """Return a query's fields for the log: interface, client, times in seconds, counts, and whether it overlapped."""
+    """Return a query's fields for the log: interface, client, times in seconds, counts, and how it overlapped."""
     times_s = {"total_s": query.age_s} | {name: getattr(query.progress, name) for name in TIMES_S}
     overlap = query.progress.overlap
     return {
@@ -98,7 +99,7 @@ def _query_fields(query: ServedQuery) -> dict[str, Any]:
 
 
 def _answer_fields(answer: Answer) -> dict[str, Any]:
-    """Return an answer's fields for the log, with the engine's counts if it has a record."""
+    """Return an answer's fields for the log: finish reason, failures of retrieval, the engine's counts if recorded."""
     fields: dict[str, Any] = {"finish_reason": answer.finish_reason, "cut_short": answer.cut_short}
     if answer.source_error is not None:
         fields["source_error"] = str(answer.source_error)
@@ -132,12 +133,17 @@ class _WithQuery(logging.Filter):
 
 
 class _Formatter(logging.Formatter):
+    """A base of formatters that lists the values of a line, without the question unless `with_text`."""
+
     def __init__(self, *, with_text: bool) -> None:
         super().__init__()
         self._with_text = with_text
 
     def values(self, record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
-        """Yield the names and values of a line, but no None; texts are cut, and redacted unless `with_text`."""
+        """Yield the names and values of a line, but no None.
+
+        The message (not an outcome), `QUOTING` fields and traceback are cut, and redacted unless `with_text`.
+        """
         question = "" if self._with_text else getattr(record, QUESTION, "")
         yield "time", f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
         yield "level", record.levelname.lower()
@@ -190,7 +196,7 @@ def hide(text: str, question: str) -> str:
 
 
 def _split(text: str, form: str) -> list[str]:
-    """Split `text` at each occurrence of `form`, which is in lower case; letter case is ignored."""
+    """Return the pieces of `text` around each occurrence of `form`, which is in lower case; letter case is ignored."""
     lower, pieces, start = _lower(text), [], 0
     while (index := lower.find(form, start)) >= 0:
         pieces.append(text[start:index])
@@ -199,7 +205,7 @@ def _split(text: str, form: str) -> list[str]:
 
 
 def _lower(text: str) -> str:
-    """Return `text` in lower case, at the same length."""
+    """Return `text` in lower case, at the same length: a letter whose lower case is longer stays."""
     lower = text.lower()
     if len(lower) == len(text):
         return lower
@@ -209,7 +215,7 @@ def _lower(text: str) -> str:
 def log_to(stream: TextIO, *, form: Form = "json", level: int = logging.INFO, with_text: bool = False) -> None:
     """Log everything from `level` on in this process to `stream`, in place of the handlers set up before.
 
-    with_text: whether log lines may contain questions. Libraries that log addresses are silenced in any case.
+    with_text: whether log lines may contain questions. `CHATTY` loggers, such as httpx, log only warnings in any case.
     """
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter(with_text=with_text) if form == "json" else TextFormatter(with_text=with_text))

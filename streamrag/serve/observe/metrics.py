@@ -123,7 +123,7 @@ class Metrics(Observer):
     def query_ended(
         self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
     ) -> None:
-        """Count the query by its outcome, and add its known times, sizes and totals, and the engine's work on it."""
+        """Count the query by interface and outcome; add its duration, known times, sizes, totals and recorded work."""
         self.queries.labels(query.interface, outcome, *self._client(query.client)).inc()
         self.total.labels(query.interface).observe(query.age_s)
         for field, histogram in self.times.items():
@@ -160,7 +160,8 @@ class Metrics(Observer):
         return (client if client in self._clients else OTHER,)
 
     async def render(self, service: Service) -> bytes:
-        """Return the metrics in Prometheus' text format: those collected, the service's present state, KV use if known.
+        """Return the metrics in Prometheus' text format: collected ones, the service's present state, KV use if known,
+        and the default registry's if wanted.
 
         Not as OpenMetrics, which Prometheus prefers: prometheus_client 0.26 replaces the colons in the names of vLLM's
         metrics and ours there.

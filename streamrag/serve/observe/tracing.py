@@ -130,7 +130,7 @@ class Tracing(Observer):
         trace_headers.set(headers)
 
     def query_event(self, query: ServedQuery, event: QueryEvent) -> None:
-        """Start or end the span of retrieval, or add an event to it: a chunk, prompt, skipped document or cut."""
+        """Start or end the span of retrieval, or add an event: a chunk, prompt, skipped document, cut or failure."""
         traced = self._traced[id(query)]
         match event:
             case RetrievalStarted():
@@ -152,7 +152,7 @@ class Tracing(Observer):
     def query_ended(
         self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
     ) -> None:
-        """End the query's spans with the answer's figures or the error, and restore the context before it."""
+        """End the query's spans with the answer's figures, or the error unless the client left; restore the context."""
         traced = self._traced.pop(id(query))
         attach(traced.before)
         trace_headers.set({})
@@ -168,7 +168,7 @@ class Tracing(Observer):
         traced.span.end(traced.at_ns(now_s))
 
     def _end_attributes(self, progress: QueryProgress, outcome: QueryOutcome, answer: Answer | None) -> dict[str, Any]:
-        """Return the last attributes of a query's span: outcome, numbers of tokens, times; None for unknown ones."""
+        """Return the last attributes of a query's span: outcome, counts, times, permitted text; None if unknown."""
         record = None if answer is None else answer.record
         return {
             "streamrag.outcome": outcome,
@@ -187,9 +187,10 @@ class Tracing(Observer):
         }
 
     def _add_generation(self, traced: _Traced, answer: Answer | None, now_s: float) -> None:
-        """Add the spans of prefill and decode, timed by the engine's record if there is one, else by the events.
+        """Add the spans of prefill, timed by the engine's record or else by events, and of decode, timed by the events.
 
-        Prefill needs a prompt, and decode a token; without a known end, they end at `now_s`.
+        There is no prefill without a prompt, and no decode without a token; without a known end, they end at `now_s`. A
+        record also gives prefill the spans of its preemptions.
         """
         progress, started_s = traced.query.progress, traced.query.started_s
         record = None if answer is None else answer.record
@@ -225,7 +226,7 @@ class Tracing(Observer):
         return self._tracer.start_span(name, context=context, start_time=start_ns, attributes=_without_none(attributes))
 
     def _end_retrieval(self, traced: _Traced, at_s: float) -> None:
-        """End the span of retrieval, if it is open, with its counts."""
+        """End the span of retrieval, if it is open, with the numbers of its chunks and of events over `MAX_EVENTS`."""
         if traced.retrieval is None:
             return
         traced.retrieval.set_attribute("streamrag.num_chunks", traced.query.progress.num_chunks)
@@ -237,7 +238,10 @@ class Tracing(Observer):
     def _add_event(
         self, traced: _Traced, name: str, at_s: float, sizes: Mapping[str, Any], texts: Mapping[str, str] | None = None
     ) -> None:
-        """Add an event to the span of retrieval, or else the query's, up to `MAX_EVENTS`; texts only if allowed."""
+        """Add an event to the open span of retrieval, or else the query's; only count it after `MAX_EVENTS`.
+
+        texts: attributes that are added only with `with_text`, cut.
+        """
         span = traced.retrieval or traced.span
         traced.num_events += 1
         if traced.num_events <= MAX_EVENTS:
@@ -247,7 +251,8 @@ class Tracing(Observer):
 
 
 def context_of(query: ServedQuery) -> Context:
-    """Return the trace context of the caller's headers, or an empty one if they violate the W3C format."""
+    """Return the trace context of the caller's headers, empty without a valid `traceparent`. Drops an invalid
+    `tracestate`."""
     carrier = {}
     if query.traceparent and _TRACEPARENT.fullmatch(query.traceparent):
         carrier["traceparent"] = query.traceparent
@@ -259,9 +264,9 @@ def context_of(query: ServedQuery) -> Context:
 def to_otlp(
     endpoint: str, *, headers: Mapping[str, str] | None = None, service_name: str = "streamrag"
 ) -> TracerProvider:
-    """Return a provider that sends spans to a collector in the background, by OTLP over HTTP with protobuf.
+    """Return a provider that sends spans to a collector in the background, until shut down, by OTLP over HTTP.
 
-    endpoint: the collector's address, such as "http://127.0.0.1:4318"; "/v1/traces" is appended.
+    endpoint: the collector's address, such as "http://127.0.0.1:4318"; "/v1/traces" is appended if missing.
     headers: additional HTTP headers, such as a key.
 
     :raises MissingDependencyError: the exporter is not installed.

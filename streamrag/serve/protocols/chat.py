@@ -98,7 +98,10 @@ class ChatRequest(BaseModel):
         return messages
 
     def params(self, default: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters, with `default`'s for missing ones. `max_completion_tokens` has precedence."""
+        """Return `default` with the request's sampling parameters; `max_completion_tokens` overrides `max_tokens`.
+
+        :raises ConfigurationError: a value is invalid.
+        """
         fields = self.model_dump(include=SAMPLING)
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = self.max_completion_tokens
@@ -107,7 +110,8 @@ class ChatRequest(BaseModel):
         return sampling(default, **fields, extra=self.model_dump(include=EXTRA))
 
     def check(self) -> None:
-        """Raise RequestError for `n` other than 1, formats other than text, forced tools, and unsupported fields."""
+        """Raise RequestError for `n` other than 1, formats other than text, forced tools, and unknown fields that are
+        set and not `HARMLESS`."""
         refused = {
             "n": self.n not in (None, 1),
             "response_format": (self.response_format or {}).get("type", "text") != "text",
@@ -146,7 +150,12 @@ def routes(service: Service) -> list[Route]:
 
 
 def chat_query(service: Service, body: ChatRequest) -> tuple[str, QueryOptions, AnswerReader]:
-    """Return the question, the options (`prediction` is the draft), and a reader of the answer. Raises RequestError."""
+    """Return the question, the options, and a reader of the answer, with tools if the request uses them.
+
+    The beginning of `prediction` becomes the draft.
+
+    :raises RequestError, ConfigurationError: messages, tools or values are invalid.
+    """
     params = body.params(service.params)
     if uses_tools(body):
         question, options, reader = tool_query(service, body, params)
@@ -162,7 +171,10 @@ def chat_query(service: Service, body: ChatRequest) -> tuple[str, QueryOptions, 
 def conversation_options(
     service: Service, turns: Sequence[Turn], param: str, params: SamplingParams
 ) -> tuple[str, QueryOptions]:
-    """Return a conversation's question and query options. Raises RequestError unless it ends with a user's turn."""
+    """Return a conversation's question, and query options with its history; a system text follows the service's own.
+
+    :raises RequestError: the last turn is not a user's.
+    """
     system, history, question = split_turns(turns, param)
     options = QueryOptions(history=history, params=params)
     if system:
@@ -239,7 +251,7 @@ def encode_passages(answer: Answer) -> list[dict[str, Any]]:
 
 
 def encode_usage(answer: Answer) -> dict[str, Any] | None:
-    """Return the token counts, or None if unknown. Tokens prefilled during retrieval do not count as cached."""
+    """Return the counts of tokens, with the draft's, or None if unknown. Cached ones are those of the prefix cache."""
     usage = answer.usage
     if usage.num_tokens is None:
         return None

@@ -50,7 +50,7 @@ def event_name(event: QueryEvent) -> str:
 
 
 def event_values(event: QueryEvent, context: tuple[Chunk, ...] = ()) -> dict[str, Any]:
-    """Return an event's fields, for JSON. Token ids, log probabilities and engine records are left out.
+    """Return an event's fields, for JSON, without log probabilities, and an answer's without `PRIVATE_FIELDS`.
 
     An answer's token counts are those of its `usage`: null where unknown. Errors of sources have their public message.
 
@@ -113,7 +113,8 @@ async def respond_with_events(
 async def wait_for_answer(
     query: AbstractAsyncContextManager[AsyncIterator[QueryEvent]], note: Callable[[QueryEvent], object] = id
 ) -> Answer:
-    """Return the complete answer to a query, and pass each event before it to `note`. Raises the query's error."""
+    """Return the complete answer to a query, and pass each event before it to `note`. Raises the query's error, or
+    RuntimeError if the query ends without an answer."""
     async with query as events:
         async for event in events:
             if isinstance(event, Answered):

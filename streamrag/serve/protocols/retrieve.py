@@ -62,9 +62,9 @@ def routes(service: Service) -> list[Route]:
 
 
 async def _write_retrieval(write: Write, opened: OpenQuery, source: Source, query: str) -> None:
-    """Write and report the events of a retrieval, then write `done` with their number; mark the query as answered.
+    """Write the events of a retrieval, mark the query as answered, and write `done` with numbers of events and chunks.
 
-    Updates report only chunks that are new. Raises SourceError if the source fails.
+    Reports each event too, but only chunks that were not in the context before. Raises SourceError if the source fails.
     """
     start_s = time.monotonic()
     started = RetrievalStarted(0.0, query)

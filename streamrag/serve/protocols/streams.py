@@ -80,7 +80,7 @@ def routes(service: Service) -> list[Route]:
 
 
 def parse_line(line: bytes, number: int) -> Line:
-    """Return one line of a body. Raises RequestError, with the line and the field, if it is invalid."""
+    """Return one line of a body. Raises RequestError with the line and the field, 413 for too many values, else 400."""
     try:
         check_num_values(line)
         return _CODEC.decode(line)
@@ -136,7 +136,11 @@ class StreamBody:
             yield line.event()
 
     async def read(self) -> None:
-        """Read the body to its end, and then until the client has left. An invalid line is queued as its error."""
+        """Read the body until the client has left, or queue the RequestError of an invalid, late or missing line, and
+        return.
+
+        Drops what follows the last line; a client that sends too much then counts as having left.
+        """
         try:
             await self._read_lines()
             while not self._has_left.is_set():  # drops what follows the last line, to detect a disconnect
@@ -148,7 +152,8 @@ class StreamBody:
                 self._put(error, 0)
 
     async def _read_lines(self) -> None:
-        """Queue lines until `finish`, the body's end or a disconnect. Raises RequestError for a bad or late one."""
+        """Queue lines until `finish`, the body's end or a disconnect. Raises RequestError for a bad line, or if none is
+        received in time."""
         unread = bytearray()
         while not self._is_finished:
             limits = self._limits
@@ -183,7 +188,8 @@ class StreamBody:
         self._put(FinishLine(type="finish"), 0)
 
     async def _fill(self, unread: bytearray) -> bool:
-        """Read until `unread` has a line, or the body ends; return whether it ended. Raises if a line is too long."""
+        """Read until `unread` has a line, the body ends or the client leaves; return whether one of the last two
+        happened. Raises RequestError for a line that is too long."""
         most = self._limits.max_frame_bytes
         while True:
             message = await self._message()
@@ -235,7 +241,7 @@ class StreamBody:
         self._count(num_bytes + LINE_BYTES)
 
     async def _next(self) -> Line:
-        """Wait for the next line, and return it. Raises the RequestError that `read` ended with."""
+        """Wait for the next line, dequeue it, and return it. Raises the RequestError that `read` queued."""
         line, num_bytes = await self._queue.get()
         self._count(-num_bytes)
         if isinstance(line, RequestError):

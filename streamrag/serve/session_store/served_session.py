@@ -41,6 +41,8 @@ class SessionEvent:
 
 @dataclass(eq=False)
 class ServedSession:
+    """A client's session with its log, its watches, and its newest events, which are kept for readers."""
+
     id: str
     client: str
     session: Session
@@ -74,7 +76,8 @@ class ServedSession:
 
     @contextmanager
     def being_read(self, limits: Limits) -> Iterator[None]:
-        """Count a reader during the block. Raises RequestError if there are too many: each buffers events."""
+        """Count a reader during the block, whose end is a use of the session. Raises RequestError if there are too
+        many: each buffers events."""
         if self.num_readers >= limits.max_readers:
             what = f"the events of a session have at most {limits.max_readers} readers"
             raise RequestError(what, status=429, code="too_many_readers")
@@ -114,8 +117,8 @@ class ServedSession:
     async def read(self, after: int, caller: Caller) -> AsyncGenerator[SessionEvent, None]:
         """Yield the events after the id `after` as they occur, until the session is closed.
 
-        A "gap" event replaces those that are no longer kept. An `after` that no event has yet belongs to another
-        session; then all events are read.
+        A "gap" event replaces those that are no longer kept, unless `after` is 0. An `after` that no event has yet
+        belongs to another session; then all kept events are read.
 
         :raises RequestError: the caller's key is no longer valid.
         """
@@ -137,7 +140,8 @@ class ServedSession:
                 await self.news.wait()
 
     def begin(self) -> None:
-        """Begin to report watches, versions and drops of the session, which was just started; mark it as started."""
+        """Mark the session, which was just started, as started, and begin to report its watches, versions and drops.
+        Event ids continue those of the log."""
         self.is_started = True
         self.num_events = 0 if self.log is None else self.log.num_events
         for name, watch in self.session.watches.items():

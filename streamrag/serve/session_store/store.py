@@ -126,7 +126,7 @@ class SessionStore:
     async def find(self, id: str, client: str, *, starts: bool = True) -> ServedSession:
         """Return the client's session, used now, and resumed after a restart if `starts`.
 
-        Raises RequestError if there is none; while the service stops, NotAdmittedError instead.
+        Raises RequestError if there is none or its log is unusable; while the service stops, NotAdmittedError instead.
         """
         served = self._sessions.get(id)
         if served is None or served.client != client:
@@ -159,7 +159,10 @@ class SessionStore:
         return served
 
     async def _start(self, served: ServedSession) -> None:
-        """Start a session and its reports. Raises RequestError if its log is missing, open elsewhere, or unusable."""
+        """Start a session and its reports, and count its real window.
+
+        :raises RequestError: its log is missing, and the session forgotten, or the log is open elsewhere or unusable.
+        """
         if served.log is not None and served.is_from_before and not await asyncio.to_thread(served.log.path.exists):
             self._forget(served)  # another service has closed it
             raise session_not_found(NO_SESSION)
@@ -223,7 +226,8 @@ class SessionStore:
             self._sweeper = asyncio.create_task(self._sweep(), name="streamrag sessions' expiry")
 
     async def _sweep(self) -> None:
-        """Every `SWEEP_S`, close idle sessions, wake readers to check their keys, and write times of last use."""
+        """Every `SWEEP_S`, close idle sessions (forget one that another service has opened), wake readers to check
+        their keys, and write times of last use."""
         limits = self._service.limits
         while True:
             await asyncio.sleep(SWEEP_S)

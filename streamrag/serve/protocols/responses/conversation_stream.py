@@ -61,7 +61,8 @@ class ConversationStream:
         return prompt
 
     async def events(self) -> AsyncGenerator[QueryEvent, None]:
-        """Yield and report the answer's tokens, then `Answered`, or raise BackendError. Only report prefill."""
+        """Yield and report the answer's tokens, then `Answered`; only report prefill. Raises BackendError if the
+        backend fails, or ends without a finish reason."""
         first_token_s: float | None = None
         chunks: list[AnswerChunk] = []
         async with (
@@ -85,7 +86,8 @@ class ConversationStream:
         yield answered
 
     async def _prompts(self) -> AsyncGenerator[Prompt, None]:
-        """Yield and report the newest prompt whenever it has changed; the complete one is always yielded, and last."""
+        """Yield and report the newest prompt whenever it has changed, and at last the complete one, for which
+        `ContextComplete` is reported too."""
         sent: tuple[int, ...] = ()
         is_complete = False
         while not is_complete:

@@ -65,7 +65,7 @@ class ResponseEncoder:
         return [self._event("response.completed", response=self.response)]
 
     def fail(self, failure: Failure) -> list[ServerEvent]:
-        """Return the last event of a failed response, whose search and message are marked as failed and incomplete."""
+        """Mark the response and an unfinished search as failed, a message as incomplete; return the last event."""
         if self._search is not None and self._search["status"] != "completed":
             self._search["status"] = "failed"
         if self._message is not None:
@@ -75,7 +75,7 @@ class ResponseEncoder:
         return [self._event("response.failed", response=self.response)]
 
     def _begin_search(self, query: str) -> list[ServerEvent]:
-        """Add a search to the output, and return its first events."""
+        """Add a search to the output, and return its events "added", "in_progress" and "searching"."""
         search_id, status = f"fs_{uuid.uuid4().hex}", "in_progress"
         self._search = {
             "id": search_id,
@@ -94,7 +94,7 @@ class ResponseEncoder:
         return events
 
     def _end_search(self) -> list[ServerEvent]:
-        """Complete the search, with its results if wanted, and return its last events; none without a search."""
+        """Complete the search, with its results if wanted, and return "completed" and "done"; none without a search."""
         if self._search is None:
             return []
         self._search["status"] = "completed"
@@ -106,7 +106,7 @@ class ResponseEncoder:
         ]
 
     def _begin_message(self) -> list[ServerEvent]:
-        """Add an empty message to the output, and return its first events; none if there is one."""
+        """Add an empty message to the output, and return the events for it and its text part; none if there is one."""
         if self._message is not None:
             return []
         message_id, status = f"msg_{uuid.uuid4().hex}", "in_progress"
@@ -137,7 +137,8 @@ class ResponseEncoder:
         return events
 
     def _complete(self, answer: Answer) -> list[ServerEvent]:
-        """Return the last events of an answer, and complete the response: "incomplete" if the answer was cut."""
+        """Return the last events of an answer, whose message must have begun, and complete the response with usage and
+        passages: "incomplete" if `max_tokens` cut the answer."""
         assert self._message is not None
         is_cut = answer.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
@@ -210,7 +211,7 @@ def _response(request: CheckedRequest, model: str) -> dict[str, Any]:
 
 
 def _usage(usage: TokenUsage, num_cached: int) -> dict[str, Any] | None:
-    """Return the numbers of tokens in the protocol's form, or None if one of them is unknown."""
+    """Return the numbers of tokens in the protocol's form, cached ones at most the prompt's; None if one is unknown."""
     if usage.num_prompt_tokens is None or usage.num_output_tokens is None:
         return None
     return {

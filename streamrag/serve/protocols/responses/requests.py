@@ -157,7 +157,10 @@ class CheckedRequest:
 def check_request(
     service: Service, body: ResponseRequest, previous: State | None, *, is_socket: bool
 ) -> CheckedRequest:
-    """Return a checked request that continues `previous`. Raises RequestError if it is invalid or unsupported."""
+    """Return a checked request that continues `previous`. Unless it is only prepared, its last turn must be a user's.
+
+    :raises RequestError, ConfigurationError: the request is invalid or unsupported.
+    """
     body.check(is_socket=is_socket)
     check_model(service, body.model)
     turns = (*(previous.turns if previous is not None else ()), *body.turns())

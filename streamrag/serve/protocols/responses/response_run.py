@@ -23,7 +23,8 @@ SendEvent: TypeAlias = Callable[[ServerEvent], Awaitable[None]]
 async def query_events(
     service: Service, caller: Caller, interface: Interface, request: CheckedRequest
 ) -> AsyncIterator[AsyncIterator[QueryEvent]]:
-    """Admit a request and give its events, from the service's retrieval or from the conversation alone."""
+    """Admit a request and give its events: of the service's retrieval and answer, or of the conversation alone,
+    streamed as one complete prompt."""
     if request.retrieves:
         question, options = conversation_options(service, request.conversation, "input", request.params)
         async with service.events(caller, interface, question, **options) as events:
@@ -95,7 +96,7 @@ class ResponseRun:
         await self._send_all(events)
 
     def keep(self, *more: Turn) -> None:
-        """Pass the response as JSON, and the conversation with these turns at its end, to `keep`, if there is one."""
+        """Pass the response as JSON, and the conversation, ended by these turns, to the callback, if there is one."""
         if self._on_complete is not None:
             request = self.request
             response = encode_json(self.encoder.response).encode()

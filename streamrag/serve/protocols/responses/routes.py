@@ -41,7 +41,7 @@ class _Handlers:
         self._states = StateStore(service.limits)
 
     async def create(self, request: Request) -> Response:
-        """Answer a request, whole or as SSE; a stored response is kept once it is complete."""
+        """Answer a request, whole or as SSE. Unless `store` is false, the response is kept once it is complete."""
         caller: Caller = request.scope[CALLER]
         body = await read_body(request, ResponseRequest)
         previous = self._states.previous(body.previous_response_id, caller.client)
@@ -66,7 +66,7 @@ class _Handlers:
         return await respond(request, produce, on_failure=fail, send_timeout_s=timeout_s)
 
     async def stored(self, request: Request) -> Response:
-        """Return a stored response, or delete it. Raises RequestError (404) if the client has none."""
+        """Return a stored response as JSON, or delete it. Raises RequestError for `stream=true` or an unknown id."""
         id, client = request.path_params["id"], request.scope[CALLER].client
         if request.method == "DELETE":
             self._states.delete(id, client)

@@ -56,7 +56,8 @@ class ResponseSocket(Frames):
         self._streams: dict[str | None, SocketStream] = {}
 
     async def run(self) -> None:
-        """Queue requests in their streams until the client leaves or reads too slowly; then forget unstored states."""
+        """Queue requests in their streams, or send why not, until the client leaves or reads too slowly; then forget
+        unstored states."""
         try:
             async with self.open() as tasks:
                 while (frame := await self.next(CreateEvent)) is not None:
@@ -101,7 +102,7 @@ class SocketStream:
         self._current: ResponseRun | None = None  # the response that the client is waiting for
 
     def put(self, request: CreateEvent, num_bytes: int) -> None:
-        """Queue a request of this size. Raises RequestError if the queue is full."""
+        """Queue a request of this size. Raises RequestError if too many wait here, or too many bytes in all streams."""
         num_queued_bytes = self._socket.num_queued_bytes + num_bytes
         if len(self._queue) >= MAX_WAITING or num_queued_bytes > self._service.limits.max_stream_bytes:
             message = "too many requests wait: read the responses to earlier ones first"
@@ -112,7 +113,7 @@ class SocketStream:
         self._wake.set()
 
     async def run(self) -> None:
-        """Answer requests until cancelled."""
+        """Answer requests in order until `scope` is cancelled, which raises no error; keep `is_idle` up to date."""
         with self.scope:
             while True:
                 self.is_idle = not self._queue
@@ -121,7 +122,7 @@ class SocketStream:
                     response = await self._answer(response)
 
     async def _answer(self, response: ResponseRun) -> ResponseRun | None:
-        """Answer one request, or send its error. If the next request ends it before its answer, return that one."""
+        """Answer one request, or send its error. Return the request, if any, that ended it before its answer."""
         following: ResponseRun | None = None
         try:
             if response.request.brings_context:
@@ -136,9 +137,10 @@ class SocketStream:
         return following
 
     async def _answer_from_conversation(self, response: ResponseRun) -> ResponseRun | None:
-        """Prepare prompts until a request wants the answer, and send it. Return the first request that cannot use them.
+        """Prepare prompts until a request wants the answer; send the answer, but leave its last events to the caller.
 
-        Returns None after the answer, or if the next request does not come in time.
+        Returns the first request that cannot use the prompts. Returns None after the answer, or if the next request
+        does not come in time.
         """
         first = response.request
         async with self._service.open(
@@ -186,7 +188,8 @@ class SocketStream:
         events: MemoryObjectReceiveStream[QueryEvent],
         reader: Reader,
     ) -> None:
-        """Set the whole conversation, and send its answer's events except the last; raise after the deadline."""
+        """Set the whole conversation, and send its answer's events except the last. Raises DeadlineExceededError after
+        the deadline, and the reader's error."""
         deadline_s = self._service.limits.deadline_s
         prompt = await stream.extend(response.request.conversation, is_complete=True)
         response.encoder.num_shared = prompt.num_shared
@@ -200,9 +203,9 @@ class SocketStream:
         reader.result()
 
     async def _next(self, reader: Reader | None = None) -> ResponseRun | None:
-        """Return the next request, or None if `reader` is done or idle for too long. Raises `reader`'s error.
+        """Return the next valid request, which becomes the current one. Invalid requests are answered with errors.
 
-        Invalid requests are answered with errors on the way.
+        With `reader`, returns None if it is done or no request comes in `idle_s`. Raises `reader`'s error.
         """
         if reader is not None:
             reader.add_done_callback(lambda _: self._wake.set())
@@ -226,7 +229,7 @@ class SocketStream:
                 return self._current
 
     def _check(self, body: CreateEvent) -> ResponseRun:
-        """Return a run of the request. Raises RequestError if it, or the response that it continues, is unusable."""
+        """Return a run of the request. Raises StreamRagError if it, or the response that it continues, is unusable."""
         socket, client = self._socket, self._socket.caller.client
         previous = socket.states.previous(body.previous_response_id, client, socket)
         request = check_request(self._service, body, previous, is_socket=True)
@@ -234,7 +237,8 @@ class SocketStream:
         return ResponseRun(request, self._service.model_name, keep=keep, send=socket.send)
 
     async def _send_error(self, error: Exception) -> None:
-        """Fail the current response if it has begun, else send an error frame for it, if any; log internal errors."""
+        """Log an internal error. If there is a current response, fail it or, before it has begun, send an error
+        frame."""
         failure = failure_of(error)
         if failure.status == 500:
             log.error("a request failed", exc_info=error)
@@ -249,7 +253,7 @@ class SocketStream:
 
 @asynccontextmanager
 async def _reader(stream: ConversationStream) -> AsyncIterator[tuple[MemoryObjectReceiveStream[QueryEvent], Reader]]:
-    """Read the events of a stream in a task, ahead of demand; give the events and the task."""
+    """Read a stream's events in a task, ahead of demand, until the block ends; give the events and the task."""
     send, receive = anyio.create_memory_object_stream[QueryEvent](MAX_UNSENT)
 
     async def read() -> None:

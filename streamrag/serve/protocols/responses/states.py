@@ -56,7 +56,8 @@ class StateStore:
         return self._num_bytes.total()
 
     def add(self, state: State, client: str, connection: object = None) -> None:
-        """Store a state for a client, or for its connection only, and evict expired and excess states."""
+        """Store a state for a client, or for its connection only. Then remove expired states, and over a limit the
+        least recently used ones of the client with the most."""
         self._states[client, connection, state.id] = state, self._clock()
         self._num_states[client] += 1
         self._num_bytes[client] += state.own_bytes
@@ -71,7 +72,8 @@ class StateStore:
             self._evict_from(max(self._num_bytes, key=lambda each: self._num_bytes[each]))
 
     def get(self, id: str, client: str, connection: object = None) -> State:
-        """Return a state of a client or connection, marked as used. Raises RequestError if there is none."""
+        """Remove expired states; return one of a client or connection, marked as used, which renews its time. Raises
+        RequestError (404) if there is none."""
         self._expire()
         for key in ((client, None, id), (client, connection, id)):
             if key in self._states:
@@ -82,7 +84,8 @@ class StateStore:
         raise RequestError(message, status=404, code="response_not_found")
 
     def previous(self, id: str | None, client: str, connection: object = None) -> State | None:
-        """Return the state that a request names, None if it names none. Raises RequestError if it is gone."""
+        """Return the state that a request continues, as `get` does; None if `id` is None. Raises RequestError (404),
+        with the field, if there is none."""
         try:
             return None if id is None else self.get(id, client, connection)
         except RequestError as error:

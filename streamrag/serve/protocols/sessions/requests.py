@@ -80,10 +80,10 @@ class WatchedQuestion(QuestionFields):
 
 
 async def append_data(service: Service, served: ServedSession, request: Data) -> dict[str, Any]:
-    """Append all of the data or none, and return version, total number of dropped chunks, and whether it was flushed.
+    """Append all of the data or none. Return version, total number of dropped chunks and, if flushed, version on disk.
 
-    Raises RequestError if the session is closed, if the service has no logs to flush, or if the data are in the session
-    but could not be written to disk. The log checks all chunks before the first is appended.
+    Raises `closed_error` if the session is closed, SessionLogError before appending if a chunk is too long for the log,
+    and RequestError if the service has no logs to flush, or if the data are in the session but not on disk.
     """
     if request.flush and served.log is None:
         raise RequestError("this service does not store sessions: it has no session_log_dir", param="flush")

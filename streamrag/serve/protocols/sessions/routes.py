@@ -132,7 +132,8 @@ class _Handlers:
         return JSONResponse(event_values(Answered(0.0, whole))["answer"])
 
     async def watch(self, request: Request) -> Response:
-        """Watch a question under the path's name, greedily, by default with `WATCH_TOKENS`; respond with 201."""
+        """Watch a question, in place of the watch of the path's name, greedily and by default with `WATCH_TOKENS`;
+        respond with 201."""
         body = await read_body(request, WatchedQuestion)
         max_tokens = WATCH_TOKENS if body.max_tokens is None else body.max_tokens
         params = self._service.cap_params(sampling(self._service.params, max_tokens=max_tokens, temperature=0.0))
@@ -146,7 +147,8 @@ class _Handlers:
         return Response(status_code=204)
 
     async def events(self, request: Request) -> Response:
-        """Respond with the session's state and its events after Last-Event-ID, as SSE, until it is closed."""
+        """Respond with the session's state and its events after Last-Event-ID, as SSE, until the session is closed.
+        Raises RequestError if the session has too many readers."""
         served = await self._find(request)
         last = parse_id(request.headers.get("last-event-id", "0"), "Last-Event-ID")
 

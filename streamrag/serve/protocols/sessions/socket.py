@@ -86,7 +86,8 @@ class SessionSocket(Frames):
                     await self.send_error(error, request.id)
 
     async def _serve_frame(self, request: AppendFrame | AskFrame | CancelFrame, tasks: TaskGroup) -> None:
-        """Append data, begin to answer, or cancel; raise RequestError if it is invalid. Waits if answers are unread."""
+        """Append data and confirm them, begin to answer, or cancel; raise StreamRagError for an invalid frame. A
+        question waits while the last frames of too many others are unsent."""
         match request:
             case AppendFrame():
                 done: dict[str, Any] = {"type": "appended", **await append_data(self._service, self._served, request)}
@@ -135,7 +136,8 @@ class SessionSocket(Frames):
         has_ended.set()
 
     async def _send_events(self, last_event_id: int) -> None:
-        """Send the session's state and its events, except those that a newer one has overtaken.
+        """Send the session's state and its events after `last_event_id`; skip new ones that a newer one of the kind
+        follows.
 
         Closes the socket if the key is revoked, and when the session ends, after the last frames of its questions.
         """
