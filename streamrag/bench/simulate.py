@@ -179,7 +179,7 @@ class _Simulation:
         return {**options, **settings.scheduler_options}
 
     def run(self, progress: CellProgress) -> CellResult:
-        """Simulate the load, and return its result. Raises DeadlockError; in arm stock-sessions, it only ends the run."""
+        """Simulate the load, and return its result. Raises DeadlockError, which ends a run of vLLM's own sessions."""
         start_s = time.perf_counter()
         try:
             run_virtual(self._play(progress))

@@ -71,7 +71,10 @@ def written_pages(docs: Path) -> list[Path]:
 
 
 def build_site(docs: Path, site: Path) -> int:
-    """Write an HTML page for each of `written_pages`, and return their number. Raises without markdown-it-py."""
+    """Write an HTML page to `site` for each of `written_pages`, and return their number.
+
+    :raises MissingDependencyError: markdown-it-py is not installed.
+    """
     try:
         from markdown_it import MarkdownIt
     except ImportError:
@@ -131,7 +134,7 @@ def prepare_demo(
 ) -> bool:
     """Create site, index and model in `folder` unless they are up to date; return whether they were created.
 
-    Before that, removes everything in `folder`. Blocks for minutes. With None for `model`, none is created.
+    To create means to remove everything in `folder` first, and blocks for minutes. With None for `model`, none is made.
 
     :raises MissingDependencyError: a package is not installed.
     :raises StreamRagError: a step failed.

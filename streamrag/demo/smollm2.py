@@ -90,7 +90,11 @@ def _packed_file() -> Path:
 
 
 def _open(path: Path, progress: OnProgress) -> Any:
-    """Return a reader of the GGUF file, whose hash is checked first; raise ModelError if unreadable or another file."""
+    """Return a reader of the GGUF file, whose hash is checked first.
+
+    :raises ModelError: the file is unreadable, or another one.
+    :raises MissingDependencyError: a required package is not installed.
+    """
     require_modules("demo-model", "gguf", "safetensors", "tokenizers")
     from gguf import GGUFReader
 
@@ -220,7 +224,7 @@ def _reorder_heads(weight: Any, num_heads: int) -> Any:
 
 
 def _load_adapter() -> dict[str, tuple[Any, Any]]:
-    """Return the adapter's two factors by layer, in float32; {} if its file is missing. Raises without safetensors."""
+    """Return the adapter's factors (up, down) by layer's name, in float32; {} if its file is missing."""
     if not TAUGHT.exists():
         return {}
     from safetensors.numpy import load_file
