@@ -152,7 +152,7 @@ class _Cache:
 
 
 def _prompts(query: TracedQuery) -> Iterator[_Prompt]:
-    """Yield the prompt after each event, unless empty, and always the one at the end of retrieval, with its tail."""
+    """Yield the prompt after each event, unless empty, and always the complete one, with `NUM_TAIL_TOKENS` more."""
     chunks: tuple[TracedChunk, ...] = ()
     num_tokens = 0
     for at_s, event, is_end in moments_of(query):

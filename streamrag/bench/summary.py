@@ -163,7 +163,7 @@ def _gaps(request: RequestResult) -> list[float]:
 
 
 def summarise(digest: Digest, slos: Slos) -> dict[str, Any]:
-    """Return a cell's settings, TTFTs, totals, goodput and provenance for `--json`; figures that are unknown are None."""
+    """Return a cell's settings, TTFTs, totals, goodput and provenance for `--json`; None stands for unknown figures."""
     after, floor = spread(digest.ttft_after_retrieval_s), spread(digest.floor_s)
     has_records = digest.num_preemptions is not None
     return {

@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add an option `--SECTION.KEY` for each setting that is no secret, and its short name; help shows only the latter."""
+    """Add an option `--SECTION.KEY` for each setting that is no secret, and its short name, which alone is in help."""
     from streamrag.serve.config.layers import SECTIONS
 
     for section, model in SECTIONS.items():
@@ -190,7 +190,7 @@ async def _serve(settings: "Settings") -> int:
 
 
 def _on_ready(errors: Output, settings: "Settings", app: "Gate", host: str, port: int) -> None:
-    """Print addresses and an example; reload keys of a file on each SIGHUP, except on a terminal, where SIGHUP stops."""
+    """Print addresses and an example; reload a file's keys on each SIGHUP, except on a terminal, where SIGHUP stops."""
     named = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://[{named}]:{port}" if ":" in named else f"http://{named}:{port}"
     has_keys = app.has_keys

@@ -134,7 +134,7 @@ def prepare_demo(
 ) -> bool:
     """Create site, index and model in `folder` unless they are up to date; return whether they were created.
 
-    To create means to remove everything in `folder` first, and blocks for minutes. With None for `model`, none is made.
+    Creation first removes everything in `folder`, and blocks for minutes. With None for `model`, no model is created.
 
     :raises MissingDependencyError: a package is not installed.
     :raises StreamRagError: a step failed.
