@@ -181,7 +181,10 @@ def _tell_index(tell: Tell, index: Path, summary: IndexSummary) -> None:
 
 @contextmanager
 def _progress_and_summary() -> Iterator[tuple[Callable[[int, int, str], None], Tell]]:
-    """Yield a function that shows progress on stderr, and one that sets lines and skipped files to print at the end."""
+    """Yield a function that shows progress on stderr, and one that takes lines and skipped files.
+
+    They are printed after the block, unless it raises.
+    """
     console = Output(stderr=True)
     summary: list[str] = []
     with step_bars(console) as show:
@@ -191,7 +194,7 @@ def _progress_and_summary() -> Iterator[tuple[Callable[[int, int, str], None], T
 
 
 def _reasons(skipped: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield a line for each reason to skip files, with `MAX_PATHS` files at most, and the number of the others."""
+    """Yield a line for each reason to skip files, sorted, with at most `MAX_PATHS` files and the number of others."""
     by_reason: dict[str, list[str]] = {}
     for path, reason in skipped:
         by_reason.setdefault(reason, []).append(str(path))
