@@ -33,7 +33,10 @@ FINISHED = "[!.]*.json.gz"
 
 
 def cell_key(settings: CellSettings) -> str:
-    """Return a hash of 16 hexadecimal digits of all that a result depends on: settings, their files, and versions."""
+    """Return 16 hexadecimal digits of a hash of settings, versions, and the workload's and the profile's files.
+
+    Of a model, only the name or path is in the hash.
+    """
     depends_on = {
         "format": FORMAT,
         "settings": asdict(settings),

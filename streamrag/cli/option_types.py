@@ -12,7 +12,7 @@ def positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Parse a number of seconds from 0.1 to 86,400."""
+    """Parse a number of seconds from 0.1 to 86,400; raise ArgumentTypeError for another."""
     try:
         value = float(text)
     except ValueError:
