@@ -111,7 +111,7 @@ class Digest:
         return self.completion_s / self.wall_s if self.wall_s > 0 else math.nan
 
     def goodput(self, slos: Slos) -> float | None:
-        """Return the requests that met every objective per second of the cell's time; None without objectives."""
+        """Return how many requests per second of the cell's time met every objective; None without objectives."""
         if not slos:
             return None
         met = zip(*([v <= limit for v in getattr(self, name)] for name, limit in slos.items()), strict=True)

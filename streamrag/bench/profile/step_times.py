@@ -121,7 +121,7 @@ def table_profile(passes: Sequence[MeasurementPass], engine: KvFacts, name: str)
 
 
 def usual_step_s(passes: Sequence[MeasurementPass]) -> dict[tuple[StepPart, ...], float]:
-    """Return the median seconds of each kind of step."""
+    """Return the median seconds over all passes of each kind of step, by its parts."""
     steps_s: dict[tuple[StepPart, ...], list[float]] = {}
     for step in (step for one in passes for step in one.steps):
         steps_s.setdefault(step.parts, []).append(step.step_s)

@@ -111,7 +111,7 @@ def _track(request: RequestResult, track: int, steps: list[_Span], copies: list[
 
 
 def _without_steps(request: RequestResult) -> list[_Span]:
-    """Return prefill as one span, for engines that do not report the requests of a step; [] without a record of it."""
+    """Return prefill as one span, for engines that do not report the requests of a step; [] if its start is unknown."""
     record = request.record
     if record is None or record.scheduled_s is None:
         return []
