@@ -132,8 +132,8 @@ class _Simulation:
     def _shape(self) -> EngineShape:
         """Return the engine's shape, whose model length is the load's longest request, rounded up to blocks.
 
-    :raises ConfigurationError: the KV cache cannot hold that request, or has more than MAX_BLOCKS.
-    """
+        :raises ConfigurationError: the KV cache cannot hold that request, or has more than `MAX_BLOCKS`.
+        """
         settings, block_size, kv_tokens = self._settings, self._profile.block_size, self._kv_tokens
         longest = longest_prompt(self._load.queries) + settings.num_output_tokens + 1
         max_model_len = -(-longest // block_size) * block_size
@@ -179,7 +179,7 @@ class _Simulation:
         return {**options, **settings.scheduler_options}
 
     def run(self, progress: CellProgress) -> CellResult:
-        """Simulate the load, and return its result. Raises DeadlockError, which ends a run of vLLM's own sessions."""
+        """Simulate the load; return its result. Raises DeadlockError, but a run of vLLM's own sessions just ends."""
         start_s = time.perf_counter()
         try:
             run_virtual(self._play(progress))
@@ -205,7 +205,7 @@ class _Simulation:
                 tasks.create_task(play_one(query), name=query.query_id)
 
     def _result(self, wall_s: float) -> CellResult:
-        """Return the result: answered queries, number of others, kept steps and copies; the run took `wall_s`."""
+        """Return the cell's result: answered queries, number of others, kept steps, copies; the run took `wall_s`."""
         settings, queries, client, profile = self._settings, self._load.queries, self._client, self._profile
         requests = request_results(settings, queries, self._timings, profile, client.records)
         completion_s = max((r.finished_s for r in requests), default=0.0)

@@ -104,7 +104,7 @@ def make_load(settings: CellSettings, trace: Trace) -> tuple[TracedQuery, ...]:
 
 
 def _stretched(query: TracedQuery, arrival_s: float, delay: float) -> TracedQuery:
-    """Return the query at this arrival, with hints and gaps between events times `delay`, and the end as much later."""
+    """Return the query at this arrival; gaps between events and hints grow by `delay`, but not the gap to the end."""
     if delay == 1.0 or not query.events:
         return replace(query, arrival_s=arrival_s)
     first_s, last_s = query.events[0].at_s, query.events[-1].at_s

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _ask(arguments: argparse.Namespace) -> int:
-    """Answer the question, whose error is raised, or each line of stdin; return 1 if lines failed of a file, else 0."""
+    """Answer the question, whose error is raised, or each line of stdin; return 1 if lines of a file failed, else 0."""
     progress, output = Output(stderr=True), Output(quiet=arguments.json)
     options = _query_options(arguments)
     is_conversation = arguments.question is None

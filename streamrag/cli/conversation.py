@@ -181,7 +181,7 @@ async def unless_stopped(doing: Coroutine[Any, Any, T]) -> T | None:
 
 @contextmanager
 def stopped_by_ctrl_c(task: "asyncio.Future[Any]") -> Iterator[None]:
-    """Make the first Ctrl-C in the block only cancel `task`, and the next call the old handler too, unless ignored."""
+    """Make Ctrl-C in the block cancel `task`, after the old handler from the second on; not if SIGINT is ignored."""
     before = signal.getsignal(signal.SIGINT)
     if before in (signal.SIG_IGN, None):
         yield

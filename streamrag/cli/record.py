@@ -81,7 +81,7 @@ def make_counter(tokenizer: str | None) -> tuple[str, Callable[[str], int]]:
 
 
 def _questions_in(file: str | None) -> list[str]:
-    """Return the stripped lines that are not blank of a UTF-8 file, or of stdin for "-"; none for None.
+    """Return the stripped lines that are not blank of a UTF-8 file, or of stdin for "-"; [] for None.
 
     :raises ConfigurationError: the file is unreadable, not in UTF-8, or too large.
     """

@@ -191,7 +191,7 @@ def _head(values: Mapping[str, Any]) -> list[Text]:
 
 
 def _memory(kv: Mapping[str, Any] | None) -> list[Text]:
-    """Return a line with the tokens of running, waiting and idle requests, and one of host memory; none for None."""
+    """Return a line on the tokens of running, waiting and idle requests, and one on host memory if any; [] for None."""
     if kv is None:
         return []
     states = ", ".join(f"{name} {kv[name]['num_tokens']:,}" for name in ("running", "waiting", "idle"))

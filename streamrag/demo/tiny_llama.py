@@ -70,13 +70,11 @@ def make_tiny_llama(
 
     The tokenizer is trained on `corpus`, or on a built-in text, and has the special tokens `<|begin_of_text|>`,
     `<|start|>` and `<|end|>` and a chat template made of them. A corpus too small for `vocab_size` gives fewer tokens.
-    The same arguments give the same files.
+    The same arguments give the same files. `folder` must not exist, or be empty; it is created atomically.
 
     Weights are N(0, 1/fan_in), query and key weights times 3, and embeddings N(0, 0.02²), not tied to the output:
     attention and MLP then outweigh the last token's embedding, so that greedy output depends on the whole context and
     does not repeat one token, as it does with the usual N(0, 0.02²) throughout.
-
-    `folder` must not exist, or be empty; it is created atomically.
 
     :raises ConfigurationError: `folder` exists, or the sizes are inconsistent.
     :raises MissingDependencyError: tokenizers, numpy or safetensors is missing.

@@ -41,9 +41,9 @@ def block_counts(facts: EngineFacts) -> list[int]:
 
 
 def measure_copies(facts: EngineFacts, progress: Callable[[int], None] = lambda num_blocks: None) -> CopyTimes:
-    """Return the times of 5 copies out and in for each of `block_counts`, after a warm-up, on KV allocated here.
+    """Return the times of `NUM_REPEATS` copies out and in for each of `block_counts`, on KV allocated here.
 
-    The KV is one rank's. Blocks and slots are chosen at random, the same each call. No engine should run meanwhile.
+    The KV is one rank's. Blocks and slots are chosen at random, alike at each call. No engine should run meanwhile.
 
     progress: called with each number of blocks before it is measured.
     """

@@ -88,9 +88,9 @@ def _described(profile: TableProfile, facts: EngineFacts, times: RecomputeTimes,
 
 
 def _recompute_figures(profile: TableProfile, budget: int, times: RecomputeTimes) -> dict[str, Any]:
-    """Return median seconds by size, alone and beside decodes, and the fit's median error as a share, None without one.
+    """Return median seconds by size, alone and beside decodes, and the fit's median error as a share.
 
-    Negative times are left out of the error.
+    The error is over positive times, and None if there are none.
     """
     batch = ((1, NUM_CONTEXT_BESIDE),) * times.num_beside
     alone = {size: median(seconds) for size, seconds in times.alone.items()}

@@ -98,7 +98,7 @@ async def measure_profile(
 
 
 def table_profile(passes: Sequence[MeasurementPass], engine: KvFacts, name: str) -> TableProfile:
-    """Return a profile fitted to the median times of all passes, with slowdowns of steps, and with KV of `engine`."""
+    """Return a profile fitted to the median times of all passes, with their slowdowns and the facts of `engine`."""
     usual_s = usual_step_s(passes)
     most = max(sum(new for new, _ in parts) for parts in usual_s)
     fitted = fit_table(list(usual_s.items()), [1, *_sizes(most)])
@@ -187,7 +187,7 @@ def _batches(most: int, num_context: int, max_num_seqs: int) -> Iterator[_Batch]
 async def _steps_of(
     client: EngineClient, batch: _Batch, prefix: list[int], tokens: "FreshTokens", num_blocker_tokens: int
 ) -> list[StepTime]:
-    """Send a batch behind a blocker, and return the times of its steps; [] if in `NUM_TRIES` it never was one step."""
+    """Send a batch behind a blocker, and return its steps' times; [] if in `NUM_TRIES` no step had all its requests."""
     all_parts = list(batch.step_parts())
     expected = [(len(parts), sum(new for new, _ in parts)) for parts in all_parts]
     num_tokens = num_blocker_tokens + sum(num for _, num in expected)

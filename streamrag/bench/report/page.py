@@ -85,7 +85,7 @@ def _table(
 
 
 def _speed_ups(comparison: LoadComparison) -> HtmlTable:
-    """Return the table of TTFTs, speed-ups and ratios, with floors in each rate's head row; unanswered are a note."""
+    """Return the table of TTFTs, speed-ups and ratios, with floors in head rows, and notes on unanswered queries."""
 
     def row(variant: str, pool: Pool) -> list[Cell]:
         num_unanswered = sum(digest.num_unfinished for digest in pool.digests)

@@ -110,7 +110,7 @@ class Verdict:
     def _places(self, effect: str, percentiles: Iterable[str]) -> str:
         """Return the percentiles with this effect in words, such as "at P50 and P95"; "" if none.
 
-        If the time after retrieval and the times from the question have different ones, they are named apart.
+        If percentiles of the time after retrieval and of the times from the question differ, both are named.
         """
         pairs = [(c.percentile, c.time == "ttft_after_retrieval_s") for c in self.changes if c.effect == effect]
         ordered = list(percentiles)
@@ -180,7 +180,7 @@ def verdicts(comparison: LoadComparison) -> Iterator[Verdict]:
 
 
 def _pairs(baseline: Pool, pool: Pool) -> Pairs:
-    """Return, for each query that both answered, pairs of `TIMES`; match by id within a seed, which both have."""
+    """Return pairs of `TIMES` of each query that both answered, matched by id within a seed; seeds must be equal."""
     pairs = []
     for old, new in zip(baseline.digests, pool.digests, strict=True):
         places = {query_id: place for place, query_id in enumerate(new.query_ids)}

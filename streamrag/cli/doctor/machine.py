@@ -172,7 +172,7 @@ def _gpu() -> tuple[str | None, int]:
 def _model_needs(folder: Path, emulated: Sequence[str]) -> ModelNeeds:
     """Return a model's needs, with the bytes of its weight files converted to the dtype that it is loaded in.
 
-    Weights are 0 without files, and the model length if config.json lacks it. Float32 is loaded in bfloat16.
+    Weights have 0 bytes without files; the model length is 0 if config.json lacks it. Float32 is loaded in bfloat16.
 
     emulated: dtypes that the CPU emulates; a model in one of them is loaded in float32, unless it is quantized.
 
@@ -200,7 +200,7 @@ def _model_needs(folder: Path, emulated: Sequence[str]) -> ModelNeeds:
 
 
 def _memory_problems(found: Machine, *, is_gpu: bool) -> Iterator[str]:
-    """Yield at most one problem: weights are missing or do not fit; on a CPU, with processes and the default KV."""
+    """Yield at most one problem: no weights, or too little memory for weights, and on a CPU for processes and KV."""
     assert found.model is not None
     weights = found.model.weights_bytes
     if not weights:

@@ -183,7 +183,7 @@ def _tell_index(tell: Tell, index: Path, summary: IndexSummary) -> None:
 def _progress_and_summary() -> Iterator[tuple[Callable[[int, int, str], None], Tell]]:
     """Yield a function that shows progress on stderr, and one that takes lines and skipped files.
 
-    They are printed after the block, unless it raises.
+    The lines and files are printed after the block, unless the block raises.
     """
     console = Output(stderr=True)
     summary: list[str] = []
