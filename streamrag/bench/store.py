@@ -99,7 +99,10 @@ class CellStore:
         return next((path for path in candidates if path.exists()), None)
 
     def write(self, result: CellResult) -> Path:
-        """Write a result atomically, and return its `path`. Raises ConfigurationError if the file cannot be written."""
+        """Write a result atomically, one with steps beside one without, and return its `path`.
+
+        :raises ConfigurationError: the file cannot be written.
+        """
         self.cells.mkdir(parents=True, exist_ok=True)
         path = self.path(result.settings, with_steps=bool(result.steps))
         values = asdict(result)

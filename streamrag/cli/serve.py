@@ -161,7 +161,7 @@ def _make_demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dic
 
 
 async def _serve(settings: "Settings") -> int:
-    """Start the service, serve it until a signal or the engine's death, and return the exit status."""
+    """Bind the port, start the service, serve it until a signal or the engine's death, and return the exit status."""
     from streamrag.serve import create_app
     from streamrag.serve.config.checks import permitted_hosts
     from streamrag.serve.config.factories import make_observers, make_service

@@ -204,7 +204,7 @@ def _name(tensor: Any) -> str:
 
 
 def _weight(tensor: Any, gguf: Any, added: dict[str, tuple[Any, Any]]) -> Any:
-    """Return the dequantised weight in float32, with heads reordered and the adapter's product added."""
+    """Return the dequantised weight in float32, query and key heads in transformers' order, plus `added`'s product."""
     from gguf import dequantize
 
     weight = dequantize(tensor.data, tensor.tensor_type)

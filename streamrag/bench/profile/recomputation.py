@@ -63,7 +63,9 @@ async def measure_recompute(
     max_s: float,
     progress: Callable[[int], None] = lambda size: None,
 ) -> RecomputeTimes:
-    """Return the times of prompts of growing length, until the next one would probably exceed `max_s` in total.
+    """Return repeated times of prompts, alone and beside a batch, with all their steps.
+
+    Prompts grow up to `max_model_len`, or until the next length would probably exceed `max_s` in total.
 
     num_beside: requests of the running batch; fewer if more than half the budget, but at least one.
     progress: called with each length before it is measured.

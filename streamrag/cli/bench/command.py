@@ -152,7 +152,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _timeline(arguments: argparse.Namespace) -> int:
-    """Write the timeline of a stored cell, or of one that runs now, to --output, and print its path on stderr."""
+    """Write the timeline of a stored cell, or of one that runs now, to --output, print the path, and return 0."""
     result = _kept_cell(arguments.source) if arguments.source else _fresh_cell(arguments)
     timeline = make_timeline(result)
     write_atomic(arguments.output, json.dumps(timeline, separators=(",", ":"), ensure_ascii=False))
