@@ -68,7 +68,10 @@ _Answer: TypeAlias = AsyncGenerator[tuple[int, ...], None]
 
 
 async def run_query(arm: Arm, client: Client, arriving: Arriving, num_output_tokens: int) -> QueryTiming:
-    """Replay one query through an arm, read its whole answer without keeping it, and return the query's times."""
+    """Replay one query through an arm, read its whole answer without keeping it, and return the query's times.
+
+    An answer without tokens, or one before the prompt is complete, fails an assertion.
+    """
     clock = asyncio.get_running_loop().time
     first_s: float | None = None
     async with aclosing(_ARMS[arm](client, arriving, num_output_tokens)) as answer:

@@ -82,7 +82,7 @@ class RequestResult:
     query_id: str
     arrival_s: float
     retrieval_end_s: float
-    """Time at which the last chunk arrived."""
+    """Time at which retrieval ended and the complete prompt arrived."""
     first_token_s: float
     finished_s: float
     num_chunks: int

@@ -105,7 +105,7 @@ def workload_name(workload: str) -> str:
 
 
 def variant_name(settings: CellSettings) -> str:
-    """Return a variant's name: the arm, for streaming its policy, eviction and options, and a missing prefix cache."""
+    """Return a variant's name: arm; for streaming policy, eviction, host memory, options; a missing prefix cache."""
     cache = "" if settings.has_prefix_cache else " no-prefix-cache"
     if settings.arm != "streaming":
         return settings.arm + cache

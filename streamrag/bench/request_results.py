@@ -132,10 +132,10 @@ class _Cache:
         self._newest: tuple[TracedChunk, ...] = ()
 
     def num_kept(self, prompt: _Prompt, num_computed: int) -> int:
-        """Return the number of tokens of `prompt` that have KV, and remember it for the next call.
+        """Return the number of tokens of `prompt` that have KV, and remember `prompt` for the next call.
 
-        num_computed: tokens of the previous prompt with KV. If the prompts do not share all of these, whole blocks of
-            the shared ones remain; if that is none, whole blocks of the best prefix of any prompt before.
+        num_computed: number of tokens of the previous prompt with KV. If the prompts share fewer, whole blocks of the
+            shared ones remain; if there are none, whole blocks of the longest prefix of any previous prompt.
         """
         self._before.append((self._newest, num_computed))
         num_shared = min(num_common_tokens(self._newest, prompt.chunks), prompt.num_tokens - 1)
@@ -152,7 +152,7 @@ class _Cache:
 
 
 def _prompts(query: TracedQuery) -> Iterator[_Prompt]:
-    """Yield the prompt after each event, unless empty; the last, at the end of retrieval, has question and template."""
+    """Yield the prompt after each event, unless empty, and always the complete one, with `NUM_TAIL_TOKENS` more."""
     chunks: tuple[TracedChunk, ...] = ()
     num_tokens = 0
     for at_s, event, is_end in moments_of(query):

@@ -107,7 +107,7 @@ class _Running:
     log: Path
 
     def read(self) -> CellEvent:
-        """Return the event that the process has sent; without one, wait for its end, and return `CellFailed`."""
+        """Return the next event in the pipe; if there is none, wait for the process's end, and return `CellFailed`."""
         with suppress(EOFError):
             if self.connection.poll():
                 event: CellEvent = self.connection.recv()
@@ -130,7 +130,10 @@ def _cause(exitcode: int | None) -> str:
 
 
 def _start(settings: CellSettings, store: CellStore, keep_steps: bool) -> _Running:
-    """Start the cell's process, with SIGINT blocked until it can handle it, and return it with its pipe and log."""
+    """Start the cell's process, with SIGINT blocked until it is ready, and return it with our end of its pipe.
+
+    The process opens and removes its log, of which only the path is returned.
+    """
     logs = store.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{cell_key(settings)}.log"
@@ -173,7 +176,7 @@ def _stop(running: Sequence[_Running]) -> None:
 
 
 def _signal(process: BaseProcess, number: signal.Signals) -> None:
-    """Send a signal to the process and its children. A process that has ended is skipped."""
+    """Send a signal to the process and its children, or to the process alone before it has a group; not if ended."""
     assert process.pid is not None
     try:
         os.killpg(process.pid, number)

@@ -62,7 +62,10 @@ def run_cell(
 
 
 def _checked_profile(settings: CellSettings) -> StepProfile:
-    """Return the hardware profile; raise ConfigurationError if clock, profile, eviction or prefix cache do not suit."""
+    """Return the hardware profile. Raises ConfigurationError without a virtual clock and a profile.
+
+    Likewise if KV is to be copied, but the profile has no copies or the engine no prefix cache.
+    """
     if settings.clock != "virtual":
         raise ConfigurationError(f"clock={settings.clock!r}: a simulation runs in virtual time only")
     if settings.profile is None:
@@ -127,7 +130,10 @@ class _Simulation:
         self._client = SimulatedClient(engine, delivery_s=profile.delivery_s, keep_steps=keep_steps)
 
     def _shape(self) -> EngineShape:
-        """Return the sizes that the load needs; raise ConfigurationError if the KV cache is too small, or too large."""
+        """Return the engine's shape, whose model length is the load's longest request, rounded up to blocks.
+
+        :raises ConfigurationError: the KV cache cannot hold that request, or has more than `MAX_BLOCKS`.
+        """
         settings, block_size, kv_tokens = self._settings, self._profile.block_size, self._kv_tokens
         longest = longest_prompt(self._load.queries) + settings.num_output_tokens + 1
         max_model_len = -(-longest // block_size) * block_size
@@ -153,10 +159,10 @@ class _Simulation:
         )
 
     def _scheduler_options(self) -> dict[str, Any]:
-        """Return our scheduler's options: policy, eviction, and if KV is copied host blocks and profile.
+        """Return our scheduler's options: policy, eviction and, if KV is copied, host blocks and profile.
 
-        Other arms have none. The settings' own options take precedence. The default host memory is limited to a
-        multiple of the KV cache.
+        For arms other than streaming, return {}. The settings' own options take precedence. Only the default of
+        host memory is limited to a multiple of the KV cache.
         """
         settings = self._settings
         if settings.arm != "streaming":
@@ -173,7 +179,7 @@ class _Simulation:
         return {**options, **settings.scheduler_options}
 
     def run(self, progress: CellProgress) -> CellResult:
-        """Simulate the load, and return its result; DeadlockError is raised, but not for vLLM's own sessions."""
+        """Simulate the load; return its result. Raises DeadlockError, but a run of vLLM's own sessions just ends."""
         start_s = time.perf_counter()
         try:
             run_virtual(self._play(progress))
@@ -183,7 +189,7 @@ class _Simulation:
         return self._result(time.perf_counter() - start_s)
 
     async def _play(self, progress: CellProgress) -> None:
-        """Start a task per query at its arrival, and wait; each notes its times and reports progress when done."""
+        """Open the client, run a task per query from its arrival, and wait; each stores its timing when done."""
         queries, settings, client = self._load.queries, self._settings, self._client
 
         async def play_one(query: TracedQuery) -> None:
@@ -199,7 +205,7 @@ class _Simulation:
                 tasks.create_task(play_one(query), name=query.query_id)
 
     def _result(self, wall_s: float) -> CellResult:
-        """Return the result with the answered queries, and the kept steps and copies; the run took `wall_s`."""
+        """Return the cell's result: answered queries, number of others, kept steps, copies; the run took `wall_s`."""
         settings, queries, client, profile = self._settings, self._load.queries, self._client, self._profile
         requests = request_results(settings, queries, self._timings, profile, client.records)
         completion_s = max((r.finished_s for r in requests), default=0.0)

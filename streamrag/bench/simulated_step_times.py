@@ -121,7 +121,10 @@ class CopyLog:
         start_s: float,
         seconds: Callable[[int], float],
     ) -> float:
-        """Log a copy for each query with blocks in `holders`, one after the other from `start_s` on; return the end."""
+        """Log a copy for each query in `holders`, which has one per block, one after the other; return the end.
+
+        The first begins at `start_s`. Each takes its blocks' share of the seconds that all blocks take together.
+        """
         if not holders:
             return start_s
         block_s = seconds(len(holders)) / len(holders)

@@ -33,7 +33,10 @@ FINISHED = "[!.]*.json.gz"
 
 
 def cell_key(settings: CellSettings) -> str:
-    """Return a hash of 16 hexadecimal digits of all that a result depends on: settings, their files, and versions."""
+    """Return 16 hexadecimal digits of a hash of settings, versions, and the workload's and the profile's files.
+
+    Of a model, only the name or path is in the hash.
+    """
     depends_on = {
         "format": FORMAT,
         "settings": asdict(settings),
@@ -96,7 +99,10 @@ class CellStore:
         return next((path for path in candidates if path.exists()), None)
 
     def write(self, result: CellResult) -> Path:
-        """Write a result atomically, and return its `path`. Raises ConfigurationError if the file cannot be written."""
+        """Write a result atomically, one with steps beside one without, and return its `path`.
+
+        :raises ConfigurationError: the file cannot be written.
+        """
         try:
             self.cells.mkdir(parents=True, exist_ok=True)
         except OSError as error:

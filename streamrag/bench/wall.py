@@ -49,6 +49,7 @@ def run_cell(
     """Run one cell on a real engine, and return its result. The run takes as long as the load.
 
     :raises ConfigurationError: the settings are for virtual time, or vLLM rejects them.
+    :raises BackendError: the engine is deadlocked, but not by vLLM's own sessions, which leave queries unfinished.
     """
     model = _checked_model(settings)
     queries = make_load(settings, trace or load_trace(settings))
@@ -122,7 +123,7 @@ async def play_cell(
     keep_steps: bool = False,
     progress: CellProgress = _ignore_progress,
 ) -> CellResult:
-    """Clear the engine's records, replay the load, and return the result: floors by `profile`, steps if kept."""
+    """Clear the engine's records, but no cache, replay the load, and return the result with floors by `profile`."""
     num_steps_before = len(client.steps)
     client.records.clear()
     start_s = asyncio.get_running_loop().time()

@@ -73,10 +73,10 @@ def load_trace(settings: CellSettings) -> Trace:
 
 
 def make_load(settings: CellSettings, trace: Trace) -> tuple[TracedQuery, ...]:
-    """Return the queries of a cell in order of arrival, starting at 0.
+    """Return the first `num_queries` queries of the trace with the cell's arrivals and gaps, in order.
 
-    With `qps`, arrivals are a Poisson process seeded by the cell, else those of the trace. `delay` multiplies the gaps
-    between chunks, but neither the time before the first chunk nor the time from the last chunk to the end.
+    With `qps`, arrivals are a Poisson process seeded by the cell, else those of the trace, from 0 on. `delay` scales
+    the gaps between chunks, but neither the time before the first chunk nor that from the last chunk to the end.
 
     :raises ConfigurationError: there are no queries, two have the same id, or one has an update that the arm cannot
         send.
@@ -104,7 +104,7 @@ def make_load(settings: CellSettings, trace: Trace) -> tuple[TracedQuery, ...]:
 
 
 def _stretched(query: TracedQuery, arrival_s: float, delay: float) -> TracedQuery:
-    """Return the query at this arrival, with gaps between events and hints stretched by `delay`; the end moves too."""
+    """Return the query at this arrival; gaps between events and hints grow by `delay`, but not the gap to the end."""
     if delay == 1.0 or not query.events:
         return replace(query, arrival_s=arrival_s)
     first_s, last_s = query.events[0].at_s, query.events[-1].at_s
@@ -135,7 +135,8 @@ class FittedLoad:
 def fit_contexts(settings: CellSettings, queries: Sequence[TracedQuery], max_model_len: int | None) -> FittedLoad:
     """Return the load without the chunks that exceed a pipeline's budget for the context.
 
-    The budget is `max_context_tokens`, or less if the model's length less question and answer is less.
+    The budget is `max_context_tokens`, or less if the model's length less question and answer is less. If neither is
+    known, all chunks are kept.
 
     :raises ConfigurationError: the model's length leaves no room for a context.
     """

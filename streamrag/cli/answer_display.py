@@ -103,7 +103,7 @@ def _describe(event: QueryEvent) -> Text | None:
 
 
 def print_sources(answer: Answer, console: Console) -> None:
-    """Print warnings if context is missing, then each passage of the prompt with its number, title, URI and score."""
+    """Print warnings of a missing context or a retrieval cut short; then the citations with titles, URIs and scores."""
     if not answer.has_context:
         console.print(markup("[yellow]This answer had no context."))
     for reason in (answer.source_error, answer.cut_short):
@@ -116,7 +116,7 @@ def print_sources(answer: Answer, console: Console) -> None:
 
 
 def print_timings(answer: Answer, console: Console) -> None:
-    """Print a line with the answer's times, and with its tokens of the prompt, invalidated, and generated."""
+    """Print a line with the answer's times, and its prompt, invalidated and generated tokens, perhaps "unknown"."""
     timings = answer.timings
     console.print(
         markup(

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _ask(arguments: argparse.Namespace) -> int:
-    """Answer the question, or each line of the input; return 0, or 1 if lines of a file or pipe had no answer."""
+    """Answer the question, whose error is raised, or each line of stdin; return 1 if lines of a file failed, else 0."""
     progress, output = Output(stderr=True), Output(quiet=arguments.json)
     options = _query_options(arguments)
     is_conversation = arguments.question is None

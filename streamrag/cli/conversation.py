@@ -60,12 +60,13 @@ class ChatHistory:
 
 
 async def converse(conversation: ChatHistory, progress: Output, output: Output, *, file: int = 0) -> int:
-    """Answer every line of `file`, print errors of queries, and return the number of questions without an answer.
+    """Answer every line of `file`, print errors, and return the number of questions that failed or were stopped.
 
-    Ctrl-C stops the current answer. If there is none, the first Ctrl-C prints how to leave, because it may have been
-    meant for an answer that has just ended; the second ends the program.
+    Ctrl-C stops the current answer. On a terminal without an answer, the first Ctrl-C prints how to leave, because it
+    may have been meant for an answer that has just ended; the second ends the program.
 
     :raises EngineDeadError: the engine has died, so that no further question can be answered.
+    :raises PipelineClosedError: likewise, the pipeline is closed.
     """
     num_failed = 0
     is_terminal = os.isatty(file)
@@ -180,7 +181,7 @@ async def unless_stopped(doing: Coroutine[Any, Any, T]) -> T | None:
 
 @contextmanager
 def stopped_by_ctrl_c(task: "asyncio.Future[Any]") -> Iterator[None]:
-    """Make Ctrl-C cancel only the task within the block, unless it is ignored."""
+    """Make Ctrl-C in the block cancel `task`, after the old handler from the second on; not if SIGINT is ignored."""
     before = signal.getsignal(signal.SIGINT)
     if before in (signal.SIG_IGN, None):
         yield

@@ -4,7 +4,7 @@ from argparse import ArgumentTypeError
 
 
 def positive(text: str) -> int:
-    """Parse an integer of at least 1; underscores may group its digits."""
+    """Parse an integer of at least 1; underscores may group its digits. Raises ArgumentTypeError for another."""
     value = text.replace("_", "")
     if not value.isdecimal() or int(value) < 1:
         raise ArgumentTypeError(f"{text!r} must be a whole number above 0")
@@ -12,7 +12,7 @@ def positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Parse a number of seconds from 0.1 to 86,400."""
+    """Parse a number of seconds from 0.1 to 86,400. Raises ArgumentTypeError for another."""
     try:
         value = float(text)
     except ValueError:

@@ -89,7 +89,11 @@ class _StandardStream:
         return getattr(getattr(sys, self._name), name)
 
     def write(self, text: str) -> int:
-        """Write the text; raise OutputError if stdout fails, BrokenPipeError if its reader has left."""
+        """Write the text, with "?" for what cannot be encoded, and return the number of characters.
+
+        :raises OutputError: stdout fails, or is closed.
+        :raises BrokenPipeError: the reader of stdout has left.
+        """
         stream = getattr(sys, self._name)
         if stream is None and self._name == "stdout":  # closed before Python started
             raise OutputError("the standard output is closed")
@@ -117,7 +121,7 @@ def _encodable(text: str, file: IO[str]) -> str:
 
 
 def _output_error(error: OSError) -> Exception:
-    """Return a BrokenPipeError itself, else an OutputError, after discarding what Python would write again at exit."""
+    """Return a BrokenPipeError itself; else discard all further output to stdout, and return an OutputError."""
     if isinstance(error, BrokenPipeError):  # rich ends the program
         return error
     devnull = os.open(os.devnull, os.O_WRONLY)

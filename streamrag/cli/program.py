@@ -49,7 +49,7 @@ class Parser(ArgumentParser):
 
 
 def make_parser(argv: Sequence[str]) -> ArgumentParser:
-    """Return the program's parser. Only the module of the command in `argv` is imported."""
+    """Return the program's parser, with arguments only of the command in `argv`, whose module alone is imported."""
     parser = Parser(
         prog="streamrag",
         description="Streams retrieved context into a language model while it is still arriving.",

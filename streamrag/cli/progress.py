@@ -47,7 +47,7 @@ class StepLines:
 
 @contextmanager
 def step_bars(console: Output) -> Iterator[Callable[[int, int, str], None]]:
-    """Show progress by step. Yields a function to call with the number done, the total, and the step's name."""
+    """Show a bar for each step, or lines without a terminal. Yields a function of number done, total and step name."""
     lines = StepLines(console)
     columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with bar(console, *columns) as progress:
@@ -65,7 +65,7 @@ def step_bars(console: Output) -> Iterator[Callable[[int, int, str], None]]:
 
 @contextmanager
 def shown_starting(console: Output) -> Iterator[Callable[[str], None]]:
-    """Show a start-up status until the end of the block. Yields a function to call with each new line."""
+    """Show a start-up status in the block, or lines without a terminal. Yields a function to call with each line."""
     lines = StepLines(console)
     with console.status("starting") as status:
 

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Record with a progress bar on stderr; return 1 if a retrieval failed. Without questions, an error is raised."""
+    """Record with a progress bar on stderr; return 1 if a retrieval failed. ConfigurationError without questions."""
     questions = [*arguments.question, *_questions_in(arguments.questions)]
     if not questions:
         raise ConfigurationError("there is no question; give one or more, or a file with --questions")
@@ -81,7 +81,10 @@ def make_counter(tokenizer: str | None) -> tuple[str, Callable[[str], int]]:
 
 
 def _questions_in(file: str | None) -> list[str]:
-    """Return the lines of a file or stdin that are not blank; raise ConfigurationError if unreadable or too large."""
+    """Return the stripped lines that are not blank of a UTF-8 file, or of stdin for "-"; [] for None.
+
+    :raises ConfigurationError: the file is unreadable, not in UTF-8, or too large.
+    """
     if file is None:
         return []
     try:
@@ -102,7 +105,7 @@ def _questions_in(file: str | None) -> list[str]:
 
 
 def passage_counter(count: Callable[[str], int]) -> CountTokens:
-    """Return a function that counts the tokens of chunks, formatted as in the default prompt, in a thread."""
+    """Return a coroutine function that counts each chunk's tokens, formatted as in the default prompt, in a thread."""
     passages, tokenizing = PromptTemplate().passage_format(), anyio.CapacityLimiter(1)
 
     async def count_tokens(chunks: Sequence[tuple[int, Chunk]]) -> list[int]:
@@ -113,7 +116,7 @@ def passage_counter(count: Callable[[str], int]) -> CountTokens:
 
 
 async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> int:
-    """Record, print a summary, and remove a new trace if all retrievals failed. Return 1 if any failed, else 0."""
+    """Record, remove a new trace if all retrievals failed, print a summary on stderr; return 1 if any failed or 0."""
     console = Output(stderr=True)
     source = make_source(arguments)
     tokenizer, count = make_counter(arguments.tokenizer)
@@ -156,7 +159,7 @@ async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> in
 def _summary(
     output: Path, questions: Sequence[str], failed: Mapping[str, Exception], elapsed_s: float, *, is_new: bool
 ) -> Iterator[str]:
-    """Yield a line for each reason of failures, and one on what was recorded."""
+    """Yield a line for each reason of failures, with its first question and the number of others, and then a total."""
     questions_of: dict[str, list[str]] = {}
     for question, error in failed.items():
         questions_of.setdefault(one_line(str(error)), []).append(one_line(question))

@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each setting that is no secret, with its short name if there is one."""
+    """Add an option `--SECTION.KEY` for each setting that is no secret, and its short name, which alone is in help."""
     from streamrag.serve.config.layers import SECTIONS
 
     for section, model in SECTIONS.items():
@@ -98,7 +98,10 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the defaults or settings if requested, or print problems and return 1, or else serve until a signal."""
+    """Print the defaults; or print problems and return 1; or print the settings for --check; or serve until a signal.
+
+    --demo makes its files before the settings are checked.
+    """
     require_modules("serve", "starlette", "uvicorn", "sse_starlette")
     from streamrag.serve.config.checks import check
     from streamrag.serve.config.layers import SECTIONS, load
@@ -130,7 +133,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _make_demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the demo's index, and a model unless one is named, or raise for missing packages; return the settings."""
+    """Make the demo's index, and a model unless one is named, if not up to date, and return `demo_settings`.
+
+    :raises ConfigurationError: packages are missing.
+    """
     from streamrag.demo.demo_folder import demo_settings, missing_for_demo, prepare_demo
 
     with_model = "model.name" not in options
@@ -155,7 +161,7 @@ def _make_demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dic
 
 
 async def _serve(settings: "Settings") -> int:
-    """Start the service, serve it until a signal or the engine's death, and return the exit status."""
+    """Bind the port, start the service, serve it until a signal or the engine's death, and return the exit status."""
     from streamrag.serve import create_app
     from streamrag.serve.config.checks import permitted_hosts
     from streamrag.serve.config.factories import make_observers, make_service
@@ -184,7 +190,7 @@ async def _serve(settings: "Settings") -> int:
 
 
 def _on_ready(errors: Output, settings: "Settings", app: "Gate", host: str, port: int) -> None:
-    """Print the addresses; from now on reload a file's keys on SIGHUP, except on a terminal, where SIGHUP stops."""
+    """Print addresses and an example; reload a file's keys on each SIGHUP, except on a terminal, where SIGHUP stops."""
     named = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://[{named}]:{port}" if ":" in named else f"http://{named}:{port}"
     has_keys = app.has_keys

@@ -53,7 +53,7 @@ def add_search_arguments(search: "argparse._ArgumentGroup") -> None:
 
 
 def make_source(arguments: argparse.Namespace, **changes: Any) -> Source:
-    """Return the source that the options name; `changes` override options by the names of `SourceSettings`.
+    """Return the source that the options name, not started; `changes` override options by names of `SourceSettings`.
 
     :raises ConfigurationError: a value is invalid, or --rerank or --sentences was given without --index.
     """

@@ -61,7 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Print one snapshot, or refresh the view until Ctrl-C. A wrong URL or --json alone raises ConfigurationError."""
+    """Return 0 after one snapshot, as JSON if asked, or after Ctrl-C in the view.
+
+    :raises ConfigurationError: the URL is invalid, or --json lacks --once.
+    :raises NoAnswerError: with --once, there is no snapshot.
+    """
     if arguments.json and not arguments.once:
         raise ConfigurationError("--json needs --once: only a snapshot can be printed as JSON")
     key = arguments.key or os.environ.get(KEY)
@@ -87,7 +91,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def watch(
     client: httpx.Client, output: Output, interval_s: float, *, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Refresh the view until interrupted. If the service does not answer, show why above the old view, and retry."""
+    """Refresh the view until KeyboardInterrupt, which is raised. Show a NoAnswerError above the old view, and retry."""
     snapshot: Mapping[str, Any] | None = None
     with Live(console=output, screen=output.is_terminal, auto_refresh=False) as live:
         while True:
@@ -104,7 +108,7 @@ def watch(
 
 
 def look(client: httpx.Client) -> Mapping[str, Any]:
-    """Request a snapshot from the service; raise NoAnswerError if it does not answer with one."""
+    """Return a snapshot from the service; raise NoAnswerError, with the reason, for any other answer or none."""
     try:
         answer = client.get("/v1/live")
         if answer.status_code == 404:
@@ -125,7 +129,10 @@ def look(client: httpx.Client) -> Mapping[str, Any]:
 
 
 def render(values: Mapping[str, Any], *, width: int, height: int = 10_000) -> RenderableType:
-    """Return a snapshot of `width` columns and about `height` lines: head, open queries, how many more, ended ones."""
+    """Return a snapshot in `width` columns and about `height` lines, the rest cut: head, open queries, ended queries.
+
+    Ended queries have priority for a third of the lines. One line counts all open queries that are not shown.
+    """
     head = _head(values)
     room = max(height - len(head) - 4, 3)
     opened, ended = values["open"], values["ended"]
@@ -140,7 +147,7 @@ def render(values: Mapping[str, Any], *, width: int, height: int = 10_000) -> Re
 
 
 def _head(values: Mapping[str, Any]) -> list[Text]:
-    """Return the lines above the queries: state, limits, rates, times and memory."""
+    """Return the lines above the queries: state, limits, rates, known times, newest overlap, memory, and a blank."""
     state = "[green]ready[/]" if values["is_ready"] else "[red]not ready[/]"
     state = "[yellow]stopping[/]" if values["is_draining"] else state
     minute, total = values["minute"], values["total"]
@@ -184,7 +191,7 @@ def _head(values: Mapping[str, Any]) -> list[Text]:
 
 
 def _memory(kv: Mapping[str, Any] | None) -> list[Text]:
-    """Return lines with the tokens of running, waiting and idle requests and in host memory; none if not reported."""
+    """Return a line on the tokens of running, waiting and idle requests, and one on host memory if any; [] for None."""
     if kv is None:
         return []
     states = ", ".join(f"{name} {kv[name]['num_tokens']:,}" for name in ("running", "waiting", "idle"))
@@ -232,7 +239,7 @@ def _queries(queries: Sequence[Mapping[str, Any]], *, width: int) -> Table:
 
 
 def _cells(query: Mapping[str, Any]) -> dict[str, Text]:
-    """Return the styled text of every column for one query, by the column's name."""
+    """Return every column's text for one query by the column's name; "?" for unknown tokens, "-" for unknown times."""
     doing = query.get("outcome", query["phase"])
     num_prompt, num_prefilled = query["num_prompt_tokens"], query["num_prefilled"]
     texts = {

@@ -72,7 +72,10 @@ def written_pages(docs: Path) -> list[Path]:
 
 
 def build_site(docs: Path, site: Path) -> int:
-    """Write an HTML page for each of `written_pages`, and return their number. Raises without markdown-it-py."""
+    """Write an HTML page to `site` for each of `written_pages`, and return their number.
+
+    :raises MissingDependencyError: markdown-it-py is not installed.
+    """
     try:
         from markdown_it import MarkdownIt
     except ImportError:
@@ -99,7 +102,7 @@ def _rewrite_link(link: re.Match[str], docs: Path) -> str:
 
 
 def missing_for_demo(*, with_model: bool) -> list[tuple[str, str]]:
-    """Return each package that is not installed, and how to install it; those of the model only `with_model`."""
+    """Return pairs of a package that is missing and how to install it; packages of the model only if `with_model`."""
     return [
         (name.replace("_", "-"), how)
         for name, how in NEEDED.items()
@@ -132,7 +135,7 @@ def prepare_demo(
 ) -> bool:
     """Create site, index and model in `folder` unless they are up to date; return whether they were created.
 
-    Before that, removes everything in `folder`. Blocks for minutes. With None for `model`, none is created.
+    Creation first removes everything in `folder`, and blocks for minutes. With None for `model`, no model is created.
 
     :raises MissingDependencyError: a package is not installed.
     :raises StreamRagError: a step failed.

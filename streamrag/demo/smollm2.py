@@ -53,7 +53,7 @@ OnProgress: TypeAlias = Callable[[int, int, str], None]
 def make_demo_model(
     folder: str | os.PathLike[str], *, taught: bool = True, on_progress: OnProgress | None = None
 ) -> Path:
-    """Write SmolLM2-135M-Instruct as a Llama checkpoint in bfloat16 with its tokenizer, for vLLM and transformers.
+    """Write SmolLM2-135M-Instruct as a Llama checkpoint for vLLM, in bfloat16 with its tokenizer, and return its path.
 
     The model has 135 M parameters (269 MB), a context of 8,192 tokens and a chat template. Writing it takes some
     seconds, and the same package versions give the same files. `folder` must not exist, or be empty; it is created
@@ -81,7 +81,10 @@ def make_demo_model(
 
 
 def _packed_file() -> Path:
-    """Return the GGUF file's path without importing its package, which imports its host; raise if none is installed."""
+    """Return the GGUF file's path without importing its package, which imports its host. The file is not checked.
+
+    :raises MissingDependencyError: the package is not installed.
+    """
     spec = importlib.util.find_spec(PACKAGE)
     folders = list(spec.submodule_search_locations or []) if spec else []
     if not folders:
@@ -90,7 +93,11 @@ def _packed_file() -> Path:
 
 
 def _open(path: Path, progress: OnProgress) -> Any:
-    """Return a reader of the GGUF file, whose hash is checked first; raise ModelError if unreadable or another file."""
+    """Return a reader of the GGUF file, whose hash is checked first.
+
+    :raises ModelError: the file is unreadable, or another one.
+    :raises MissingDependencyError: a required package is not installed.
+    """
     require_modules("demo-model", "gguf", "safetensors", "tokenizers")
     from gguf import GGUFReader
 
@@ -197,7 +204,7 @@ def _name(tensor: Any) -> str:
 
 
 def _weight(tensor: Any, gguf: Any, added: dict[str, tuple[Any, Any]]) -> Any:
-    """Return the dequantised weight in float32, with heads reordered and the adapter's product added."""
+    """Return the dequantised weight in float32, query and key heads in transformers' order, plus `added`'s product."""
     from gguf import dequantize
 
     weight = dequantize(tensor.data, tensor.tensor_type)
@@ -220,7 +227,7 @@ def _reorder_heads(weight: Any, num_heads: int) -> Any:
 
 
 def _load_adapter() -> dict[str, tuple[Any, Any]]:
-    """Return the adapter's two factors by layer, in float32; {} if its file is missing. Raises without safetensors."""
+    """Return the adapter's factors (up, down) by layer's name, in float32; {} if its file is missing."""
     if not TAUGHT.exists():
         return {}
     from safetensors.numpy import load_file
@@ -231,7 +238,7 @@ def _load_adapter() -> dict[str, tuple[Any, Any]]:
 
 
 def _as_bfloat16(weight: Any) -> bytes:
-    """Convert to bfloat16, which NumPy lacks: the upper half of a float32, rounded to nearest, ties to even."""
+    """Return bytes in bfloat16, which NumPy lacks: upper halves of float32, rounded to nearest, ties to even."""
     import numpy as np
 
     bits = np.ascontiguousarray(weight, dtype=np.float32).view(np.uint32)

@@ -66,19 +66,18 @@ def make_tiny_llama(
     corpus: Iterable[str] | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write a Llama checkpoint with random weights and its byte-level BPE tokenizer, for vLLM and transformers.
+    """Write a Llama checkpoint with random weights and its byte-level BPE tokenizer to `folder`, and return its path.
 
     The tokenizer is trained on `corpus`, or on a built-in text, and has the special tokens `<|begin_of_text|>`,
     `<|start|>` and `<|end|>` and a chat template made of them. A corpus too small for `vocab_size` gives fewer tokens.
-    The same arguments give the same files.
+    The same arguments give the same files. `folder` must not exist, or be empty; it is created atomically.
 
     Weights are N(0, 1/fan_in), query and key weights times 3, and embeddings N(0, 0.02²), not tied to the output:
     attention and MLP then outweigh the last token's embedding, so that greedy output depends on the whole context and
     does not repeat one token, as it does with the usual N(0, 0.02²) throughout.
 
-    `folder` must not exist, or be empty; it is created atomically.
-
     :raises ConfigurationError: `folder` exists, or the sizes are inconsistent.
+    :raises MissingDependencyError: tokenizers, numpy or safetensors is missing.
     """
     folder = Path(folder)
     _check_sizes(hidden_size, num_heads, num_kv_heads or num_heads, vocab_size)
@@ -110,7 +109,10 @@ def make_tiny_llama(
 
 
 def _check_sizes(hidden_size: int, num_heads: int, num_kv_heads: int, vocab_size: int) -> None:
-    """Raise ConfigurationError for sizes that vLLM's CPU attention or the tokenizer cannot have."""
+    """Raise ConfigurationError for heads that vLLM's CPU attention, or tokens that the tokenizer, cannot have.
+
+    Heads have a multiple of 32 dimensions, and there are at least 259 tokens.
+    """
     if hidden_size % num_heads or (hidden_size // num_heads) % 32:
         raise ConfigurationError(
             f"hidden_size={hidden_size} must be num_heads={num_heads} times a multiple of 32: "
@@ -123,7 +125,10 @@ def _check_sizes(hidden_size: int, num_heads: int, num_kv_heads: int, vocab_size
 
 
 def _write_tokenizer(folder: Path, corpus: Iterable[str], vocab_size: int, max_model_len: int) -> int:
-    """Train the tokenizer, write its two files, and return its number of tokens. Raises without tokenizers."""
+    """Train the tokenizer, write its two files, and return its number of tokens, at most `vocab_size`.
+
+    :raises MissingDependencyError: the package tokenizers is not installed.
+    """
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     except ImportError:
@@ -153,7 +158,7 @@ def _write_tokenizer(folder: Path, corpus: Iterable[str], vocab_size: int, max_m
 
 
 def _write_weights(path: Path, config: dict[str, Any], seed: int) -> None:
-    """Draw and write the weights, in float32; the same seed gives the same file."""
+    """Draw and write the weights, in float32; equal seeds give equal files. MissingDependencyError without numpy."""
     try:
         import numpy as np
         from safetensors.numpy import save_file

@@ -27,7 +27,10 @@ MAX_RECOMPUTE_CPU_S, MAX_RECOMPUTE_CUDA_S = 30.0, 90.0
 
 
 async def measure_machine(model: str, engine_args: Mapping[str, Any], progress: StepProgress) -> TableProfile:
-    """Measure steps and recomputation on a vLLM started here, then copies without it. Raises as `running_engine`."""
+    """Return a profile of steps and recomputation on a vLLM started here, and of copies after it has stopped.
+
+    Raises the errors of `running_engine`.
+    """
     progress("starting the engine", 0, None)
     async with running_engine(model, engine_args, policy=None) as client:
         facts = client.facts
@@ -85,7 +88,10 @@ def _described(profile: TableProfile, facts: EngineFacts, times: RecomputeTimes,
 
 
 def _recompute_figures(profile: TableProfile, budget: int, times: RecomputeTimes) -> dict[str, Any]:
-    """Return the measured medians by size, and the fit's median relative error: None without positive times."""
+    """Return median seconds by size, alone and beside decodes, and the fit's median error as a share.
+
+    The error is over positive times, and None if there are none.
+    """
     batch = ((1, NUM_CONTEXT_BESIDE),) * times.num_beside
     alone = {size: median(seconds) for size, seconds in times.alone.items()}
     beside = {size: median(seconds) for size, seconds in times.beside.items()}

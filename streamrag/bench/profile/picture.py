@@ -86,7 +86,7 @@ def draw_profile(path: Path, profile: StepProfile) -> None:
 
 
 def _draw_recompute(panel: Any, profile: StepProfile, most: int) -> None:
-    """Plot the seconds to recompute the first and the last tokens of a prompt, with dots for measurements, if any."""
+    """Plot the seconds to recompute the first or the last tokens of `most`, with dots for recorded measurements."""
     budget = step_budget(profile)
     tokens = _spread(profile.block_size, most)
     first = [recompute_s(profile, 0, num, budget) for num in tokens]

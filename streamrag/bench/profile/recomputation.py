@@ -46,7 +46,7 @@ class RecomputeTimes:
 
 
 def prompt_sizes(max_model_len: int) -> list[int]:
-    """Return the numbers of tokens to measure: doubling from `FIRST_SIZE`, and at last four below `max_model_len`."""
+    """Return the numbers of tokens to measure: doubling from `FIRST_SIZE`; the last is `max_model_len - 4`."""
     most = max_model_len - 4
     sizes = [min(FIRST_SIZE, most)]
     while 2 * sizes[-1] < 0.75 * most:
@@ -63,9 +63,11 @@ async def measure_recompute(
     max_s: float,
     progress: Callable[[int], None] = lambda size: None,
 ) -> RecomputeTimes:
-    """Return the times of prompts of growing length, until the next one would probably exceed `max_s` in total.
+    """Return repeated times of prompts, alone and beside a batch, with all their steps.
 
-    num_beside: requests of the running batch; at least one, and at most half the budget.
+    Prompts grow up to `max_model_len`, or until the next length would probably exceed `max_s` in total.
+
+    num_beside: requests of the running batch; fewer if more than half the budget, but at least one.
     progress: called with each length before it is measured.
 
     :raises BackendError: the engine does not compute the prompts in the expected steps.
@@ -100,7 +102,7 @@ class _Meter:
         self._tokens = FreshTokens(f"recomputed {len(client.steps)}")
 
     async def alone(self, size: int) -> tuple[float, list[StepTime]]:
-        """Return the seconds to prefill `size` tokens and one more, less a decode step, and the steps except the first.
+        """Return the seconds to prefill `size + 1` tokens, less those of a decode step, and all steps except the first.
 
         Raises BackendError if the steps were not as planned in any of `NUM_TRIES`.
         """
@@ -137,7 +139,7 @@ class _Meter:
         raise BackendError(f"{size} tokens beside {num_beside} decodes are not computed in {len(chunks)} steps")
 
     async def _computed_beside(self, size: int) -> tuple[list[tuple[MeasuredStep, MeasuredStep]], list[float]]:
-        """Prefill beside the batch; return the reported steps by `_mixed_and_idle`: too few after `NUM_WAITS`."""
+        """Prefill beside the batch; return `_mixed_and_idle` of the steps reported, too few after `NUM_WAITS`."""
         num_before = len(self._client.steps)
         async with self._decoding():
             await answer(self._client, "recomputed", self._tokens.take(size), 1)
@@ -150,7 +152,10 @@ class _Meter:
 
     @asynccontextmanager
     async def _decoding(self) -> AsyncIterator[None]:
-        """Enter the block when each request of a batch has a token or has failed; cancel them after the block."""
+        """Enter the block when each request of a batch has a token or has failed; cancel the requests after the block.
+
+        Each decodes up to the model's length. No error of a request is raised.
+        """
         started = [asyncio.Event() for _ in range(self._num_beside)]
 
         async def decode(index: int, event: asyncio.Event) -> None:

@@ -98,7 +98,7 @@ async def measure_profile(
 
 
 def table_profile(passes: Sequence[MeasurementPass], engine: KvFacts, name: str) -> TableProfile:
-    """Fit a profile to the medians of all passes; the properties that are not times are those of `engine`."""
+    """Return a profile fitted to the median times of all passes, with their slowdowns and the facts of `engine`."""
     usual_s = usual_step_s(passes)
     most = max(sum(new for new, _ in parts) for parts in usual_s)
     fitted = fit_table(list(usual_s.items()), [1, *_sizes(most)])
@@ -121,7 +121,7 @@ def table_profile(passes: Sequence[MeasurementPass], engine: KvFacts, name: str)
 
 
 def usual_step_s(passes: Sequence[MeasurementPass]) -> dict[tuple[StepPart, ...], float]:
-    """Return the median seconds of each kind of step."""
+    """Return the median seconds over all passes of each kind of step, by its parts."""
     steps_s: dict[tuple[StepPart, ...], list[float]] = {}
     for step in (step for one in passes for step in one.steps):
         steps_s.setdefault(step.parts, []).append(step.step_s)
@@ -187,7 +187,7 @@ def _batches(most: int, num_context: int, max_num_seqs: int) -> Iterator[_Batch]
 async def _steps_of(
     client: EngineClient, batch: _Batch, prefix: list[int], tokens: "FreshTokens", num_blocker_tokens: int
 ) -> list[StepTime]:
-    """Send a batch behind a blocker, and return the times of its steps; [] if `NUM_TRIES` never had it in one step."""
+    """Send a batch behind a blocker, and return its steps' times; [] if in `NUM_TRIES` no step had all its requests."""
     all_parts = list(batch.step_parts())
     expected = [(len(parts), sum(new for new, _ in parts)) for parts in all_parts]
     num_tokens = num_blocker_tokens + sum(num for _, num in expected)
@@ -218,7 +218,7 @@ async def _beside_s(client: EngineClient, token_ids: list[int]) -> float:
 
 
 async def steps_since(client: EngineClient, num_before: int, num_tokens: int) -> Sequence[MeasuredStep]:
-    """Return the engine's steps from `num_before` on, once they have `num_tokens`; raise BackendError after 0.1 s."""
+    """Return steps from index `num_before` on, once they sum up to `num_tokens`; raise BackendError after 0.1 s."""
     for _ in range(100):
         steps = client.steps[num_before:]
         if sum(step.num_tokens for step in steps) >= num_tokens:

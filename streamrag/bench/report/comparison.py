@@ -98,9 +98,9 @@ class LoadComparison:
         return max(pools, key=lambda pool: len(pool.values(_floor)))
 
     def speed_up(self, variant: str, qps: float | None, name: str) -> Figure | None:
-        """Return the ratio of the baseline's percentile of `ttft_after_retrieval_s` to the variant's.
+        """Return the ratio of baseline to variant in statistic `name` of `ttft_after_retrieval_s`, with its range.
 
-        Only seeds that both pools have are counted; None if they have none in common.
+        Only seeds that both pools have are counted; None if there are none, or a pool is missing.
         """
         pool, baseline = self.pools.get((variant, qps)), self.pools.get((BASELINE, qps))
         if pool is None or baseline is None or not (common := set(pool.seeds) & set(baseline.seeds)):

@@ -52,7 +52,7 @@ def cell(value: Figure | float | None, unit: str = "") -> Cell:
 
 
 def render(**values: Any) -> str:
-    """Render the page as HTML, each text as one line without control characters. Raises without Jinja."""
+    """Return the page as HTML, each text on one line and sanitized. Raises MissingDependencyError without Jinja."""
     require_modules("bench", "jinja2")
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

@@ -69,7 +69,10 @@ def _table(
     row: Callable[[str, Pool], list[Cell]],
     head: Callable[[float | None], list[Cell]] = lambda qps: [],
 ) -> HtmlTable:
-    """Return a table with a `head` row for each rate of arrivals, and below it a `row` for each variant with cells."""
+    """Return a table with a `head` row for each rate of arrivals, and below it a `row` for each variant with results.
+
+    groups: titles over the columns after load and arm, with the names of the columns below each.
+    """
     width = 1 + sum(len(names) for _, names in groups)
     rows: list[list[Cell]] = []
     for qps in comparison.qps:
@@ -82,7 +85,7 @@ def _table(
 
 
 def _speed_ups(comparison: LoadComparison) -> HtmlTable:
-    """Return the table of times, speed-ups and ratios, with the floors in each rate's head row."""
+    """Return the table of TTFTs, speed-ups and ratios, with floors in head rows, and notes on unanswered queries."""
 
     def row(variant: str, pool: Pool) -> list[Cell]:
         num_unanswered = sum(digest.num_unfinished for digest in pool.digests)
@@ -143,7 +146,7 @@ def _work(comparison: LoadComparison) -> HtmlTable:
 
 
 def _counts(pool: Pool, fates: Sequence[str], *, has_copies: bool) -> list[Cell]:
-    """Return a variant's cells for preemptions, tokens and copies; none if any of its cells has no engine records."""
+    """Return cells with means over seeds of preemptions, tokens and copies; [] if a seed has no engine records."""
     if any(digest.num_preemptions is None for digest in pool.digests):
         return []
 
@@ -166,7 +169,10 @@ def _counts(pool: Pool, fates: Sequence[str], *, has_copies: bool) -> list[Cell]
 
 
 def _arrivals(comparison: LoadComparison) -> dict[str, Any]:
-    """Return a note and a table on the load, from the cell with the most complete records: all have the same load."""
+    """Return "note" and "table" on gaps, chunks, tokens and retrievals of the cell with the most complete records.
+
+    One cell stands for all, because all arms have the same load. The table leaves out rows without values.
+    """
     digests = [digest for pool in comparison.pools.values() for digest in pool.digests]
     one = max(digests, key=lambda d: (len(d.gaps_s) > 0, len(d.num_tokens) > 0, len(d.num_chunks)))
     listed: list[tuple[str, Sequence[float]]] = [

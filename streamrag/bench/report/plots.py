@@ -65,7 +65,10 @@ def draw_ttft_by_qps(comparison: LoadComparison) -> str | None:
 
 
 def _style(comparison: LoadComparison, variant: str) -> dict[str, Any]:
-    """Return a variant's colour and dashes, which depend on the other variants of the comparison."""
+    """Return a variant's line style: fixed, or of a streaming arm a colour by policy and dashes by eviction.
+
+    Colours and dashes follow the order in which the comparison's variants first have a policy or an eviction.
+    """
     settings = {v: pool.settings for (v, _), pool in comparison.pools.items()}
     own = settings[variant]
     if own.arm != "streaming":

@@ -70,7 +70,7 @@ def _engine_events(result: CellResult) -> Iterator[TimelineEvent]:
 
 
 def _request_events(result: CellResult) -> Iterator[TimelineEvent]:
-    """Yield a track for each request, with its steps and copies; without parts of steps, one span from its record."""
+    """Yield a track for each request, with its steps and copies; if steps have no parts, with one span of prefill."""
     yield _named("process", "requests", REQUESTS)
     computed: dict[str, list[_Span]] = {}
     for number, step in enumerate(result.steps):
@@ -89,7 +89,7 @@ def _request_events(result: CellResult) -> Iterator[TimelineEvent]:
 
 
 def _track(request: RequestResult, track: int, steps: list[_Span], copies: list[_Span]) -> Iterator[TimelineEvent]:
-    """Yield a request's phases, its states within them, and marks for chunks and preemptions."""
+    """Yield slices of a request's phases and of its states, cut at phases' ends; marks of chunks and preemptions."""
     phases = [
         _Span("retrieval", request.arrival_s, request.retrieval_end_s, {"num_chunks": request.num_chunks}),
         _Span("answering", request.retrieval_end_s, request.first_token_s, {"floor_s": request.floor_s}),
@@ -111,7 +111,7 @@ def _track(request: RequestResult, track: int, steps: list[_Span], copies: list[
 
 
 def _without_steps(request: RequestResult) -> list[_Span]:
-    """Return prefill as one span, for engines that do not report the requests of a step; [] without a record of it."""
+    """Return prefill as one span, for engines that do not report the requests of a step; [] if its start is unknown."""
     record = request.record
     if record is None or record.scheduled_s is None:
         return []
@@ -120,7 +120,7 @@ def _without_steps(request: RequestResult) -> list[_Span]:
 
 
 def _pauses(request: RequestResult, steps: list[_Span]) -> list[_Span]:
-    """Return the spans, "preempted" or "waiting", in which the request had work but was not computed."""
+    """Return the spans in which the request had work but no step, "preempted" up to its next step, else "waiting"."""
     record = request.record
     chunks = [chunk.arrival_s for chunk in record.chunks] if record else []
     preemptions = {preemption.at_s for preemption in record.preemptions} if record else set()

@@ -108,7 +108,10 @@ class Verdict:
         return f"{self.arm} at {describe_qps(self.qps)} {_listed(parts)}."
 
     def _places(self, effect: str, percentiles: Iterable[str]) -> str:
-        """Return the percentiles with this effect in words, apart for the two kinds of times if unequal; "" if none."""
+        """Return the percentiles with this effect in words, such as "at P50 and P95"; "" if none.
+
+        If percentiles of the time after retrieval and of the times from the question differ, both are named.
+        """
         pairs = [(c.percentile, c.time == "ttft_after_retrieval_s") for c in self.changes if c.effect == effect]
         ordered = list(percentiles)
         after, other = ([p.upper() for p in ordered if (p, is_after) in pairs] for is_after in (True, False))
@@ -177,7 +180,7 @@ def verdicts(comparison: LoadComparison) -> Iterator[Verdict]:
 
 
 def _pairs(baseline: Pool, pool: Pool) -> Pairs:
-    """Return the times of each query that both answered, matched by id within a seed; the pools have the same seeds."""
+    """Return pairs of `TIMES` of each query that both answered, matched by id within a seed; seeds must be equal."""
     pairs = []
     for old, new in zip(baseline.digests, pool.digests, strict=True):
         places = {query_id: place for place, query_id in enumerate(new.query_ids)}
@@ -195,7 +198,7 @@ def _num_thrown_away(pool: Pool) -> int | None:
 
 
 def _changes(pairs: Pairs, times: Sequence[str]) -> Iterator[TimeChange]:
-    """Yield the change of each percentile of `times`, with the noise that `NUM_SWAPS` random swaps of runs show.
+    """Yield the change of each percentile of `times`, with the noise that random swaps of runs of queries show.
 
     The noise is 0 if there are at least seven runs and all of them change in the same direction.
     """

@@ -70,7 +70,7 @@ def _run_grid(arguments: argparse.Namespace) -> int:
 def _run_cells(
     cells: Sequence[CellSettings], store: CellStore, console: Output, *, num_processes: int, keep_steps: bool
 ) -> dict[CellSettings, str]:
-    """Run the cells, display their events, and return the errors of the failed ones."""
+    """Run the cells, display their events, and return the failed ones' errors; if interrupted, end all processes."""
     failed = {}
     events = run_cells(cells, store, num_processes=num_processes, keep_steps=keep_steps)
     try:
@@ -152,7 +152,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _timeline(arguments: argparse.Namespace) -> int:
-    """Write the timeline of a stored cell, or of one that runs now, to --output, and print its path on stderr."""
+    """Write the timeline of a stored cell, or of one that runs now, to --output, print the path, and return 0."""
     result = _kept_cell(arguments.source) if arguments.source else _fresh_cell(arguments)
     timeline = make_timeline(result)
     write_atomic(arguments.output, json.dumps(timeline, separators=(",", ":"), ensure_ascii=False))
@@ -162,7 +162,7 @@ def _timeline(arguments: argparse.Namespace) -> int:
 
 
 def _kept_cell(source: Path) -> CellResult:
-    """Read a result file, or the only one with steps in a folder; raise ConfigurationError if there is not one."""
+    """Read a result file, or the only one with steps in a folder; raise ConfigurationError for none or several."""
     if not source.is_dir():
         return read_cell(source)
     kept = sorted(source.glob("cells/[!.]*.steps.json.gz"))
@@ -175,7 +175,10 @@ def _kept_cell(source: Path) -> CellResult:
 
 
 def _fresh_cell(arguments: argparse.Namespace) -> CellResult:
-    """Run the one cell that the options name in this process, with its steps; raise ConfigurationError for several."""
+    """Run the one cell that the options name, in this process, with its steps, and store nothing.
+
+    :raises ConfigurationError: the options name several cells.
+    """
     cells = grid_of(arguments).cells()
     if len(cells) != 1:
         raise ConfigurationError(f"a timeline shows one cell, but these options name {len(cells)}")

@@ -57,9 +57,9 @@ class CellsView:
         self._progress.stop()
 
     def show(self, event: CellEvent) -> None:
-        """Update the bars, or print lines of start and progress without a terminal.
+        """Update the bars, or print lines of start, progress and end without a terminal.
 
-        A failure is always printed with its log; an error that others had too only as "the same".
+        A failure is always printed with the path of its log, and an error that an earlier cell had as "the same".
         """
         settings = event.settings
         match event:
@@ -97,7 +97,7 @@ class CellsView:
 
 
 def print_comparison(comparison: LoadComparison, console: Output) -> None:
-    """Print a load's name, a table with rows for each rate of arrivals and variant, and a legend."""
+    """Print a load's name, a table with a row for each rate of arrivals and variant that has results, and a legend."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("arm")
     for name in PERCENTILES:
@@ -131,7 +131,10 @@ def print_verdicts(verdicts: Sequence[Verdict], console: Output) -> None:
 
 
 def _figures(comparison: LoadComparison, pool: Pool, variant: str, with_spread: bool) -> Iterable[str | Text]:
-    """Yield a row's cells: time, speed-up and ratio for each percentile, then preemptions, tax and copies."""
+    """Yield a row's cells: time, speed-up and ratio for each percentile, then preemptions, tax and copies.
+
+    Unknown figures are dashes. `with_spread` adds the range over seeds to the times.
+    """
     for name in PERCENTILES:
         yield _text(pool.figure(lambda d: d.ttft_after_retrieval_s, name), with_spread)
         up = comparison.speed_up(variant, pool.settings.qps, name)

@@ -119,7 +119,10 @@ VERBS = {
 
 
 def grid_of(arguments: argparse.Namespace) -> Grid:
-    """Return the grid that the options define, in wall time with a model. Raises ConfigurationError as `Grid`."""
+    """Return the grid that the options define, with a model in wall time. Raises ConfigurationError as `Grid`.
+
+    The default seeds are 1, 2, 3 with --qps, else 1; the default eviction is one that the profile has costs for.
+    """
     is_wall = arguments.model is not None
     seeds = arguments.seeds or ((1, 2, 3) if arguments.qps else (1,))
     profile = arguments.profile if is_wall else arguments.profile or DEFAULT_PROFILE
@@ -143,7 +146,10 @@ def _default_eviction(profile: str | None) -> EvictionMode:
 
 
 def _list_of(convert: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    """Return a parser of comma-separated values such as `fcfs, srpf(0.5, 20000)`, which raises ArgumentTypeError."""
+    """Return a parser of comma-separated values such as `fcfs, srpf(0.5, 20000)`, of which blank ones are left out.
+
+    The parser raises ArgumentTypeError if `convert` raises ValueError.
+    """
 
     def parse(text: str) -> tuple[T, ...]:
         try:
@@ -162,7 +168,7 @@ def _bytes(text: str) -> int:
 
 
 def _option(text: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE to a pair; a value that is not JSON is a text. Raises ArgumentTypeError without name or sign."""
+    """Parse NAME=VALUE to a pair; a value that is not JSON is a text. Raises ArgumentTypeError without name or "="."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, e.g. can_partial_evict=true")

@@ -133,7 +133,7 @@ async def _examine(arguments: argparse.Namespace) -> Finding:
 
 
 def _print(finding: Finding, output: Output) -> None:
-    """Print the server's properties, a table of times in milliseconds, and the verdict."""
+    """Print the server's properties, a table of the pairs' median, least and most milliseconds, and the verdict."""
     sent = "token ids, exact" if finding.takes_token_ids else "text, which the server tokenizes itself"
     for name, value in {
         "server": finding.server,

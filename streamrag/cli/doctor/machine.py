@@ -81,7 +81,10 @@ class Machine:
 
 
 def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine:
-    """Return the check's results in a second or two, starting nothing. An unreadable model is a ConfigurationError."""
+    """Return the check's results in a second or two, without starting an engine. Missing optional extras are advice.
+
+    model: folder of a model to check as well; raises ConfigurationError without a valid config.json.
+    """
     gpu, gpu_bytes = _gpu()
     capabilities = {} if gpu else cpu_capabilities()
     flags = [flag for flag in CPU_FLAGS if capabilities.get(flag)]
@@ -167,7 +170,9 @@ def _gpu() -> tuple[str | None, int]:
 
 
 def _model_needs(folder: Path, emulated: Sequence[str]) -> ModelNeeds:
-    """Return a model's needs, from its config.json and the sizes of its weight files.
+    """Return a model's needs, with the bytes of its weight files converted to the dtype that it is loaded in.
+
+    Weights have 0 bytes without files; the model length is 0 if config.json lacks it. Float32 is loaded in bfloat16.
 
     emulated: dtypes that the CPU emulates; a model in one of them is loaded in float32, unless it is quantized.
 
@@ -195,7 +200,7 @@ def _model_needs(folder: Path, emulated: Sequence[str]) -> ModelNeeds:
 
 
 def _memory_problems(found: Machine, *, is_gpu: bool) -> Iterator[str]:
-    """Yield a problem if there are no weights, or these, on a CPU with processes and the default KV, do not fit."""
+    """Yield at most one problem: no weights, or too little memory for weights, and on a CPU for processes and KV."""
     assert found.model is not None
     weights = found.model.weights_bytes
     if not weights:
@@ -218,7 +223,7 @@ def _memory_problems(found: Machine, *, is_gpu: bool) -> Iterator[str]:
 
 
 def _port_problems(host: str, port: int) -> Iterator[str]:
-    """Yield a problem if the port cannot be bound, which is tried."""
+    """Bind the port for a moment, and yield a problem if that fails."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

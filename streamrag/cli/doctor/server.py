@@ -65,7 +65,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """Sentence on the share of time that warming saves, or on why it may gain nothing."""
+        """Sentence with the share of time that warming saves; unless `helps`, with the causes for no gain."""
         if self.helps:
             return f"warming saves {self.saved:.0%} of the time to the first token: the server reuses prefixes"
         return (
@@ -87,7 +87,10 @@ class ServerExaminer:
 
     @classmethod
     async def of(cls, backend: OpenAIBackend, num_prompt_tokens: int, clock: Clock) -> "ServerExaminer":
-        """Return an examiner, with 4 characters per token without tokenizer; raise ConfigurationError if too long."""
+        """Return an examiner for contexts of `num_prompt_tokens`, or of 4 characters per token without a tokenizer.
+
+        :raises ConfigurationError: with `ROOM`, contexts exceed the model length.
+        """
         model = backend.model
         counts_tokens = model.unit == "tokens"
         per_token = 1 if counts_tokens else CHARACTERS_PER_TOKEN
@@ -145,7 +148,7 @@ class ServerExaminer:
         return first_s - begin_s, times[0]
 
     async def _context(self) -> tuple[int, ...]:
-        """Return at most `num_tokens` ids of new random words; raise BackendError if the tokenizer returns too few."""
+        """Return at most `num_tokens` ids of new random words. Raises BackendError if there are fewer than `ROOM`."""
         words = WORDS.split()
         text = f"{self._random.getrandbits(64):x} " + " ".join(self._random.choices(words, k=self.num_tokens))
         ids = await self._encoded(text)

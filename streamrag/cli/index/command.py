@@ -94,7 +94,7 @@ def _add_build(build: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Build the index, or fill the table, with a progress bar and a summary on stderr."""
+    """Build the index, or fill the table, with a progress bar and a summary on stderr, and return 0."""
     if arguments.to is not None:
         return _fill_table(arguments)
     with _progress_and_summary() as (show, tell):
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_add(arguments: argparse.Namespace) -> int:
-    """Add documents to the index, or replace them, with a progress bar and a summary on stderr."""
+    """Add documents to the index, or replace them, with a progress bar and a summary on stderr, and return 0."""
     with _progress_and_summary() as (show, tell):
         summary = add_documents(
             arguments.index, arguments.paths, folder=arguments.root, embedder=arguments.embedder, on_progress=show
@@ -121,7 +121,7 @@ def run_add(arguments: argparse.Namespace) -> int:
 
 
 def run_remove(arguments: argparse.Namespace) -> int:
-    """Remove documents from the index, with a progress bar and a summary on stderr."""
+    """Remove documents from the index, with a progress bar and a summary on stderr, and return 0."""
     with _progress_and_summary() as (show, tell):
         summary = remove_documents(arguments.index, arguments.names, embedder=arguments.embedder, on_progress=show)
         _tell_index(tell, arguments.index, summary)
@@ -129,7 +129,7 @@ def run_remove(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Read and hash every file, and print their number and size; a damaged index raises IndexCorruptError, status 1."""
+    """Read and hash every file, print their number and size, and return 0. IndexCorruptError for a damaged index."""
     progress, console = Output(stderr=True), Output()
     sizes: list[int] = []
 
@@ -181,7 +181,10 @@ def _tell_index(tell: Tell, index: Path, summary: IndexSummary) -> None:
 
 @contextmanager
 def _progress_and_summary() -> Iterator[tuple[Callable[[int, int, str], None], Tell]]:
-    """Yield a function that shows progress on stderr, and one that sets lines and skipped files to print at the end."""
+    """Yield a function that shows progress on stderr, and one that takes lines and skipped files.
+
+    The lines and files are printed after the block, unless the block raises.
+    """
     console = Output(stderr=True)
     summary: list[str] = []
     with step_bars(console) as show:
@@ -191,7 +194,7 @@ def _progress_and_summary() -> Iterator[tuple[Callable[[int, int, str], None], T
 
 
 def _reasons(skipped: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yield a line for each reason to skip files, with `MAX_PATHS` files at most, and the number of the others."""
+    """Yield a line for each reason to skip files, sorted, with at most `MAX_PATHS` files and the number of others."""
     by_reason: dict[str, list[str]] = {}
     for path, reason in skipped:
         by_reason.setdefault(reason, []).append(str(path))

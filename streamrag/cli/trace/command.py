@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    """Print statistics as a table or JSON, and draw a plot: with JSON only for --plot, never with --no-plot."""
+    """Print statistics as a table or JSON; draw to --plot or, without --json, beside the trace, unless --no-plot."""
     trace = read_trace(arguments.file)
     statistics = describe(trace)
     console = Output()
@@ -63,7 +63,11 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _draw(plot: Path, arguments: argparse.Namespace, trace: Trace, statistics: TraceStatistics) -> None:
-    """Draw the trace, and print the path; without matplotlib, print a note, or raise the error if --plot was given."""
+    """Draw the trace, and print the path on stderr; without matplotlib, print a note unless --plot was given.
+
+    :raises MissingDependencyError: --plot was given, and matplotlib is missing.
+    :raises ConfigurationError: the plot cannot be written.
+    """
     console = Output(stderr=True)
     try:
         draw_trace(plot, trace, statistics, title=arguments.file.name)
@@ -103,7 +107,7 @@ def _print(console: Output, file: Path, trace: Trace, statistics: TraceStatistic
 
 
 def _rows(statistics: TraceStatistics) -> list[tuple[str, Distribution, Callable[[float], str]]]:
-    """Return name, distribution and number format of each row of the table."""
+    """Return name, distribution and number format of each possible row of the table, empty distributions included."""
     whole, two = "{:,.0f}".format, "{:,.2f}".format
     return [
         ("tokens per query", statistics.tokens_per_query, whole),

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Generate and write the trace, and print a summary on stderr."""
+    """Generate and write the trace, print a summary on stderr, return 0. TraceError for an old file without --force."""
     trace = generate(
         arguments.workload, arguments.queries, arguments.seed, arguments.qps, long_window=arguments.long_window
     )
