@@ -169,7 +169,10 @@ class StreamragGenerator:
         )
 
     def _outputs(self, answer: Answer, documents: list[Document]) -> dict[str, Any]:
-        """Return `documents`, and as `replies` a message with figures for the answer and for each alternative."""
+        """Return `documents`, and as `replies` a message for the answer and each alternative.
+
+        The meta of each has an index, its finish reason, and the model, usage and times of the whole answer.
+        """
         usage = answer.usage
         meta = {
             "model": self._pipeline.backend.model.name,
@@ -223,7 +226,10 @@ class HaystackSource:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Warm up the retriever, then the rankers, where they can be. If one fails, close all, and raise its error."""
+        """Warm up the retriever, then the rankers, where they can be. If one fails, `aclose` all, and raise its error.
+
+        :raises AlreadyStartedError: the source is started.
+        """
         try:
             for part in (self._retriever, *self._rankers):
                 await self._call(part, "warm_up")
@@ -232,13 +238,16 @@ class HaystackSource:
             raise
 
     async def aclose(self) -> None:
-        """Close the retriever and the rankers, if they have a `close`."""
+        """Close the retriever, then the rankers, if they have a `close`. The first error leaves later ones open."""
         self.is_started = False
         for part in (self._retriever, *self._rankers):
             await self._call(part, "close")
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an `Update` after each stage that changes the chunks, and a `Skipped` for a document without text."""
+        """Yield an `Update` for the first stage, even if empty, and for each later one that changes the chunks.
+
+        Before it, yield a `Skipped` for each new document without text. Errors of a component are raised as they are.
+        """
         reader = PassageReader(self.name)
         before: tuple[Chunk, ...] | None = None
         skipped: set[str] = set()
@@ -279,7 +288,10 @@ class HaystackSource:
     async def _fused(
         self, query: str, reader: PassageReader
     ) -> AsyncGenerator[list[Document] | tuple[Chunk, ...], None]:
-        """Yield the answers so far, fused to chunks, after each member but the last; then the retriever's documents."""
+        """Run a copy of the retriever; after each member's answer but the last, yield the answers so far.
+
+        The answers are fused to at most `top_k` chunks. Last is the list of the retriever's own documents.
+        """
         came: asyncio.Queue[list[Document] | None] = asyncio.Queue()
         watched = copy(self._retriever)
         watched.retrievers = {

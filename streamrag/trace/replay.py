@@ -62,7 +62,9 @@ class ReplaySource:
         self._clock = clock
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the events of `query`, skipped documents and any `CutShort` among them, at their recorded times.
+        """Yield the events of `query`, skipped documents among them, at their recorded times, and any `CutShort` last.
+
+        If the recorded retrieval was cancelled, just end at that time.
 
         :raises SourceError: the query is not in the trace; or, at its end, because its recorded retrieval failed.
         """

@@ -249,7 +249,7 @@ class _Member:
 
 
 def _kind(found_by: Any) -> Callable[[_Query, Any], AsyncGenerator[SourceEvent, None]] | None:
-    """Return the method of `_Query` that yields the events of such a component; None if it is of no known kind.
+    """Return the method of `_Query` that yields such a component's events; `make` for any other callable, else None.
 
     Components are recognised by attributes, because not all classes are in langchain-core.
     """

@@ -61,7 +61,7 @@ class Traffic:
             self._num_open -= 1
 
     def came(self, item: Any) -> None:
-        """Count a message from the server, or a parse error, as unsolicited, unless it answers a request of ours.
+        """Count a message or a parse error as unsolicited; for an answer to a request of ours, only set `answered_s`.
 
         Too many such bytes in a short time, or too many open requests of the server, drop the connection.
         """
@@ -152,7 +152,7 @@ class BoundedTransport(httpx2.AsyncBaseTransport):
         self._max_bytes = max_bytes
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send the request; return the response, whose body raises StreamError or SSEError beyond the limits."""
+        """Send the request; return the response. Reading its body raises StreamError or SSEError beyond the limits."""
         response = await self._transport.handle_async_request(request)
         response.headers.pop("content-encoding", None)
         response.encoding = "utf-8"
