@@ -246,7 +246,7 @@ class HaystackSource:
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield an `Update` for the first stage, even if empty, and for each later one that changes the chunks.
 
-        Before it, yield a `Skipped` for each new document without text. Errors of a component are raised as they are.
+        Documents without text are left out; for each, yield one `Skipped`. Errors of components are raised as they are.
         """
         reader = PassageReader(self.name)
         before: tuple[Chunk, ...] | None = None
@@ -365,7 +365,7 @@ def _chunk(document: Document, reader: PassageReader) -> Chunk:
 
 
 def _document(chunk: Chunk) -> Document:
-    """Return the chunk's own document, or a new one with uri, title and passage as meta for one of another source."""
+    """Return the chunk's own document; for another source, a new `uri#passage` with uri, title and passage as meta."""
     if isinstance(chunk, FoundChunk):
         return chunk.origin  # type: ignore[no-any-return]
     meta = {"uri": chunk.uri, "title": chunk.title, "passage": chunk.passage}

@@ -89,7 +89,7 @@ class LoopPortal:
         self.run(_do_nothing)
 
     async def settle(self) -> None:
-        """Start the tenant unless it is started, in this loop if it has none, and wait.
+        """Start the tenant and wait, unless it is started; in this loop, unless the tenant or the portal has another.
 
         :raises PipelineClosedError: the portal has been closed, or its loop has ended or is blocked.
         """
@@ -102,7 +102,9 @@ class LoopPortal:
         await self.arun(_do_nothing)
 
     def close(self) -> None:
-        """Stop all iterations for good, and the tenant if the portal started it, and wait for their end.
+        """Stop all iterations for good, and the tenant if the portal started it, and wait for their end. Idempotent.
+
+        If the loop has ended, or in a forked process, nothing is stopped.
 
         :raises ConfigurationError: the caller is in the portal's loop, and would wait for itself.
         """

@@ -104,9 +104,9 @@ class Reading(Generic[T]):
         self._is_requested = asyncio.Event()
 
     async def next(self) -> T:
-        """Return the next item, or `END`, or raise the generator's error. A call after either, or `aclose`, fails.
+        """Return the next item, or `END` after the last one, or raise the generator's error. One call at a time.
 
-        :raises PipelineClosedError: the iteration is over or stopped.
+        :raises PipelineClosedError: the iteration has ended or failed before, or its task is cancelled.
         """
         if self._task is not None and self._task.done():
             raise PipelineClosedError(CLOSED)
@@ -165,9 +165,9 @@ def start_loop_thread() -> tuple[asyncio.AbstractEventLoop, Callable[[], None]]:
 
 
 def end_dropped(tenant: Tenant, loop: asyncio.AbstractEventLoop, process_id: int) -> None:
-    """End the tenant and its loop's thread, unless it is ending already, or this is a forked process.
+    """End the tenant and its loop's thread, unless the tenant is ending already, or this is a forked process.
 
-    Wait for that, at most `EXIT_S`, except in a thread that runs an event loop.
+    Wait for the end, at most `EXIT_S`, except in a thread that runs an event loop.
     """
     if process_id == os.getpid() and not tenant.is_ending:  # a second end might not begin before the loop has stopped
         with suppress(PipelineClosedError, TimeoutError):  # closed before, or too slow

@@ -89,7 +89,7 @@ class TraceRecorder:
         self._tokenizer = self._writer.tokenizer
 
     async def aclose(self) -> None:
-        """Write the queued lines, and close the file. Does nothing if not started.
+        """Write the queued lines, and close the file, even if cancelled. Does nothing if not started.
 
         :raises TraceError: a line could not be written.
         """
@@ -199,7 +199,7 @@ async def record_queries(
 
     Starts and closes both the source and the recorder. Any other error cancels the other queries, and is raised.
 
-    on_recorded: called after each chunk event, skip or end of a query.
+    on_recorded: called after each event and each end of a query.
 
     :raises ConfigurationError, TraceError: the source or the recorder cannot be started; the trace cannot be written.
     """

@@ -189,8 +189,8 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     ) -> tuple[str, dict[str, Any]]:
         """Return the query and its options: the call's, else the model's fields. Warn of a query that may be a prompt.
 
-        Sampling parameters replace those of `params`; `timeout` becomes `deadline_s`; earlier messages become `system`
-        and `history`, or with tools a `template`. A tool choice of "none" drops the tools.
+        Sampling parameters, also the model's, replace those of the call's `params`; `timeout` becomes `deadline_s`;
+        earlier messages become `system` and `history`, or with tools a `template`. The tool choice "none" drops tools.
 
         :raises ConfigurationError: there are tools without a tool parser, or a message that cannot be used.
         """
@@ -276,7 +276,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     def _chunk(self, query: str, part: AIMessageChunk | Answer) -> ChatGenerationChunk:
         """Return a chunk as it is, or for the answer an empty last one with usage and metadata.
 
-        Warn if the query contains a cited text, unless the query is so long that it was warned of before.
+        Warn if the query contains a cited text of `QUOTED_CHARS` or more, unless it was warned of for its length.
         """
         if isinstance(part, AIMessageChunk):
             return ChatGenerationChunk(message=part)

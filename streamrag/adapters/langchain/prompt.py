@@ -60,8 +60,8 @@ def template_of(prompt: Any, *, context: str, question: str | None, passage: str
 
     A `MessagesPlaceholder`, if any, is the place of the history.
 
-    :raises ConfigurationError: `prompt` is no prompt, has further variables, or does not have documents exactly once;
-        or `turn_of` refuses a message.
+    :raises ConfigurationError: `prompt` is no prompt, lacks one of the variables or has others, or does not have the
+        documents exactly once; or `turn_of` refuses a message.
     """
     if not isinstance(prompt, BasePromptTemplate):
         raise ConfigurationError(f"prompt={short_repr(prompt)} must be a ChatPromptTemplate or another prompt template")

@@ -79,7 +79,7 @@ class StagedSource:
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield an update after each stage in order, or a `Skipped` if it failed.
 
-        A stage that takes documents starts after those before it, with the last documents that they returned.
+        Stages start together, but one that takes documents starts after those before it, with their last documents.
 
         :raises SourceError: all stages failed.
         """
@@ -186,7 +186,7 @@ class _Query:
                 yield Append(self._chunk(document))
 
     async def ask_members(self, ensemble: Any) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the events of an ensemble's members, which run concurrently, fused with its weights and constant."""
+        """Yield the events of an ensemble's members, run concurrently, fused by a `MergedSource` with its weights."""
         members = [_Member(self, member) for member in ensemble.retrievers]
         merged = MergedSource(
             *members, weights=ensemble.weights, k=getattr(ensemble, "c", RRF_K), name=self._reader.name
@@ -216,7 +216,7 @@ class _Query:
         yield self.update(await retriever.ainvoke(self._text))
 
     async def make(self, function: Callable[[str], Any]) -> AsyncGenerator[SourceEvent, None]:
-        """Call a function of the query, and yield the events of the component that it returns."""
+        """Call a function of the query in the event loop, await its result if needed; yield that component's events."""
         made = function(self._text)
         async with aclosing(self.events(await made if isawaitable(made) else made)) as events:
             async for event in events:

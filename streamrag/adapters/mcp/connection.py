@@ -122,7 +122,7 @@ class McpConnection:
 
     @asynccontextmanager
     async def changes(self, client: Client, uris: Sequence[str]) -> AsyncGenerator["AsyncIterator[str]", None]:
-        """Subscribe to `uris`, and yield an iterator of the changed ones; without subscriptions, raise SourceError."""
+        """Subscribe to `uris`, and yield an iterator of changed ones; raise SourceError if the server cannot do it."""
         try:
             async with self._changes(client, uris) as changes:
                 yield changes
@@ -281,7 +281,7 @@ class McpConnection:
     def _relayed(self, server: StdioServerParameters) -> StdioServerParameters:
         """Return the server behind the relay, or as it is without POSIX.
 
-        :raises ConfigurationError: its command is no program; not checked for a server with a `cwd`.
+        :raises ConfigurationError: the server's command is not found; not checked for a server with a `cwd`.
         """
         path = (server.env or {}).get("PATH")
         if server.cwd is None and shutil.which(server.command, path=path) is None:

@@ -151,7 +151,7 @@ def anns(
     the starts of the windows, as the paper's artifact measures them.
 
     Each update inserts one document into the pool, and drops the last one. The new document's rank is the maximum of
-    `rank_bias` uniformly drawn ranks: 1 is uniform; with more, the best ranks settle first.
+    `rank_bias` uniformly drawn ranks: 1 is uniform; with more, the best ranks settle first. Chunks have no text.
 
     :raises ConfigurationError: no query, a rate that is not positive, an unknown long window, or a `rank_bias` below 1.
     """
