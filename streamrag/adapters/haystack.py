@@ -290,7 +290,7 @@ class HaystackSource:
     ) -> AsyncGenerator[list[Document] | tuple[Chunk, ...], None]:
         """Run a copy of the retriever; after each member's answer but the last, yield the answers so far.
 
-        The answers are fused to at most `top_k` chunks. Last is the list of the retriever's own documents.
+        The answers are fused to at most `top_k` chunks. Last, yield the list of the retriever's own documents.
         """
         came: asyncio.Queue[list[Document] | None] = asyncio.Queue()
         watched = copy(self._retriever)

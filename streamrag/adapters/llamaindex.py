@@ -247,7 +247,7 @@ class LlamaIndexSource:
     ) -> AsyncGenerator[tuple[Chunk, ...] | list[NodeWithScore], None]:
         """Run a copy of the retriever; after each member's answer to a query but the last, yield the answers so far.
 
-        The answers are fused to at most `similarity_top_k` chunks. Last is the list of the retriever's own nodes.
+        The answers are fused to at most `similarity_top_k` chunks. Last, yield the list of the retriever's own nodes.
         """
         assert isinstance(self._retriever, QueryFusionRetriever)
         came: asyncio.Queue[tuple[int, list[NodeWithScore]] | None] = asyncio.Queue()

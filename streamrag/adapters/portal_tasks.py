@@ -125,7 +125,7 @@ class Reading(Generic[T]):
             await end_or_leave(self._task, "streamrag read", at_most_s=END_S)
 
     async def _drive(self) -> None:
-        """Start the tenant, and give each item to the call of `next` that waits; drop the item if that is cancelled."""
+        """Start the tenant, and give each item to the call of `next` that waits; drop it if that call is cancelled."""
         await self._tenant.started()
         async with aclosing(self._make()) as items:
             async for item in items:

@@ -22,8 +22,7 @@ class HeldSource:
         self._source = source
 
     async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
-        """Yield the source's events, and update `chunks`. After its end or error, wait for `committed`; then return, or
-        raise that error."""
+        """Yield the source's events and update `chunks`; wait for `committed`; then raise any error of the source."""
         failure: Exception | None = None
         try:
             async with aclosing(Retrieval(self._source, query).events()) as events:

@@ -135,7 +135,7 @@ class OpenQuestion:
         """Set the question so far, a transcript that may change or what has been typed, and return without waiting.
 
         After the rule's seconds without another call, a query ahead for `text` replaces the current one; but not if the
-        rule gives None, `text` is blank or the current one's, or there have been `max_retrievals`.
+        rule gives None, `text` is blank or the current one's, or there have been `max_retrievals` queries ahead.
 
         is_final: whether `text` is probably the whole question, such as the final transcript of what has been said: its
             query ahead begins at once.
@@ -194,7 +194,7 @@ class OpenQuestion:
         return MergedSource(self._source, FoundPassages(self._found)) if self._found else self._source
 
     async def _follow(self, text: str, wait_s: float | None) -> None:
-        """After `wait_s`, replace the query ahead by one for this text, unless `wait_s` is None or there were enough.
+        """After `wait_s`, unless None or `max_retrievals` is reached, replace the query ahead by one for this text.
 
         Then stop any query ahead after `idle_s`.
         """

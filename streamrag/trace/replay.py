@@ -80,7 +80,7 @@ class ReplaySource:
             raise SourceError(f"the recorded retrieval failed: {recorded.error or 'the trace does not say why'}")
 
     def _find(self, query: str) -> TracedQuery:
-        """Return the query's next recording, in endless turn. Without any, raise SourceError or return the trace's."""
+        """Return the query's next recording, in endless turn; without one, the trace's next, or raise SourceError."""
         same = self._by_text.get(query)
         if same is None and not self._takes_next:
             raise SourceError(

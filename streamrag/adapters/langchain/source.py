@@ -108,6 +108,8 @@ class StagedSource:
 
 
 class _Stage:
+    """A stage of a `staged_retriever`: a function or a retriever that returns a list of documents."""
+
     def __init__(self, stage: Any) -> None:
         call = stage.as_retriever() if _has(stage, "as_retriever") else stage
         self._call = call.ainvoke if _has(call, "ainvoke") else call

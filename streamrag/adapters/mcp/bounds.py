@@ -111,6 +111,8 @@ class _Counted:
 
 
 class _CountedRead(_Counted):
+    """The stream of the server's messages, which ends when the connection is dropped."""
+
     @property
     def last_context(self) -> Any:
         return getattr(self._stream, "last_context", None)
@@ -166,6 +168,8 @@ class BoundedTransport(httpx2.AsyncBaseTransport):
 
 
 class _BoundedBody(httpx2.AsyncByteStream):
+    """The body of one JSON message, within the limits."""
+
     def __init__(self, body: httpx2.AsyncByteStream, max_bytes: int) -> None:
         self._body = body
         self._max_bytes = max_bytes
@@ -191,6 +195,8 @@ class _BoundedBody(httpx2.AsyncByteStream):
 
 
 class _BoundedEvents(_BoundedBody):
+    """A body of server-sent events, each within the limits."""
+
     async def __aiter__(self) -> AsyncIterator[bytes]:
         """Yield each piece once the events that it ends, and the length of the unfinished one, are checked."""
         event = bytearray()

@@ -153,7 +153,7 @@ class McpToolSource(_McpSource):
         yield Update(chunks)
 
     async def _check(self, client: "Client") -> None:
-        """Raise ConfigurationError if the server lists no such tool, or the tool's list of arguments lacks ours."""
+        """Raise ConfigurationError if the server lists no such tool, or the tool's arguments, if listed, lack ours."""
         names: list[str] = []
         cursor: str | None = None
         for _ in range(MAX_PAGES):
