@@ -77,7 +77,7 @@ class StreamragRetriever(PortalOwner, BaseRetriever):
 
 
 class _Found:
-    """The context after the source's events so far, as documents."""
+    """A context after the source's events so far, as documents."""
 
     def __init__(self, num_wanted: int | None) -> None:
         self._chunks = Context()

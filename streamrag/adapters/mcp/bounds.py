@@ -111,7 +111,7 @@ class _Counted:
 
 
 class _CountedRead(_Counted):
-    """The stream of the server's messages, which ends when the connection is dropped."""
+    """A stream of the server's messages, which ends when the connection is dropped."""
 
     @property
     def last_context(self) -> Any:
@@ -168,7 +168,7 @@ class BoundedTransport(httpx2.AsyncBaseTransport):
 
 
 class _BoundedBody(httpx2.AsyncByteStream):
-    """The body of one JSON message, within the limits."""
+    """A body of one JSON message, within the limits."""
 
     def __init__(self, body: httpx2.AsyncByteStream, max_bytes: int) -> None:
         self._body = body
