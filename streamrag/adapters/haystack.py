@@ -169,7 +169,10 @@ class StreamragGenerator:
         )
 
     def _outputs(self, answer: Answer, documents: list[Document]) -> dict[str, Any]:
-        """Return `documents`, and as `replies` a message with figures for the answer and for each alternative."""
+        """Return `documents`, and as `replies` a message for the answer and each alternative.
+
+        The meta of each has an index, its finish reason, and the model, usage and times of the whole answer.
+        """
         usage = answer.usage
         meta = {
             "model": self._pipeline.backend.model.name,
@@ -223,7 +226,10 @@ class HaystackSource:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Warm up the retriever, then the rankers, where they can be. If one fails, close all, and raise its error."""
+        """Warm up the retriever, then the rankers, where they can be. If one fails, `aclose` all, and raise its error.
+
+        :raises AlreadyStartedError: the source is started.
+        """
         try:
             for part in (self._retriever, *self._rankers):
                 await self._call(part, "warm_up")
@@ -239,7 +245,10 @@ class HaystackSource:
                 closers.push_async_callback(self._call, part, "close")
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an `Update` after each stage that changes the chunks, and a `Skipped` for a document without text."""
+        """Yield an `Update` for the first stage, even if empty, and for each later one that changes the chunks.
+
+        Documents without text are left out; for each, yield one `Skipped`. Errors of components are raised as they are.
+        """
         reader = PassageReader(self.name)
         before: tuple[Chunk, ...] | None = None
         skipped: set[str] = set()
@@ -280,7 +289,10 @@ class HaystackSource:
     async def _fused(
         self, query: str, reader: PassageReader
     ) -> AsyncGenerator[list[Document] | tuple[Chunk, ...], None]:
-        """Yield the answers so far, fused to chunks, after each member but the last; then the retriever's documents."""
+        """Run a copy of the retriever; after each member's answer but the last, yield the answers so far.
+
+        The answers are fused to at most `top_k` chunks. Last, yield the list of the retriever's own documents.
+        """
         came: asyncio.Queue[list[Document] | None] = asyncio.Queue()
         watched = copy(self._retriever)
         watched.retrievers = {
@@ -354,7 +366,7 @@ def _chunk(document: Document, reader: PassageReader) -> Chunk:
 
 
 def _document(chunk: Chunk) -> Document:
-    """Return the chunk's own document, or a new one with uri, title and passage as meta for one of another source."""
+    """Return the chunk's own document; for another source, a new `uri#passage` with uri, title and passage as meta."""
     if isinstance(chunk, FoundChunk):
         return chunk.origin  # type: ignore[no-any-return]
     meta = {"uri": chunk.uri, "title": chunk.title, "passage": chunk.passage}

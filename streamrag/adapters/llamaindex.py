@@ -151,7 +151,10 @@ class StreamragQueryEngine(PortalOwner, BaseQueryEngine):
     async def _texts(
         self, query: str, nodes: list[NodeWithScore], metadata: dict[str, Any]
     ) -> AsyncGenerator[str, None]:
-        """Fill `nodes` and `metadata` and yield ""; yield the answer's text; at last add its figures to `metadata`."""
+        """Fill `nodes`, and `metadata` by node id, and yield ""; yield the answer's pieces of text.
+
+        At last, put its figures and the texts of alternatives into `metadata["streamrag"]`.
+        """
         async with self._pipeline.events(query, **self._options) as events:
             async for event in events:
                 match event:
@@ -211,7 +214,9 @@ class LlamaIndexSource:
         self._calls = Threads(MAX_CALLS, f"retrieve {self.name}")
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an `Update` after each stage (each fusion, retriever, each postprocessor) that changes the chunks."""
+        """Yield an `Update` for the first stage (fusion, retriever, postprocessor), and for each later one that changes
+        the chunks. The first may be empty. Errors of LlamaIndex are raised as they are.
+        """
         reader = PassageReader(self.name)
         before: tuple[Chunk, ...] | None = None
         nodes: list[NodeWithScore] = []
@@ -240,7 +245,10 @@ class LlamaIndexSource:
     async def _fused(
         self, query: str, reader: PassageReader
     ) -> AsyncGenerator[tuple[Chunk, ...] | list[NodeWithScore], None]:
-        """Yield the answers so far, fused to chunks, after each one but the last; then the retriever's own nodes."""
+        """Run a copy of the retriever; after each member's answer to a query but the last, yield the answers so far.
+
+        The answers are fused to at most `similarity_top_k` chunks. Last, yield the list of the retriever's own nodes.
+        """
         assert isinstance(self._retriever, QueryFusionRetriever)
         came: asyncio.Queue[tuple[int, list[NodeWithScore]] | None] = asyncio.Queue()
         watched = copy(self._retriever)
@@ -309,7 +317,10 @@ def _tell(came: "asyncio.Queue[Any]", number: int, nodes: list[NodeWithScore]) -
 
 
 def _node(chunk: Chunk) -> NodeWithScore:
-    """Return the chunk's own node with the chunk's score; for another source, a new one with uri, title and passage."""
+    """Return the chunk's own node with the chunk's score; for another source, a new node with the id `uri#passage`.
+
+    The new node's metadata are uri, title and passage, of which models see only a title.
+    """
     if isinstance(chunk, FoundChunk):
         return NodeWithScore(node=chunk.origin, score=chunk.score)
     metadata = {"uri": chunk.uri, "title": chunk.title, "passage": chunk.passage}

@@ -89,7 +89,10 @@ class LoopPortal:
         self.run(_do_nothing)
 
     async def settle(self) -> None:
-        """Start the tenant, in this loop unless it has another, and wait. Raises PipelineClosedError if closed."""
+        """Start the tenant and wait, unless it is started; in this loop, unless the tenant or the portal has another.
+
+        :raises PipelineClosedError: the portal has been closed, or its loop has ended or is blocked.
+        """
         self._check_open()
         with self._guard:
             here = asyncio.get_running_loop()
@@ -99,7 +102,9 @@ class LoopPortal:
         await self.arun(_do_nothing)
 
     def close(self) -> None:
-        """Stop all iterations for good, and the tenant if the portal started it, and wait for their end.
+        """Stop all iterations for good, and the tenant if the portal started it, and wait for their end. Idempotent.
+
+        If the loop has ended, or in a forked process, nothing is stopped.
 
         :raises ConfigurationError: the caller is in the portal's loop, and would wait for itself.
         """
@@ -127,6 +132,8 @@ class LoopPortal:
 
     def iterate(self, make: Callable[[], AsyncGenerator[T, None]]) -> Generator[T, None, None]:
         """Start the tenant if necessary, create an async generator with `make()` in its loop, and yield the items.
+
+        At the end, or when closed, close the async generator, and wait for that unless the loop cannot run it.
 
         :raises ConfigurationError: the caller is in the portal's loop, and would wait for itself.
         :raises PipelineClosedError: the portal has been closed, or its loop has ended or is blocked.
@@ -181,7 +188,10 @@ class LoopPortal:
             raise PipelineClosedError(FORKED)
 
     def _open_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the loop of the tenant or portal; without one, start a thread's, or return that of a faster caller."""
+        """Return the loop of the tenant or portal; without one, start a thread's, or return that of a faster caller.
+
+        Raises as `_check_open`. The thread ends with the tenant, at the latest when the portal is garbage-collected.
+        """
         self._check_open()
         with self._guard:
             if (loop := self._running_in() or self._loop) is not None:
@@ -207,7 +217,8 @@ class LoopPortal:
     def _begin_end(self) -> "tuple[Future[None], asyncio.AbstractEventLoop] | None":
         """Close the portal for good, and begin to stop its iterations, and the tenant if the portal started it.
 
-        Return the end's future and its loop, the same at each call; None if nothing runs or the loop has ended.
+        Return the end's future and its loop, the same at each call, unless Ctrl-C cancelled the end before it began.
+        Return None if there is no end yet and no running loop. Raises PipelineClosedError in a forked process.
         """
         self._check_process()
         with self._guard:

@@ -40,7 +40,9 @@ class Tenant:
         self.is_ending = False
 
     def submit(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
-        """Begin `work()` as a task of `loop`, from any thread; return its future, which can be cancelled until then.
+        """Begin `work()` as a task of `loop`, from any thread; return the future of its outcome.
+
+        The future can be cancelled until the task begins, and raises PipelineClosedError if the task is cancelled.
 
         :raises PipelineClosedError: the loop has been closed.
         """
@@ -67,7 +69,10 @@ class Tenant:
         await asyncio.shield(self._starting)
 
     async def end(self) -> None:
-        """Stop all iterations, then a start in progress, and close the tenant; call `on_ended` even after an error."""
+        """Stop all iterations, then a start in progress, and close the tenant, even if it has not been started.
+
+        Iterations or a start that do not stop in time are abandoned. Last, call `on_ended`, even after an error.
+        """
         self.is_ending = True
         try:
             await self.end_reads()
@@ -99,7 +104,10 @@ class Reading(Generic[T]):
         self._is_requested = asyncio.Event()
 
     async def next(self) -> T:
-        """Return the next item, or `END`. Raises the generator's error, or PipelineClosedError once it has ended."""
+        """Return the next item, or `END` after the last one, or raise the generator's error. One call at a time.
+
+        :raises PipelineClosedError: the iteration has ended or failed before, or its task is cancelled.
+        """
         if self._task is not None and self._task.done():
             raise PipelineClosedError(CLOSED)
         self._answer = answer = asyncio.get_running_loop().create_future()
@@ -117,7 +125,7 @@ class Reading(Generic[T]):
             await end_or_leave(self._task, "streamrag read", at_most_s=END_S)
 
     async def _drive(self) -> None:
-        """Start the tenant, and give each item to the call of `next` that waits for it, unless that is cancelled."""
+        """Start the tenant, and give each item to the call of `next` that waits; drop it if that call is cancelled."""
         await self._tenant.started()
         async with aclosing(self._make()) as items:
             async for item in items:
@@ -157,9 +165,9 @@ def start_loop_thread() -> tuple[asyncio.AbstractEventLoop, Callable[[], None]]:
 
 
 def end_dropped(tenant: Tenant, loop: asyncio.AbstractEventLoop, process_id: int) -> None:
-    """End the tenant and its loop's thread, unless it is ending already, or this is a forked process.
+    """End the tenant and its loop's thread, unless the tenant is ending already, or this is a forked process.
 
-    Wait for that, at most `EXIT_S`, except in a thread that runs an event loop.
+    Wait for the end, at most `EXIT_S`, except in a thread that runs an event loop.
     """
     if process_id == os.getpid() and not tenant.is_ending:  # a second end might not begin before the loop has stopped
         with suppress(PipelineClosedError, TimeoutError):  # closed before, or too slow

@@ -11,7 +11,7 @@ from streamrag.query.retrieval import Retrieval
 class HeldSource:
     """A source whose retrieval ends with `committed`, and not before: until then its query has no complete prompt.
 
-    An error of the source is raised then too, when somebody reads the answer.
+    An error of the source is also raised only then.
     """
 
     def __init__(self, source: Source) -> None:
@@ -22,7 +22,7 @@ class HeldSource:
         self._source = source
 
     async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
-        """Yield the events of the source, and return once the question is committed."""
+        """Yield the source's events and update `chunks`; wait for `committed`; then raise any error of the source."""
         failure: Exception | None = None
         try:
             async with aclosing(Retrieval(self._source, query).events()) as events:

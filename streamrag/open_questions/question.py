@@ -51,9 +51,9 @@ def open_question(
     queries_ahead: QueriesAhead,
     options: ListenOptions,
 ) -> "OpenQuestion":
-    """Return a question for `source`.
+    """Return a question for `source`, of which nothing is started. If `overlap` is "auto", its queries ahead overlap.
 
-    :raises ConfigurationError: options that are unknown or cannot work.
+    :raises ConfigurationError: an option is unknown, cannot work, or is `deadline_s`.
     """
     if "deadline_s" in options:  # it would begin before the question is known
         raise ConfigurationError(
@@ -132,14 +132,15 @@ class OpenQuestion:
 
     @validated
     async def partial(self, text: Text, *, is_final: Flag = False) -> None:
-        """Say what the question is so far: a transcript that may change, or what has been typed.
+        """Set the question so far, a transcript that may change or what has been typed, and return without waiting.
 
-        A query ahead for it begins when it has not changed for as long as the rule says.
+        After the rule's seconds without another call, a query ahead for `text` replaces the current one; but not if the
+        rule gives None, `text` is blank or the current one's, or there have been `max_retrievals` queries ahead.
 
-        is_final: whether it is probably the whole question, such as the final transcript of what has been said: its
+        is_final: whether `text` is probably the whole question, such as the final transcript of what has been said: its
             query ahead begins at once.
 
-        :raises StreamRagError: the question is committed or closed.
+        :raises StreamRagError: the question is committed or closed, or the rule gives no valid number.
         """
         self._check_open()
         if self._timer is not None:
@@ -153,7 +154,9 @@ class OpenQuestion:
 
     @validated
     def commit(self, text: Text) -> AnswerStream:
-        """Return the answer to the whole question, as `Pipeline.stream` does. What was begun for this text goes on.
+        """Return the answer to the whole question, as `Pipeline.stream` does.
+
+        If the query ahead is for exactly this text, its answer is returned, and goes on; any other is stopped.
 
         :raises StreamRagError: the question is committed or closed already.
         """
@@ -171,7 +174,7 @@ class OpenQuestion:
         return self._answer
 
     async def aclose(self) -> None:
-        """Stop what was begun and the answer, if they still run, and wait until they have ended."""
+        """Stop the query ahead and the answer, if they still run, and wait until they have ended. Idempotent."""
         self._is_closed = True
         if self._timer is not None:
             await cancel_and_wait([self._timer])
@@ -191,7 +194,10 @@ class OpenQuestion:
         return MergedSource(self._source, FoundPassages(self._found)) if self._found else self._source
 
     async def _follow(self, text: str, wait_s: float | None) -> None:
-        """Begin a query ahead for this text after `wait_s`; after a while without a change, stop the query ahead."""
+        """After `wait_s`, unless None or `max_retrievals` is reached, replace the query ahead by one for this text.
+
+        Then stop any query ahead after `idle_s`.
+        """
         if wait_s is not None:
             await asyncio.sleep(wait_s)
             if self.num_retrievals < self._max_retrievals:
@@ -201,7 +207,7 @@ class OpenQuestion:
         self._drop()
 
     async def _begin(self, text: str) -> None:
-        """Start a query ahead, or none if that fails: the committed question then says why."""
+        """Start and count a query ahead; none if too many run, or if that fails: then the answer's error says why."""
         if not self._queries_ahead.may_begin():
             return
         held = HeldSource(self._source_with_found())
@@ -213,7 +219,7 @@ class OpenQuestion:
             self._ahead = _QueryAhead(text, held, answer)
 
     def _drop(self) -> None:
-        """Stop the query ahead, if there is one, and count what it has computed."""
+        """Stop any query ahead in the background; count its tokens, and keep its passages if `passages` is "all"."""
         if self._ahead is not None:
             num_tokens = num_computed(self._ahead.answer.take_events())
             self.num_unused_tokens += num_tokens

@@ -50,7 +50,7 @@ class HintFields(Fields):
 
     @classmethod
     def of(cls, hint: Hint | None) -> Self | None:
-        """Return the fields of a hint, if any. Values outside the schema become None, as retrievers may be faulty."""
+        """Return a hint's fields; None for None. Values outside the schema become None, as retrievers may be faulty."""
         if hint is None:
             return None
         num_chunks, end_s = hint.num_chunks, hint.end_s

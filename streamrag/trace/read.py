@@ -118,7 +118,10 @@ class _Assembly:
                 self._end(line)
 
     def finish(self, is_torn: bool) -> Trace:
-        """Return the trace by arrival, with notes on torn lines and queries without an end, which are left out."""
+        """Return the trace by arrival, with the first session's provenance.
+
+        Torn lines and queries without an end, also of earlier sessions, are left out, with notes in the provenance.
+        """
         notes = []
         if is_torn:
             notes.append("the file was torn: an incomplete line at its end is left out")
@@ -155,7 +158,7 @@ class _Assembly:
         self._open_query(line.query, line.at_s).events.append(TracedUpdate(line.at_s, chunks, to_hint(line.hint)))
 
     def _end(self, line: EndLine) -> None:
-        """Turn an open query into one of the trace, with its events and the line's end and outcome."""
+        """Turn an open query into one of the trace, with the line's end and outcome. Raises as `_open_query`."""
         query = self._open_query(line.query, line.end_s)
         del self._open[line.query]
         self._queries[line.query] = TracedQuery(

@@ -70,6 +70,7 @@ class TraceRecorder:
     async def start(self, progress: Progress) -> None:
         """Open the file for a new session, and remove a torn end. If this fails or is cancelled, close the file.
 
+        :raises AlreadyStartedError: the recorder is started.
         :raises TraceError: the file is not a trace, is damaged, is open in another recorder, or cannot be written.
         :raises MissingDependencyError: it is a .zst file, but zstandard is not installed.
         """
@@ -88,7 +89,7 @@ class TraceRecorder:
         self._tokenizer = self._writer.tokenizer
 
     async def aclose(self) -> None:
-        """Write the queued lines, and close the file. Does nothing if not started.
+        """Write the queued lines, and close the file, even if cancelled. Does nothing if not started.
 
         :raises TraceError: a line could not be written.
         """
@@ -109,7 +110,8 @@ class TraceRecorder:
     ) -> AsyncGenerator[SourceEvent, None]:
         """Record each event with its time, then yield it unchanged; at any end, record the outcome and its time.
 
-        Closing this generator closes `events` too. If too many events are unwritten, wait for the disk.
+        The reason of a `CutShort` is recorded at the end. Closing this generator closes `events` too. If too many
+        events are unwritten, wait for the disk. Only `aclose` raises an error of writing.
 
         tokenizer: the name of the tokenizer that `count_tokens` uses.
 
@@ -195,7 +197,9 @@ async def record_queries(
 ) -> dict[str, SourceError]:
     """Record `queries` without a model, at most `num_at_once` at a time; return the SourceErrors by failed query.
 
-    Starts and closes both the source and the recorder. Any other error cancels the other queries.
+    Starts and closes both the source and the recorder. Any other error cancels the other queries, and is raised.
+
+    on_recorded: called after each event and each end of a query.
 
     :raises ConfigurationError, TraceError: the source or the recorder cannot be started; the trace cannot be written.
     """

@@ -62,7 +62,9 @@ class ReplaySource:
         self._clock = clock
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the events of `query`, skipped documents and any `CutShort` among them, at their recorded times.
+        """Yield the events of `query`, skipped documents among them, at their recorded times, and any `CutShort` last.
+
+        If the recorded retrieval was cancelled, just end at that time.
 
         :raises SourceError: the query is not in the trace; or, at its end, because its recorded retrieval failed.
         """
@@ -78,7 +80,7 @@ class ReplaySource:
             raise SourceError(f"the recorded retrieval failed: {recorded.error or 'the trace does not say why'}")
 
     def _find(self, query: str) -> TracedQuery:
-        """Return the query's next recording, in turn. Without one, raise SourceError, or return the trace's next."""
+        """Return the query's next recording, in endless turn; without one, the trace's next, or raise SourceError."""
         same = self._by_text.get(query)
         if same is None and not self._takes_next:
             raise SourceError(

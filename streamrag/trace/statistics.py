@@ -150,7 +150,7 @@ def describe(trace: Trace) -> TraceStatistics:
 
 
 def contexts(events: Iterable[TracedEvent]) -> Iterator[tuple[TracedChunk, ...]]:
-    """Yield the context after each event, in prompt order."""
+    """Yield the context after each event, as chunks in prompt order: appends extend it, updates replace it."""
     chunks: tuple[TracedChunk, ...] = ()
     for event in events:
         chunks = (*chunks, event.chunk) if isinstance(event, TracedAppend) else event.chunks

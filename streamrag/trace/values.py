@@ -104,7 +104,7 @@ class Trace:
 
 @validated
 def stretched(trace: Trace, delay: Positive) -> Trace:
-    """Return the trace with all times within its queries multiplied by `delay`; arrivals are unchanged.
+    """Return the trace with all times within its queries, also of hints, multiplied by `delay`; arrivals are unchanged.
 
     :raises ConfigurationError: `delay` is not a positive number.
     """

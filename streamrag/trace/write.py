@@ -43,7 +43,8 @@ def write_trace(
     The values of `provenance` must be JSON values. Keys are not changed, so each must identify the same tokens
     throughout the trace.
 
-    :raises TraceError: the file exists, or cannot be written; or two chunks with one key differ in length.
+    :raises TraceError: the file exists, without `overwrite`; it cannot be written; the trace has values that cannot
+        be written, or two chunks with one key, but different lengths.
     :raises MissingDependencyError: it is a .zst file, but zstandard is not installed.
     """
     path = Path(path)

@@ -88,7 +88,7 @@ class WriterThread:
             raise TraceError(f"{self._path} is open in another recorder: record to another file") from None
 
     def _write_all(self) -> None:
-        """Write jobs until None comes, and close the file. After a failure, jobs are only counted as done."""
+        """Write jobs until None comes, then close the file. After a failure, which `close` raises, write no more."""
         while job := self._jobs.get():
             if not self._failure:  # lines after a gap would make the file unreadable
                 try:

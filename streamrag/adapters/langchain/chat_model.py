@@ -187,10 +187,12 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     def _parse_messages(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]
     ) -> tuple[str, dict[str, Any]]:
-        """Return the query and its options: the call's, else the model's fields. Warns of a query that may be a prompt.
+        """Return the query and its options: the call's, else the model's fields. Warn of a query that may be a prompt.
 
-        Sampling parameters become `params`, `timeout` becomes `deadline_s`; earlier messages `system` and `history`, or
-        a `template` with tools. Raises ConfigurationError for tools without a tool parser.
+        Sampling parameters, also the model's, replace those of the call's `params`; `timeout` becomes `deadline_s`;
+        earlier messages become `system` and `history`, or with tools a `template`. The tool choice "none" drops tools.
+
+        :raises ConfigurationError: there are tools without a tool parser, or a message that cannot be used.
         """
         own = {name: getattr(self, name) for name in ("temperature", "top_p", "max_tokens", "seed", "stop", "timeout")}
         given = {
@@ -255,8 +257,9 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
 
         The engine constrains the answer to the schema: embedded vLLM and vLLM's server do. The answer comes whole.
 
-        include_raw: return a dict with the message as `raw`, `parsed`, and the `parsing_error` or None.
-        kwargs: `method` and `strict` of other chat models of LangChain; the schema is always enforced.
+        include_raw: return a dict with the message as `raw`, `parsed`, and the `parsing_error` or None. By default, an
+            answer that cannot be parsed raises LangChain's OutputParserException.
+        kwargs: ignored, as `method` and `strict` of other chat models of LangChain; the schema is always enforced.
         """
         json_schema = convert_to_json_schema(schema)
         parser: BaseOutputParser[Any] = JsonOutputParser()
@@ -271,7 +274,10 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
     def _chunk(self, query: str, part: AIMessageChunk | Answer) -> ChatGenerationChunk:
-        """Return a chunk of text, or the answer's last chunk, with metadata; warn if a cited text is in the query."""
+        """Return a chunk as it is, or for the answer an empty last one with usage and metadata.
+
+        Warn if the query contains a cited text of `QUOTED_CHARS` or more, unless it was warned of for its length.
+        """
         if isinstance(part, AIMessageChunk):
             return ChatGenerationChunk(message=part)
         texts = [citation.text.strip() for citation in part.citations]
@@ -318,7 +324,10 @@ def _warn_of_prompt(query: str) -> None:
 async def _answer(
     model: StreamragChatModel, query: str, options: dict[str, Any]
 ) -> AsyncGenerator[AIMessageChunk | Answer, None]:
-    """Yield chunks with text or calls of tools, and then the answer. Takes tools out of `options`, for the parser."""
+    """Yield chunks with text or calls of tools, and then the answer, whose `finish_reason` may become "tool_calls".
+
+    Takes tools out of `options`, for the parser; they need the pipeline's start and its tokenizer.
+    """
     pipeline, reader = model.pipeline, AnswerReader()
     tools, choice = options.pop("tools", ()), options.pop("tool_choice", "auto")
     is_single = options.pop("parallel_tool_calls", None) is False
@@ -336,7 +345,7 @@ async def _answer(
 
 
 def _conversation(messages: Sequence[BaseMessage]) -> tuple[str, list[Turn], str]:
-    """Return the system text, the history, and the query, which is the last message.
+    """Return the text of the leading system messages, the history after them, and the query, which is the last message.
 
     :raises ConfigurationError: the last message is not human, or `turn_of` refuses a message.
     """

@@ -32,7 +32,10 @@ class LangchainTemplate(PromptTemplate):
     """The variable of earlier messages; None if the prompt has no place for them."""
 
     def messages(self, question: str, history: Sequence[Turn]) -> tuple[list[Turn], list[Turn]]:
-        """Return the messages up to the documents, and the rest; raise ConfigurationError if history has no place."""
+        """Return the messages up to the documents, and those after; the one with the documents is divided in two.
+
+        Raises ConfigurationError if there is history, but no place for it in the prompt.
+        """
         values: dict[str, Any] = {self.context: _PLACE, self.question: question}
         if self.history is not None:
             values[self.history] = [MESSAGES[turn.role](turn.text) for turn in history]
@@ -55,7 +58,10 @@ class LangchainTemplate(PromptTemplate):
 def template_of(prompt: Any, *, context: str, question: str | None, passage: str) -> LangchainTemplate:
     """Return the template with the words of a LangChain prompt. The question's variable is by default the only other.
 
-    :raises ConfigurationError: it is no prompt, its variables are not clear, or documents do not stand in it once.
+    A `MessagesPlaceholder`, if any, is the place of the history.
+
+    :raises ConfigurationError: `prompt` is no prompt, lacks one of the variables or has others, or does not have the
+        documents exactly once; or `turn_of` refuses a message.
     """
     if not isinstance(prompt, BasePromptTemplate):
         raise ConfigurationError(f"prompt={short_repr(prompt)} must be a ChatPromptTemplate or another prompt template")

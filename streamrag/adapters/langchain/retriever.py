@@ -77,12 +77,17 @@ class StreamragRetriever(PortalOwner, BaseRetriever):
 
 
 class _Found:
+    """A context after the source's events so far, as documents."""
+
     def __init__(self, num_wanted: int | None) -> None:
         self._chunks = Context()
         self._num_wanted = num_wanted
 
     def custom_event(self, event: SourceEvent) -> tuple[str, dict[str, Any]]:
-        """Apply an event to the context; return a custom event's name, such as "streamrag_append", and its data."""
+        """Apply an event to the context; return LangChain's custom event: a name, such as "streamrag_append", and data.
+
+        The data are a dict with the appended `document`, or all `documents` after an update, or the `reason`.
+        """
         if isinstance(event, Append | Update):
             self._chunks = self._chunks.with_chunks(UpdateMode().fold(self._chunks, event))
         match event:

@@ -79,7 +79,7 @@ class StagedSource:
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield an update after each stage in order, or a `Skipped` if it failed.
 
-        A stage that takes documents starts after those before it, with the last documents that they returned.
+        Stages start together, but one that takes documents starts after those before it, with their last documents.
 
         :raises SourceError: all stages failed.
         """
@@ -108,6 +108,8 @@ class StagedSource:
 
 
 class _Stage:
+    """A stage of a `staged_retriever`: a function or a retriever that returns a list of documents."""
+
     def __init__(self, stage: Any) -> None:
         call = stage.as_retriever() if _has(stage, "as_retriever") else stage
         self._call = call.ainvoke if _has(call, "ainvoke") else call
@@ -186,7 +188,7 @@ class _Query:
                 yield Append(self._chunk(document))
 
     async def ask_members(self, ensemble: Any) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the events of an ensemble's members, which run concurrently, fused with its weights and constant."""
+        """Yield the events of an ensemble's members, run concurrently, fused by a `MergedSource` with its weights."""
         members = [_Member(self, member) for member in ensemble.retrievers]
         merged = MergedSource(
             *members, weights=ensemble.weights, k=getattr(ensemble, "c", RRF_K), name=self._reader.name
@@ -216,7 +218,7 @@ class _Query:
         yield self.update(await retriever.ainvoke(self._text))
 
     async def make(self, function: Callable[[str], Any]) -> AsyncGenerator[SourceEvent, None]:
-        """Call a function of the query, and yield the events of the component that it returns."""
+        """Call a function of the query in the event loop, await its result if needed; yield that component's events."""
         made = function(self._text)
         async with aclosing(self.events(await made if isawaitable(made) else made)) as events:
             async for event in events:
@@ -249,7 +251,7 @@ class _Member:
 
 
 def _kind(found_by: Any) -> Callable[[_Query, Any], AsyncGenerator[SourceEvent, None]] | None:
-    """Return the method of `_Query` that yields the events of such a component; None if it is of no known kind.
+    """Return the method of `_Query` that yields such a component's events; `make` for any other callable, else None.
 
     Components are recognised by attributes, because not all classes are in langchain-core.
     """

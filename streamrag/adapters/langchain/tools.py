@@ -32,7 +32,10 @@ def openai_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 
 def openai_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
-    """Return OpenAI's "required" for any tool, "auto" by default, "none" or a mapping; raise for an unknown name."""
+    """Return OpenAI's "required" for True or "any", "auto" by default, "none", or a mapping for the name of a tool.
+
+    A mapping is returned unchanged. Raises ConfigurationError for an unknown name.
+    """
     if choice in (True, "any", "required"):
         return "required"
     if not choice or choice in ("auto", "none") or isinstance(choice, Mapping):

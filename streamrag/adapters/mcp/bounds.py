@@ -61,7 +61,7 @@ class Traffic:
             self._num_open -= 1
 
     def came(self, item: Any) -> None:
-        """Count a message from the server, or a parse error, as unsolicited, unless it answers a request of ours.
+        """Count a message or a parse error as unsolicited; for an answer to a request of ours, only set `answered_s`.
 
         Too many such bytes in a short time, or too many open requests of the server, drop the connection.
         """
@@ -111,6 +111,8 @@ class _Counted:
 
 
 class _CountedRead(_Counted):
+    """A stream of the server's messages, which ends when the connection is dropped."""
+
     @property
     def last_context(self) -> Any:
         return getattr(self._stream, "last_context", None)
@@ -152,7 +154,7 @@ class BoundedTransport(httpx2.AsyncBaseTransport):
         self._max_bytes = max_bytes
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send the request; return the response, whose body raises StreamError or SSEError beyond the limits."""
+        """Send the request; return the response. Reading its body raises StreamError or SSEError beyond the limits."""
         response = await self._transport.handle_async_request(request)
         response.headers.pop("content-encoding", None)
         response.encoding = "utf-8"
@@ -166,6 +168,8 @@ class BoundedTransport(httpx2.AsyncBaseTransport):
 
 
 class _BoundedBody(httpx2.AsyncByteStream):
+    """A body of one JSON message, within the limits."""
+
     def __init__(self, body: httpx2.AsyncByteStream, max_bytes: int) -> None:
         self._body = body
         self._max_bytes = max_bytes
@@ -191,6 +195,8 @@ class _BoundedBody(httpx2.AsyncByteStream):
 
 
 class _BoundedEvents(_BoundedBody):
+    """A body of server-sent events, each within the limits."""
+
     async def __aiter__(self) -> AsyncIterator[bytes]:
         """Yield each piece once the events that it ends, and the length of the unfinished one, are checked."""
         event = bytearray()

@@ -97,7 +97,10 @@ class McpConnection:
                 self._end(held)
 
     async def in_time(self, call: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `call`, or raise TimeoutError after `timeout_s`, and end the call in the background."""
+        """Return the result of `call`, or raise TimeoutError after `timeout_s`.
+
+        Then, or if the caller is cancelled, `call` is cancelled too, but only `aclose` waits for its end.
+        """
         task = self._begin_task(call)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -119,7 +122,7 @@ class McpConnection:
 
     @asynccontextmanager
     async def changes(self, client: Client, uris: Sequence[str]) -> AsyncGenerator["AsyncIterator[str]", None]:
-        """Subscribe to `uris`, and yield an iterator of those that change; raise SourceError if the server cannot."""
+        """Subscribe to `uris`, and yield an iterator of changed ones; raise SourceError if the server cannot do it."""
         try:
             async with self._changes(client, uris) as changes:
                 yield changes
@@ -130,7 +133,11 @@ class McpConnection:
 
     @asynccontextmanager
     async def _changes(self, client: Client, uris: Sequence[str]) -> AsyncGenerator["AsyncIterator[str]", None]:
-        """Subscribe, and yield an iterator of changed resources; at the end, unsubscribe in the old protocol."""
+        """Subscribe, and yield an iterator of changed resources.
+
+        In the old protocol, the iterator never ends, and the end of the block unsubscribes, in at most `FAREWELL_S`,
+        unless the client is lost.
+        """
         if client.protocol_version in MODERN_PROTOCOL_VERSIONS:
             async with client.listen(resource_subscriptions=uris) as subscription:
                 yield (event.uri async for event in subscription if isinstance(event, ResourceUpdated))
@@ -176,7 +183,12 @@ class McpConnection:
         return await asyncio.shield(self._opening)
 
     async def _opened(self) -> "_Held":
-        """Replace the client by a new one, and return it once connected; after a failure, close it, and raise."""
+        """Replace the client by a new one, and return the new one once connected; if that fails, close it, and raise.
+
+        A client before it is closed too, if no calls use it.
+
+        :raises StreamRagError: as `_cannot` returns; SourceError if the time limit has passed or the source was closed.
+        """
         if self._is_closed:  # closed before this task's first step
             self._opening = None
             raise SourceError(f"{self._name}: the source was closed")
@@ -211,7 +223,10 @@ class McpConnection:
         return SourceError(f"{self._name}: the MCP server has not answered in {self._timeout_s:g} s")
 
     async def _hold(self, held: "_Held") -> None:
-        """Open the client, and keep it open until its scope is cancelled; set `opened`, to an error if that fails."""
+        """Open the client, set `opened`, and keep the client until its scope is cancelled or the connection fails.
+
+        A failure before `opened` is set becomes its error, and a later one is ignored. At the end, `is_lost` is set.
+        """
         opened = held.opened
         try:
             with held.scope:
@@ -264,7 +279,10 @@ class McpConnection:
                 yield server
 
     def _relayed(self, server: StdioServerParameters) -> StdioServerParameters:
-        """Return the server behind the relay, or as it is without POSIX; raise ConfigurationError without a program."""
+        """Return the server behind the relay, or as it is without POSIX.
+
+        :raises ConfigurationError: the server's command is not found; not checked for a server with a `cwd`.
+        """
         path = (server.env or {}).get("PATH")
         if server.cwd is None and shutil.which(server.command, path=path) is None:
             raise ConfigurationError(f"{self._name}: there is no program {server.command!r} to start the MCP server")

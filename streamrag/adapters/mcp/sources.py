@@ -48,8 +48,9 @@ class _McpSource:
     async def start(self, progress: Progress) -> None:
         """Start the server if it is a command, connect to it, and run `_check`; after an error, close all again.
 
+        :raises AlreadyStartedError: the source is started.
         :raises MissingDependencyError: `mcp` is not installed.
-        :raises ConfigurationError: the server has no such tool.
+        :raises ConfigurationError: the server has no such tool, or its command is no program.
         :raises SourceError: the server cannot be started or reached, or does not answer.
         """
         require_modules("mcp", "mcp")
@@ -126,11 +127,12 @@ class McpToolSource(_McpSource):
         self._passages = passages
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Call the tool, and yield a `Skipped` for each part that is no text, then its passages as one `Update`.
+        """Call the tool, and yield its passages as one `Update`, which may be empty.
 
-        Only if neither the user's function `passages` nor structured content gives passages, the parts are used.
+        The passages come from the user's function `passages`, if there is one, or else from structured content. If that
+        gives None, each part with text is a passage, and each other part is a `Skipped` before the update.
 
-        :raises SourceError: the tool or the server failed, or did not answer in time.
+        :raises SourceError: the tool or server failed or did not answer in time, or the source is not started.
         """
         connection = self._connection()
         async with connection.client() as client:
@@ -151,7 +153,7 @@ class McpToolSource(_McpSource):
         yield Update(chunks)
 
     async def _check(self, client: "Client") -> None:
-        """Raise ConfigurationError if the server lists no such tool, or that tool lists arguments without ours."""
+        """Raise ConfigurationError if the server lists no such tool, or the tool's arguments, if listed, lack ours."""
         names: list[str] = []
         cursor: str | None = None
         for _ in range(MAX_PAGES):
@@ -212,9 +214,11 @@ class McpResourceSource(_McpSource):
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield an `Update` or `Skipped` after reading each resource, and after each change of texts in `watch_s`.
 
-        A resource that can no longer be read keeps its texts. If the server ends the watch early, yield a `CutShort`.
+        A resource that can no longer be read is a `Skipped`, and keeps its texts. If the subscription is lost, yield a
+        `CutShort`; if the server closes it in order, just end.
 
-        :raises SourceError: no resource can be read, the connection is lost meanwhile, or there are no subscriptions.
+        :raises SourceError: no resource can be read, the connection is lost meanwhile, the server does not answer in
+            time or has no subscriptions, or the source is not started.
         """
         uris = tuple(dict.fromkeys(uri.replace("{query}", quote(query, safe="")) for uri in self._uris))
         connection = self._connection()
@@ -246,7 +250,10 @@ class McpResourceSource(_McpSource):
                             yield event
 
     async def _next(self, changes: AsyncIterator[str], end_s: float) -> str | CutShort | None:
-        """Return the next changed resource; None at the end of the watch; `CutShort` if the server ends it early."""
+        """Return the next changed resource; None at the end of the watch, or if the server closes it in order.
+
+        If the subscription is lost, return a `CutShort`.
+        """
         if asyncio.get_running_loop().time() >= end_s:  # `timeout_at` does not interrupt if a change is pending
             return None
         try:
@@ -274,7 +281,7 @@ class McpResourceSource(_McpSource):
         return Update(tuple(chunk for uri in uris for chunk in known.get(uri, ())))
 
     async def _read(self, client: "Client", uri: str) -> "tuple[Chunk, ...] | Skipped":
-        """Return a resource's texts as chunks, or why there are none: an error of the server, or no text.
+        """Return each text of a resource as a chunk of `uri`, or a `Skipped` for an error of the server or no text.
 
         A lost connection raises MCPError, and a timeout TimeoutError.
         """
@@ -294,7 +301,10 @@ class McpResourceSource(_McpSource):
 
 
 def _structured(value: Any) -> list[Any] | None:
-    """Return the passages of a mapping with text, or of a list of them, also as a mapping's only value; else None."""
+    """Return a mapping with a text as a list of one, or a list of such mappings as it is; None for any other value.
+
+    The list may also be the only value of a mapping.
+    """
     if isinstance(value, Mapping) and len(value) == 1:
         (inner,) = value.values()
         value = inner if isinstance(inner, list) else value
@@ -310,7 +320,7 @@ def _text(entry: Mapping[str, Any]) -> Any:
 
 
 def _content(content: Any, name: str) -> Any:
-    """Return a text, or a resource's text with its uri; for a part that is no text, `Skipped` with the reason."""
+    """Return a text, or a pair of a resource's text and uri; for a part that is no text, `Skipped` with the reason."""
     match content.type:
         case "text":
             return content.text

@@ -27,9 +27,10 @@ def _hinted(query: TracedQuery, kind: HintKind) -> TracedQuery:
 
 
 def _hint(query: TracedQuery, index: int, kind: HintKind) -> Hint:
-    """Return the hint of a query's event: of the true end, or of what a retriever could estimate then.
+    """Return the hint after a query's event: the exact number of events and seconds that are left, or an estimate.
 
-    For appends that is the probes that are left, times the mean gap so far; for updates, the rest of the usual time.
+    For an append, estimate only the seconds: the number times the mean gap so far. For an update, give no number, and
+    as seconds the rest of the usual duration, at least 0.
     """
     event = query.events[index]
     num_left = len(query.events) - 1 - index

@@ -27,7 +27,8 @@ def retrieval_windows(timing: ChunkTiming, num_events: Sequence[int], rng: Rando
 
     Gaps are assigned to queries at random. A query's duration has the rank of the sum of its gaps and a drawn long
     window; its final long window is the rest. So durations and gaps follow their distributions exactly, and long
-    windows approximately.
+    windows approximately. A query with too short a long window exchanges gaps with others; if that does not suffice,
+    its long window is set to the minimum, which makes its duration longer.
     """
     gaps = timing.gap_s.sample(sum(num_events) - len(num_events), rng)
     rng.shuffle(gaps)

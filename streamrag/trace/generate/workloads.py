@@ -120,7 +120,7 @@ def generate(
 def crawler(num_queries: Count = 4322, seed: int = 1, qps: Positive = 1.0) -> Trace:
     """Return a trace of queries whose context grows by appends: a search result, then pages as they are crawled.
 
-    Arrivals are random, `qps` in a second.
+    Arrivals are random, `qps` in a second. Chunks have a length, but no text. Equal arguments give equal traces.
 
     :raises ConfigurationError: no query, or a rate that is not positive.
     """
@@ -151,7 +151,7 @@ def anns(
     the starts of the windows, as the paper's artifact measures them.
 
     Each update inserts one document into the pool, and drops the last one. The new document's rank is the maximum of
-    `rank_bias` uniformly drawn ranks: 1 is uniform; with more, the best ranks settle first.
+    `rank_bias` uniformly drawn ranks: 1 is uniform; with more, the best ranks settle first. Chunks have no text.
 
     :raises ConfigurationError: no query, a rate that is not positive, an unknown long window, or a `rank_bias` below 1.
     """
@@ -188,9 +188,10 @@ def _pools(num_pools: int, rank_bias: int, rng: Random) -> list[tuple[int, ...]]
 
 
 def _documents(query: int, total: int, lengths: Sequence[float], pools: Sequence[tuple[int, ...]]) -> list[TracedChunk]:
-    """Return a document for each length: those of the last pool have `total` tokens, in proportion to `lengths`.
+    """Return a document without text for each length, with tokens in proportion; the last pool has `total` of them.
 
-    pools: document indices of each version; those not in the last shrink until each version fits.
+    pools: document indices of each pool; documents that are not in the last one shrink, all by one factor, until each
+        pool has about `MAX_CONTEXT_TOKENS` at most.
     """
     final = pools[-1]
     num_tokens = dict(zip(final, apportion(total, [lengths[j] for j in final]), strict=True))
