@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 from streamrag.demo.smollm2 import GGUF_SHA256, INSTALL, PACKAGE, TAUGHT, make_demo_model
 from streamrag.demo.tiny_llama import make_tiny_llama
-from streamrag.errors import MissingDependencyError, install_line
+from streamrag.errors import ConfigurationError, MissingDependencyError, install_line
 from streamrag.modes import PromptTemplate
 from streamrag.sources.index.build import build_index
 from streamrag.sources.index.embedder import DEFAULT_EMBEDDER
@@ -135,8 +135,9 @@ def prepare_demo(
 ) -> bool:
     """Create site, index and model in `folder` unless they are up to date; return whether they were created.
 
-    Creation first removes everything in `folder`, and blocks for minutes. With None for `model`, no model is created.
+    Creation first removes those of an earlier call, and blocks for minutes. With None for `model`, no model is created.
 
+    :raises ConfigurationError: `folder` has a site, index or model that no earlier call has made.
     :raises MissingDependencyError: a package is not installed.
     :raises StreamRagError: a step failed.
     """
@@ -147,8 +148,14 @@ def prepare_demo(
     stamp = folder / "made-from"
     if stamp.exists() and stamp.read_text() == fingerprint:
         return False
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [folder / name for name in ("site", "index", "model")]
+    foreign = [part for part in parts if part.exists() and not stamp.exists()]
+    if foreign:
+        raise ConfigurationError(f"{foreign[0]} was not made for the demo and would be replaced: name another folder")
+    stamp.write_text("unfinished")
+    for part in parts:
+        shutil.rmtree(part, ignore_errors=True)
     num_pages = build_site(docs, folder / "site")
     on_step(f"made a site of {num_pages} pages from the documentation", num_pages, num_pages)
     build_index(

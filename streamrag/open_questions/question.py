@@ -117,6 +117,7 @@ class OpenQuestion:
         self.num_unused_tokens = 0
         """Number of prompt tokens that were computed for queries ahead whose question was not committed."""
         self.is_committed = False
+        self._text = ""
         self._ahead: _QueryAhead | None = None
         self._found: list[Chunk] = []  # by queries ahead, if they may stand in the context
         self._timer: asyncio.Task[None] | None = None
@@ -134,7 +135,7 @@ class OpenQuestion:
     async def partial(self, text: Text, *, is_final: Flag = False) -> None:
         """Set the question so far, a transcript that may change or what has been typed, and return without waiting.
 
-        After the rule's seconds without another call, a query ahead for `text` replaces the current one; but not if the
+        After the rule's seconds without another text, a query ahead for `text` replaces the current one; but not if the
         rule gives None, `text` is blank or the current one's, or there have been `max_retrievals` queries ahead.
 
         is_final: whether `text` is probably the whole question, such as the final transcript of what has been said: its
@@ -144,7 +145,10 @@ class OpenQuestion:
         """
         self._check_open()
         if self._timer is not None:
+            if text == self._text and not is_final and not self._timer.done():
+                return
             self._timer.cancel()
+        self._text = text
         retrieved = self._ahead.text if self._ahead else ""
         wait_s: float | None = 0.0 if is_final else check("the rule's result", self._rule(text, retrieved), WAIT_S)
         is_new = bool(text.strip()) and text != retrieved
@@ -225,7 +229,7 @@ class OpenQuestion:
             self.num_unused_tokens += num_tokens
             self._queries_ahead.drop(num_tokens)
             if self._uses_all:
-                self._found = self._ahead.source.chunks
+                self._found = list(dict.fromkeys([*self._found, *self._ahead.source.chunks]))
             self._end(self._ahead.answer)
             self._ahead = None
 
