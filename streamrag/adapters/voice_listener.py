@@ -1,0 +1,95 @@
+"""A listener to one conversation by voice: retrieval begins while the user speaks, the answer when the turn ends."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+from streamrag.core import Turn
+from streamrag.errors import ConfigurationError
+from streamrag.open_questions import ListenOptions, OpenQuestion, has_new_words
+from streamrag.pipeline import Pipeline
+from streamrag.query.answer_stream import AnswerStream
+from streamrag.query.options import QueryOptions
+
+NOTHING_TO_ANSWER = (
+    "the conversation has no message of its user, and a pipeline answers questions: let the agent speak a text of its "
+    "own first, with session.say(...) of LiveKit or a TTSSpeakFrame of Pipecat"
+)
+
+
+class VoiceListener:
+    """A listener to one conversation. It has at most one open question, which the next answer commits.
+
+    Messages are pairs of role and text, oldest first. A question belongs to the messages before it: if these change, as
+    when the user interrupts an answer, a new question takes its place.
+
+    options: those of `Pipeline.listen`, for each question.
+
+    :raises ConfigurationError: an option cannot work.
+    """
+
+    def __init__(self, pipeline: Pipeline, options: ListenOptions) -> None:
+        pipeline.listen(**options)  # raises for options that cannot work
+        self._pipeline = pipeline
+        self._options = options
+        self._is_worth = options.get("is_worth", has_new_words)
+        self._question: OpenQuestion | None = None
+        self._committed = ""
+        self._conversation = QueryOptions()
+        self._lock = asyncio.Lock()  # first come, first served: a transcript that came before a commit is heard before
+
+    async def hear(self, text: str, messages: Iterable[tuple[str, str]], *, is_final: bool = False) -> None:
+        """Say what the user has said so far in this turn, and whether the recognizer may still change it."""
+        if text.strip():
+            text, conversation = parse_messages([*messages, ("user", text)])
+            async with self._lock:
+                if self._committed and conversation == self._conversation and not self._is_worth(text, self._committed):
+                    return  # it is being answered already, because the framework has predicted the end of the turn
+                question = await self._open(conversation)
+                await question.partial(text)  # is_final=is_final: begin at once
+
+    @asynccontextmanager
+    async def answer(self, messages: Iterable[tuple[str, str]]) -> AsyncIterator[AnswerStream]:
+        """Return a block with the answer to the last message of the user. Leaving the block stops it.
+
+        :raises ConfigurationError: there is no such message.
+        """
+        text, conversation = parse_messages(messages)
+        async with self._lock:
+            question = await self._open(conversation)
+            self._question, self._committed = None, text
+        async with question:
+            yield question.commit(text)
+
+    async def aclose(self) -> None:
+        """Stop what has begun for a question that is not committed. The next transcript begins another one."""
+        async with self._lock:
+            await self._drop()
+
+    async def _open(self, conversation: QueryOptions) -> OpenQuestion:
+        if self._question is None or conversation != self._conversation:
+            await self._drop()
+            options: ListenOptions = {**self._options, **conversation}
+            self._question, self._committed, self._conversation = self._pipeline.listen(**options), "", conversation
+        return self._question
+
+    async def _drop(self) -> None:
+        if self._question is not None:
+            question, self._question = self._question, None
+            await question.aclose()
+
+
+def parse_messages(messages: Iterable[tuple[str, str]]) -> tuple[str, QueryOptions]:
+    """Return the user's last message as the question, and the others as options: system texts, joined, and history.
+
+    >>> parse_messages([("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello!"), ("user", "Why?")])[0]
+    'Why?'
+    """
+    parts = [(role, text) for role, text in messages if text.strip()]
+    system = "\n\n".join(text for role, text in parts if role in ("system", "developer"))
+    turns = [Turn(role, text) for role, text in parts if role in ("user", "assistant")]
+    last = max((number for number, turn in enumerate(turns) if turn.role == "user"), default=None)
+    if last is None:
+        raise ConfigurationError(NOTHING_TO_ANSWER)
+    question = turns.pop(last)
+    return question.text, {"history": turns, **({"system": system} if system else {})}  # type: ignore[typeddict-item]
