@@ -1,9 +1,11 @@
-"""An adapter for LiveKit Agents. Needs the extra `livekit`.
+"""An adapter for LiveKit Agents.
 
-model = StreamragLLM(pipeline)
-session = AgentSession(llm=model, stt=..., tts=...)
-model.follow(session)
-await session.start(agent=Agent(instructions="You answer callers of a print shop."), room=room)
+    model = StreamragLLM(pipeline)
+    session = AgentSession(llm=model, stt=..., tts=...)
+    model.follow(session)
+    await session.start(agent=Agent(instructions="You answer callers of a print shop."), room=room)
+
+Needs the extra `livekit`.
 """
 
 import asyncio
@@ -12,27 +14,17 @@ from collections.abc import Coroutine, Iterator
 from typing import Any, Unpack
 
 from streamrag.adapters.voice_listener import VoiceListener
-from streamrag.errors import ConfigurationError, MissingDependencyError, install_line
+from streamrag.errors import MissingDependencyError, install_line
 from streamrag.open_questions import ListenOptions
 from streamrag.pipeline import Pipeline
-from streamrag.telemetry import TokenUsage
 
 try:
-    from livekit.agents import (
-        DEFAULT_API_CONNECT_OPTIONS,
-        AgentSession,
-        APIConnectOptions,
-        ConversationItemAddedEvent,
-        UserInputTranscribedEvent,
-        llm,
-        utils,
-    )
+    from livekit import agents
+    from livekit.agents import llm
 except ImportError:
     raise MissingDependencyError("livekit-agents", install_line("livekit")) from None
 
 __all__ = ["StreamragLLM"]
-
-NO_TOOLS = "StreamragLLM calls no tools, and the agent has {}: give it none, or put what they look up into the source"
 
 
 class StreamragLLM(llm.LLM):
@@ -66,17 +58,17 @@ class StreamragLLM(llm.LLM):
     def provider(self) -> str:
         return "streamrag"
 
-    def follow(self, session: AgentSession) -> None:
+    def follow(self, session: agents.AgentSession) -> None:
         """Retrieve and prefill with each transcript of this session, and stop that when the session closes."""
 
-        def hear(event: UserInputTranscribedEvent) -> None:
+        def hear(event: agents.UserInputTranscribedEvent) -> None:
             text = f"{self._final_text} {event.transcript}".lstrip()  # as LiveKit joins the transcripts of a turn
             if event.is_final:
                 self._final_text = text
             messages = list(_messages(session.current_agent.chat_ctx))
             self._run_soon(self.listener.hear(text, messages, is_final=event.is_final))
 
-        def end_turn(event: ConversationItemAddedEvent) -> None:
+        def end_turn(event: agents.ConversationItemAddedEvent) -> None:
             if getattr(event.item, "role", "") == "user":
                 self._final_text = ""
 
@@ -89,7 +81,7 @@ class StreamragLLM(llm.LLM):
         *,
         chat_ctx: llm.ChatContext,
         tools: list[llm.Tool] | None = None,
-        conn_options: APIConnectOptions = DEFAULT_API_CONNECT_OPTIONS,
+        conn_options: agents.APIConnectOptions = agents.DEFAULT_API_CONNECT_OPTIONS,
         **kwargs: Any,
     ) -> llm.LLMStream:
         return _AnswerStream(self, chat_ctx=chat_ctx, tools=tools or [], conn_options=conn_options)
@@ -115,25 +107,21 @@ class _AnswerStream(llm.LLMStream):
     """The answer as LiveKit reads it."""
 
     async def _run(self) -> None:
-        if self._tools:
-            raise ConfigurationError(NO_TOOLS.format(len(self._tools)))
-        id = utils.shortuuid("answer_")
-        async with self._llm.listener.answer(_messages(self._chat_ctx)) as answer:
+        id = agents.utils.shortuuid("answer_")
+        async with self._llm.listener.answer(_messages(self._chat_ctx), self._tools) as answer:
             async for chunk in answer:
                 delta = llm.ChoiceDelta(role="assistant", content=chunk.text)
                 self._event_ch.send_nowait(llm.ChatChunk(id=id, delta=delta))
-        self._event_ch.send_nowait(llm.ChatChunk(id=id, usage=_usage(answer.result.usage)))
+        usage = answer.result.usage
+        if usage.num_tokens is not None:
+            tokens = llm.CompletionUsage(
+                prompt_tokens=usage.num_prompt_tokens,
+                completion_tokens=usage.num_output_tokens,
+                total_tokens=usage.num_tokens,
+            )
+            self._event_ch.send_nowait(llm.ChatChunk(id=id, usage=tokens))
         self._llm.emit("answer", answer.result)
 
 
 def _messages(chat: llm.ChatContext) -> Iterator[tuple[str, str]]:
     return ((item.role, item.text_content or "") for item in chat.items if item.type == "message")
-
-
-def _usage(usage: TokenUsage) -> llm.CompletionUsage | None:
-    num_prompt, num_output = usage.num_prompt_tokens, usage.num_output_tokens
-    if num_prompt is None or num_output is None:
-        return None
-    return llm.CompletionUsage(
-        prompt_tokens=num_prompt, completion_tokens=num_output, total_tokens=num_prompt + num_output
-    )

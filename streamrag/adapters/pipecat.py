@@ -1,9 +1,11 @@
-"""An adapter for Pipecat. Needs the extra `pipecat`.
+"""An adapter for Pipecat.
 
-service = StreamragLLMService(pipeline)
-context = LLMContextAggregatorPair(LLMContext())
-service.follow(context.user())
-bot = pipecat.pipeline.pipeline.Pipeline([transport.input(), stt, context.user(), service, tts, transport.output()])
+    service = StreamragLLMService(pipeline)
+    context = LLMContextAggregatorPair(LLMContext())
+    service.follow(context.user())
+    processors = [transport.input(), stt, context.user(), service, tts, transport.output(), context.assistant()]
+
+Needs the extra `pipecat`.
 """
 
 from collections.abc import Iterator
@@ -42,8 +44,8 @@ class StreamragLLMService(LLMService):
 
     It answers the last message of the user in each `LLMContextFrame`. System messages replace the template's system
     text, and the other messages are the history. `follow` the user's aggregator to retrieve and prefill while the user
-    speaks. An interruption stops the answer. As with all of Pipecat's LLM services, the answer to a predicted end of the
-    turn is held back until the turn ends. What fails becomes an `ErrorFrame`.
+    speaks. An interruption stops the answer. The answer to a predicted end of the turn is held back until the turn has
+    ended, as with all of Pipecat's LLM services. What fails becomes an `ErrorFrame`.
 
     The event `on_answer` has each complete `Answer`, with the citations and timings.
 
@@ -97,18 +99,19 @@ class StreamragLLMService(LLMService):
         await super().cleanup()
 
     async def _answer(self, context: LLMContext) -> None:
-        async with self._listener.answer(self._messages(context)) as answer:
+        tools = getattr(context.tools, "standard_tools", ())
+        async with self._listener.answer(self._messages(context), tools) as answer:
             async for chunk in answer:
                 await self.stop_ttfb_metrics()
                 await self._push_llm_text(chunk.text)
         usage = answer.result.usage
-        if usage.num_prompt_tokens is not None and usage.num_output_tokens is not None:
-            num_tokens = usage.num_prompt_tokens, usage.num_output_tokens
-            await self.start_llm_usage_metrics(
-                LLMTokenUsage(
-                    prompt_tokens=num_tokens[0], completion_tokens=num_tokens[1], total_tokens=sum(num_tokens)
-                )
+        if usage.num_tokens is not None:
+            tokens = LLMTokenUsage(
+                prompt_tokens=usage.num_prompt_tokens,
+                completion_tokens=usage.num_output_tokens,
+                total_tokens=usage.num_tokens,
             )
+            await self.start_llm_usage_metrics(tokens)
         await self._call_event_handler("on_answer", answer.result)
 
     def _messages(self, context: LLMContext) -> Iterator[tuple[str, str]]:

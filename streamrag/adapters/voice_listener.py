@@ -1,7 +1,7 @@
 """A listener to one conversation by voice: retrieval begins while the user speaks, the answer when the turn ends."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from streamrag.core import Turn
@@ -15,6 +15,7 @@ NOTHING_TO_ANSWER = (
     "the conversation has no message of its user, and a pipeline answers questions: let the agent speak a text of its "
     "own first, with session.say(...) of LiveKit or a TTSSpeakFrame of Pipecat"
 )
+NO_TOOLS = "a pipeline calls no tools, and the agent has {}: give it none, or put what they look up into the source"
 
 
 class VoiceListener:
@@ -40,20 +41,25 @@ class VoiceListener:
 
     async def hear(self, text: str, messages: Iterable[tuple[str, str]], *, is_final: bool = False) -> None:
         """Say what the user has said so far in this turn, and whether the recognizer may still change it."""
-        if text.strip():
-            text, conversation = parse_messages([*messages, ("user", text)])
-            async with self._lock:
-                if self._committed and conversation == self._conversation and not self._is_worth(text, self._committed):
-                    return  # it is being answered already, because the framework has predicted the end of the turn
-                question = await self._open(conversation)
-                await question.partial(text)  # is_final=is_final: begin at once
+        if not text.strip():
+            return
+        text, conversation = parse_messages([*messages, ("user", text)])
+        async with self._lock:
+            if self._committed and conversation == self._conversation and not self._is_worth(text, self._committed):
+                return  # it is being answered already, because the framework has predicted the end of the turn
+            question = await self._open(conversation)
+            await question.partial(text)  # is_final=is_final: begin at once
 
     @asynccontextmanager
-    async def answer(self, messages: Iterable[tuple[str, str]]) -> AsyncIterator[AnswerStream]:
+    async def answer(
+        self, messages: Iterable[tuple[str, str]], tools: Sequence[object] = ()
+    ) -> AsyncIterator[AnswerStream]:
         """Return a block with the answer to the last message of the user. Leaving the block stops it.
 
-        :raises ConfigurationError: there is no such message.
+        :raises ConfigurationError: there is no such message, or there are tools.
         """
+        if tools:
+            raise ConfigurationError(NO_TOOLS.format(len(tools)))
         text, conversation = parse_messages(messages)
         async with self._lock:
             question = await self._open(conversation)
@@ -87,9 +93,9 @@ def parse_messages(messages: Iterable[tuple[str, str]]) -> tuple[str, QueryOptio
     """
     parts = [(role, text) for role, text in messages if text.strip()]
     system = "\n\n".join(text for role, text in parts if role in ("system", "developer"))
-    turns = [Turn(role, text) for role, text in parts if role in ("user", "assistant")]
+    turns = [Turn(role, text) for role, text in parts if role in ("user", "assistant")]  # type: ignore[arg-type]
     last = max((number for number, turn in enumerate(turns) if turn.role == "user"), default=None)
     if last is None:
         raise ConfigurationError(NOTHING_TO_ANSWER)
     question = turns.pop(last)
-    return question.text, {"history": turns, **({"system": system} if system else {})}  # type: ignore[typeddict-item]
+    return question.text, {"history": turns, **({"system": system} if system else {})}

@@ -1,6 +1,8 @@
 """A pipeline as the LLM of LiveKit's AgentSession: text only, with a recognizer of speech that is scripted."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -316,3 +318,14 @@ async def test_a_stream_that_is_closed_at_any_moment_leaves_nothing(after_s: flo
                     pass
         await model.aclose()
         assert (pipeline.num_queries, backend.num_requests, source.num_streams) == (0, 0, 0)
+
+
+def test_the_example_retrieves_before_the_turn_ends() -> None:
+    command = [sys.executable, "-W", "error::ResourceWarning", "examples/livekit_agent.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-3:] == [
+        "retrieving for 'how do I cancel every task'",
+        "the turn ends",
+        "Cancel its scope.",
+    ]

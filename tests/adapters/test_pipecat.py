@@ -1,6 +1,9 @@
 """A pipeline as Pipecat's LLM service, between Pipecat's own aggregators: frames in, frames out."""
 
 import asyncio
+import re
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -18,6 +21,7 @@ from pipecat.processors.aggregators.llm_response_universal import (  # noqa: E40
     LLMUserAggregatorParams,
 )
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessor  # noqa: E402
+from pipecat.services.llm_service import FunctionCallParams  # noqa: E402
 from pipecat.tests.utils import run_test  # noqa: E402
 from pipecat.turns.user_turn_strategies import EagerUserTurnStrategies, ExternalUserTurnStrategies  # noqa: E402
 from pipecat.workers.runner import WorkerRunner  # noqa: E402
@@ -292,14 +296,20 @@ async def test_what_fails_is_an_error_frame_and_the_next_question_is_answered(ba
 
 
 async def test_what_a_pipeline_cannot_answer_says_what_to_do(source: ScriptedSource, backend: ScriptedBackend) -> None:
+    async def look_up(params: FunctionCallParams) -> None:
+        """Look something up."""
+
     async with bot_of(pipeline := Pipeline(source, backend)) as bot:
         await bot.take(frames.LLMRunFrame())
         await until(lambda: bot.errors)
         assert "no message of its user" in bot.errors[0].error
         assert "TTSSpeakFrame" in bot.errors[0].error
+        await bot.take(frames.LLMSetToolsFrame([look_up]), begin(), final(QUESTION), end())
+        await until(lambda: len(bot.errors) == 2)
+        assert "the agent has 1: give it none" in bot.errors[1].error
         with pytest.raises(ConfigurationError, match="max_retrievals=-1"):
             StreamragLLMService(pipeline, max_retrievals=-1)
-    assert source.queries == []
+    assert complete(backend) == []
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.003, 0.01, 0.03])
@@ -311,3 +321,12 @@ async def test_a_bot_that_is_cancelled_at_any_moment_leaves_nothing(after_s: flo
         with suppress(asyncio.CancelledError):
             await bot.worker.cancel()
     assert source.num_streams == 0
+
+
+def test_the_example_retrieves_before_the_turn_ends() -> None:
+    command = [sys.executable, "-W", "error::ResourceWarning", "examples/pipecat_bot.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    waited = re.fullmatch(r"Cancel its scope\. Timings\(.*ttft_after_retrieval_s=([\d.e-]+), .*\)\n", ended.stdout)
+    assert waited is not None
+    assert float(waited[1]) < 0.4  # the scripted retrieval takes .5 s
