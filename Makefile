@@ -213,8 +213,5 @@ clean: ## remove what the targets made
 .venv/installed: pyproject.toml scripts/install.sh
 	scripts/install.sh
 
-# Not in .venv: Pipecat wants an older protobuf than all else there.
-.venv-voice/installed: pyproject.toml
-	python3 -m venv .venv-voice
-	.venv-voice/bin/python -m pip install --quiet --editable '.[livekit,pipecat]' hypothesis mypy pytest pytest-asyncio pytest-timeout pytest-xdist
-	touch .venv-voice/installed
+.venv-voice/installed: pyproject.toml scripts/install.sh
+	scripts/install.sh voice
