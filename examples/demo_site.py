@@ -29,6 +29,11 @@ class SlowHandler(SimpleHTTPRequestHandler):
         time.sleep(min(latency_s, MAX_LATENCY_S))
         super().do_GET()
 
+    def end_headers(self) -> None:
+        """Let crawlers that cache pages do so for as long as GitHub Pages does."""
+        self.send_header("Cache-Control", "max-age=600")
+        super().end_headers()
+
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing: the crawler's side is the interesting one."""
 

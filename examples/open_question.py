@@ -22,7 +22,7 @@ async def retrieve(query: str) -> list[Chunk]:
 
 async def main() -> None:
     backend = ScriptedBackend("Cancel its scope [1].")
-    async with Pipeline(RetrieverSource(retrieve), backend) as pipeline, pipeline.listen(stable_s=0.3) as question:
+    async with Pipeline(RetrieverSource(retrieve), backend) as pipeline, pipeline.listen() as question:
         for text in TYPED:
             await question.partial(text)
             await asyncio.sleep(0.4)

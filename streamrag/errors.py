@@ -38,7 +38,7 @@ WITH_CPU_BUILD = {"embed", "vllm"}
 
 
 def install_line(extra: str) -> str:
-    """Return the command that installs an extra.
+    """Return the command that installs an extra, and another for machines without a GPU where that makes a difference.
 
     No command asks the package index for "streamrag": until it is published, that name may be anyone's.
     """

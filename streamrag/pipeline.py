@@ -26,7 +26,7 @@ from streamrag.support.validation import Count, Flag, SecondsOrZero, validated
 from streamrag.telemetry import Answer
 
 if TYPE_CHECKING:
-    from streamrag.open_questions import ListenOptions, OpenQuestion
+    from streamrag.open_questions import ListenOptions, OpenQuestion, QueriesAhead
     from streamrag.sessions.limits import SessionLimits, SessionRegistry
     from streamrag.sessions.session import Session, SessionOptions
     from streamrag.trace.recorder import TraceRecorder
@@ -100,6 +100,8 @@ class Pipeline:
         self._recorder = recorder
         self._session_limits = session_limits
         self._session_registry: SessionRegistry | None = None
+        self.queries_ahead: QueriesAhead | None = None
+        """The counts of queries for questions that are still being asked; None before the first `listen`."""
         self._on_progress = on_progress or (lambda line: None)
         self._clock = clock
         self._admission = anyio.CapacityLimiter(self.max_concurrent_queries)
@@ -148,19 +150,21 @@ class Pipeline:
 
         Use it as an async context manager. For the options see `ListenOptions`, which raise as in `stream`.
         """
-        from streamrag.open_questions import open_question
+        from streamrag.open_questions import QueriesAhead, open_question
 
-        return open_question(self._stream_from, self.source, {"overlap": self.overlap, **options})
+        if self.queries_ahead is None:
+            self.queries_ahead = QueriesAhead(max(1, self.max_concurrent_queries // 2))
+        return open_question(self._stream_from, self.source, self.queries_ahead, {"overlap": self.overlap, **options})
 
     def _stream_from(self, source: Source, query: str, options: QueryOptions) -> AnswerStream:
         """Return the answer to `query` from this source, whose retrieval is recorded only if it is the pipeline's."""
         return AnswerStream(partial(self._start_query, self._query(query, options), source=source))
 
     def session(self, **options: Unpack["SessionOptions"]) -> "Session":
-        """Return a session: context that streams in while it is open, and questions about it; see `Session`.
+        """Return a new session: context that streams in while it is open, and questions about it; see `Session`.
 
         Use it as an async context manager, inside the pipeline's. Entering it raises TooManySessionsError if it exceeds
-        the pipeline's `session_limits`. For the options see `SessionOptions`.
+        the pipeline's `session_limits`. For the options see `SessionOptions`. Raises PipelineClosedError if closed.
         """
         from streamrag.sessions.limits import SessionLimits, SessionRegistry
         from streamrag.sessions.session import Session

@@ -146,7 +146,7 @@ class RequestRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RequestRecord":
-        """Return the record that `as_dict` made `values` from."""
+        """Return the record that `as_dict` made `values` from, its chunks, preemptions and restores included."""
         chunks = tuple(ChunkRecord(**chunk) for chunk in values["chunks"])
         preemptions = tuple(PreemptionRecord(**preemption) for preemption in values["preemptions"])
         restores = tuple(RestoreRecord(**restore) for restore in values.get("restores", ()))

@@ -78,6 +78,7 @@ class ScriptedSource:
         self.is_started = False
 
     async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
+        """Record the query, then take each step: yield an event, sleep, wait for an `anyio.Event`, or raise."""
         self.queries.append(query)
         self.num_streams += 1
         try:
@@ -132,6 +133,7 @@ class ScriptedBackend:
         self.is_started = False
 
     async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        """Record each prompt and yield Prefilled, after `hold` if set; then yield the answers by single characters."""
         received: list[Prompt] = []
         self.prompts.append(received)
         self.num_requests += 1

@@ -102,11 +102,11 @@ class StreamragGenerator:
         history: list[ChatMessage] | None = None,
         streaming_callback: StreamingCallbackT | None = None,
     ) -> dict[str, Any]:
-        """Answer `query` from the pipeline's sources.
+        """Answer `query`, and return `replies`, the answer and its alternatives, and `documents`, those in the prompt.
 
         query: the question.
         history: earlier messages of the conversation.
-        streaming_callback: called with each piece of text, in this thread.
+        streaming_callback: called with each piece of text, in this thread; by default the component's.
         """
         callback = select_streaming_callback(self._streaming_callback, streaming_callback, requires_async=False)
         outputs: dict[str, Any] = {}
@@ -125,7 +125,7 @@ class StreamragGenerator:
         history: list[ChatMessage] | None = None,
         streaming_callback: StreamingCallbackT | None = None,
     ) -> dict[str, Any]:
-        """Answer `query` as `run` does; the callback may be async."""
+        """Answer `query` as `run` does, without blocking. Starts the pipeline if needed; the callback may be async."""
         callback = select_streaming_callback(self._streaming_callback, streaming_callback, requires_async=True)
         outputs: dict[str, Any] = {}
         await self._portal.settle()
@@ -140,7 +140,7 @@ class StreamragGenerator:
     async def _answer_parts(
         self, query: str, history: Sequence[ChatMessage] | None
     ) -> AsyncGenerator[StreamingChunk | dict[str, Any], None]:
-        """Yield chunks of the answer's text, and at the end the component's outputs."""
+        """Run the query, with `history` if any; yield a `StreamingChunk` for each piece, and at last the outputs."""
         options = self._options
         if history:
             turns = [Turn(message.role.value, message.text or "") for message in history]  # type: ignore[arg-type]
@@ -158,6 +158,7 @@ class StreamragGenerator:
         yield self._outputs(events.result, documents)
 
     def _streamed(self, event: TokensGenerated, number: int) -> StreamingChunk:
+        """Return a piece of the answer for callbacks, with the model's name; number 0 is marked as the start."""
         return StreamingChunk(
             event.text,
             meta={"model": self._pipeline.backend.model.name},
@@ -168,6 +169,7 @@ class StreamragGenerator:
         )
 
     def _outputs(self, answer: Answer, documents: list[Document]) -> dict[str, Any]:
+        """Return `documents`, and as `replies` a message with figures for the answer and for each alternative."""
         usage = answer.usage
         meta = {
             "model": self._pipeline.backend.model.name,
@@ -221,7 +223,7 @@ class HaystackSource:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Warm up the retriever and the rankers."""
+        """Warm up the retriever, then the rankers, where they can be. If one fails, close all, and raise its error."""
         try:
             for part in (self._retriever, *self._rankers):
                 await self._call(part, "warm_up")
@@ -236,7 +238,7 @@ class HaystackSource:
             await self._call(part, "close")
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an `Update` for each list of documents that differs from the one before, and skipped documents."""
+        """Yield an `Update` after each stage that changes the chunks, and a `Skipped` for a document without text."""
         reader = PassageReader(self.name)
         before: tuple[Chunk, ...] | None = None
         skipped: set[str] = set()
@@ -256,7 +258,7 @@ class HaystackSource:
     async def _rankings(
         self, query: str, reader: PassageReader
     ) -> AsyncGenerator[list[Document] | tuple[Chunk, ...], None]:
-        """Yield each result: of the members fused, of the retriever, and of each ranker."""
+        """Yield the results of `_fused` for a `MultiRetriever`, or else the retriever's; then those of each ranker."""
         documents: list[Document] = []
         if isinstance(getattr(self._retriever, "retrievers", None), dict):  # as the experimental MultiRetriever
             fused = self._fused(query, reader)
@@ -277,7 +279,7 @@ class HaystackSource:
     async def _fused(
         self, query: str, reader: PassageReader
     ) -> AsyncGenerator[list[Document] | tuple[Chunk, ...], None]:
-        """Yield the fused results of the members that have answered, and at last the retriever's own documents."""
+        """Yield the answers so far, fused to chunks, after each member but the last; then the retriever's documents."""
         came: asyncio.Queue[list[Document] | None] = asyncio.Queue()
         watched = copy(self._retriever)
         watched.retrievers = {
@@ -297,7 +299,7 @@ class HaystackSource:
             await cancel_and_wait([task])
 
     async def _documents(self, part: Any, **inputs: Any) -> list[Document]:
-        """Run a component and return its documents; raise SourceError if they are no list."""
+        """Run a component with these inputs, and return its `documents`; raise SourceError if they are no list."""
         documents = (await self._call(part, "run", **inputs) or {}).get("documents")
         if not isinstance(documents, list):
             raise SourceError(f"{type(part).__name__} returned {type_name(documents)} as documents instead of a list")
@@ -332,6 +334,7 @@ def _check(part: Any, wanted: str, what: str) -> None:
 
 
 def _chunks(found: Sequence[Document] | tuple[Chunk, ...], reader: PassageReader) -> tuple[Chunk, ...]:
+    """Convert documents to chunks, and leave out those without text; chunks stay as they are."""
     return tuple(
         each if isinstance(each, Chunk) else _chunk(each, reader)
         for each in found
@@ -340,6 +343,7 @@ def _chunks(found: Sequence[Document] | tuple[Chunk, ...], reader: PassageReader
 
 
 def _chunk(document: Document, reader: PassageReader) -> Chunk:
+    """Return a chunk with the document as its `origin`. Its uri is the first of `URIS` in the meta, else the id."""
     meta = document.meta
     uri = next((meta[key] for key in URIS if meta.get(key)), document.id)
     chunk = reader.chunk(
@@ -349,7 +353,7 @@ def _chunk(document: Document, reader: PassageReader) -> Chunk:
 
 
 def _document(chunk: Chunk) -> Document:
-    """Return the chunk's own document, or a new one for a chunk of another source."""
+    """Return the chunk's own document, or a new one with uri, title and passage as meta for one of another source."""
     if isinstance(chunk, FoundChunk):
         return chunk.origin  # type: ignore[no-any-return]
     meta = {"uri": chunk.uri, "title": chunk.title, "passage": chunk.passage}

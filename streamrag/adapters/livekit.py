@@ -13,7 +13,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, Unpack
 
-from streamrag.adapters.voice_listener import VoiceListener
+from streamrag.adapters.voice_listener import VoiceListener, token_counts
 from streamrag.errors import MissingDependencyError, install_line
 from streamrag.open_questions import ListenOptions
 from streamrag.pipeline import Pipeline
@@ -38,7 +38,7 @@ class StreamragLLM(llm.LLM):
     generation may be discarded afterwards.
 
     pipeline: the pipeline that answers. Start it in the event loop of the session, and close it after the session.
-    options: `ListenOptions` for every question, such as `stable_s` and `params`.
+    options: `ListenOptions` for every question, such as `rule` and `params`.
 
     :raises ConfigurationError: an option cannot work.
     """
@@ -97,6 +97,7 @@ class StreamragLLM(llm.LLM):
         task.add_done_callback(self._report)
 
     def _report(self, task: asyncio.Task[None]) -> None:
+        """Forget a task that has ended; if it failed, emit a recoverable error."""
         self._tasks.discard(task)
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             about = llm.LLMError(timestamp=time.time(), label=self.label, error=error, recoverable=True)
@@ -112,14 +113,8 @@ class _AnswerStream(llm.LLMStream):
             async for chunk in answer:
                 delta = llm.ChoiceDelta(role="assistant", content=chunk.text)
                 self._event_ch.send_nowait(llm.ChatChunk(id=id, delta=delta))
-        usage = answer.result.usage
-        if usage.num_tokens is not None:
-            tokens = llm.CompletionUsage(
-                prompt_tokens=usage.num_prompt_tokens,
-                completion_tokens=usage.num_output_tokens,
-                total_tokens=usage.num_tokens,
-            )
-            self._event_ch.send_nowait(llm.ChatChunk(id=id, usage=tokens))
+        if counts := token_counts(answer.result.usage):
+            self._event_ch.send_nowait(llm.ChatChunk(id=id, usage=llm.CompletionUsage(**counts)))
         self._llm.emit("answer", answer.result)
 
 

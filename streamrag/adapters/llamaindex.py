@@ -118,7 +118,7 @@ class StreamragQueryEngine(PortalOwner, BaseQueryEngine):
         return {}
 
     def _query(self, query_bundle: QueryBundle) -> Response | StreamingResponse:
-        """Return a response when retrieval is complete; its text streams, or is read to the end here."""
+        """Return a response, with `streaming` when retrieval is complete, else with all text; report a query event."""
         with self._event(query_bundle) as event:
             nodes: list[NodeWithScore] = []
             metadata: dict[str, Any] = {}
@@ -133,6 +133,7 @@ class StreamragQueryEngine(PortalOwner, BaseQueryEngine):
         return response
 
     async def _aquery(self, query_bundle: QueryBundle) -> Response | AsyncStreamingResponse:
+        """Return a response as `_query` does, without blocking; start the pipeline first, in this loop, if needed."""
         with self._event(query_bundle) as event:
             await self.portal.settle()
             nodes: list[NodeWithScore] = []
@@ -150,7 +151,7 @@ class StreamragQueryEngine(PortalOwner, BaseQueryEngine):
     async def _texts(
         self, query: str, nodes: list[NodeWithScore], metadata: dict[str, Any]
     ) -> AsyncGenerator[str, None]:
-        """Fill `nodes` and yield an empty text; then yield the answer's text, and at the end add its figures."""
+        """Fill `nodes` and `metadata` and yield ""; yield the answer's text; at last add its figures to `metadata`."""
         async with self._pipeline.events(query, **self._options) as events:
             async for event in events:
                 match event:
@@ -210,7 +211,7 @@ class LlamaIndexSource:
         self._calls = Threads(MAX_CALLS, f"retrieve {self.name}")
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an `Update` for each list of nodes that differs from the one before."""
+        """Yield an `Update` after each stage (each fusion, retriever, each postprocessor) that changes the chunks."""
         reader = PassageReader(self.name)
         before: tuple[Chunk, ...] | None = None
         nodes: list[NodeWithScore] = []
@@ -239,7 +240,7 @@ class LlamaIndexSource:
     async def _fused(
         self, query: str, reader: PassageReader
     ) -> AsyncGenerator[tuple[Chunk, ...] | list[NodeWithScore], None]:
-        """Yield the fused results of the members that have answered, and at last the retriever's own nodes."""
+        """Yield the answers so far, fused to chunks, after each one but the last; then the retriever's own nodes."""
         assert isinstance(self._retriever, QueryFusionRetriever)
         came: asyncio.Queue[tuple[int, list[NodeWithScore]] | None] = asyncio.Queue()
         watched = copy(self._retriever)
@@ -264,7 +265,7 @@ class LlamaIndexSource:
             await cancel_and_wait([task])
 
     async def _ask(self, retriever: BaseRetriever, query: QueryBundle) -> list[NodeWithScore]:
-        """Retrieve in the event loop, or in a thread if the retriever has no async method of its own."""
+        """Return a retriever's nodes, retrieved in the event loop, or in a thread if it has no async method."""
         if type(retriever)._aretrieve is BaseRetriever._aretrieve:  # which would block the event loop
             return await self._calls.run(partial(retriever.retrieve, query))
         return await retriever.aretrieve(query)
@@ -272,7 +273,7 @@ class LlamaIndexSource:
     async def _postprocess(
         self, postprocessor: BaseNodePostprocessor, nodes: list[NodeWithScore], query: QueryBundle
     ) -> list[NodeWithScore]:
-        """Postprocess in the event loop, or in a thread if there is no async method of its own."""
+        """Return a postprocessor's nodes, made in the event loop, or in a thread if it has no async method."""
         if type(postprocessor)._apostprocess_nodes is BaseNodePostprocessor._apostprocess_nodes:
             return await self._calls.run(partial(postprocessor.postprocess_nodes, nodes, query))
         return await postprocessor.apostprocess_nodes(nodes, query)
@@ -281,6 +282,7 @@ class LlamaIndexSource:
         return tuple(self._chunk(node, reader) for node in nodes)
 
     def _chunk(self, found: NodeWithScore, reader: PassageReader) -> Chunk:
+        """Return a node's chunk with the node as `origin`. Its uri is from `URIS`, else the document's or node's id."""
         node, metadata = found.node, found.node.metadata
         uri = next((metadata[key] for key in URIS if metadata.get(key)), node.ref_doc_id or node.node_id)
         title = metadata.get("title") or metadata.get("file_name") or ""
@@ -307,7 +309,7 @@ def _tell(came: "asyncio.Queue[Any]", number: int, nodes: list[NodeWithScore]) -
 
 
 def _node(chunk: Chunk) -> NodeWithScore:
-    """Return the chunk's own node with the chunk's score, or a new one for a chunk of another source."""
+    """Return the chunk's own node with the chunk's score; for another source, a new one with uri, title and passage."""
     if isinstance(chunk, FoundChunk):
         return NodeWithScore(node=chunk.origin, score=chunk.score)
     metadata = {"uri": chunk.uri, "title": chunk.title, "passage": chunk.passage}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Unpack
 
-from streamrag.adapters.voice_listener import VoiceListener
+from streamrag.adapters.voice_listener import VoiceListener, token_counts
 from streamrag.errors import MissingDependencyError, StreamRagError, install_line
 from streamrag.open_questions import ListenOptions
 from streamrag.pipeline import Pipeline
@@ -50,7 +50,7 @@ class StreamragLLMService(LLMService):
     The event `on_answer` has each complete `Answer`, with the citations and timings.
 
     pipeline: the pipeline that answers. Start it in the event loop of the bot, and close it after the bot.
-    options: `ListenOptions` for every question, such as `stable_s` and `params`.
+    options: `ListenOptions` for every question, such as `rule` and `params`.
 
     :raises ConfigurationError: an option cannot work.
     """
@@ -104,14 +104,8 @@ class StreamragLLMService(LLMService):
             async for chunk in answer:
                 await self.stop_ttfb_metrics()
                 await self._push_llm_text(chunk.text)
-        usage = answer.result.usage
-        if usage.num_tokens is not None:
-            tokens = LLMTokenUsage(
-                prompt_tokens=usage.num_prompt_tokens,
-                completion_tokens=usage.num_output_tokens,
-                total_tokens=usage.num_tokens,
-            )
-            await self.start_llm_usage_metrics(tokens)
+        if counts := token_counts(answer.result.usage):
+            await self.start_llm_usage_metrics(LLMTokenUsage(**counts))
         await self._call_event_handler("on_answer", answer.result)
 
     def _messages(self, context: LLMContext) -> Iterator[tuple[str, str]]:

@@ -70,7 +70,10 @@ class LoopPortal:
 
     @classmethod
     def to_source(cls, source: Source, *, is_owned: bool = True) -> "LoopPortal":
-        """Return a portal to a source, which it starts and closes if it `is_owned`; raise for anything else."""
+        """Return a portal to a source, which it starts and closes if it `is_owned`.
+
+        :raises ConfigurationError: `source` is a class, or has no method `stream`.
+        """
         if isinstance(source, type) or not callable(getattr(source, "stream", None)):
             raise ConfigurationError(f"source={short_repr(source)} is not a source: it has no method 'stream'")
         started = AsyncExitStack()
@@ -86,7 +89,7 @@ class LoopPortal:
         self.run(_do_nothing)
 
     async def settle(self) -> None:
-        """Start the tenant, in this event loop unless it has one."""
+        """Start the tenant, in this loop unless it has another, and wait. Raises PipelineClosedError if closed."""
         self._check_open()
         with self._guard:
             here = asyncio.get_running_loop()
@@ -96,7 +99,7 @@ class LoopPortal:
         await self.arun(_do_nothing)
 
     def close(self) -> None:
-        """Stop all iterations through the portal, and the tenant if it was started here, and wait for their end.
+        """Stop all iterations for good, and the tenant if the portal started it, and wait for their end.
 
         :raises ConfigurationError: the caller is in the portal's loop, and would wait for itself.
         """
@@ -123,10 +126,10 @@ class LoopPortal:
             return await anext(results)
 
     def iterate(self, make: Callable[[], AsyncGenerator[T, None]]) -> Generator[T, None, None]:
-        """Create an async generator with `make()` in the portal's loop, and yield its items.
+        """Start the tenant if necessary, create an async generator with `make()` in its loop, and yield the items.
 
         :raises ConfigurationError: the caller is in the portal's loop, and would wait for itself.
-        :raises PipelineClosedError: the portal has been closed, or its loop has ended.
+        :raises PipelineClosedError: the portal has been closed, or its loop has ended or is blocked.
         """
         loop = self._open_loop()
         _check_not_in(loop)
@@ -146,7 +149,7 @@ class LoopPortal:
                         _wait_for(closed, loop)
 
     async def aiterate(self, make: Callable[[], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-        """Iterate like `iterate`, without blocking this loop. Cancelling cancels the generator."""
+        """Iterate like `iterate` without blocking, also in the portal's own loop. Cancelling cancels the generator."""
         loop = self._open_loop()
         is_here = asyncio.get_running_loop() is loop
         reading = Reading(self._tenant, make)
@@ -178,7 +181,7 @@ class LoopPortal:
             raise PipelineClosedError(FORKED)
 
     def _open_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the portal's loop; start a thread with a loop if there is none."""
+        """Return the loop of the tenant or portal; without one, start a thread's, or return that of a faster caller."""
         self._check_open()
         with self._guard:
             if (loop := self._running_in() or self._loop) is not None:
@@ -194,7 +197,7 @@ class LoopPortal:
             return own
 
     def _submit(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
-        """Run `work()` in the loop, without waiting. Raises PipelineClosedError if it cannot run there."""
+        """Begin `work()` in the loop; return its future. Raises PipelineClosedError if the portal or loop has ended."""
         self._check_process()
         with self._guard:  # work that is submitted before `_begin_end` still runs
             if not self._is_closed and loop.is_running():
@@ -255,7 +258,10 @@ async def _one(work: Callable[[], Awaitable[T]]) -> AsyncGenerator[T, None]:
 
 
 def _wait_for(outcome: "Future[T]", loop: asyncio.AbstractEventLoop) -> T:
-    """Block until the outcome is there; raise PipelineClosedError if the loop ends or is blocked. Ctrl-C cancels it."""
+    """Block until the outcome is there, and return its result, or raise its error. Ctrl-C cancels work not begun.
+
+    :raises PipelineClosedError: the loop has ended, or has not begun the work for `BLOCKED_S`.
+    """
     begin_s = monotonic()
     try:
         while not wait([outcome], LOOK_S).done:
@@ -266,7 +272,7 @@ def _wait_for(outcome: "Future[T]", loop: asyncio.AbstractEventLoop) -> T:
 
 
 async def _await(outcome: "Future[T]", loop: asyncio.AbstractEventLoop) -> T:
-    """Wait for the outcome as `_wait_for` does, without blocking this loop."""
+    """Return or raise the outcome as `_wait_for` does, without blocking. Cancelling cancels work that has not begun."""
     begin_s = monotonic()
     waiting = asyncio.wrap_future(outcome)
     try:
@@ -279,7 +285,7 @@ async def _await(outcome: "Future[T]", loop: asyncio.AbstractEventLoop) -> T:
 
 
 def _check_turning(outcome: "Future[Any]", loop: asyncio.AbstractEventLoop, waited_s: float) -> None:
-    """Raise PipelineClosedError if the loop has ended, or has not begun the work for `BLOCKED_S`."""
+    """Raise PipelineClosedError if, without an outcome, the loop has ended or not begun the work in `BLOCKED_S`."""
     if not loop.is_running() and not outcome.done():
         raise PipelineClosedError(CLOSED)
     if waited_s >= BLOCKED_S and not outcome.running() and not outcome.done():

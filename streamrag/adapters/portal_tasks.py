@@ -40,7 +40,10 @@ class Tenant:
         self.is_ending = False
 
     def submit(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
-        """Run `work()` in the loop, from any thread; raise PipelineClosedError, without a call, if it has ended."""
+        """Begin `work()` as a task of `loop`, from any thread; return its future, which can be cancelled until then.
+
+        :raises PipelineClosedError: the loop has been closed.
+        """
         outcome: Future[T] = Future()
 
         def begin() -> None:
@@ -57,14 +60,14 @@ class Tenant:
         return outcome
 
     async def started(self) -> None:
-        """Wait for the start, which all callers share: it continues if this caller is cancelled."""
+        """Wait for the start, which all callers share and no caller cancels. Begin a new one if it has failed."""
         if self._starting is None or (self._starting.done() and _failed(self._starting)):
             self._starting = asyncio.ensure_future(self._begin())
             self._starting.add_done_callback(_failed)  # marks its exception as retrieved
         await asyncio.shield(self._starting)
 
     async def end(self) -> None:
-        """Stop all iterations, then a start in progress, and close the tenant."""
+        """Stop all iterations, then a start in progress, and close the tenant; call `on_ended` even after an error."""
         self.is_ending = True
         try:
             await self.end_reads()
@@ -96,7 +99,7 @@ class Reading(Generic[T]):
         self._is_requested = asyncio.Event()
 
     async def next(self) -> T:
-        """Return the next item, or `END`. Raises the generator's error, or PipelineClosedError after the end."""
+        """Return the next item, or `END`. Raises the generator's error, or PipelineClosedError once it has ended."""
         if self._task is not None and self._task.done():
             raise PipelineClosedError(CLOSED)
         self._answer = answer = asyncio.get_running_loop().create_future()
@@ -114,7 +117,7 @@ class Reading(Generic[T]):
             await end_or_leave(self._task, "streamrag read", at_most_s=END_S)
 
     async def _drive(self) -> None:
-        """Start the tenant, and produce each item when it is requested."""
+        """Start the tenant, and give each item to the call of `next` that waits for it, unless that is cancelled."""
         await self._tenant.started()
         async with aclosing(self._make()) as items:
             async for item in items:
@@ -130,7 +133,7 @@ def _failed(task: "asyncio.Future[None]") -> bool:
 
 
 def _copy_outcome(outcome: "Future[Any] | asyncio.Future[Any]", task: "asyncio.Task[Any]", result: Any = None) -> None:
-    """Set the outcome to the task's exception, or to `result` (by default the task's result)."""
+    """Set an open outcome to the task's error (PipelineClosedError if cancelled) or `result`, by default the task's."""
     error = PipelineClosedError(CLOSED) if task.cancelled() else task.exception()
     if outcome.done():
         return
@@ -154,7 +157,10 @@ def start_loop_thread() -> tuple[asyncio.AbstractEventLoop, Callable[[], None]]:
 
 
 def end_dropped(tenant: Tenant, loop: asyncio.AbstractEventLoop, process_id: int) -> None:
-    """End the loop's thread when its portal is garbage-collected or the program exits, but not in a forked process."""
+    """End the tenant and its loop's thread, unless it is ending already, or this is a forked process.
+
+    Wait for that, at most `EXIT_S`, except in a thread that runs an event loop.
+    """
     if process_id == os.getpid() and not tenant.is_ending:  # a second end might not begin before the loop has stopped
         with suppress(PipelineClosedError, TimeoutError):  # closed before, or too slow
             ended = tenant.submit(loop, tenant.end)

@@ -19,7 +19,7 @@ async def retrieve(source: Source, query: str) -> AsyncGenerator[SourceEvent, No
 
 
 async def retrieve_all(source: Source, query: str) -> tuple[Chunk, ...]:
-    """Return the source's final context."""
+    """Run the source to its end, and return its final context, without duplicates; skipped documents are ignored."""
     chunks = Context()
     async with aclosing(retrieve(source, query)) as events:
         async for event in events:

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-from streamrag.core import Turn
+from streamrag.core import TokenUsage, Turn
 from streamrag.errors import ConfigurationError
-from streamrag.open_questions import ListenOptions, OpenQuestion, has_new_words
+from streamrag.open_questions import ListenOptions, OpenQuestion, content_words
 from streamrag.pipeline import Pipeline
 from streamrag.query.answer_stream import AnswerStream
 from streamrag.query.options import QueryOptions
@@ -33,7 +33,6 @@ class VoiceListener:
         pipeline.listen(**options)  # raises for options that cannot work
         self._pipeline = pipeline
         self._options = options
-        self._is_worth = options.get("is_worth", has_new_words)
         self._question: OpenQuestion | None = None
         self._committed = ""
         self._conversation = QueryOptions()
@@ -45,19 +44,15 @@ class VoiceListener:
             return
         text, conversation = parse_messages([*messages, ("user", text)])
         async with self._lock:
-            if self._committed and conversation == self._conversation and not self._is_worth(text, self._committed):
-                return  # it is being answered already, because the framework has predicted the end of the turn
-            question = await self._open(conversation)
-            await question.partial(text)  # is_final=is_final: begin at once
+            if not self._is_committed(text, conversation):
+                question = await self._open(conversation)
+                await question.partial(text, is_final=is_final)
 
     @asynccontextmanager
     async def answer(
         self, messages: Iterable[tuple[str, str]], tools: Sequence[object] = ()
     ) -> AsyncIterator[AnswerStream]:
-        """Return a block with the answer to the last message of the user. Leaving the block stops it.
-
-        :raises ConfigurationError: there is no such message, or there are tools.
-        """
+        """Return a block with the answer to the user's last message. Leaving it stops the answer; tools are refused."""
         if tools:
             raise ConfigurationError(NO_TOOLS.format(len(tools)))
         text, conversation = parse_messages(messages)
@@ -72,7 +67,13 @@ class VoiceListener:
         async with self._lock:
             await self._drop()
 
+    def _is_committed(self, text: str, conversation: QueryOptions) -> bool:
+        """Whether the last committed question has the same words: recognizers repeat those of a predicted turn."""
+        is_same = bool(self._committed) and conversation == self._conversation
+        return is_same and content_words(text) == content_words(self._committed)
+
     async def _open(self, conversation: QueryOptions) -> OpenQuestion:
+        """Return the open question of this conversation, or a new one, which replaces that of another conversation."""
         if self._question is None or conversation != self._conversation:
             await self._drop()
             options: ListenOptions = {**self._options, **conversation}
@@ -80,6 +81,7 @@ class VoiceListener:
         return self._question
 
     async def _drop(self) -> None:
+        """Stop the open question, if there is one."""
         if self._question is not None:
             question, self._question = self._question, None
             await question.aclose()
@@ -99,3 +101,13 @@ def parse_messages(messages: Iterable[tuple[str, str]]) -> tuple[str, QueryOptio
         raise ConfigurationError(NOTHING_TO_ANSWER)
     question = turns.pop(last)
     return question.text, {"history": turns, **({"system": system} if system else {})}
+
+
+def token_counts(usage: TokenUsage) -> dict[str, int | None]:
+    """Return the numbers of tokens by the names of OpenAI, which the frameworks use; an empty dict if unknown."""
+    counts = {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_tokens,
+    }
+    return counts if usage.num_tokens is not None else {}

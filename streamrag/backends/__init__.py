@@ -4,6 +4,9 @@
     openai/       any OpenAI-compatible server
     ray/          replicas of an engine on Ray Serve
     simulated/    vLLM's scheduler in virtual time, without a model
+    measured/     a real vLLM whose steps are measured
+    tools/        tools in prompts, and their calls in answers
 
-All share `tokenizer` and `look_alikes`. `warming` prefills growing prompts on engines that accept whole requests only.
+All share `tokenizer` and `special_token_guard`. `warming` prefills growing prompts on engines that accept whole
+requests only.
 """

@@ -64,7 +64,7 @@ def break_look_alikes(text: str) -> str:
 
 
 def break_matches(pattern: re.Pattern[str], text: str) -> str:
-    """Return `text` with a space after each character whose folded text has the beginning of a match."""
+    """Return `text` with one space after each character at which a match of `pattern` begins in the folded text."""
     if _PLAIN.fullmatch(text):
         return pattern.sub(r"\g<0> ", text)
     folds = list(map(_fold, text))

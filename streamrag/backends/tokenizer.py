@@ -20,7 +20,7 @@ MARKER = re.compile(r"\[/?[A-Z_]{2,40}\]|<{1,2}/?[A-Z_]{2,40}>{1,2}|<\|[^\s<>|]{
 
 
 def local_model_path(model: str | os.PathLike[str]) -> Path | None:
-    """Return the absolute path of a local model, or None for a model on the Hugging Face hub.
+    """Return the absolute path of a `model` that exists here, or None for the name of one on the Hugging Face hub.
 
     :raises ModelError: when `model` looks like a path that does not exist, which must not cause a download.
     """
@@ -83,7 +83,7 @@ class HuggingFaceTokenizer:
 
     @classmethod
     def of_engine(cls, model: str | os.PathLike[str], engine_args: Mapping[str, Any]) -> "HuggingFaceTokenizer":
-        """Load the tokenizer of a vLLM engine with these arguments."""
+        """Load the engine's own tokenizer and revision, if `engine_args` name them, or else those of the model."""
         return cls(
             engine_args.get("tokenizer") or model,
             revision=engine_args.get("tokenizer_revision") or engine_args.get("revision"),
@@ -91,12 +91,12 @@ class HuggingFaceTokenizer:
         )
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Return the token ids of `text`, without added tokens.
+        """Return the token ids of `text`, with no tokens added at its beginning or end.
 
-        Without `allow_special`, look-alikes of added tokens (`<|end|>`, `<think>`) are encoded as plain text. A space
-        breaks the markers of the chat template that are plain text, such as Llama 2's `[INST]`; it also breaks
-        look-alikes for tokenizers in Python, such as Kimi's, that find added tokens in any text. Lone surrogates become
-        U+FFFD.
+        With `allow_special`, added tokens (`<|end|>`, `<think>`) get their ids. Otherwise look-alikes of them are plain
+        text, and a space breaks the markers of the chat template that are plain text, such as Llama 2's `[INST]`. For
+        tokenizers in Python, such as Kimi's, that find added tokens in any text, a space also breaks look-alikes, and
+        ids of added tokens that still come are dropped. Lone surrogates become U+FFFD.
         """
         text = without_lone_surrogates(text)
         if self._markers and not allow_special:
@@ -116,7 +116,7 @@ class HuggingFaceTokenizer:
         return list(self.whole.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def _found_in_text(self, tokens: Iterable[str]) -> list[str]:
-        """Return the tokens that the tokenizer still finds in text, or fails at, with special tokens switched off."""
+        """Return the `tokens` that become special ids between letters, or fail there, with special tokens off."""
         found = []
         for token in tokens:
             try:
@@ -153,6 +153,7 @@ class HuggingFaceTokenizer:
         return self._render(turns)
 
     def _render(self, turns: Sequence[Turn]) -> str:
+        """Return `turns` in the chat template and the beginning of an answer; ConfigurationError if it refuses them."""
         from jinja2 import TemplateError
 
         messages = [{"role": turn.role, "content": turn.text} for turn in turns]
@@ -188,6 +189,7 @@ class CodePointTokenizer:
 
 
 def _fold_system(turns: Sequence[Turn]) -> list[Turn]:
+    """Return the turns with all system texts in front of the first user turn's text, or as a new first user turn."""
     texts = [turn.text for turn in turns if turn.role == "system"]
     others = [turn for turn in turns if turn.role != "system"]
     first = next((number for number, turn in enumerate(others) if turn.role == "user"), None)
@@ -198,13 +200,13 @@ def _fold_system(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _breaking(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Return a pattern that matches the first character of each of these texts; None without texts."""
+    """Return a pattern of the first character of each of these texts, where its rest follows; None without texts."""
     patterns = [f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in sorted(texts) if text]
     return re.compile("|".join(patterns)) if patterns else None
 
 
 def _fast_copies(tokenizer: Any) -> tuple[Any, Any]:
-    """Return two copies of a fast tokenizer that add no tokens: one with added tokens, one that treats them as text.
+    """Return two copies of a fast tokenizer that add and cut no tokens: one with added tokens, one with them as text.
 
     (None, None) for a tokenizer that is not from the tokenizers library.
     """
@@ -220,10 +222,11 @@ def _fast_copies(tokenizer: Any) -> tuple[Any, Any]:
 
 
 def _without_tokens(model: dict[str, Any], added: set[str]) -> dict[str, Any]:
-    """Return a model of the tokenizers library that cannot produce these tokens from text.
+    """Return a model of the tokenizers library that cannot produce these tokens from text, in the form of its JSON.
 
     Removing them from the added tokens is not enough: they often are in the vocabulary too. Unigram finds them there,
-    as special tokens have the best score of all, and so does BPE with `ignore_merges`.
+    as special tokens have the best score of all, and so does BPE with `ignore_merges`. So Unigram's are renamed, and
+    others removed with their merges, except the unknown token.
     """
     vocab = model["vocab"]
     if isinstance(vocab, list):  # Unigram: an id is a position, so rename the tokens to random names

@@ -39,10 +39,10 @@ Generate: TypeAlias = Callable[[tuple[int, ...]], AsyncGenerator[AnswerChunk, No
 async def warm_then_generate(
     prompts: AsyncIterator[Prompt], *, prefill: Prefill, generate: Generate, block_size: int = 1
 ) -> AsyncGenerator[BackendEvent, None]:
-    """Prefill each prompt when it arrives, then answer the complete one. The module docstring has the rules.
+    """Prefill each partial prompt when it arrives and yield `Prefilled`; then yield the answer to the complete one.
 
     A separate task reads and closes `prompts`, so neither a slow engine nor a slow consumer delays the abort of a
-    superseded request. Closing the generator cancels all requests and waits for them to end.
+    superseded request. Closing the generator cancels and awaits all requests. The module docstring has the rules.
 
     :raises BackendError: when the prompts end without a complete one.
     :raises Exception: from `prompts`, `prefill` or `generate`.
@@ -66,6 +66,8 @@ async def _drive(
     send: MemoryObjectSendStream[BackendEvent],
     receive: MemoryObjectReceiveStream[BackendEvent],
 ) -> None:
+    """Warm the cache until the prompt is complete, then generate. Send all events, but drop superseded `Prefilled`s."""
+
     def report(event: Prefilled) -> None:
         if send.statistics().current_buffer_used:
             receive.receive_nowait()  # drop an older Prefilled that a slow consumer has not received
@@ -91,7 +93,10 @@ class _Warming:
         self._request = anyio.CancelScope()
 
     async def run(self, prompts: AsyncIterator[Prompt]) -> Prompt:
-        """Warm the cache with each prompt, and return the complete one."""
+        """Warm the cache with each partial prompt. At the complete one, cancel the warming and return that prompt.
+
+        Closes `prompts`. Raises BackendError without a complete prompt, and errors of `prompts` and `prefill`.
+        """
         complete: Prompt | None = None
         error: BaseException | None = None
         try:
@@ -114,6 +119,7 @@ class _Warming:
         return complete
 
     def _follow(self, prompt: Prompt, tasks: TaskGroup) -> None:
+        """Keep a request for exactly the prompt's full blocks; else cancel it and start one if a block is missing."""
         self._num_computed = min(self._num_computed, prompt.num_shared)
         num_wanted = len(prompt.token_ids) // self._block_size * self._block_size
         if num_wanted == self._num_wanted <= prompt.num_shared:
@@ -126,6 +132,7 @@ class _Warming:
             tasks.start_soon(self._compute, prompt.token_ids[:num_wanted], self._request)
 
     async def _compute(self, token_ids: tuple[int, ...], request: anyio.CancelScope) -> None:
+        """Prefill the tokens, then record and report that; neither once `request` is cancelled, so superseded."""
         if request.cancel_called:  # superseded before it was sent
             return
         with request:

@@ -68,7 +68,7 @@ _Answer: TypeAlias = AsyncGenerator[tuple[int, ...], None]
 
 
 async def run_query(arm: Arm, client: Client, arriving: Arriving, num_output_tokens: int) -> QueryTiming:
-    """Replay one query through an arm, and return its times."""
+    """Replay one query through an arm, read its whole answer without keeping it, and return the query's times."""
     clock = asyncio.get_running_loop().time
     first_s: float | None = None
     async with aclosing(_ARMS[arm](client, arriving, num_output_tokens)) as answer:
@@ -80,7 +80,7 @@ async def run_query(arm: Arm, client: Client, arriving: Arriving, num_output_tok
 
 
 async def _no_streaming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
-    """Wait for all pieces of the prompt, then yield the tokens of its answer."""
+    """Wait for all pieces, each of which extends or replaces the prompt, then yield the tokens of its answer."""
     prompt: list[int] = []
     async for piece in arriving:
         prompt = prompt + piece.token_ids if piece.is_append else piece.token_ids
@@ -89,7 +89,7 @@ async def _no_streaming(client: Client, arriving: Arriving, num_output_tokens: i
 
 
 async def _warming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
-    """Prefill each prompt by a request for one token, then generate from the whole one."""
+    """Prefill partial prompts by one-token requests, as `warm_then_generate` decides; yield the answer's tokens."""
 
     async def generate(
         token_ids: tuple[int, ...], num_tokens: int = num_output_tokens
@@ -110,7 +110,7 @@ async def _warming(client: Client, arriving: Arriving, num_output_tokens: int) -
 
 
 async def _prompts(pieces: AsyncIterator[PromptChange] | Arriving) -> AsyncIterator[Prompt]:
-    """Yield the whole prompt after each piece."""
+    """Yield the whole prompt after each piece, with the number of tokens that it shares with the one before."""
     prompt: tuple[int, ...] = ()
     async for piece in pieces:
         before, new = prompt, tuple(piece.token_ids)
@@ -120,7 +120,7 @@ async def _prompts(pieces: AsyncIterator[PromptChange] | Arriving) -> AsyncItera
 
 
 async def _stock_sessions(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
-    """Send each piece to vLLM's own session, and yield only the tokens that answer the last."""
+    """Send each piece to vLLM's own session, which answers all but the last by one token; yield the last answer."""
     num_discarded = 0  # each chunk before the last is answered with one token, which is not part of the answer
 
     async def chunks() -> AsyncIterator[tuple[Sequence[int], int]]:
@@ -139,7 +139,7 @@ async def _stock_sessions(client: Client, arriving: Arriving, num_output_tokens:
 
 
 async def _streaming(client: Client, arriving: Arriving, num_output_tokens: int) -> _Answer:
-    """Open a stream with the first piece, append or update the others, and yield the answer."""
+    """Open a stream with the first piece, append or update with the others, then yield the answer's tokens."""
     pieces = aiter(arriving)
     first = await anext(pieces)
     opened = client.stream(arriving.query.query_id, first.token_ids, num_output_tokens, is_complete=first.is_complete)

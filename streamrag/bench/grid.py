@@ -61,7 +61,10 @@ class Grid:
             make_policy(policy)
 
     def cells(self) -> tuple[CellSettings, ...]:
-        """Return all cells, ordered by seed, so that the first comparison is complete early."""
+        """Return a cell per seed, delay, KV capacity, rate and variant, ordered by seed so that one is done early.
+
+        Only streaming cells have scheduler options, and only those whose eviction copies KV have `host_kv_bytes`.
+        """
         common = {name: getattr(self, name) for name in COMMON}
         loads = product(self.seeds, self.delays, self.kv_tokens or (None,), self.qps or (None,))
         return tuple(
@@ -102,7 +105,7 @@ def workload_name(workload: str) -> str:
 
 
 def variant_name(settings: CellSettings) -> str:
-    """Return the name of a cell's variant: its arm, and for the streaming arm its policy, eviction and options."""
+    """Return a variant's name: the arm, for streaming its policy, eviction and options, and a missing prefix cache."""
     cache = "" if settings.has_prefix_cache else " no-prefix-cache"
     if settings.arm != "streaming":
         return settings.arm + cache
@@ -122,7 +125,7 @@ def describe_qps(qps: float | None) -> str:
 
 
 def describe_load(settings: CellSettings) -> str:
-    """Describe a load by its workload's name and the settings that are not defaults."""
+    """Describe a load by its workload's name or file name, and the settings in `UNUSUAL` that are not defaults."""
     usual = CellSettings(settings.clock, settings.workload, "streaming")
     name = settings.workload if settings.workload in GENERATED else Path(settings.workload).name
     unusual = (each for each in UNUSUAL if getattr(settings, each) != getattr(usual, each))

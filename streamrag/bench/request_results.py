@@ -44,9 +44,9 @@ def request_results(
     records: Mapping[str, Sequence[RequestRecord]],
     start_s: float = 0.0,
 ) -> tuple[RequestResult, ...]:
-    """Return the results of the answered queries.
+    """Return the result of each query that has a timing, in order, with its floor and its merged engine record.
 
-    start_s: the time at which the cell began, on the clock of `timings` and `records`.
+    start_s: the time at which the cell began, on the clock of `timings` and `records`; it is subtracted from them.
     """
     return tuple(
         RequestResult(
@@ -65,9 +65,9 @@ def request_results(
 
 
 def _merge(records: Sequence[RequestRecord], shift_s: float) -> RequestRecord | None:
-    """Return the last record, with times shifted by `shift_s`, and the counts and preemptions of all records.
+    """Return the last record with times shifted by `shift_s`, and the counts, preemptions and restores of all.
 
-    The warming arm sends several requests for one query.
+    The warming arm sends several requests for one query. Returns None without records.
     """
     if not records:
         return None
@@ -86,7 +86,10 @@ def _merge(records: Sequence[RequestRecord], shift_s: float) -> RequestRecord | 
 
 
 def floor_s(query: TracedQuery, profile: StepProfile, budget: int) -> float:
-    """Return the seconds from the end of retrieval to the first token on an otherwise idle engine."""
+    """Return the seconds from the end of retrieval to the first token on an otherwise idle engine.
+
+    Simulates the prefill of the query's prompts as they arrive, in steps of `budget` tokens with the profile's times.
+    """
     inputs = deque(_prompts(query))
     depth = 2 if profile.is_async else 1
     in_flight: deque[float] = deque()
@@ -129,7 +132,11 @@ class _Cache:
         self._newest: tuple[TracedChunk, ...] = ()
 
     def num_kept(self, prompt: _Prompt, num_computed: int) -> int:
-        """Return the number of tokens of `prompt` that have KV, if the prompt before has `num_computed` of them."""
+        """Return the number of tokens of `prompt` that have KV, and remember it for the next call.
+
+        num_computed: tokens of the previous prompt with KV. If the prompts do not share all of these, whole blocks of
+            the shared ones remain; if that is none, whole blocks of the best prefix of any prompt before.
+        """
         self._before.append((self._newest, num_computed))
         num_shared = min(num_common_tokens(self._newest, prompt.chunks), prompt.num_tokens - 1)
         self._newest = prompt.chunks
@@ -145,7 +152,7 @@ class _Cache:
 
 
 def _prompts(query: TracedQuery) -> Iterator[_Prompt]:
-    """Yield the query's prompts, the last one with question and template."""
+    """Yield the prompt after each event, unless empty; the last, at the end of retrieval, has question and template."""
     chunks: tuple[TracedChunk, ...] = ()
     num_tokens = 0
     for at_s, event, is_end in moments_of(query):

@@ -76,7 +76,7 @@ def run_cells(
 ) -> Generator[CellEvent, None, None]:
     """Run all cells, also those in the store already, at most `num_processes` at a time, and yield their events.
 
-    A failed cell does not stop the others. Closing the generator ends all processes.
+    Each process stores its result. A failed cell does not stop the others. Closing the generator ends all processes.
     """
     todo = list(reversed(cells))
     running: list[_Running] = []
@@ -99,13 +99,15 @@ def run_cells(
 
 @dataclass(frozen=True, slots=True)
 class _Running:
+    """A cell's process that has been started, with the parent's end of its pipe, and its log."""
+
     settings: CellSettings
     process: ForkServerProcess | SpawnProcess
     connection: Connection
     log: Path
 
     def read(self) -> CellEvent:
-        """Return the event that the process sent, or `CellFailed` if it died."""
+        """Return the event that the process has sent; without one, wait for its end, and return `CellFailed`."""
         with suppress(EOFError):
             if self.connection.poll():
                 event: CellEvent = self.connection.recv()
@@ -128,7 +130,7 @@ def _cause(exitcode: int | None) -> str:
 
 
 def _start(settings: CellSettings, store: CellStore, keep_steps: bool) -> _Running:
-    """Start the cell's process, with its output in a log; SIGINT is blocked until it can handle it."""
+    """Start the cell's process, with SIGINT blocked until it can handle it, and return it with its pipe and log."""
     logs = store.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{cell_key(settings)}.log"
@@ -148,7 +150,7 @@ def _start(settings: CellSettings, store: CellStore, keep_steps: bool) -> _Runni
 
 
 def _context(clock: str) -> ForkServerContext | SpawnContext:
-    """Return the start method. Simulations fork from a server that has imported vLLM, which takes seconds."""
+    """Return the start method: spawn for wall time, else a fork server that has imported vLLM, which takes seconds."""
     if clock == "wall":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -157,7 +159,7 @@ def _context(clock: str) -> ForkServerContext | SpawnContext:
 
 
 def _stop(running: Sequence[_Running]) -> None:
-    """Interrupt the processes; kill those that have not ended after `PATIENCE_S` in total."""
+    """Interrupt the processes and their children, wait `PATIENCE_S` in total, kill the rest, and close them all."""
     for each in running:
         _signal(each.process, signal.SIGINT)
     until_s = time.monotonic() + PATIENCE_S
@@ -181,8 +183,9 @@ def _signal(process: BaseProcess, number: signal.Signals) -> None:
 
 
 def _work(settings: CellSettings, folder: Path, keep_steps: bool, log: Path, connection: Connection) -> None:
-    """Run one cell as the main function of its process.
+    """Run one cell as the main function of its process, write its result to the store, and send `CellFinished`.
 
+    An error is sent as `CellFailed`; Ctrl-C exits with status 130. Output goes to `log`, which is removed on success.
     The process has its own group, so that Ctrl-C in the terminal reaches it only through the parent.
     """
     parent = multiprocessing.parent_process()

@@ -62,7 +62,7 @@ def run_cell(
 
 
 def _checked_profile(settings: CellSettings) -> StepProfile:
-    """Return the cell's hardware profile; raise ConfigurationError if the settings do not suit a simulation."""
+    """Return the hardware profile; raise ConfigurationError if clock, profile, eviction or prefix cache do not suit."""
     if settings.clock != "virtual":
         raise ConfigurationError(f"clock={settings.clock!r}: a simulation runs in virtual time only")
     if settings.profile is None:
@@ -109,6 +109,8 @@ def _few_collections() -> Iterator[None]:
 
 
 class _Simulation:
+    """A load with the engine in virtual time that replays it: made for one call of `run`."""
+
     def __init__(
         self, settings: CellSettings, load: FittedLoad, profile: StepProfile, unsteady_seed: int, keep_steps: bool
     ) -> None:
@@ -125,7 +127,7 @@ class _Simulation:
         self._client = SimulatedClient(engine, delivery_s=profile.delivery_s, keep_steps=keep_steps)
 
     def _shape(self) -> EngineShape:
-        """Return the sizes that the load needs. Raises ConfigurationError if the KV cache does not suit."""
+        """Return the sizes that the load needs; raise ConfigurationError if the KV cache is too small, or too large."""
         settings, block_size, kv_tokens = self._settings, self._profile.block_size, self._kv_tokens
         longest = longest_prompt(self._load.queries) + settings.num_output_tokens + 1
         max_model_len = -(-longest // block_size) * block_size
@@ -151,7 +153,11 @@ class _Simulation:
         )
 
     def _scheduler_options(self) -> dict[str, Any]:
-        """Return our scheduler's options; none for other arms. The settings' own take precedence."""
+        """Return our scheduler's options: policy, eviction, and if KV is copied host blocks and profile.
+
+        Other arms have none. The settings' own options take precedence. The default host memory is limited to a
+        multiple of the KV cache.
+        """
         settings = self._settings
         if settings.arm != "streaming":
             return {}
@@ -167,7 +173,7 @@ class _Simulation:
         return {**options, **settings.scheduler_options}
 
     def run(self, progress: CellProgress) -> CellResult:
-        """Simulate the load, and return its result, even if vLLM's own sessions deadlock."""
+        """Simulate the load, and return its result; DeadlockError is raised, but not for vLLM's own sessions."""
         start_s = time.perf_counter()
         try:
             run_virtual(self._play(progress))
@@ -177,7 +183,7 @@ class _Simulation:
         return self._result(time.perf_counter() - start_s)
 
     async def _play(self, progress: CellProgress) -> None:
-        """Start a task for each query at its arrival, wait for all, and keep the times of those that were answered."""
+        """Start a task per query at its arrival, and wait; each notes its times and reports progress when done."""
         queries, settings, client = self._load.queries, self._settings, self._client
 
         async def play_one(query: TracedQuery) -> None:
@@ -193,6 +199,7 @@ class _Simulation:
                 tasks.create_task(play_one(query), name=query.query_id)
 
     def _result(self, wall_s: float) -> CellResult:
+        """Return the result with the answered queries, and the kept steps and copies; the run took `wall_s`."""
         settings, queries, client, profile = self._settings, self._load.queries, self._client, self._profile
         requests = request_results(settings, queries, self._timings, profile, client.records)
         completion_s = max((r.finished_s for r in requests), default=0.0)

@@ -59,7 +59,7 @@ class StepTimes:
 
     @property
     def totals(self) -> CopyTotals | None:
-        """Totals of the copies so far; None without host memory."""
+        """Totals of the copies so far, with the bytes of all ranks; None without host memory."""
         if self._clock is None:
             return None
         # Each rank copies its share of every block.
@@ -75,7 +75,7 @@ class StepTimes:
 
 
 def _unsteadiness(profile: StepProfile, seed: int) -> Iterator[float]:
-    """Yield a slowdown factor per step, by a moving block bootstrap of the measured factors."""
+    """Yield slowdown factors without end: a moving block bootstrap of the measured ones, or 1.0 without any."""
     measured = profile.unsteadiness if isinstance(profile, TableProfile) else ()
     rng = random.Random(f"unsteadiness {seed}")
     while True:
@@ -98,7 +98,10 @@ class CopyLog:
     _out_free_s: float = 0.0
 
     def add_step(self, step: MeasuredStep, start_s: float) -> None:
-        """Log the copies of a step. Call it for every step, because each may allocate blocks to requests."""
+        """Log the copies of a step: saves, held saves and loads. The saves wait for the held saves of the step before.
+
+        Call it for every step, because each may allocate blocks to requests: held saves belong to the new holders.
+        """
         copies = step.kv_connector_metadata
         saved = [self._holders.get(block, "") for block, _ in copies.saves]
         for request_id, blocks in _allocated_blocks(step):
@@ -118,7 +121,7 @@ class CopyLog:
         start_s: float,
         seconds: Callable[[int], float],
     ) -> float:
-        """Log one copy of the holders' blocks from `start_s` on, and return the time at which it ends."""
+        """Log a copy for each query with blocks in `holders`, one after the other from `start_s` on; return the end."""
         if not holders:
             return start_s
         block_s = seconds(len(holders)) / len(holders)
@@ -131,7 +134,7 @@ class CopyLog:
 
 
 def _allocated_blocks(step: MeasuredStep) -> Iterator[tuple[str, list[int]]]:
-    """Yield the ids of requests with the blocks that a step allocates to them."""
+    """Yield the id of each request in a step, new or known, with the blocks that the step allocates to it."""
     for new in step.scheduled_new_reqs:
         yield new.req_id, [block for group in new.block_ids for block in group]
     cached = step.scheduled_cached_reqs

@@ -96,7 +96,7 @@ class CellStore:
         return next((path for path in candidates if path.exists()), None)
 
     def write(self, result: CellResult) -> Path:
-        """Write a result atomically, and return its path. Raises ConfigurationError if the file cannot be written."""
+        """Write a result atomically, and return its `path`. Raises ConfigurationError if the file cannot be written."""
         self.cells.mkdir(parents=True, exist_ok=True)
         path = self.path(result.settings, with_steps=bool(result.steps))
         values = asdict(result)
@@ -138,7 +138,7 @@ def _compact(values: Any) -> str:
 
 
 def _read_settings(path: Path) -> CellSettings:
-    """Read the settings on a result file's first line; raise ConfigurationError if it is none."""
+    """Read the settings on a result file's first line; raise ConfigurationError if there are none."""
     with _explained(path):
         header = parse_json(
             next(split_lines(iter(DecompressedFile(path, MAX_JSON_BYTES))), b"").rstrip().removesuffix(b",") + b"}"
@@ -147,7 +147,7 @@ def _read_settings(path: Path) -> CellSettings:
 
 
 def read_cell(path: Path) -> CellResult:
-    """Read a result file that `CellStore.write` wrote. Raises ConfigurationError if there is none."""
+    """Read a result file; raise ConfigurationError if it is missing, damaged or of another `FORMAT`."""
     with _explained(path):
         values = parse_json(read_bytes(path, MAX_JSON_BYTES))
         if values["format"] != FORMAT:

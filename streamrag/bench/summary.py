@@ -46,7 +46,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def parse_slos(text: str) -> dict[str, float]:
-    """Parse service-level objectives, as in `"ttft_after_retrieval_s=0.5,total_s=30"`.
+    """Parse service-level objectives to seconds by name, as in `"ttft_after_retrieval_s=0.5,total_s=30"`.
 
     :raises ConfigurationError: a name is unknown or given twice, or a limit is not a positive, finite number.
     """
@@ -111,7 +111,7 @@ class Digest:
         return self.completion_s / self.wall_s if self.wall_s > 0 else math.nan
 
     def goodput(self, slos: Slos) -> float | None:
-        """Return the number of requests per second that met every objective; None without objectives."""
+        """Return the requests that met every objective per second of the cell's time; None without objectives."""
         if not slos:
             return None
         met = zip(*([v <= limit for v in getattr(self, name)] for name, limit in slos.items()), strict=True)
@@ -119,7 +119,7 @@ class Digest:
 
 
 def digest(result: CellResult) -> Digest:
-    """Return the small part of a result that a report needs."""
+    """Return a result's values per request and its totals, without steps. Sums are 0 without engine records."""
     requests = result.requests
     records = [r.record for r in requests if r.record is not None]
     preemptions = [p for record in records for p in record.preemptions]
@@ -163,7 +163,7 @@ def _gaps(request: RequestResult) -> list[float]:
 
 
 def summarise(digest: Digest, slos: Slos) -> dict[str, Any]:
-    """Return a cell's figures as `--json` writes them; unknown figures are None."""
+    """Return a cell's settings, percentiles, totals and provenance as `--json` has them; unknown figures are None."""
     after, floor = spread(digest.ttft_after_retrieval_s), spread(digest.floor_s)
     has_records = digest.num_preemptions is not None
     return {

@@ -39,7 +39,11 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return self._now_s
 
     def select(self, timeout: float | None) -> list[Any]:
-        """Advance the clock by `timeout`; raise DeadlockError if it is None: no task is ready, and no timer is set."""
+        """Advance the clock by `timeout` without waiting, and return no events.
+
+        :raises DeadlockError: `timeout` is None, because no task is ready and no timer is set; or the clock stands
+            still for `MOST_TURNS_AT_ONE_TIME` calls.
+        """
         if timeout is None:
             waiting = sorted(task.get_name() for task in asyncio.all_tasks(self))
             raise DeadlockError(f"at {self._now_s:.6f} s of virtual time all tasks wait for each other: {waiting}")

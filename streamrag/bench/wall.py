@@ -46,7 +46,7 @@ def run_cell(
     keep_steps: bool = False,
     progress: CellProgress = _ignore_progress,
 ) -> CellResult:
-    """Run one cell on a real engine. The run takes as long as the load.
+    """Run one cell on a real engine, and return its result. The run takes as long as the load.
 
     :raises ConfigurationError: the settings are for virtual time, or vLLM rejects them.
     """
@@ -59,7 +59,7 @@ def run_cell(
 
 
 def _checked_model(settings: CellSettings) -> str:
-    """Return the cell's model; raise ConfigurationError if the settings are not for a real engine."""
+    """Return the cell's model; raise ConfigurationError for virtual time, no model, or no prefix cache."""
     if settings.clock != "wall":
         raise ConfigurationError(f"clock={settings.clock!r}: a real engine runs in wall time only")
     if settings.model is None:
@@ -70,7 +70,7 @@ def _checked_model(settings: CellSettings) -> str:
 
 
 async def _run(settings: CellSettings, load: FittedLoad, keep_steps: bool, progress: CellProgress) -> CellResult:
-    """Start the engine, measure its steps for the floors, and replay the load on an empty prefix cache."""
+    """Start the engine, measure its steps for the floors, replay the load on an empty cache, return the result."""
     queries = load.queries
     async with engine_for(settings, queries) as client:
         longest = max_model_len(settings, queries)
@@ -88,9 +88,11 @@ def max_model_len(settings: CellSettings, queries: Sequence[TracedQuery]) -> int
 async def engine_for(
     settings: CellSettings, queries: Sequence[TracedQuery], engine_args: Mapping[str, Any] | None = None
 ) -> AsyncIterator[EngineClient]:
-    """Start an engine for `play_cell`, which may be called repeatedly. Arms on vLLM's own scheduler can share it.
+    """Start an engine for `play_cell`, which may be called repeatedly, yield its client, and stop it after the block.
 
-    engine_args: more arguments of vLLM's engine.
+    Arms on vLLM's own scheduler can share it.
+
+    engine_args: more arguments of vLLM's engine; those that follow from the settings take precedence.
 
     :raises ConfigurationError: the settings are for virtual time, or vLLM rejects them.
     """
@@ -120,7 +122,7 @@ async def play_cell(
     keep_steps: bool = False,
     progress: CellProgress = _ignore_progress,
 ) -> CellResult:
-    """Clear the engine's records, replay the load, and return the result, with floors by `profile`."""
+    """Clear the engine's records, replay the load, and return the result: floors by `profile`, steps if kept."""
     num_steps_before = len(client.steps)
     client.records.clear()
     start_s = asyncio.get_running_loop().time()
@@ -144,6 +146,7 @@ async def play_cell(
 
 
 def _provenance(settings: CellSettings, client: EngineClient, profile: TableProfile, num_steps: int) -> dict[str, Any]:
+    """Return versions, the engine's facts, the number of steps, and a text on the step times behind the floors."""
     steps = ", ".join(f"{num:,.0f}: {step_s * 1e3:.3g}" for num, step_s in profile.points)
     return {
         **versions(),
@@ -168,7 +171,7 @@ async def _play(
     start_s: float,
     progress: CellProgress,
 ) -> dict[str, QueryTiming]:
-    """Replay all queries at their times, and return the times of those that were answered."""
+    """Replay all queries at their times, cancel those without an answer at the end, return the others' times by id."""
     timings: dict[str, QueryTiming] = {}
 
     async def play_one(query: TracedQuery) -> None:
@@ -188,6 +191,7 @@ async def _wait_for(tasks: Sequence["asyncio.Task[None]"], last_end_s: float, ar
     """Wait until all tasks are done, or until no task has finished for `PATIENCE_S` after the end of retrieval.
 
     :raises BackendError: an arm other than the stock sessions is deadlocked.
+    :raises Exception: the error of a failed task.
     """
     pending = set(tasks)
     while pending:

@@ -40,7 +40,7 @@ def token_budget(settings: CellSettings) -> int:
 
 
 def without_hints(workload: str) -> str:
-    """Return the workload's name without the suffix for hints."""
+    """Return a generated workload's name without the suffix for hints; another name is unchanged."""
     for ending in HINTS:
         if workload.removesuffix(ending) in BUDGETS:
             return workload.removesuffix(ending)
@@ -59,7 +59,7 @@ def check_workload(workload: str, *, has_rate: bool) -> None:
 
 
 def load_trace(settings: CellSettings) -> Trace:
-    """Generate or read the trace of a cell. Raises ConfigurationError as `check_workload`."""
+    """Generate a cell's trace, with hints if its name says so, or read a trace file. Raises as `check_workload`."""
     check_workload(settings.workload, has_rate=settings.qps is not None)
     workload = without_hints(settings.workload)
     if workload not in BUDGETS:
@@ -104,7 +104,7 @@ def make_load(settings: CellSettings, trace: Trace) -> tuple[TracedQuery, ...]:
 
 
 def _stretched(query: TracedQuery, arrival_s: float, delay: float) -> TracedQuery:
-    """Return the query at this arrival, with the gaps between its events multiplied by `delay`."""
+    """Return the query at this arrival, with gaps between events and hints stretched by `delay`; the end moves too."""
     if delay == 1.0 or not query.events:
         return replace(query, arrival_s=arrival_s)
     first_s, last_s = query.events[0].at_s, query.events[-1].at_s
@@ -133,8 +133,9 @@ class FittedLoad:
 
 
 def fit_contexts(settings: CellSettings, queries: Sequence[TracedQuery], max_model_len: int | None) -> FittedLoad:
-    """Drop the chunks that exceed a pipeline's budget: `max_context_tokens`, and the model's length less question and
-    answer.
+    """Return the load without the chunks that exceed a pipeline's budget for the context.
+
+    The budget is `max_context_tokens`, or less if the model's length less question and answer is less.
 
     :raises ConfigurationError: the model's length leaves no room for a context.
     """
@@ -155,7 +156,7 @@ def fit_contexts(settings: CellSettings, queries: Sequence[TracedQuery], max_mod
 
 
 def _cut(query: TracedQuery, budget: int) -> TracedQuery:
-    """Drop the chunks that do not fit; chunks are admitted in prompt order, as in a pipeline."""
+    """Drop each chunk that does not fit with those kept before, as in a pipeline, and events that lose all chunks."""
     events: list[TracedEvent] = []
     room = budget
     for event in query.events:
@@ -176,7 +177,7 @@ def _cut(query: TracedQuery, budget: int) -> TracedQuery:
 
 
 def longest_prompt(queries: Sequence[TracedQuery]) -> int:
-    """Return the number of tokens of the longest prompt that any query has at any time."""
+    """Return the number of tokens of the longest prompt that any query has at any time, with its question."""
     longest = 0
     for query in queries:
         num_tokens = 0
@@ -201,7 +202,7 @@ class Moment(NamedTuple):
 
 
 def moments_of(query: TracedQuery) -> Iterator[Moment]:
-    """Yield the moments of a query in order; the last one is the end of its retrieval."""
+    """Yield the query's events as moments; the last is the end of retrieval, without an event if later than all."""
     has_late_end = not query.events or query.end_s > query.events[-1].at_s
     for index, event in enumerate(query.events, start=1):
         yield Moment(event.at_s, event, is_end=index == len(query.events) and not has_late_end)
@@ -224,6 +225,7 @@ class Tokens:
         return self._of(f"tail {query.query_id}", NUM_TAIL_TOKENS)
 
     def _of(self, key: str, num_tokens: int) -> list[int]:
+        """Return pseudo-random ids that depend only on `key`, below the size of the vocabulary."""
         # Random bytes are far faster than random integers. Ids above 65,535 do not occur.
         ids = array("H", random.Random(key).randbytes(2 * num_tokens)).tolist()
         if self.num_in_vocabulary > 1 << 16:

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit(message: str, status: int) -> NoReturn:
-    """Print a message and exit without waiting for threads that cannot be stopped, such as the 20 s import of vLLM."""
+    """Print a message, run the exit handlers, and exit without waiting for threads, such as the 20 s import of vLLM."""
     with suppress(OSError):  # the pipe's reader may have exited
         print(sanitize(message), file=sys.stderr)
         sys.stdout.flush()
@@ -58,7 +58,10 @@ class _Stop:
                 signal.signal(number, signal.SIG_DFL)
 
     def _like_ctrl_c(self, number: int, frame: FrameType | None) -> None:
-        """Note the signal, and call the handler of SIGINT, or raise KeyboardInterrupt if SIGINT is ignored."""
+        """Note the signal, and call the handler of SIGINT, or raise KeyboardInterrupt if SIGINT is ignored.
+
+        A handler that only stops an answer is skipped for the one before it. After SIGHUP, terminals are detached.
+        """
         self.number = signal.Signals(number)
         if number == signal.SIGHUP:
             self._detach_from_terminals()
@@ -69,7 +72,7 @@ class _Stop:
         on_ctrl_c(signal.SIGINT, frame)
 
     def _detach_from_terminals(self) -> None:
-        """Redirect output to the null device: writing to a closed terminal fails."""
+        """Redirect stdout and stderr to the null device if they were terminals: writing to a closed terminal fails."""
         devnull = os.open(os.devnull, os.O_WRONLY)
         for file in self._terminals:
             os.dup2(devnull, file)

@@ -28,7 +28,7 @@ from streamrag.telemetry import (
 
 
 async def watch(events: AsyncIterable[QueryEvent], console: Console, *, answer_to: Console | None = None) -> Answer:
-    """Print a query's events as they arrive, and return its answer.
+    """Print a query's events as they arrive, with a bar of prefill until the first token, and return its answer.
 
     Progress goes to `console`. The answer's text goes to `answer_to`, by default the same, so that it can be redirected
     separately.
@@ -69,6 +69,7 @@ def _line(at_s: float, template: str, *values: object) -> Text:
 
 
 def _describe(event: QueryEvent) -> Text | None:
+    """Return the line that describes an event, with its time; None for events that need no line, such as tokens."""
     match event:
         case RetrievalStarted():
             way = f"; overlap {event.overlap.way}, {event.overlap.reason}" if event.overlap else ""
@@ -102,7 +103,7 @@ def _describe(event: QueryEvent) -> Text | None:
 
 
 def print_sources(answer: Answer, console: Console) -> None:
-    """Print the passages in the prompt, with their numbers, below warnings if context is missing."""
+    """Print warnings if context is missing, then each passage of the prompt with its number, title, URI and score."""
     if not answer.has_context:
         console.print(markup("[yellow]This answer had no context."))
     for reason in (answer.source_error, answer.cut_short):
@@ -115,7 +116,7 @@ def print_sources(answer: Answer, console: Console) -> None:
 
 
 def print_timings(answer: Answer, console: Console) -> None:
-    """Print the answer's times and token counts."""
+    """Print a line with the answer's times, and with its tokens of the prompt, invalidated, and generated."""
     timings = answer.timings
     console.print(
         markup(

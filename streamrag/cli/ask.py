@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _ask(arguments: argparse.Namespace) -> int:
-    """Start the pipeline, answer, and return the exit status: 1 if questions from a file or pipe failed."""
+    """Answer the question, or each line of the input; return 0, or 1 if lines of a file or pipe had no answer."""
     progress, output = Output(stderr=True), Output(quiet=arguments.json)
     options = _query_options(arguments)
     is_conversation = arguments.question is None
@@ -107,6 +107,7 @@ async def _ask(arguments: argparse.Namespace) -> int:
 
 
 def _query_options(arguments: argparse.Namespace) -> QueryOptions:
+    """Return the options of each query; those that were not given are left out, for the pipeline's defaults."""
     options = QueryOptions(params=SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature))
     if arguments.system is not None:
         options["system"] = arguments.system

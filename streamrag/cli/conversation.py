@@ -36,7 +36,11 @@ class ChatHistory:
         self._max_characters = max_characters
 
     async def ask(self, question: str) -> Answer:
-        """Answer `question`, and add both to the turns; forget the oldest turns if they are too long."""
+        """Return the answer to `question`, and add both to the turns.
+
+        A prompt that is too long is sent again without the older half of the turns; without turns, the error is raised.
+        Afterwards turns are forgotten until they have at most `max_characters`, or one question and answer remain.
+        """
         while True:
             try:
                 answer = await self._ask(question, self.turns)
@@ -97,7 +101,12 @@ async def converse(conversation: ChatHistory, progress: Output, output: Output, 
 async def questions(
     file: int, before_each: Callable[[], None] = lambda: None, at_ctrl_c: Callable[[], None] | None = None
 ) -> AsyncIterator[str]:
-    """Yield the lines of a file that are not blank. The first Ctrl-C during a wait for a line calls `at_ctrl_c`."""
+    """Yield the lines of a file that are not blank, stripped and cut to `MAX_LINE_BYTES`.
+
+    before_each: called before each wait for a new line.
+    at_ctrl_c: called at the first Ctrl-C during a wait, after which the wait goes on; another Ctrl-C is not handled. If
+        None, no Ctrl-C is handled.
+    """
     buffer = b""
     while True:
         if not buffer:
@@ -125,7 +134,7 @@ def _text(line: bytes) -> str:
 
 
 async def _read(file: int) -> bytes:
-    """Read available bytes without a thread, which could not be interrupted; empty at the end of the file."""
+    """Wait for bytes without a thread, which could not be interrupted, and return them; b"" at the end of the file."""
     loop = asyncio.get_running_loop()
     is_ready = asyncio.Event()
     try:
@@ -157,7 +166,7 @@ class OnCtrlC:
 
 
 async def unless_stopped(doing: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of `doing`, or None if Ctrl-C cancelled it."""
+    """Return the result of `doing`, or None if Ctrl-C cancelled it; a cancellation of the caller is raised."""
     task = asyncio.ensure_future(doing)
     with stopped_by_ctrl_c(task):
         try:

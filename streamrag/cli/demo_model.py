@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the model, with a progress bar on stderr."""
+    """Make the model with a progress bar on stderr, print its size there, and return 0."""
     console = Output(stderr=True)
     with step_bars(console) as show:
         folder = make_demo_model(arguments.out, taught=not arguments.untaught, on_progress=show)

@@ -66,6 +66,7 @@ class Output(Console):
         self._write(sanitize(text).removesuffix("\n"))
 
     def _write(self, text: str) -> None:
+        """Write a text and a line break, and flush, also if quiet. If the reader has left, end the program."""
         try:
             self.file.write(text + "\n")
             self.file.flush()
@@ -100,6 +101,7 @@ class _StandardStream:
             return len(text)
 
     def flush(self) -> None:
+        """Flush the stream, if it is open; raise as `write` does."""
         try:
             if (stream := getattr(sys, self._name)) is not None:
                 stream.flush()
@@ -115,7 +117,7 @@ def _encodable(text: str, file: IO[str]) -> str:
 
 
 def _output_error(error: OSError) -> Exception:
-    """Return the error to raise, and discard Python's buffer, which would be written again at exit."""
+    """Return a BrokenPipeError itself, else an OutputError, after discarding what Python would write again at exit."""
     if isinstance(error, BrokenPipeError):  # rich ends the program
         return error
     devnull = os.open(os.devnull, os.O_WRONLY)

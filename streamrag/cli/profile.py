@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object; refuse arguments that have an option of their own."""
+    """Parse a JSON object; raise ArgumentTypeError for anything else, or an argument that has an option of its own."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -72,7 +72,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Check what would fail only at the end, measure, and write the profile and its plot."""
+    """Check what would fail only at the end, measure, write the profile and its plot, and print figures; return 0."""
     from streamrag.bench.profile.picture import draw_profile  # this and the next import pydantic: 0.25 s
     from streamrag.engine.costs.profile_files import save_profile
 
@@ -101,7 +101,7 @@ def _file_name(model: str) -> str:
 
 @contextmanager
 def _model(name: str | None, console: Output) -> Iterator[str]:
-    """Give the model, or a tiny one in a temporary folder that is removed afterwards."""
+    """Yield the model's name, or the path of a tiny one in a temporary folder that is removed after the block."""
     if name is not None:
         yield name
         return
@@ -115,7 +115,7 @@ def _model(name: str | None, console: Output) -> Iterator[str]:
 
 
 def _measure(model: str, arguments: argparse.Namespace, console: Output) -> "TableProfile":
-    """Measure the machine with a progress bar on stderr; the arguments' own options are in NAMED."""
+    """Measure with a progress bar on stderr, and return the profile; options in `NAMED` go to the engine if given."""
     from streamrag.bench.profile.machine import measure_machine
 
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=28), MofNCompleteColumn(), TimeElapsedColumn())
@@ -132,6 +132,7 @@ def _measure(model: str, arguments: argparse.Namespace, console: Output) -> "Tab
 
 
 def _print(profile: "TableProfile", console: Output) -> None:
+    """Print a table of the measured and fitted milliseconds by size, the fit's error, and when copying is faster."""
     from streamrag.bench.profile.picture import crossing, describe_crossing, most_tokens, step_budget
     from streamrag.engine.costs.step_profiles import recompute_s
 

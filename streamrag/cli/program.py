@@ -66,7 +66,7 @@ def make_parser(argv: Sequence[str]) -> ArgumentParser:
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run the command in `argv`, and return the exit status: the command's, or 1 after an error message."""
+    """Run the command in `argv`, and return its exit status, or 1 after printing a StreamRagError or an OSError."""
     words = sys.argv[1:] if argv is None else argv
     try:
         arguments = make_parser(words).parse_args(words)

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Record, with a progress bar on stderr. The exit status is 1 if a retrieval failed."""
+    """Record with a progress bar on stderr; return 1 if a retrieval failed. Without questions, an error is raised."""
     questions = [*arguments.question, *_questions_in(arguments.questions)]
     if not questions:
         raise ConfigurationError("there is no question; give one or more, or a file with --questions")
@@ -81,7 +81,7 @@ def make_counter(tokenizer: str | None) -> tuple[str, Callable[[str], int]]:
 
 
 def _questions_in(file: str | None) -> list[str]:
-    """Return the lines of a file or stdin that are not blank; raise ConfigurationError if it is unreadable."""
+    """Return the lines of a file or stdin that are not blank; raise ConfigurationError if unreadable or too large."""
     if file is None:
         return []
     try:
@@ -111,7 +111,7 @@ def passage_counter(count: Callable[[str], int]) -> CountTokens:
 
 
 async def _record(arguments: argparse.Namespace, questions: Sequence[str]) -> int:
-    """Record, and remove a new trace if all retrievals failed. Return 1 if any failed, else 0."""
+    """Record, print a summary, and remove a new trace if all retrievals failed. Return 1 if any failed, else 0."""
     console = Output(stderr=True)
     source = make_source(arguments)
     tokenizer, count = make_counter(arguments.tokenizer)

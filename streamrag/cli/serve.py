@@ -98,7 +98,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the settings, and print what was requested, or serve until a signal. Returns 1 for problems."""
+    """Print the defaults or settings if requested, or print problems and return 1, or else serve until a signal."""
     require_modules("serve", "starlette", "uvicorn", "sse_starlette")
     from streamrag.serve.config.checks import check
     from streamrag.serve.config.layers import SECTIONS, load
@@ -184,7 +184,7 @@ async def _serve(settings: "Settings") -> int:
 
 
 def _on_ready(errors: Output, settings: "Settings", app: "Gate", host: str, port: int) -> None:
-    """Print the addresses, and reload the keys on SIGHUP from now on."""
+    """Print the addresses; from now on reload a file's keys on SIGHUP, except on a terminal, where SIGHUP stops."""
     named = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://[{named}]:{port}" if ":" in named else f"http://{named}:{port}"
     has_keys = app.has_keys

@@ -14,7 +14,7 @@ DSN_HELP = "postgresql://user@host/database, or env:NAME for a variable that hol
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a crawl or a search."""
+    """Add the options of a crawl and of a search; exactly one of a page, an index and a table must be given."""
     add = parser.add_argument_group("where to look (one of)").add_mutually_exclusive_group(required=True).add_argument
     about = "crawl from this page; may be given more than once"
     add("--url", dest="urls", action="append", metavar="URL", help=about)
@@ -55,7 +55,7 @@ def add_search_arguments(search: "argparse._ArgumentGroup") -> None:
 def make_source(arguments: argparse.Namespace, **changes: Any) -> Source:
     """Return the source that the options name; `changes` override options by the names of `SourceSettings`.
 
-    :raises ConfigurationError: a value is invalid.
+    :raises ConfigurationError: a value is invalid, or --rerank or --sentences was given without --index.
     """
     values = {**vars(arguments), **changes}
     if values["index"] is None and (values["rerank"] is not None or values["sentences"]):

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Print one snapshot, or refresh the view until Ctrl-C. A wrong URL raises ConfigurationError."""
+    """Print one snapshot, or refresh the view until Ctrl-C. A wrong URL or --json alone raises ConfigurationError."""
     if arguments.json and not arguments.once:
         raise ConfigurationError("--json needs --once: only a snapshot can be printed as JSON")
     key = arguments.key or os.environ.get(KEY)
@@ -87,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def watch(
     client: httpx.Client, output: Output, interval_s: float, *, sleep: Callable[[float], None] = time.sleep
 ) -> None:
-    """Refresh the view until interrupted. If the service does not answer, show the error, and retry."""
+    """Refresh the view until interrupted. If the service does not answer, show why above the old view, and retry."""
     snapshot: Mapping[str, Any] | None = None
     with Live(console=output, screen=output.is_terminal, auto_refresh=False) as live:
         while True:
@@ -125,7 +125,7 @@ def look(client: httpx.Client) -> Mapping[str, Any]:
 
 
 def render(values: Mapping[str, Any], *, width: int, height: int = 10_000) -> RenderableType:
-    """Return a snapshot formatted for `width` columns and about `height` lines."""
+    """Return a snapshot of `width` columns and about `height` lines: head, open queries, how many more, ended ones."""
     head = _head(values)
     room = max(height - len(head) - 4, 3)
     opened, ended = values["open"], values["ended"]
@@ -213,7 +213,10 @@ FIGURES = ("age", "ttft", "chunks", "prompt", "prefilled", "answer")
 
 
 def _queries(queries: Sequence[Mapping[str, Any]], *, width: int) -> Table:
-    """Return a table of queries, with fewer columns if `width` is below NARROW."""
+    """Return a table of queries, with fewer columns if `width` is below NARROW.
+
+    The column of questions is left out as well if no query has its text, or if less than 8 characters are left for it.
+    """
     names = [name for name in COLUMNS if width >= NARROW or name not in WIDE_ONLY]
     left = width - sum(COLUMNS[name] + 1 for name in names)
     if left < 8 or not any("text" in query for query in queries):
@@ -229,6 +232,7 @@ def _queries(queries: Sequence[Mapping[str, Any]], *, width: int) -> Table:
 
 
 def _cells(query: Mapping[str, Any]) -> dict[str, Text]:
+    """Return the styled text of every column for one query, by the column's name."""
     doing = query.get("outcome", query["phase"])
     num_prompt, num_prefilled = query["num_prompt_tokens"], query["num_prefilled"]
     texts = {
@@ -259,7 +263,7 @@ def _short(at_s: float | None) -> str:
 
 
 def _span(seconds: float) -> str:
-    """Format a duration in its two largest units."""
+    """Format a duration in its two largest units of days, hours and minutes; less than a minute in seconds."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes, _ = divmod(int(seconds), 60)

@@ -18,7 +18,7 @@ SHARE_IT = (
 
 
 async def start_all(parts: Iterable[object], progress: Progress) -> AsyncExitStack:
-    """Start all `Startable` parts at once, and return a stack that closes them; if one fails, the others are closed."""
+    """Start the `Startable` parts at once, and return a stack that closes them; if one fails, close all and raise."""
 
     async def start(part: Startable) -> None:
         await part.start(progress)

@@ -44,7 +44,7 @@ async def in_thread(tokenizer: Tokenizer, function: Callable[[], T], *, is_backg
 
 
 async def _run(function: Callable[[], T], limiters: _Limiters, is_background: bool, scope: anyio.CancelScope) -> T:
-    """Run in a thread once it is the caller's turn; cancelling `scope` raises CancelledError."""
+    """Return `function()`, run in a thread under one limiter, in background both; raise if `scope` is cancelled."""
     use, queue = limiters
     with scope:
         async with queue if is_background else nullcontext():
@@ -53,7 +53,7 @@ async def _run(function: Callable[[], T], limiters: _Limiters, is_background: bo
 
 
 def _limiters_of(tokenizer: Tokenizer) -> _Limiters:
-    """Return the limiters of `tokenizer` on this event loop, creating them on its first call."""
+    """Return this loop's limiters of `tokenizer`, made on first use; tokenizers without a hash share one pair."""
     try:
         limiters = _limiters.get()
     except LookupError:

@@ -131,7 +131,7 @@ def prepare_demo(
 ) -> bool:
     """Create site, index and model in `folder` unless they are up to date; return whether they were created.
 
-    Removes everything else in `folder`. Blocks for minutes.
+    Before that, removes everything in `folder`. Blocks for minutes. With None for `model`, none is created.
 
     :raises MissingDependencyError: a package is not installed.
     :raises StreamRagError: a step failed.

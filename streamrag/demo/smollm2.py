@@ -81,7 +81,7 @@ def make_demo_model(
 
 
 def _packed_file() -> Path:
-    """Return the GGUF file's path, without importing its package, which imports its host; raise if it is missing."""
+    """Return the GGUF file's path without importing its package, which imports its host; raise if none is installed."""
     spec = importlib.util.find_spec(PACKAGE)
     folders = list(spec.submodule_search_locations or []) if spec else []
     if not folders:
@@ -90,7 +90,7 @@ def _packed_file() -> Path:
 
 
 def _open(path: Path, progress: OnProgress) -> Any:
-    """Return a reader of the GGUF file, whose hash is checked first; raise ModelError if it is another file."""
+    """Return a reader of the GGUF file, whose hash is checked first; raise ModelError if unreadable or another file."""
     require_modules("demo-model", "gguf", "safetensors", "tokenizers")
     from gguf import GGUFReader
 
@@ -144,6 +144,7 @@ def _write_tokenizer(folder: Path, gguf: Any) -> None:
 
 
 def _write_config(folder: Path, gguf: Any) -> None:
+    """Write config.json, of a Llama in bfloat16, and generation_config.json, with sizes and ids of the GGUF file."""
     ids = {
         f"{name}_token_id": _value(gguf, f"tokenizer.ggml.{key}_token_id")
         for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
@@ -171,7 +172,7 @@ def _write_config(folder: Path, gguf: Any) -> None:
 
 
 def _write_weights(path: Path, gguf: Any, added: dict[str, tuple[Any, Any]], progress: OnProgress) -> None:
-    """Write the weights, adding the products of factors `added`, one by one to save memory.
+    """Write the weights in bfloat16, one by one to save memory, each with the product of its layer's `added` factors.
 
     Source: https://github.com/huggingface/safetensors#format
     """
@@ -219,7 +220,7 @@ def _reorder_heads(weight: Any, num_heads: int) -> Any:
 
 
 def _load_adapter() -> dict[str, tuple[Any, Any]]:
-    """Return the adapter's two factors for each layer; none if its file is missing. Raises without safetensors."""
+    """Return the adapter's two factors by layer, in float32; {} if its file is missing. Raises without safetensors."""
     if not TAUGHT.exists():
         return {}
     from safetensors.numpy import load_file

@@ -123,7 +123,7 @@ def _check_sizes(hidden_size: int, num_heads: int, num_kv_heads: int, vocab_size
 
 
 def _write_tokenizer(folder: Path, corpus: Iterable[str], vocab_size: int, max_model_len: int) -> int:
-    """Train and write the tokenizer, and return its number of tokens."""
+    """Train the tokenizer, write its two files, and return its number of tokens. Raises without tokenizers."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     except ImportError:

@@ -39,7 +39,7 @@ class AnswerDraft:
         self._num_proposed = 0
 
     def next_tokens(self, answer: Sequence[int], most: int) -> list[int]:
-        """Return at most `most` tokens that may follow `answer`, which has grown since the last call, or begun anew."""
+        """Return up to `most` tokens to verify next: few once `answer` left a text, more if all hold, none if lost."""
         num_before = self._num_read
         num_left = self._follow(answer)
         if num_left:
@@ -66,7 +66,7 @@ class AnswerDraft:
         return (*answer, *(self._draft.rest if self._text is self._draft else ()))
 
     def _follow(self, answer: Sequence[int]) -> int:
-        """Read the new tokens of `answer`. Return how often it left a text, or went on behind its end."""
+        """Follow the new tokens of `answer`, or all of a shorter one; return how often it left or passed a text."""
         if len(answer) < self._num_read:
             self._text, self._num_read, self._num_proposed = self._draft, 0, 0
             self._draft.place = self._prompt.place = 0
@@ -103,7 +103,7 @@ class _Text:
         return is_next
 
     def find(self, anchor: Sequence[int]) -> bool:
-        """Move behind `anchor`: the first one behind the present place, else the first one. Return False without one.
+        """Move behind the next run of the tokens `anchor`, or else behind the first. Return False if there is none.
 
         A search takes microseconds in a text of any length; the first one sorts its runs of tokens.
         """
@@ -121,6 +121,7 @@ class _Text:
         return True
 
     def _sort(self) -> None:
+        """Compute the sorted keys of all runs of `NUM_ANCHOR` tokens, and where in the text each run ends."""
         import numpy as np
 
         tokens = np.asarray(self._tokens, dtype=np.int64)

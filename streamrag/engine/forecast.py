@@ -32,7 +32,7 @@ class ChunkForecast:
         self._habits: dict[str, _Habits] = {}
 
     def observe(self, source_name: str, gap_s: float, kept_share: float) -> None:
-        """Record a chunk of a source. Call it for every chunk but the first of each stream."""
+        """Update a source's means by a chunk, not the first of its stream; ignore new sources over `MOST_SOURCES`."""
         mean, new = self._habits.get(source_name), _Habits(gap_s, kept_share)
         if mean is not None:
             self._habits[source_name] = _Habits(*(m + WEIGHT * (n - m) for m, n in zip(mean, new, strict=True)))

@@ -65,7 +65,7 @@ class HostPool:
         return True
 
     def reserve(self, owner: str, key: Hashable, *, is_spare: bool = False) -> int | None:
-        """Return a slot to copy a new block into, evicting another unless it `is_spare`; None if none is free."""
+        """Return a slot for `owner`'s new block; if none is free, evict a block unless `is_spare`, or return None."""
         if not self._free and not is_spare:
             self._evict_one()
         if not self._free:
@@ -77,7 +77,7 @@ class HostPool:
         return slot
 
     def on_saved(self, slot: int, *, is_valid: bool) -> None:
-        """Record that the copy into `slot` has ended; `is_valid` tells whether it succeeded."""
+        """Make the block copied into `slot` valid, or remove it if the copy failed; free a slot whose block is gone."""
         key = self._saving.pop(slot)
         block = self._blocks.get(key)
         if block is None or block.slot != slot:  # removed meanwhile
@@ -111,7 +111,7 @@ class HostPool:
         return [self._blocks[key].slot for key in keys]
 
     def unpin(self) -> None:
-        """Make pinned blocks spares that may be evicted: their loads were sent, so their slots may be overwritten."""
+        """Make pinned blocks evictable spares, because their loads were sent, and remove those without an owner."""
         pinned, self._pinned = self._pinned, {}
         for key in pinned:
             block = self._blocks.get(key)
@@ -122,7 +122,7 @@ class HostPool:
                     self._remove(key)
 
     def release(self, owner: str, *, but: Collection[Hashable] = ()) -> None:
-        """Remove `owner` from its blocks, except from those in `but`."""
+        """Remove `owner` from its blocks, except those in `but`, and remove unpinned blocks without owners."""
         keys = self._keys_by_owner.get(owner)
         if keys is None:
             return
@@ -161,6 +161,7 @@ class HostPool:
         (self._spare if block.is_spare else self._sole).pop(key, None)
 
     def _remove(self, key: Hashable) -> None:
+        """Remove a block for all its owners, and free its slot unless a copy into the slot has yet to end."""
         block = self._blocks.pop(key)
         self._remove_from_lru(key, block)
         for owner in block.owners:

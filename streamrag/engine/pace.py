@@ -26,7 +26,7 @@ class Pace:
         self._token_s: float | None = None
 
     def observe(self, num_tokens: int, duration_s: float) -> None:
-        """Record that a step computed `num_tokens` in `duration_s` seconds."""
+        """Update the mean time per token with a step's; ignore a step of fewer than `FEWEST_TOKENS` tokens."""
         if num_tokens < FEWEST_TOKENS:
             return
         token_s = duration_s / num_tokens
@@ -39,7 +39,7 @@ class Pace:
 
     @property
     def num_partial_tokens(self) -> int | None:
-        """Most tokens of partial prompts in one step; None for no limit."""
+        """Most tokens of partial prompts in a step: those of `step_s`, but 128 to `max_tokens`; None for no limit."""
         if self._max_tokens is None:
             return None
         num_tokens = int(self._step_s / self._token_s) if self._token_s else 0
@@ -50,7 +50,8 @@ class Pace:
 
         `overhead` is that of a step, in tokens. With s tokens per step and t seconds per token, a replacement wastes
         half a step on average, s t^2 / (2 `replaced_every_s`) per token; overhead h costs h t / s. The sum is least at
-        s = sqrt(2 h `replaced_every_s` / t). A prompt that only grows is replaced after infinite time.
+        s = sqrt(2 h `replaced_every_s` / t), bounded by `FEWEST_REPLACED_TOKENS` and `max_tokens`. For a prompt that
+        only grows (infinite time), and before a step was observed, return `max_tokens`.
         """
         if self._max_tokens is None or not self._token_s or replaced_every_s == math.inf:
             return self._max_tokens

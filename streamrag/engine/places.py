@@ -33,6 +33,7 @@ class Places:
             self._cached.clear()
 
     def _compute(self, request: RequestView, now_s: float) -> QueuePosition:
+        """Return the place of a request, and cache the place if it is fixed."""
         place = self._place(request, now_s)
         if self._is_fixed(request):
             self._cached[id(request)] = place

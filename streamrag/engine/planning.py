@@ -61,6 +61,9 @@ def plan(
 ) -> Plan:
     """Plan which requests compute how many tokens in the next step, and which requests are evicted for it.
 
+    If nothing is granted and nothing runs ahead, plan again without the rules that are waived then. If a rule puts off
+    the step, the plan has nothing else.
+
     :param order: the requests that have tokens to compute or hold KV, the most urgent first. Requests with output are
         moved to the front, and of these the ones that hold a slot come first: their slot cannot be taken without
         evicting their KV. Drafts are moved to the end.

@@ -49,7 +49,7 @@ class Policy(Protocol):
 
 
 class KeyPolicy(Policy):
-    """A policy that sorts by a key. `is_static` promises that a request's key changes only with its view."""
+    """A policy that sorts by a key, requests with output first. `is_static`: a key changes only with its view."""
 
     needs_prefix_hits = False
 
@@ -135,6 +135,7 @@ class ShortestRemainingPolicy(KeyPolicy):
         super().__init__(self._key, f"srpf({ageing:g})", is_static=True)
 
     def on_speed(self, tokens_per_s: float) -> None:
+        """Use the speed, and order all requests anew, if none was given and it has changed by `MOST_DRIFT`."""
         current = self._tokens_per_s
         if not self._is_fixed and not current / MOST_DRIFT < tokens_per_s < current * MOST_DRIFT:
             self._tokens_per_s = tokens_per_s
@@ -172,6 +173,7 @@ class LongestPrefixPolicy(Policy):
         return f"<policy k_lpm({self.k:g})>"
 
     def order(self, requests: Sequence[RequestView], now_s: float) -> list[RequestView]:
+        """Return admitted requests by arrival, output first; then the others, in rounds if any prefix is present."""
         first = sorted((r for r in requests if _is_admitted(r)), key=lambda r: (not r.has_output, *_by_age(r)))
         waiting = [r for r in requests if not _is_admitted(r)]
         by_age = sorted(waiting, key=_by_age)

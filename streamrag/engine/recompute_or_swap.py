@@ -69,6 +69,7 @@ class CostChoice:
         self.price = price
 
     def evict(self, num_blocks: int, num_unsaved: int, now_s: float) -> CostComparison:
+        """Compare recomputing the share that stays valid with saving `num_unsaved` (and its wait) and loading that."""
         price = self.price
         save_s = price.save_s(num_unsaved) + (price.wait_to_save_s(now_s) if num_unsaved else 0.0)
         load_s = price.share_valid * price.load_s(num_blocks)
@@ -79,6 +80,7 @@ class CostChoice:
         return self._cheaper(self.price.recompute_s(start, num_blocks), load_s, load_s)
 
     def num_to_write_through(self, share_free: float) -> int:
+        """Return how many blocks are saved in a step's time; 0 unless KV is short and copies overlap and pay off."""
         price = self.price
         if not price.is_overlapped or share_free > WRITE_THROUGH_BELOW:
             return 0

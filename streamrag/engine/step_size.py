@@ -49,7 +49,7 @@ class StepCosts:
         """Return the best length of a step while `num_waiting` complete prompts have tokens to compute.
 
         With steps of s tokens and overhead h, each waiting prompt loses h / s per token. Prompts that arrive, a per
-        token, lose s / 2 each. The sum is least at s = sqrt(2 h num_waiting / a).
+        token, lose s / 2 each. The best s is sqrt(2 h num_waiting / a), but at least h and 256; infinity if a = 0.
         """
         if self.arrivals_per_token <= 0:
             return math.inf
@@ -79,7 +79,7 @@ class StepCostEstimator:
         self._rate_at_s = 0.0
 
     def observe_step(self, num_tokens: int, num_pairs: float, duration_s: float) -> None:
-        """Record a step that computed `num_tokens`, with `num_pairs` pairs of a token and one that it attends to."""
+        """Update the running means by a step of `num_tokens` and `num_pairs` pairs of a token and one attended to."""
         self._num_steps += 1
         x, z, y = num_tokens, num_pairs, duration_s
         weight = max(WEIGHT, 1 / self._num_steps)

@@ -45,6 +45,7 @@ class ClassPolicy:
         return f"<{self.pool_policy!r} in classes, {self._ageing_s:g} s apart>"
 
     def order(self, requests: Sequence[RequestView], now_s: float) -> list[RequestView]:
+        """Return all by class and age, but give the pool's places to its requests in the order of `pool_policy`."""
         pool = [r for r in requests if r.request_class == "pool"]
         if len(pool) == len(requests):
             return self.pool_policy.order(requests, now_s)

@@ -25,9 +25,9 @@ class Victims:
             self._offered.append((request, position))
 
     def choose(self, num_blocks: int, after: int) -> tuple[list[RequestView], int]:
-        """Return the first victims that together free `num_blocks`, and how many blocks they do free.
+        """Return the first victims that together free `num_blocks`, or all, and how many blocks they do free.
 
-        Victims are the requests behind position `after` in the order, then those that were offered.
+        Victims are idle requests, those behind position `after` in the order from its end, and offered ones before it.
         """
         victims: list[RequestView] = []
         num_freed = 0
@@ -45,7 +45,7 @@ class Victims:
         return victims, num_freed
 
     def _measured_candidates(self) -> Iterator[tuple[RequestView, int, int]]:
-        """Yield (victim, position, blocks it frees), idle requests first, measuring each only when it is needed."""
+        """Yield (victim, position, blocks it frees), idle ones first, then from the order's end, each measured once."""
         yield from self._measured
         if self._unmeasured is None:
             holders = [(r, i) for i, r in enumerate(self._order) if r.num_blocks]

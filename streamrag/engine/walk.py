@@ -136,8 +136,8 @@ class Walk:
     def memory_wait(self, candidate: Candidate) -> Wait | None:
         """Return how `candidate` has to wait for memory; None if it fits, or if victims can free what it lacks.
 
-        A complete prompt that does not fit ends the step for requests without KV. If nothing else runs, it may take
-        everything instead.
+        It is `MEMORY` if the candidate may not evict or needs reserved blocks. Otherwise it is `SKIP`, and the step
+        ends for requests without KV; but if nothing else runs, the candidate may take everything.
         """
         num_missing = candidate.num_missing
         if candidate.num_reserved is not None and num_missing > -candidate.num_reserved:
@@ -157,7 +157,7 @@ class Walk:
         return Wait.SKIP
 
     def hold(self, candidate: Candidate, wait: Wait) -> None:
-        """Record that `candidate` gets nothing, and offer its blocks to others if `wait` says so."""
+        """Record that `candidate` waits for memory or behind a reserve; offer its blocks if `MEMORY` or `YIELD`."""
         if wait is Wait.MEMORY:
             self.num_unfit += candidate.is_measured_start
             self.waiting.append(candidate.request)
@@ -173,7 +173,7 @@ class Walk:
         return self.closed_by if request.num_blocks else self.closed_by or self.closed_to_new_by
 
     def grant(self, candidate: Candidate) -> None:
-        """Grant `candidate` its `num_allowed` tokens."""
+        """Grant `candidate` its `num_allowed` tokens, and close the step if the budget is used up."""
         self.num_missing = candidate.num_missing
         self.grants.append(Grant(candidate.request, candidate.num_allowed, candidate.num_blocks_claimed))
         self.num_tokens_left -= candidate.num_allowed

@@ -10,10 +10,10 @@ CHARACTERS_PER_TOKEN = 8  # an upper bound for most texts; code with much white 
 def encode_bounded(
     tokenizer: Tokenizer, text: str, max_tokens: int, format_text: Callable[[str], str] = str
 ) -> list[int]:
-    """Return the token ids of the formatted `text`, or more than `max_tokens` ids of its beginning.
+    """Return the token ids of the formatted `text`, or of its beginning if that has over 5/4 of `max_tokens` ids.
 
-    Truncation changes only the tokens at the cut. So only the beginning of a long text is formatted and tokenised, up
-    to a quarter more than `max_tokens`.
+    Truncation changes only the tokens at the cut. So only the beginning of a long text is formatted and tokenised, and
+    twice as much again while that has too few ids.
     """
     num_characters = CHARACTERS_PER_TOKEN * max_tokens
     while 0 < num_characters < len(text):

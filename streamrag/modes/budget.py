@@ -64,14 +64,14 @@ class PassageBudget:
         self._reset()
 
     def _reset(self) -> None:
-        """Forget what was taken, and free the room that is not reserved for late chunks."""
+        """Forget which chunks arrived, were taken and are late; set the room to the budget less the reserved share."""
         self._arrived: tuple[Chunk, ...] = ()
         self._taken: list[Included] = []
         self._waiting: list[Included] = []
         self._room = self._max_tokens - int(self._max_tokens * self._late_share)
 
     def by_rank(self, chunks: Sequence[Chunk]) -> list[Included]:
-        """Return the chunks that fit as a whole, in order of priority. Smaller ones may follow one that does not."""
+        """Return the chunks that fit as a whole, in order of rank. Smaller ones may follow one that does not."""
         taken: list[Included] = []
         room = self._max_tokens
         for chunk in chunks:
@@ -82,7 +82,10 @@ class PassageBudget:
         return taken
 
     def by_arrival(self, chunks: Sequence[Chunk], *, is_complete: bool) -> list[Included]:
-        """Return the chunks that fit, in order of arrival and shortened if large; at the end, also the best others."""
+        """Return the chunks that fit, in order of arrival and shortened if large; if complete, also the best others.
+
+        What was chosen stays if `chunks` begins with those of the last call. Without a judge, return `by_rank`.
+        """
         if self._relevance is None:
             return self.by_rank(chunks)
         if tuple(chunks[: len(self._arrived)]) != self._arrived:
@@ -93,7 +96,7 @@ class PassageBudget:
         return [*self._taken, *(self._late(self._relevance) if is_complete and self._waiting else ())]
 
     def _arrive(self, relevance: RelevanceJudge, chunk: Chunk) -> None:
-        """Take one more chunk if it fits, or queue it as a late one."""
+        """Take one more chunk, shortened to `PAGE_SHARE`, and queue its rest as late; queue all if it does not fit."""
         number = len(self._taken) + 1
         short = self._shorten(relevance, number, chunk, max(int(self._max_tokens * PAGE_SHARE), MIN_PAGE_TOKENS))
         num_tokens = self._count(number, short.part) if short else 0
@@ -106,7 +109,7 @@ class PassageBudget:
             self._waiting.append(Included(chunk, replace(chunk, text=short.rest)))
 
     def _late(self, relevance: RelevanceJudge) -> list[Included]:
-        """Return the late chunks that fit: all in order, or the best, each shortened to its share of the room."""
+        """Return all late chunks in order if they fit, else the most relevant, each shortened to an equal share."""
         taken, late = self._taken, self._waiting
         room = self._max_tokens - sum(self._count(number, each.part) for number, each in enumerate(taken, 1))
         left = room
@@ -130,7 +133,7 @@ class PassageBudget:
         return chosen
 
     def _shorten(self, relevance: RelevanceJudge, number: int, chunk: Chunk, max_tokens: int) -> Included | None:
-        """Return the chunk, or its most relevant part of at most `max_tokens`; None if there is no such part."""
+        """Return the chunk if it has at most `max_tokens`, else its most relevant part that does, cached; or None."""
         if self._count(number, chunk) <= max_tokens:
             return Included(chunk, chunk)
         key = (number, chunk, max_tokens)
@@ -139,7 +142,7 @@ class PassageBudget:
         return self._shortened[key]
 
     def _shorten_text(self, relevance: RelevanceJudge, number: int, chunk: Chunk, max_tokens: int) -> Included | None:
-        """Return the chunk's most relevant part that fits, after at most `NUM_TRIES` attempts; None without one."""
+        """Return the chunk's most relevant part that fits, trying ever fewer characters `NUM_TRIES` times, or None."""
         num_heading = self._count(number, replace(chunk, text=""))
         room = max_tokens - num_heading
         num_tokens = self._count(number, chunk) - num_heading  # of a long text, a lower bound

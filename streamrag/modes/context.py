@@ -22,7 +22,7 @@ class Context(tuple[Chunk, ...]):
         return self._places.get(chunk, len(self)) < len(self)  # type: ignore[call-overload, no-any-return]
 
     def with_chunks(self, chunks: tuple[Chunk, ...]) -> "Context":
-        """Return the context of these chunks, in constant time if one was appended."""
+        """Return the context of these chunks: `self` if unchanged; if one was appended, without hashing the others."""
         if chunks is self:
             return self
         if not chunks or chunks[:-1] != self or len(self._places) != len(self):
@@ -52,7 +52,7 @@ class UpdateMode:
         self.order = order
 
     def fold(self, chunks: tuple[Chunk, ...], event: Append | Update) -> tuple[Chunk, ...]:
-        """Return the new context, in prompt order and without duplicates."""
+        """Return `chunks` and an appended chunk that is new, or an update's distinct chunks, sorted as `order` says."""
         if isinstance(event, Append):
             return chunks if event.chunk in chunks else (*chunks, event.chunk)
         ranked = tuple(dict.fromkeys(event.chunks))
@@ -68,7 +68,7 @@ class AppendMode:
     """
 
     def fold(self, chunks: tuple[Chunk, ...], event: Append | Update) -> tuple[Chunk, ...]:
-        """Return the new context, in prompt order and without duplicates."""
+        """Return `chunks` and the event's new ones behind them; those of an update need a new `passage_key`, too."""
         unique = dict.fromkeys(event.chunks if isinstance(event, Update) else (event.chunk,))
         new = [chunk for chunk in unique if chunk not in chunks]
         if new and isinstance(event, Update):
@@ -78,7 +78,7 @@ class AppendMode:
 
 
 def _in_old_order(chunks: tuple[Chunk, ...], ranked: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
-    """Sort `ranked`: first the passages that are in `chunks`, in their order there, then the others."""
+    """Return `ranked` in another order: first passages that are in `chunks`, ordered as there, then the others."""
     place_of: dict[tuple[str, int, str], int] = {}
     for place, chunk in enumerate(chunks):
         place_of.setdefault(passage_key(chunk), place)

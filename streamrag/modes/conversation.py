@@ -63,7 +63,7 @@ class Conversation:
         self._previous: tuple[int, ...] = ()
 
     def encode(self, turns: Sequence[Turn], *, max_tokens: int) -> ConversationPrompt:
-        """Return the token ids of `turns`.
+        """Return the token ids of `turns`, and the number that they share with the conversation encoded before.
 
         :raises PromptTooLongError: they and an answer of `max_tokens` exceed the model's length.
         :raises ConfigurationError: the chat template does not support these turns.
@@ -89,7 +89,7 @@ class Conversation:
         return ConversationPrompt((*head, *tail), len(tail), num_shared)
 
     def _encode(self, key: tuple[str, bool], known: dict[tuple[str, bool], list[int]]) -> list[int]:
-        """Return the ids of a text, or of the template; they are cached for the next state only."""
+        """Return the ids of `key`, a text and whether it is the template's; they are cached for the next state only."""
         text, is_template = key
         ids = self._known.get(key) or known.get(key)
         if ids is None and is_template:

@@ -47,14 +47,14 @@ class PassageFormat:
         self._own_lines = re.compile("|".join(sorted(starts)) or r"(?!)")
 
     def format(self, number: int, chunk: Chunk) -> str:
-        """Return the text of a chunk as a passage of the prompt."""
+        """Return a chunk as a passage: marked text, one-line title without addresses (else the URI's end), and URI."""
         uri = self._one_line(chunk.uri, MAX_SOURCE_CHARS)
         title = self._one_line(_without_addresses(chunk.title[: 2 * MAX_TITLE_CHARS + 1]), MAX_TITLE_CHARS)
         title = title or self._one_line(chunk.uri.rsplit("/", 1)[-1], MAX_TITLE_CHARS)
         return self._passage.format(number=number, title=title, uri=uri, text=self._marked(chunk.text))
 
     def _one_line(self, text: str, max_chars: int) -> str:
-        """Return a title or address in one line of at most `max_chars`, without the delimiters of the template."""
+        """Return a title or URI as a marked line of at most `max_chars`, with `TWINS` for the template's delimiters."""
         text = text[: 2 * max_chars + 1]
         words = "".join(c if c.isprintable() else " " for c in text).split()
         line = "".join(self._twins.get(unicodedata.normalize("NFKC", c), c) for c in " ".join(words))
@@ -94,7 +94,7 @@ def _is_invisible(character: str) -> bool:
 
 
 def _without_addresses(text: str) -> str:
-    """Replace each address in a short text with an ellipsis, also if it is disguised."""
+    """Return a short text with an ellipsis in place of each address, also one that other characters disguise."""
     folded = [" " if c.isspace() else _folded_character(c) for c in text]
     origin = [i for i, characters in enumerate(folded) for _ in characters]
     kept, end = "", 0
@@ -105,7 +105,7 @@ def _without_addresses(text: str) -> str:
 
 
 def _line_starts(template: str) -> Iterator[str]:
-    """Yield, for each line of a format that begins with literal text, the regex of a folded line that imitates it."""
+    """Yield a regex for each line of a format: its folded text up to a field (`number` as digits) or the line's end."""
     pattern, has_field = "", False
     for literal, field, _, _ in Formatter().parse(template + "\n"):
         first, *more = _LINE_BREAK.split(literal)

@@ -148,8 +148,9 @@ class PromptAssembler:
     def assemble(
         self, chunks: Sequence[Chunk], *, is_complete: bool, is_cut_short: bool = False, is_ranked: bool = True
     ) -> AssembledPrompt:
-        """Return the prompt for `chunks` in this order, without those that exceed the budget.
+        """Return the prompt for `chunks` in this order, as the budget allows, compared with the previous prompt.
 
+        is_complete: whether to add the tail, and to report chunks that are left out; else only head and passages.
         is_cut_short: whether a complete prompt says, behind the passages, that retrieval was cut short.
         is_ranked: whether the chunks are in order of rank; otherwise they are in order of arrival.
         """
@@ -182,7 +183,7 @@ class PromptAssembler:
         return self._budget.by_arrival(chunks, is_complete=is_complete)
 
     def _token_ids(self, fit: Sequence[Included], *, is_complete: bool, is_cut_short: bool) -> tuple[int, ...]:
-        """Join head and passages and, in a complete prompt, the notes on missing context and the tail."""
+        """Return the ids of head and passages and, if complete, of a note if context is missing, and of the tail."""
         ids = list(self.head)
         for number, included in enumerate(fit, 1):
             ids += self._encode_passage(number, included.part)
@@ -195,7 +196,7 @@ class PromptAssembler:
         return tuple(ids)
 
     def tail_of(self, question: str) -> tuple[int, ...]:
-        """Return the token ids behind the passages for this question."""
+        """Return the token ids behind the passages for this question, up to where the model's answer begins."""
         before, after = self._template.messages(question, self._history)
         pieces = ["", *self._pieces[len(before) :]]
         end = self._tokenizer.encode(pieces.pop(), allow_special=True)
@@ -206,13 +207,14 @@ class PromptAssembler:
         return [len(self._encode_passage(number, chunk)) for number, chunk in chunks]
 
     def _encode_passage(self, number: int, chunk: Chunk) -> list[int]:
+        """Return the token ids of a chunk as the passage of this number, and cache them."""
         key = (number, chunk)
         if key not in self._passages:
             self._passages[key] = self.encode_passage(number, chunk)
         return self._passages[key]
 
     def encode_passage(self, number: int, chunk: Chunk) -> list[int]:
-        """Return the token ids of a chunk as the passage of this number, without caching them."""
+        """Return the token ids of a chunk, or of a too long one's start, as this passage, without caching them."""
 
         def format_text(text: str) -> str:
             return self._format.format(number, replace(chunk, text=text))
@@ -227,7 +229,7 @@ class PromptAssembler:
         """Return the token ids of messages, each behind its piece of the chat template.
 
         The texts are tokenised separately from the chat template and without special tokens, so that they cannot
-        imitate the template.
+        imitate the template. Messages behind the one with which the model's length is exceeded are left out.
         """
         token_ids: list[int] = []
         for piece, message in zip(pieces, messages, strict=True):

@@ -1,10 +1,10 @@
-"""A source that does not end before its question is committed."""
+"""The sources of queries ahead, and of the answer if it uses what these have found."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 
-from streamrag.core import Source, SourceEvent, part_name
+from streamrag.core import Append, Chunk, Source, SourceEvent, Update, part_name
 from streamrag.query.retrieval import Retrieval
 
 
@@ -17,6 +17,8 @@ class HeldSource:
     def __init__(self, source: Source) -> None:
         self.name = part_name(source)
         self.committed = asyncio.Event()
+        self.chunks: list[Chunk] = []
+        """The passages that it has found so far."""
         self._source = source
 
     async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
@@ -25,9 +27,28 @@ class HeldSource:
         try:
             async with aclosing(Retrieval(self._source, query).events()) as events:
                 async for event in events:
+                    match event:
+                        case Append(chunk):
+                            self.chunks.append(chunk)
+                        case Update(chunks):
+                            self.chunks = list(chunks)
                     yield event
         except Exception as error:
             failure = error
         await self.committed.wait()
         if failure is not None:
             raise failure
+
+
+class FoundPassages:
+    """A source of passages that were found before, which arrive at once."""
+
+    name = "found before the commit"
+
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        self._chunks = tuple(chunks)
+
+    async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
+        """Append each passage; the question does not matter."""
+        for chunk in self._chunks:
+            yield Append(chunk)

@@ -1,22 +1,27 @@
 """A question that is still being asked.
 
-question so far   how do   how do I cancel   how do I cancel a task     How do I cancel a task?
-query ahead                ░░░░░░░           ░░░░░░░░░░░░░░░░░░░░░      a new one, from warm caches
+question so far   how do   how do I cancel a task   how do I cancel a task group     How do I cancel a task group?
+query ahead                ░░░░░░░░░░░░░░░░░░░░░░   ░░░░░░░░░░░░░░░░░░░░░░░░░░░      a new one, from warm caches
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple, Self, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
 
-from streamrag.core import Source
+from pydantic import TypeAdapter
+
+from streamrag.core import Chunk, Source
 from streamrag.errors import ConfigurationError, StreamRagError
-from streamrag.open_questions.held_source import HeldSource
-from streamrag.open_questions.rules import QuestionRule, has_new_words
+from streamrag.open_questions.held_source import FoundPassages, HeldSource
+from streamrag.open_questions.queries_ahead import QueriesAhead
+from streamrag.open_questions.rules import QuestionRule, WaitForWords
 from streamrag.query.answer_stream import AnswerStream
 from streamrag.query.options import QueryOptions
+from streamrag.sources.merged import MergedSource
 from streamrag.support.tasks import cancel_and_wait, wait_shielded
-from streamrag.support.validation import CountOrZero, Seconds, SecondsOrZero, Text, validated
+from streamrag.support.validation import CountOrZero, Flag, Seconds, SecondsOrZero, Text, check, validated
+from streamrag.telemetry import PrefillProgressed, QueryEvent
 
 Ask: TypeAlias = Callable[[Source, str], AnswerStream]
 """A function that returns the answer to a question from a source, unstarted."""
@@ -25,21 +30,26 @@ Ask: TypeAlias = Callable[[Source, str], AnswerStream]
 class ListenOptions(QueryOptions, total=False):
     """The options of a question that is still being asked, and those of its query without `deadline_s`."""
 
-    is_worth: QuestionRule
-    """Whether the question so far is worth a retrieval; by default, if its content words are new."""
-    stable_s: float
-    """Seconds for which a question must not change before its retrieval begins; 0.3 by default."""
+    rule: QuestionRule
+    """Says how long the question must not change before its retrieval begins; `WaitForWords()` by default."""
     max_retrievals: int
-    """Most queries ahead; 4 by default, 0 for none."""
+    """Most queries ahead; 5 by default, 0 for none."""
+    passages: Literal["own", "all"]
+    """The passages that may stand in the context: those of the committed question's own retrieval, by default, or
+    "all", with those that the queries ahead have found."""
     idle_s: float
     """Seconds after which a query ahead is stopped if the question is neither changed nor committed; 30 by default."""
 
 
+WAIT_S: TypeAdapter[float | None] = TypeAdapter(SecondsOrZero | None)
 OWN_OPTIONS = ListenOptions.__annotations__.keys() - QueryOptions.__annotations__.keys()
 
 
 def open_question(
-    stream_from: Callable[[Source, str, QueryOptions], AnswerStream], source: Source, options: ListenOptions
+    stream_from: Callable[[Source, str, QueryOptions], AnswerStream],
+    source: Source,
+    queries_ahead: QueriesAhead,
+    options: ListenOptions,
 ) -> "OpenQuestion":
     """Return a question for `source`.
 
@@ -57,7 +67,7 @@ def open_question(
         is_auto = held is not source and of_query.get("overlap") == "auto"
         return stream_from(held, text, {**of_query, "overlap": True} if is_auto else of_query)
 
-    return OpenQuestion(ask, source, **own)
+    return OpenQuestion(ask, source, queries_ahead, **own)
 
 
 class _QueryAhead(NamedTuple):
@@ -76,9 +86,10 @@ class OpenQuestion:
 
     ask: returns the answer to a question from a source.
     source: the pipeline's source.
-    is_worth: says whether the question so far is worth a retrieval; by default, whether its content words are new.
-    stable_s: seconds for which a question must not change before its retrieval begins.
+    queries_ahead: admits and counts the queries ahead of the pipeline's questions.
+    rule: says how long the question must not change before its retrieval begins.
     max_retrievals: most queries ahead; 0 for none.
+    passages: whether only passages of the committed question's "own" retrieval may stand in the context, or "all".
     idle_s: seconds after which a query ahead is stopped if the question is neither changed nor committed.
     """
 
@@ -87,22 +98,27 @@ class OpenQuestion:
         self,
         ask: Ask,
         source: Source,
+        queries_ahead: QueriesAhead,
         *,
-        is_worth: QuestionRule = has_new_words,
-        stable_s: SecondsOrZero = 0.3,
-        max_retrievals: CountOrZero = 4,
+        rule: QuestionRule = WaitForWords(),  # noqa: B008
+        max_retrievals: CountOrZero = 5,
+        passages: Literal["own", "all"] = "own",
         idle_s: Seconds = 30.0,
     ) -> None:
         self._ask = ask
         self._source = source
-        self._is_worth = is_worth
-        self._stable_s = stable_s
+        self._queries_ahead = queries_ahead
+        self._rule = rule
         self._max_retrievals = max_retrievals
+        self._uses_all = passages == "all"
         self._idle_s = idle_s
         self.num_retrievals = 0
         """Number of queries ahead so far."""
+        self.num_unused_tokens = 0
+        """Number of prompt tokens that were computed for queries ahead whose question was not committed."""
         self.is_committed = False
         self._ahead: _QueryAhead | None = None
+        self._found: list[Chunk] = []  # by queries ahead, if they may stand in the context
         self._timer: asyncio.Task[None] | None = None
         self._answer: AnswerStream | None = None
         self._ending: set[asyncio.Task[None]] = set()
@@ -115,16 +131,25 @@ class OpenQuestion:
         await self.aclose()
 
     @validated
-    async def partial(self, text: Text) -> None:
+    async def partial(self, text: Text, *, is_final: Flag = False) -> None:
         """Say what the question is so far: a transcript that may change, or what has been typed.
+
+        A query ahead for it begins when it has not changed for as long as the rule says.
+
+        is_final: whether it is probably the whole question, such as the final transcript of what has been said: its
+            query ahead begins at once.
 
         :raises StreamRagError: the question is committed or closed.
         """
         self._check_open()
         if self._timer is not None:
             self._timer.cancel()
-        is_worth = bool(text.strip()) and self._is_worth(text, self._ahead.text if self._ahead else "")
-        self._timer = asyncio.create_task(self._follow(text, is_worth), name="streamrag open question")
+        retrieved = self._ahead.text if self._ahead else ""
+        wait_s: float | None = 0.0 if is_final else check("the rule's result", self._rule(text, retrieved), WAIT_S)
+        is_new = bool(text.strip()) and text != retrieved
+        self._timer = asyncio.create_task(
+            self._follow(text, wait_s if is_new else None), name="streamrag open question"
+        )
 
     @validated
     def commit(self, text: Text) -> AnswerStream:
@@ -138,10 +163,11 @@ class OpenQuestion:
             self._timer.cancel()
         if self._ahead is not None and text == self._ahead.text:
             self._ahead.source.committed.set()
+            self._queries_ahead.use()
             self._answer, self._ahead = self._ahead.answer, None
         else:
             self._drop()
-            self._answer = self._ask(self._source, text)
+            self._answer = self._ask(self._source_with_found(), text)
         return self._answer
 
     async def aclose(self) -> None:
@@ -160,10 +186,14 @@ class OpenQuestion:
             state = "committed" if self.is_committed else "closed"
             raise StreamRagError(f"this question is {state}: begin another one with pipeline.listen()")
 
-    async def _follow(self, text: str, is_worth: bool) -> None:
-        """Begin a query ahead for this text if it lasts and is worth it; after a while, stop the query ahead."""
-        if is_worth:
-            await asyncio.sleep(self._stable_s)
+    def _source_with_found(self) -> Source:
+        """Return the source, with the passages that were found by queries ahead if these may be used."""
+        return MergedSource(self._source, FoundPassages(self._found)) if self._found else self._source
+
+    async def _follow(self, text: str, wait_s: float | None) -> None:
+        """Begin a query ahead for this text after `wait_s`; after a while without a change, stop the query ahead."""
+        if wait_s is not None:
+            await asyncio.sleep(wait_s)
             if self.num_retrievals < self._max_retrievals:
                 self._drop()
                 await self._begin(text)
@@ -172,20 +202,34 @@ class OpenQuestion:
 
     async def _begin(self, text: str) -> None:
         """Start a query ahead, or none if that fails: the committed question then says why."""
-        held = HeldSource(self._source)
+        if not self._queries_ahead.may_begin():
+            return
+        held = HeldSource(self._source_with_found())
         with suppress(StreamRagError):
             answer = self._ask(held, text)
             await answer.__aenter__()
+            self._queries_ahead.begin()
             self.num_retrievals += 1
             self._ahead = _QueryAhead(text, held, answer)
 
     def _drop(self) -> None:
-        """Stop the query ahead, if there is one."""
+        """Stop the query ahead, if there is one, and count what it has computed."""
         if self._ahead is not None:
+            num_tokens = num_computed(self._ahead.answer.take_events())
+            self.num_unused_tokens += num_tokens
+            self._queries_ahead.drop(num_tokens)
+            if self._uses_all:
+                self._found = self._ahead.source.chunks
             self._end(self._ahead.answer)
             self._ahead = None
 
     def _end(self, stream: AnswerStream) -> None:
+        """Close a stream in a task, for which `aclose` waits."""
         task = asyncio.create_task(stream.aclose(), name="streamrag open question ends")
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+
+
+def num_computed(events: Iterable[QueryEvent]) -> int:
+    """Return the number of prompt tokens that were computed until the last of these events of a query."""
+    return max((event.num_tokens for event in events if isinstance(event, PrefillProgressed)), default=0)

@@ -28,7 +28,7 @@ WAIT_FACTOR = 1.25
 
 
 def why_not_drafted(query: Query, model: ModelInfo, overlap: OverlapChoice) -> str | None:
-    """Return why the answer is neither drafted nor verified, given how it overlaps retrieval; None if it is."""
+    """Return why the answer is neither drafted nor verified: the backend, an option or the overlap; None if it is."""
     params = query.params
     if not model.verifies_drafts:
         return "the backend verifies no drafts: use VllmBackend(answer_ahead=True)"
@@ -91,7 +91,7 @@ class AnswerAhead:
             self._task = asyncio.create_task(self._generate(prompt, chunks), name="streamrag draft")
 
     async def withdraw(self) -> tuple[int, ...]:
-        """Stop drafting, and return the tokens of the draft so far."""
+        """Stop drafting, if a draft is being generated, and return the tokens of the last draft so far."""
         if self._task is not None:
             await cancel_and_wait([self._task])
             self._task = None
@@ -106,6 +106,7 @@ class AnswerAhead:
         return self._finished if token_ids == self._prompt and self._params.temperature == 0 else ()
 
     async def _generate(self, prompt: Prompt, chunks: tuple[Chunk, ...]) -> None:
+        """Draft and show the answer after `_wait_s`; keep its tokens, its chunks if finished, and whether it failed."""
         token_ids: list[int] = []
         answer: list[AnswerChunk] = []
         text, is_finished, begun_s = "", False, self._now()
@@ -131,7 +132,7 @@ class AnswerAhead:
             self._wait_s = 0.0 if token_ids else max(self._wait_s, WAIT_FACTOR * (self._now() - begun_s))
 
     async def _show(self, text: str, chunks: tuple[Chunk, ...], *, is_finished: bool) -> None:
-        """Emit the text of the draft, now and then, and not while it only repeats the beginning of the text before."""
+        """Emit the draft's text if new and finished, or if `INTERVAL_S` passed and the last text does not begin so."""
         at_s = self._now()
         is_due = at_s >= self._shown_s + INTERVAL_S and not self._text.startswith(text)
         if text != self._text and (is_finished or is_due):

@@ -43,7 +43,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
 
     @property
     def result(self) -> Answer:
-        """The whole answer. Raises what the query raised, or StreamRagError while it is still running."""
+        """The whole answer to the query. Raises what the query raised, or StreamRagError if it runs or was stopped."""
         if self._answer is not None:
             return self._answer
         if self._task is None or not self._task.done():
@@ -51,6 +51,14 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         if self._task.cancelled():
             raise StreamRagError(STOPPED)
         return self._task.result()
+
+    def take_events(self) -> list[QueryEvent]:
+        """Return the events that have not been read yet, up to `MAX_UNREAD_EVENTS`, and count them as read."""
+        events: list[QueryEvent] = []
+        with suppress(anyio.WouldBlock, anyio.EndOfStream, anyio.ClosedResourceError):
+            while self._events is not None:
+                events.append(self._events.receive_nowait())
+        return events
 
     async def aclose(self) -> None:
         """Stop the query, if it still runs, and wait until it has ended."""
@@ -86,7 +94,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
             self._events.close()
 
     async def _next_event(self) -> QueryEvent:
-        """Return the next event, or raise the query's error at its end. If cancelled, stop the query."""
+        """Return the next event; at the end raise the query's error or StopAsyncIteration. Cancelling stops a query."""
         events = self._ensure_started()
         assert self._task is not None
         try:

@@ -41,7 +41,7 @@ class OverlapOutcome:
 
     @classmethod
     def of(cls, way: OverlapWay, timings: Timings, *, has_forecast: bool) -> Self:
-        """Return the outcome of a query with these timings."""
+        """Return the outcome of a query with these timings, without its wait for admission."""
         return cls(
             way,
             ttft_s=timings.ttft_s - timings.queued_s,
@@ -90,7 +90,7 @@ class _Level:
         self._num_left = 0  # queries of the current turn
 
     def learn(self, outcome: OverlapOutcome) -> None:
-        """Keep an outcome's times. After one without overlap and with a forecast, "delayed" is a way, too."""
+        """Keep an outcome's times for its way. After one of "none" with a forecast, "delayed" is a way, too."""
         seconds = outcome.ttft_s if self._shares_processors else outcome.ttft_after_retrieval_s
         self._logs[outcome.way].append(log(max(seconds, 1e-4)))
         self._gains.append(outcome.streaming_s / max(outcome.ttft_s, 1e-4))
@@ -100,7 +100,7 @@ class _Level:
                 self._num_turns.setdefault("delayed", 0)
 
     def choose(self, num_running: int) -> OverlapChoice:
-        """Return the way of the next query; a turn of `num_running` queries has the same."""
+        """Return the choice for the next query, anew for every `num_running`; "delayed" leads by the median prefill."""
         if self._num_left == 0:
             way, reason = self._next()
             self._num_turns[way] += 1
@@ -110,7 +110,7 @@ class _Level:
         return self._choice
 
     def _next(self) -> tuple[OverlapWay, str]:
-        """Return the way of the next turn, and the reason."""
+        """Return the next turn's way and reason: a way tried too little, the best, or a rival; "none" without gain."""
         if len(self._gains) >= MIN_TURNS and max(self._gains) < NEGLIGIBLE:
             return "none", "retrieval sends everything at its end"
         num_turns = sum(self._num_turns.values())
@@ -137,7 +137,7 @@ class _Level:
         return difference == inf or difference > NUM_DEVIATIONS * error
 
     def _advantage(self, best: OverlapWay) -> str:
-        """Compare the best way with the second in words."""
+        """Return in words how much sooner the first token comes on average with the best way than with the second."""
         second = min((way for way in self._num_turns if way != best), key=self._mean)
         share = 1 - exp(self._mean(best) - self._mean(second))
         since = "the question" if self._shares_processors else "the end of retrieval"

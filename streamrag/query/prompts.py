@@ -104,7 +104,7 @@ class QueryPrompts:
         self.cut_short: str | None = None
 
     async def stream(self) -> AsyncGenerator[Prompt, None]:
-        """Yield partial prompts when `_due_s` says, then the complete prompt; emit what changed. Call it once.
+        """Yield and report partial prompts as `_due_s` says, drafting after each, then the complete one. Call it once.
 
         :raises AnswerIsKnownError: there is an `answer` to the complete prompt, which is not yielded.
         """
@@ -141,7 +141,7 @@ class QueryPrompts:
     async def _complete_prompt(
         self, assembler: PromptAssembler, chunks: Context, *, is_ranked: bool, draft: tuple[int, ...]
     ) -> Prompt:
-        """Return the prompt at the end of retrieval with its draft; raise AnswerIsKnownError if a draft answers it."""
+        """Report and return the complete prompt with its draft; raise AnswerIsKnownError if a draft is its answer."""
         self.retrieval_s = self._now()
         is_cut_short = self.cut_short is not None or self.source_error is not None
         step = await self._in_thread(
@@ -158,7 +158,7 @@ class QueryPrompts:
         return replace(step.prompt, draft=draft)
 
     def citations(self, chunks: Sequence[Chunk]) -> tuple[Citation, ...]:
-        """Return the citations of a prompt with these chunks, with their places in the last ranking."""
+        """Return a citation of each chunk, numbered from 1, with its place in the last ranking or None."""
         rank = self._rank_of.get
         return tuple(
             Citation(number, chunk.uri, chunk.title, chunk.passage, chunk.text, chunk.score, rank(passage_key(chunk)))
@@ -166,7 +166,7 @@ class QueryPrompts:
         )
 
     async def _add(self, event: Append | Update, chunks: Context) -> Context:
-        """Return the context after an event of the source, and report its new chunks."""
+        """Return the context after an event; emit its new chunks, update ranks, and note when the first chunk came."""
         at_s = self._now()
         new = event.chunks if isinstance(event, Update) else (event.chunk,)
         for chunk in dict.fromkeys(new):
@@ -179,7 +179,7 @@ class QueryPrompts:
         return chunks
 
     def _due_s(self, hint: Hint | None) -> float:
-        """Return when to send a context to the backend if no other follows; infinity if not before the complete one."""
+        """Return when to send the context: now, or if "delayed" the lead before a forecast end; infinity if "none"."""
         end_s = hint.end_s if hint is not None and hint.end_s is not None and isfinite(hint.end_s) else None
         self.has_forecast = self.has_forecast or end_s is not None
         match self._overlap:
@@ -190,6 +190,7 @@ class QueryPrompts:
         return self._now()
 
     def _new_assembler(self) -> PromptAssembler:
+        """Return an assembler with the query's options, which judges relevance if a share is reserved."""
         query, model = self._query, self._model
         return PromptAssembler(
             model.tokenizer,
@@ -211,7 +212,7 @@ class QueryPrompts:
         return tuple(folded)
 
     async def _retrieve(self, assembler: PromptAssembler) -> AsyncGenerator[Append | Update, None]:
-        """Yield the source's chunk events. Emit its other events, and raise or keep its failure."""
+        """Yield the source's chunk events; emit the others. Raise or keep failures, foreign ones as a SourceError."""
         try:
             async with aclosing(self._source_events(assembler)) as events:
                 async for event in events:
@@ -250,7 +251,7 @@ class QueryPrompts:
         await self._emit(SourceFailed(self._now(), failure))
 
     async def _report(self, step: AssembledPrompt) -> None:
-        """Count a prompt's invalidated tokens, and emit it."""
+        """Add up the invalidated tokens, and emit ContextChanged for a prompt."""
         self.num_invalidated += step.num_invalidated
         prompt, included = step.prompt, step.included
         lengths = len(prompt.token_ids), prompt.num_shared, step.num_invalidated

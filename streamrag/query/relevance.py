@@ -83,7 +83,7 @@ class _Block(NamedTuple):
 
 
 def split_markdown(markdown: str) -> list[TextPassage]:
-    """Split a page into passages, in order, at headings and where a passage has `TARGET_CHARS`."""
+    """Return a page's passages, split at headings, terms and `TARGET_CHARS`, but not behind an introducing block."""
     passages: list[TextPassage] = []
     headings: list[str] = []
     blocks: list[_Block] = []
@@ -112,7 +112,7 @@ def split_markdown(markdown: str) -> list[TextPassage]:
 
 
 def _blocks(lines: Iterable[str]) -> Iterator[_Block]:
-    """Yield headings, fenced listings, and runs of lines between empty ones."""
+    """Yield headings, fenced listings, and runs of lines between empty ones, in pieces where they are too long."""
     block: list[str] = []
     fence = ""
     for line in lines:
@@ -139,7 +139,7 @@ def _blocks(lines: Iterable[str]) -> Iterator[_Block]:
 
 
 def _pieces(lines: list[str], is_term: bool = False) -> Iterator[_Block]:
-    """Yield the lines as one block, or as several if they are too long."""
+    """Yield the lines as one block, or as several if they are too long; nothing for blank lines or a rule."""
     piece: list[str] = []
     num_chars = 0
     for part in (part for line in lines for part in _fold(line)):
@@ -165,7 +165,7 @@ def _fold(line: str) -> Iterator[str]:
 
 
 def terms(text: str, stem: Stem = str) -> list[str]:
-    """Return the words of `text`, and the parts of CamelCase words. Chinese, Japanese and Korean split by character."""
+    """Return the case-folded stems of the words in `text`, and of parts of CamelCase words. CJK splits by character."""
     stems: list[str] = []
     for word in (match[0][:MAX_WORD_CHARS] for match in WORD.finditer(text)):
         stems.append(stem(word.casefold()))
@@ -216,7 +216,7 @@ class Relevance:
         return self._split[1:]
 
     def scores(self, chunks: Sequence[Chunk]) -> list[float]:
-        """Return a score for each chunk, larger is better: the retriever's own scores if all chunks have one."""
+        """Return a score for each chunk, larger is better: the retriever's if all have one, else its best passage's."""
         own = [chunk.score for chunk in chunks if chunk.score is not None]
         if len(own) == len(chunks):
             return own
@@ -228,7 +228,7 @@ class Relevance:
         return best
 
     def _bm25(self, texts: Sequence[str]) -> list[float]:
-        """Return each text's BM25 score, with Lucene's positive weights (https://en.wikipedia.org/wiki/Okapi_BM25)."""
+        """Return each text's BM25 score for the question, with Lucene's weights (en.wikipedia.org/wiki/Okapi_BM25)."""
         documents = [Counter(terms(text, _stem)) for text in texts]
         lengths = [document.total() for document in documents]
         mean = sum(lengths) / max(len(lengths), 1) or 1.0
@@ -259,7 +259,7 @@ def _stem(word: str) -> str:
 
 
 def _joined(passages: Sequence[TextPassage]) -> str:
-    """Join passages, each under its innermost heading unless the passage before has the same."""
+    """Return the text of passages, each under its innermost heading unless the passage before has the same."""
     text: list[str] = []
     heading = ""
     for passage in passages:

@@ -59,7 +59,7 @@ class Retrieval:
         self._task.result()
 
     async def aclose(self) -> None:
-        """Stop the source, if it still runs, and wait until it has ended, or until `let_go_s` has passed."""
+        """Stop the source, if it runs, and wait for its end; after `let_go_s`, leave it with a ResourceWarning."""
         self._is_stopped = True
         if self._task is None:
             return
@@ -76,7 +76,10 @@ class Retrieval:
                 )
 
     async def _pull(self) -> None:
-        """Queue each event when the previous one was used. A cancellation in between is thrown into the source."""
+        """Queue each event when the previous one was used. A cancellation in between is thrown into the source.
+
+        Raises what the source raises, SourceError for an invalid event or a BaseException; CancelledError once stopped.
+        """
         async with closing(_stream(self.source, self._query)) as events:
             resume: Callable[[], Awaitable[SourceEvent]] = events.__anext__
             while True:
@@ -156,6 +159,7 @@ def closing(iterator: AsyncIterator[T]) -> "aclosing[AsyncGenerator[T, None]]":
 
 
 async def _as_generator(iterator: AsyncIterator[T]) -> AsyncGenerator[T, None]:
+    """Yield the items, and at the end call the iterator's `aclose`, if there is one, and await its result."""
     try:
         async for item in iterator:
             yield item
@@ -179,7 +183,7 @@ def _checked(source: Source, event: SourceEvent) -> SourceEvent:
 
 
 def checked_chunk(chunk: object) -> Chunk:
-    """Return a valid chunk with plain types; raise ConfigurationError if it is not a chunk."""
+    """Return a valid chunk with plain types; raise ConfigurationError if it is not a chunk, or an invalid one."""
     if not isinstance(chunk, Chunk):
         raise ConfigurationError(f"data must be a Chunk or a str, and not {type_name(chunk)}")
     if fault := _chunk_fault(chunk):
@@ -188,7 +192,7 @@ def checked_chunk(chunk: object) -> Chunk:
 
 
 def _plain(chunk: Chunk) -> Chunk:
-    """Return the chunk with plain str, int and float in place of their subclasses and NumPy's."""
+    """Return a valid chunk with plain str, int and float in place of their subclasses and NumPy's; itself if plain."""
     texts = (chunk.text, chunk.uri, chunk.title)
     if type(chunk.passage) is int and type(chunk.score) in (float, NoneType) and {*map(type, texts)} == {str}:
         return chunk

@@ -137,7 +137,7 @@ class QueryRun:
         return _Phase.GENERATING if is_retrieved else self._phase
 
     async def _run(self, started: Callable[[], Awaitable[None]], admission: anyio.CapacityLimiter) -> Answer:
-        """Wait for the start and a place, and answer. A cancellation that nobody asked for becomes a BackendError."""
+        """Wait for the start and a place, choose the overlap, and answer; a faulty cancellation is a BackendError."""
         await started()
         self._phase = _Phase.WAITING
         await admission.acquire_on_behalf_of(self)
@@ -164,7 +164,7 @@ class QueryRun:
             ) from error
 
     async def _retrieve_and_answer(self) -> Answer:
-        """Answer and emit the first and the last event; raise BackendError for an unfinished answer."""
+        """Return the answer, emit the first and last event, learn from timings; raise BackendError if unfinished."""
         queued_s = self._now()
         ahead = self._answer_ahead()
         await self._emit(RetrievalStarted(queued_s, self._query.text, self._overlap))
@@ -206,7 +206,7 @@ class QueryRun:
         return answer
 
     def _answer_ahead(self) -> AnswerAhead | None:
-        """Return what drafts the answer, or None; raise ConfigurationError if the backend cannot verify drafts."""
+        """Return an AnswerAhead, or None; raise ConfigurationError if wanted where the backend verifies no drafts."""
         if not self._query.answer_ahead:
             return None
         if not self._backend.model.verifies_drafts:
@@ -222,7 +222,7 @@ class QueryRun:
         return why_not_drafted(self._query, self._backend.model, self._overlap)
 
     async def _generate(self, prompts: QueryPrompts) -> tuple[list[AnswerChunk], float | None]:
-        """Emit the backend's events. Return its answers and the first token's time, if any. Raise for other events."""
+        """Emit prefills and answer 0's tokens; return all chunks and the first token's time. Raise for other events."""
         first_token_s: float | None = None
         chunks: list[AnswerChunk] = []
         async with aclosing(self._backend_events(prompts)) as events:
@@ -269,6 +269,7 @@ class QueryRun:
         last: AssembledPrompt,
         timings: Timings,
     ) -> Answer:
+        """Return answer 0 with its citations, timings, record and usage; the other answers are its alternatives."""
         model, num_prompt = self._backend.model, len(last.prompt.token_ids)
         num_output = sum(len(answer.token_ids) for answer in answers.values())
         return Answer(
@@ -296,7 +297,7 @@ class QueryRun:
         )
 
     def _draft_use(self, prompts: QueryPrompts, record: RequestRecord | None) -> DraftUse | None:
-        """Return how drafts were used; None if none were wanted."""
+        """Return how many drafted tokens were verified and accepted, or why none; None if drafts were not wanted."""
         if not self._query.answer_ahead and not self._query.draft:
             return None
         num_drafted = prompts.num_drafted
@@ -310,7 +311,7 @@ class QueryRun:
 
 
 def _join_answers(chunks: Sequence[AnswerChunk]) -> dict[int, Alternative]:
-    """Return the finished answers by their index."""
+    """Return the answers by their index, each joined from its chunks; those that are not finished are left out."""
     parts: defaultdict[int, list[AnswerChunk]] = defaultdict(list)
     for chunk in chunks:
         parts[chunk.index].append(chunk)

@@ -23,7 +23,7 @@ ROUTERS: Mapping[str, Callable[..., Router]] = {
 
 
 def make_router(name: str, **options: Any) -> Router:
-    """Return a new router. `options` are those of its class.
+    """Return a new router of the class `ROUTERS[name]`. `options` are those of its class.
 
     :raises ConfigurationError: there is no router of this name, or it has no such option.
     """

@@ -54,7 +54,7 @@ def _number(name: str) -> int:
 
 
 def _mixed(bits: int) -> int:
-    """Mix 64 bits, as the finalizer of splitmix64. Python's hash of two numbers mixes too little."""
+    """Return the low 64 bits, mixed as by splitmix64's finalizer. Python's hash of two numbers mixes too little."""
     bits &= _ALL
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & _ALL
     bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & _ALL

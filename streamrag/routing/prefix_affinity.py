@@ -31,6 +31,7 @@ class PrefixAffinity(PrefixRouter):
         self._rng = random.Random(seed)
 
     def rank(self, opening: Opening, replicas: Sequence[ReplicaState], now_s: float) -> list[str]:
+        """Return the replicas of `_first` by open queries, then the others at random, the less busy of two in front."""
         if not replicas:
             return []
         fallback = self._rng.sample(replicas, len(replicas))
@@ -43,7 +44,8 @@ class PrefixAffinity(PrefixRouter):
     def _first(
         self, matches: dict[str, int], num_tokens: int, replicas: Sequence[ReplicaState]
     ) -> Sequence[ReplicaState]:
-        """Return the replicas to prefer: with the best match, or those that hold least; none if imbalanced."""
+        """Return the replicas to prefer: none if imbalanced; all with the best match if that counts (`least_match`);
+        or else those that hold least in total."""
         lengths = [replica.num_open for replica in replicas]
         if max(lengths) - min(lengths) > self._imbalance:
             return ()

@@ -31,7 +31,7 @@ class PrefixIndex:
         self._most_blocks_of: dict[str, int] = {}
 
     def keys(self, token_ids: Sequence[int]) -> list[int]:
-        """Return a key for each full block. `token_ids` is a tuple or a list; both give the same keys."""
+        """Return a key for each full block, which stands for the tokens up to its end, given as a tuple or a list."""
         size, key, keys = self.block_size, 0, []
         for start in range(0, len(token_ids) - size + 1, size):
             key = hash((key, *token_ids[start : start + size]))
@@ -62,7 +62,7 @@ class PrefixIndex:
         self._most_blocks_of[replica_id] = (num_kv_tokens or UNKNOWN_KV_TOKENS) // self.block_size
 
     def hold(self, keys: Sequence[int], replica_id: str) -> None:
-        """Record that the replica holds a prompt with these `keys`, and forget the oldest blocks beyond the limits."""
+        """Record that the replica holds these `keys`; evict the least recently used beyond its and the total limit."""
         blocks = self._blocks_of.setdefault(replica_id, OrderedDict())
         most = self._most_blocks_of.get(replica_id, UNKNOWN_KV_TOKENS // self.block_size)
         most = min(most, self._max_blocks // len(self._blocks_of))
@@ -89,6 +89,7 @@ class PrefixIndex:
         self._remove_holder(key, replica_id)
 
     def _remove_holder(self, key: int, replica_id: str) -> None:
+        """Remove a replica from the holders of a block, and the block itself if it was the last one."""
         holders = self._holders[key]
         del holders[replica_id]
         self._num_blocks -= 1

@@ -14,12 +14,13 @@ class PrefixRouter:
         self._last: tuple[Opening, list[int]] | None = None  # `rank` and `routed` need the same keys
 
     def matches(self, opening: Opening, replicas: Sequence[ReplicaState]) -> dict[str, int]:
-        """Return the matching tokens by replica id, without some zeros. Takes over the replicas' capacities."""
+        """Set the replicas' capacities in the index, and return the matching tokens by replica id, without zeros."""
         for replica in replicas:
             self._index.resize(replica.id, replica.num_kv_tokens)
         return self._index.matches(self._keys(opening))
 
     def routed(self, opening: Opening, replica_id: str) -> int:
+        """Return the number of tokens that do not match at the replica, and record that it holds the opening."""
         keys = self._keys(opening)
         num_matched = self._index.matches(keys).get(replica_id, 0)
         self._index.hold(keys, replica_id)

@@ -42,20 +42,20 @@ class ReplicaTracker:
         self._queries: dict[str, _Query] = {}
 
     def routed(self, query_id: str, replica_id: str, num_new_tokens: int = 0) -> None:
-        """Count the query at this replica only. It is expected to compute `num_new_tokens` there."""
+        """Count the query at this replica as open and queued, with `num_new_tokens` to compute, and at no other one."""
         self.ended(query_id)
         self._queries[query_id] = _Query(replica_id, num_new_tokens)
         self._add(replica_id, num_queued=1, num_open=1, num_new_tokens=num_new_tokens)
 
     def first_token(self, query_id: str) -> None:
-        """Record the query's first token, which means that its prompt is computed. Further calls do nothing."""
+        """Record the first token of a query, which is still open, but no longer queued. Further calls do nothing."""
         query = self._queries.get(query_id)
         if query is not None and query.is_queued:
             query.is_queued = False
             self._add(query.replica_id, num_queued=-1, num_new_tokens=-query.num_new_tokens)
 
     def ended(self, query_id: str) -> None:
-        """Record that the query is answered, failed or cancelled."""
+        """Remove a query that is answered, failed or cancelled from all counts of its replica."""
         self.first_token(query_id)
         query = self._queries.pop(query_id, None)
         if query is not None:
@@ -67,7 +67,7 @@ class ReplicaTracker:
         self._states[replica_id] = replace(self._state(replica_id), measured_s=now_s, **values)
 
     def lost(self, replica_id: str) -> tuple[list[str], list[str]]:
-        """Remove a lost replica. Return the ids of its queries without a first token, and of those with one."""
+        """Remove a lost replica and its queries; return the ids of those without a first token, and of the others."""
         lost = {name: query for name, query in self._queries.items() if query.replica_id == replica_id}
         for name in lost:
             del self._queries[name]
@@ -83,6 +83,7 @@ class ReplicaTracker:
         return self._states.get(replica_id) or ReplicaState(replica_id)
 
     def _add(self, replica_id: str, *, num_queued: int = 0, num_open: int = 0, num_new_tokens: int = 0) -> None:
+        """Add to the counts of a replica, which may be negative; a replica without a report begins as empty."""
         state = self._state(replica_id)
         self._states[replica_id] = replace(
             state,

@@ -47,7 +47,7 @@ class Soonest(PrefixRouter):
         self._opening, self._complete = _RecentMean(), _RecentMean()
 
     def rank(self, opening: Opening, replicas: Sequence[ReplicaState], now_s: float) -> list[str]:
-        """Return all replicas by cost, cheapest first. One of unknown speed counts as fast as the mean."""
+        """Return all ids by cost in seconds, cheapest first. A replica of unknown speed counts as fast as the mean."""
         found, num_tokens = self.matches(opening, replicas), len(opening.token_ids)
         speeds = [replica.tokens_per_s for replica in replicas if replica.tokens_per_s > 0]
         usual = sum(speeds) / len(speeds) if speeds else 1.0

@@ -71,7 +71,7 @@ class Reservation:
         return max(self._num_prompt - self._num_computed, 0) + max(self._num_answer, 0)
 
     def follow(self, event: QueryEvent) -> None:
-        """Update the claim from an event of the query."""
+        """Update the claim from an event; charge a new prompt's tokens that were neither shared nor expected."""
         match event:
             case ContextChanged():
                 self._charge(event.num_tokens - event.num_shared - self._num_expected)
@@ -125,7 +125,7 @@ class Admission:
         num_prompt_tokens: tokens of the prompt; if None, the mean of recent prompts is assumed.
         is_ahead: whether the query is computed ahead of demand, which gives it only a share of each limit.
 
-        :raises NotAdmittedError: the query exceeds a limit.
+        :raises NotAdmittedError: the query exceeds a limit, the service drains, or the engine is not ready.
         """
         limits = self._limits_ahead if is_ahead else self.limits
         if self.is_draining:
@@ -145,7 +145,7 @@ class Admission:
         return place
 
     def leave(self, place: Reservation, *, stayed_s: float) -> None:
-        """Release a place. Its context's length and its duration `stayed_s` improve later estimates."""
+        """Release a place. Its prompt's length, if there was a context, and `stayed_s` improve later estimates."""
         self._places.remove(place)
         self._num_open_by_client[place.client] -= 1
         if not self._num_open_by_client[place.client]:
@@ -156,7 +156,7 @@ class Admission:
         self._stays_s.append(stayed_s)
 
     def _check_places(self, client: str, limits: Limits, is_ahead: bool) -> None:
-        """Raise NotAdmittedError if no place is free for the client, or for anybody; the latter is remembered."""
+        """Raise NotAdmittedError if the client has its share of places, or all are taken; remember the latter."""
         most, num_open = self._share_of(client, limits, is_ahead), self._num_open_by_client[client]
         if num_open >= most:
             why = "the most" if most == limits.max_queries_per_client else "your share while others find no place"
@@ -171,7 +171,10 @@ class Admission:
             )
 
     def _share_of(self, client: str, limits: Limits, is_ahead: bool) -> int:
-        """Return the number of places a client may have: an even share while another client waits for one."""
+        """Return the number of places a client may have, and forget old refusals.
+
+        It is the limit per client, but at most an even share while another client counts as waiting for a place.
+        """
         since_s = self._clock() - REFUSED_S
         refused_s = self._refused_s[is_ahead]
         while refused_s and next(iter(refused_s.values())) <= since_s:
@@ -203,7 +206,7 @@ class Admission:
         return sum(num if name == client else min(num, share) for name, num in queued.items())
 
     def _usage_of(self, client: str) -> Usage:
-        """Return a client's usage, after removing clients that were inactive for a minute."""
+        """Return a client's usage, made if missing, after removing clients that were inactive for a minute."""
         now_s = self._clock()
         while self._usage and next(iter(self._usage.values())).changed_s <= now_s - MINUTE_S:
             self._usage.popitem(last=False)
@@ -217,7 +220,10 @@ class Admission:
         self._usage.move_to_end(client)
 
     def _check_rate(self, usage: Usage, limits: Limits, is_ahead: bool) -> None:
-        """Raise NotAdmittedError if the client has used up its queries of the last minute, or second if ahead."""
+        """Raise NotAdmittedError if the client has used up its queries of the last minute.
+
+        If ahead, it may also start only a sixtieth of these, at least one, in a second.
+        """
         now_s, starts_s = self._clock(), usage.starts_s
         while starts_s and starts_s[0] <= now_s - MINUTE_S:
             starts_s.popleft()
@@ -230,7 +236,7 @@ class Admission:
                 raise NotAdmittedError(f"{most} queries in {window_s:g} s are the most", "client_rate", retry_after_s)
 
     def _check_prompt_rate(self, usage: Usage, limits: Limits, num_prompt_tokens: int) -> None:
-        """Refuse a prompt that does not fit into the client's bucket. A prompt that never would needs an empty one."""
+        """Raise NotAdmittedError unless the prompt fits into the client's bucket of `BURST_S`, or that is empty."""
         most = limits.max_prompt_tokens_per_minute
         num_used = usage.num_tokens(self._clock())
         excess = min(num_used, num_used + num_prompt_tokens - most * BURST_S / MINUTE_S)
@@ -240,7 +246,7 @@ class Admission:
             raise NotAdmittedError(message, "client_tokens", retry_after_s)
 
     def _wait_s(self, num_to_end: int) -> float:
-        """Estimate the seconds until `num_to_end` of the open queries have ended."""
+        """Return the estimated seconds until `num_to_end` of the open queries have ended, between 1 and 60."""
         mean_s = _mean(self._stays_s) if self._stays_s else 1.0
         return min(max(mean_s * num_to_end / max(len(self._places), 1), 1.0), MINUTE_S)
 

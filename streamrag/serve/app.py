@@ -35,7 +35,9 @@ def create_app(
     origins: frozenset[str] = frozenset(),
     more_routes: Sequence[BaseRoute] = (),
 ) -> Gate:
-    """Return the ASGI application for `service`. The caller starts and closes the service.
+    """Return the ASGI application for `service`: the gate, all routes, and errors in OpenAI's form.
+
+    The caller starts and closes the service.
 
     keys: client names by API key; without keys, anybody may send requests.
     hosts: permitted names in the Host header; None permits any.
@@ -59,7 +61,7 @@ def create_app(
 
 
 def _status_routes(service: Service) -> list[BaseRoute]:
-    """Return the routes for the model list, liveness and readiness."""
+    """Return routes of the model list, liveness (503 if the engine is given up) and readiness (503 with the reason)."""
 
     async def models(request: Request) -> Response:
         model = {
@@ -83,7 +85,7 @@ def _status_routes(service: Service) -> list[BaseRoute]:
 
 
 async def _respond_to_error(request: Request, error: Exception) -> Response:
-    """Return the error in OpenAI's form; log it if it is internal, or an engine's that no query's log has."""
+    """Return the error in OpenAI's form; log it if it is internal, or a 502 that the log of queries does not have."""
     failure = failure_of(error)
     is_logged = hasattr(error, QUERY_OF_ERROR)  # by the log of queries
     if failure.outcome == "internal_error" or (failure.status == 502 and not is_logged):
@@ -92,7 +94,7 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
 
 
 async def _respond_to_http_error(request: Request, error: Exception) -> Response:
-    """Return an error of Starlette, such as an unknown path, in OpenAI's form."""
+    """Return an error of Starlette, such as an unknown path, in OpenAI's form with its own status and headers."""
     assert isinstance(error, HTTPException)
     path, method = f"{request.url.path:.80}", request.method
     message = {404: f"there is no {path} here", 405: f"{method} is not allowed for this path"}.get(error.status_code)

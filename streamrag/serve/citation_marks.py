@@ -28,7 +28,7 @@ class Mark:
 
 
 def find_marks(text: str, num_passages: int, start: int = 0) -> list[Mark]:
-    """Return the citations in `text[start:]`, except those whose number has no passage."""
+    """Return the citations in `text[start:]`, one for each number in a mark, without numbers that have no passage."""
     return [
         Mark(match.start(), match.end(), number)
         for match in _CITED.finditer(text, start)

@@ -40,7 +40,10 @@ class RestartBudget:
         return len(self._starts_s)
 
     def begin(self, now_s: float) -> float | None:
-        """Count another restart and return its backoff in seconds, or None if the budget is spent."""
+        """Count another restart, and return its backoff in seconds, or None if the budget is spent.
+
+        The first one within the window has none; then it doubles from `FIRST_BACKOFF_S` to `MAX_BACKOFF_S`.
+        """
         while self._starts_s and self._starts_s[0] <= now_s - self._window_s:
             self._starts_s.popleft()
         if self.num_begun == self.at_most:
@@ -61,7 +64,7 @@ class EngineWatch:
         self._queries = queries
 
     async def run(self, progress: Progress) -> None:
-        """Check the engine and restart it until it is given up. Returns at once without a health check."""
+        """Check the engine and restart it when dead, or set `given_up` and return. Without a check, return at once."""
         while isinstance(self._backend, HasHealth):
             await asyncio.sleep(CHECK_S)
             if (error := self.death()) is None:
@@ -73,7 +76,7 @@ class EngineWatch:
             self._queries.engine_restarted()
 
     def death(self) -> EngineDeadError | None:
-        """Return the error that the engine has died of, or None while it lives."""
+        """Return the error that the engine, or its health check, died of; None while it lives, starts or is closed."""
         try:
             if isinstance(self._backend, HasHealth):
                 self._backend.check_health()
@@ -87,7 +90,10 @@ class EngineWatch:
         return None
 
     async def _restart(self, error: Exception, progress: Progress) -> bool:
-        """Close and start the engine until that works; return False if the budget is spent or the service drains."""
+        """Close and start the engine, after backoffs, until that works; return whether it did.
+
+        Gives up if the budget is spent, the service drains, or the backend is not one to start. Logs each attempt.
+        """
         while isinstance(self._backend, Startable) and self._queries.wants_engine:
             if (wait_s := self._budget.begin(time.monotonic())) is None:
                 break

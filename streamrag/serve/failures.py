@@ -81,10 +81,10 @@ INTERNAL_ERROR = "internal error; see the service's log"
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return the public part of an error.
+    """Return the public part of an error: its HTTP status, code, message and outcome, 500 for an unexpected error.
 
     Messages of unexpected errors, of sources and of engines may name internal hosts, addresses and files. They are
-    replaced here and only logged.
+    replaced here; nothing is logged here.
     """
     message = str(error)
     match error:

@@ -13,7 +13,7 @@ class Checked(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _reject_bool_for_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raise ValueError for a boolean, unless the field may be one: pydantic would take it as 0 or 1."""
+        """Return the value; raise ValueError for a boolean where a number belongs: pydantic would take it as 0 or 1."""
         wanted = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and bool not in (wanted, *get_args(wanted)):
             raise ValueError("must not be true or false")

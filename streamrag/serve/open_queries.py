@@ -50,7 +50,7 @@ class OpenQuery:
         self.scope.cancel()
 
     def note(self, event: QueryEvent) -> None:
-        """Report an event to admission and to the observers."""
+        """Report an event to admission and to the observers. `Answered` also sets `answer` and `is_answered`."""
         self.place.follow(event)
         if isinstance(event, Answered):
             self.answer, self.is_answered = event.answer, True
@@ -63,7 +63,10 @@ class OpenQuery:
             yield event
 
     def outcome(self, error: BaseException | None) -> QueryOutcome:
-        """Return how the query ended, given the error that its block raised."""
+        """Return how the query ended, given the error that its block raised.
+
+        "answered", even with an error; else "left" without an error or if cancelled; else what `failure_of` says.
+        """
         if self.is_answered:
             return "answered"
         if error is None or isinstance(error, asyncio.CancelledError | GeneratorExit):
@@ -98,6 +101,8 @@ class OpenQueries:
     ) -> AsyncIterator[OpenQuery]:
         """Admit one query for the length of the block, and report its end with the error that the block raised.
 
+        Gives the open query, whose `query` is `current_query` in the block.
+
         max_tokens: bound on the answer's tokens.
         num_prompt_tokens: tokens of the prompt, if known.
         deadline_s: seconds until the block is cancelled; None for queries of a pipeline, which has its own deadline.
@@ -105,6 +110,7 @@ class OpenQueries:
 
         :raises NotAdmittedError: the query is not admitted.
         :raises PipelineClosedError: the service stops during the query.
+        :raises EngineDeadError: the engine dies during the query.
         :raises DeadlineExceededError: the deadline has passed.
         """
         opened = self._admit(caller, interface, text, max_tokens, num_prompt_tokens)
@@ -133,7 +139,7 @@ class OpenQueries:
         return not self._admission.is_draining
 
     def engine_died(self, error: EngineDeadError) -> None:
-        """Stop admitting queries, and abort those that use the engine: it may have left some without an error."""
+        """Stop admitting queries, and abort all but retrievals: the engine may have left some without an error."""
         self._admission.is_ready = False
         for each in self:
             if each.query.interface != "retrieve":
@@ -146,7 +152,7 @@ class OpenQueries:
     def _admit(
         self, caller: Caller, interface: Interface, text: str, max_tokens: int, num_prompt_tokens: int | None
     ) -> OpenQuery:
-        """Admit a query, or report its refusal to the observers and raise it."""
+        """Admit a query and return it as open. Report a refusal to the observers, and raise NotAdmittedError for it."""
         client = caller.client
         try:
             place = self._admission.enter(client, max_tokens=max_tokens, num_prompt_tokens=num_prompt_tokens)
@@ -160,7 +166,7 @@ class OpenQueries:
         return opened
 
     def _end(self, opened: OpenQuery, error: BaseException | None) -> None:
-        """Release the query's place, and report its end to the observers."""
+        """Remove the query from the open ones, release its place, and report its outcome to the observers."""
         del self._open[opened]
         if not self._open:
             self.is_empty.set()

@@ -90,7 +90,10 @@ def ray_application(options: dict[str, str]) -> Any:
 
 
 def application(settings: Settings, *, make_engine: MakeBackend | None = None) -> Any:
-    """Return the service with these settings; `make_engine` replaces their engine. Raises without an engine replica."""
+    """Return the bound Ray Serve application of these settings: the front, engines and, if they say so, sources.
+
+    `make_engine` replaces the settings' engine. Raises ConfigurationError without an engine replica.
+    """
     replicas, limits = settings.replicas, settings.limits
     if not replicas.number:
         raise ConfigurationError("replicas.number=0: a Ray Serve application needs at least one engine")

@@ -34,7 +34,7 @@ def refuse_fields(request: BaseModel, harmless: AbstractSet[str], refused: Mappi
 
 
 def message_text(content: object, param: str) -> str:
-    """Return the text of a content: a str, None, or a list of text parts. Raises RequestError for others."""
+    """Return the text of a content: a str, "" for None, or joined text parts. Raises RequestError for anything else."""
     if isinstance(content, str):
         return content
     if content is None:
@@ -51,14 +51,14 @@ def message_text(content: object, param: str) -> str:
 
 
 def parse_turn(role: str, content: object, param: str) -> Turn:
-    """Return a message as a turn. Raises RequestError if its role or content is unsupported."""
+    """Return a message as a turn, a developer's as the system's. Raises RequestError for other roles or contents."""
     if role not in ROLES:
         raise RequestError(f"role={role!r:.40} must be one of {', '.join(ROLES)}", param=f"{param}.role")
     return Turn(ROLES[role], message_text(content, f"{param}.content"))  # type: ignore[arg-type]
 
 
 def split_turns(turns: Sequence[Turn], param: str) -> tuple[str, tuple[Turn, ...], str]:
-    """Return the leading system text, the turns between, and the last one. Raises RequestError if that is no user's."""
+    """Return the leading system text, the turns between, and the question. Raises RequestError if none is last."""
     if not turns or turns[-1].role != "user":
         raise RequestError("the last message must be a user's: it is the question", param=param)
     num_system = next(i for i, turn in enumerate(turns) if turn.role != "system")

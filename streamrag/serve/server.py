@@ -99,9 +99,10 @@ class Signals:
 async def serve(
     app: ASGIApp, service: Service, sock: socket.socket, *, on_ready: Callable[[], None] = lambda: None
 ) -> int:
-    """Serve until a signal or the engine's death, close the service, and return the exit status.
+    """Serve until a signal or the engine's death, close the service, and return `DRAINED`, `ABORTED` or `ENGINE_DEAD`.
 
-    The caller must have started the service. The first signal drains open queries; a second one aborts them.
+    The caller must have started the service. `on_ready` is called once connections are accepted. The first signal
+    drains open queries; a second one aborts them. Connections are closed after the service.
 
     :raises ConfigurationError: another program already listens on the address.
     """
@@ -131,7 +132,7 @@ async def serve(
 
 
 async def _wait_for_any(task: "asyncio.Task[Any]", *events: asyncio.Event) -> None:
-    """Wait until the task is done or one of the events is set."""
+    """Wait until the task is done or one of the events is set. The task's error is not raised."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait([task, *waits], return_when=asyncio.FIRST_COMPLETED)

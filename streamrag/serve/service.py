@@ -125,7 +125,7 @@ class Service:
         return self._model_name or self.model.name.rstrip("/").rpartition("/")[2]
 
     def system_text(self, client_text: str) -> str:
-        """Return the service's own system text, which explains citations, followed by the client's."""
+        """Return the service's own system text, which explains citations, if it has one, followed by the client's."""
         return f"{self.template.system}\n\n{client_text}" if self.template.system else client_text
 
     @property
@@ -156,9 +156,9 @@ class Service:
         return [each.query for each in self._queries]
 
     async def start(self, progress: Progress = lambda line: None) -> None:
-        """Start the engine and the source.
+        """Start the engine, the source and the task that watches the engine, and load the tool parser, if there is one.
 
-        :raises ConfigurationError, BackendError: one of them fails to start; nothing is left running.
+        :raises ConfigurationError, BackendError: one of them fails to start; the service is closed again.
         """
         self._progress = progress
         try:
@@ -174,7 +174,8 @@ class Service:
     async def aclose(self, *, drain_s: float = 0.0) -> bool:
         """Reject new queries, drain the open ones for up to `drain_s` seconds, abort the rest, and stop everything.
 
-        Returns whether all open queries ended by themselves. A second call while the first one drains aborts them.
+        The drain ends early if the engine is dead. Returns whether no query was aborted. A second call, without
+        `drain_s`, aborts the open queries while the first one drains.
         """
         self.admission.is_draining = True
         waits = [asyncio.create_task(event.wait()) for event in (self._queries.is_empty, self.dead)]
@@ -187,7 +188,10 @@ class Service:
         return not self._has_aborted
 
     async def _close(self) -> None:
-        """Stop the watch, abort open queries, call `closers`, and close the pipeline and the engine."""
+        """Stop the watch, abort open queries, call `closers`, and close the pipeline and the engine.
+
+        Sets `dead` if the engine has died since the last health check.
+        """
         if self._watch_task is not None:
             if not self._engine.restarting and self._engine.death():  # may have died since the last health check
                 self.dead.set()
@@ -201,7 +205,7 @@ class Service:
         await self._started.aclose()
 
     def cap_params(self, given: SamplingParams) -> SamplingParams:
-        """Return `given` for one answer, with `max_tokens` capped at the service's limit."""
+        """Return `given` with `max_tokens` capped at the service's limit, and with `n=1`: one answer."""
         return replace(given, max_tokens=min(given.max_tokens, self.limits.max_tokens), n=1)
 
     @asynccontextmanager
@@ -216,7 +220,9 @@ class Service:
     ) -> AsyncIterator[AsyncIterator[QueryEvent]]:
         """Answer `text` with the service's retrieval, or with `source`. Use as `async with`; gives an event iterator.
 
-        Takes the options of `Pipeline.stream`; the limits cap `max_tokens` and `deadline_s`.
+        Takes the options of `Pipeline.stream`; missing ones are the service's. The limits cap `max_tokens`, and
+        `deadline_s`: at `stream_s` with `source`. Invalid options raise before the query is admitted. Each event is
+        reported to admission and to the observers before it is given.
 
         :raises NotAdmittedError: the query is not admitted.
         :raises StreamRagError: as `Pipeline.stream` does.
@@ -238,7 +244,7 @@ class Service:
             yield await stack.enter_async_context(aclosing(opened.noted(events)))
 
     def _make_pipeline(self, source: Source) -> Pipeline:
-        """Return a pipeline that shares the backend, and owns `source` only if it is the service's own."""
+        """Return a pipeline with the service's options and backend, which owns only the service's own source."""
         return Pipeline(
             source,
             self.backend,

@@ -58,14 +58,15 @@ class _AnswerBuilder:
         """Chunks of the newest request."""
 
     async def put(self, chunk: AnswerChunk) -> None:
-        """Append a piece of the answer, and emit it."""
+        """Append a piece with its seconds since the submission, keep its usage as the newest, and emit the piece."""
         at_s = self._clock() - self._submitted_s
         self._usage = chunk.usage
         self._pieces.append(TokensGenerated(at_s, chunk.text, chunk.token_ids, chunk.finish_reason))
         await self._emit(self._pieces[-1])
 
     def finish(self, model: ModelInfo, num_prompt_tokens: int, gap: float | None) -> Answer:
-        """Return the whole answer, which has at least one piece. Without a token, the first one counts as the last."""
+        """Return the pieces (at least one) joined, with usage, timings, and the record of the newest request. If none
+        has text or a token, the time to first token is the total time."""
         total_s = self._clock() - self._submitted_s
         first_s = next((piece.at_s for piece in self._pieces if piece.text or piece.token_ids), total_s)
         text = "".join(piece.text for piece in self._pieces)
@@ -101,9 +102,11 @@ async def compute_answer(
     clock: Callable[[], float],
     emit: Emit,
 ) -> Answer:
-    """Compute the answer to `question`, pass its pieces to `emit`, and return the whole.
+    """Compute the answer to `question` from `snapshot`, emit its pieces as TokensGenerated, and return the whole.
 
-    :raises PromptTooLongError, BackendError: it cannot be computed.
+    A choice is a single piece, and has a `gap` only if `question.with_margin`.
+
+    :raises PromptTooLongError, BackendError: the answer cannot be computed.
     :raises ConfigurationError: the given answers cannot be told apart.
     """
     builder = _AnswerBuilder(snapshot, submitted_s, clock, emit)
@@ -124,9 +127,9 @@ async def compute_answer(
 
 
 def encode_answers(tokenizer: Tokenizer, answers: Sequence[str]) -> dict[TokenIds, str]:
-    """Return the answers by their tokens. Blocking.
+    """Return a mapping from each answer's tokens to its text, in the given order. Blocking.
 
-    :raises ConfigurationError: one has no tokens, or is a prefix of another.
+    :raises ConfigurationError: an answer has no tokens, or the same tokens as another or as the beginning of another.
     """
     by_tokens: dict[TokenIds, str] = {}
     for text in answers:
@@ -147,12 +150,13 @@ def encode_answers(tokenizer: Tokenizer, answers: Sequence[str]) -> dict[TokenId
 async def choose_answer(
     answers: Mapping[TokenIds, str], one_pass: ForwardPass, decisive_margin: float = DECISIVE_MARGIN
 ) -> ChosenAnswer:
-    """Return the most likely of `answers`, which are as `encode_answers` returns them.
+    """Return the most likely of `answers`, which are as `encode_answers` returns them, with its lead.
 
     The best prefix is extended until it is an answer, or until it has one answer only and leads by `decisive_margin`.
-    Without log-probabilities, the tokens that the engine samples are followed.
+    A token that all answers share takes no pass. If a pass lacks a log-probability, only its sampled token is followed.
+    The lead is None if there is no other prefix.
 
-    :raises BackendError: the engine sampled a token of no answer.
+    :raises BackendError: the engine sampled a token that is not allowed, or none.
     """
     prefixes: dict[TokenIds, float] = {(): 0.0}  # with their log-probabilities
     while True:
@@ -185,7 +189,8 @@ def _passes(
     choices: Mapping[TokenIds, str],
     chunks: list[AnswerChunk],
 ) -> ForwardPass:
-    """Return a function that runs one pass of the engine, and stores the chunks of the newest pass in `chunks`."""
+    """Return a function that runs one pass of the engine and stores its chunks in `chunks`, in place of the last ones.
+    Log-probabilities are requested only if the margin is wanted, or if an answer has several tokens."""
     with_logprobs = question.with_margin or any(len(each) > 1 for each in choices)
 
     async def one_pass(prefix: TokenIds, allowed: Sequence[int]) -> tuple[int | None, Any]:
@@ -201,7 +206,7 @@ def _passes(
 async def _generate(
     backend: Backend, token_ids: TokenIds, params: SamplingParams, draft: TokenIds = ()
 ) -> AsyncGenerator[AnswerChunk, None]:
-    """Yield the answer chunks of one request; raise BackendError if it ends without its last chunk."""
+    """Send a complete prompt, and yield its answer chunks; raise BackendError if the last has no finish reason."""
     is_finished = False
     async with (
         aclosing(_one_prompt(token_ids, draft)) as prompts,
@@ -220,7 +225,8 @@ async def _one_prompt(token_ids: TokenIds, draft: TokenIds) -> AsyncGenerator[Pr
 
 
 def _gap(logprobs: Any) -> float | None:
-    """Return the gap between the two most likely first tokens; None if there is only one."""
+    """Return the difference in log-probability of the two likeliest first tokens; None if there are no two, or if it
+    is not finite."""
     if not logprobs:
         return None
     best = sorted((entry.logprob for entry in logprobs[0].values()), reverse=True)

@@ -28,14 +28,14 @@ class ConcurrencyEstimator:
         self._weight = self._num = self._num_squared = self._took_s = self._num_took_s = 0.0
 
     def observe_version(self, at_s: float) -> None:
-        """Record that the data got a new version at `at_s`."""
+        """Record a new version of the data at `at_s`, and update the moving average of the time between versions."""
         if self._version_s is not None:
             since_s, share = at_s - self._version_s, NEWEST_INTERVAL_SHARE
             self._interval_s = since_s if self._interval_s is None else (1 - share) * self._interval_s + share * since_s
         self._version_s = at_s
 
     def observe_answer(self, num_concurrent: int, seconds: float) -> None:
-        """Record that one of `num_concurrent` answers took `seconds`."""
+        """Add to the decayed sums, from which `limit` is estimated, that one of `num_concurrent` took `seconds`."""
         num = self._num_last = num_concurrent
         self._weight = DECAY * self._weight + 1.0
         self._num = DECAY * self._num + num
@@ -45,7 +45,8 @@ class ConcurrencyEstimator:
 
     @property
     def limit(self) -> int:
-        """Most questions to answer at a time."""
+        """Most questions to answer at a time, from 1 to `MAX_CONCURRENT`: 1 before the first answer, and at most twice
+        the last number as long as no two versions are known."""
         if not self._weight:
             return 1
         num, took_s = self._num / self._weight, self._took_s / self._weight

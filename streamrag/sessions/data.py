@@ -87,7 +87,10 @@ class SessionData:
         self._is_closed = False
 
     async def open(self, admit: Callable[[int], None]) -> Ingestion:
-        """Read the log, and return ingestion that holds its data but is not started. Raises as `Session.start` does.
+        """Read the log, start writing it, and return ingestion that holds its data but is not started. Raises as
+        `Session.start` does, also for a given system text that is neither the log's first nor its newest.
+
+        The window's size is the given one, that of the log, or else three quarters of the tokens that the head leaves.
 
         admit: called with the tokens of the window; raises TooManySessionsError if a limit is reached.
         """
@@ -156,7 +159,7 @@ class SessionData:
 
     @property
     def state(self) -> SessionState:
-        """Counts of the data, and the state of the log."""
+        """Counts of the data, and the state of the log; raises ConfigurationError before the start."""
         ready, window = self.ingestion.ready, self.ingestion.window
         return SessionState(
             version=ready.version,
@@ -179,21 +182,21 @@ class SessionData:
 
     @validated
     async def newest(self, behind: CountOrZero, at_most: Count) -> list[tuple[int, str]]:
-        """Return the versions and texts of the newest chunks in the window; see `Session.newest`."""
+        """Return version and text of the last `at_most` chunks in the window with versions over `behind`, in order."""
         self.check_open()
         pieces = self.ingestion.window.newest(behind, at_most)
         prompts = self.ingestion.ready.prompts
         return await in_thread(prompts.tokenizer, partial(prompts.texts_of, pieces), is_background=True)
 
     async def versions(self) -> AsyncGenerator[int, None]:
-        """Yield each new version that questions are answered from; see `Session.versions`."""
+        """Yield the newest version to answer from each time that it has grown, without end; raise as `check_open`."""
         version = self.ingestion.ready.version
         while True:
             version = (await self.at_least(version + 1)).version
             yield version
 
     async def drops(self) -> AsyncGenerator[DataDropped, None]:
-        """Yield data that are dropped from now on; see `Session.drops`."""
+        """Yield events for data that are dropped from now on; at the end of ingestion, raise as `check_open` does."""
         self.check_open()
         async with aclosing(self._drops.read()) as drops:
             async for dropped in drops:
@@ -201,7 +204,7 @@ class SessionData:
         self.check_open()
 
     async def append(self, data: Chunk | str) -> int:
-        """Append a chunk, and return its version; see `Session.append`."""
+        """Append data to the buffer and the log, and return their version; raise as `check_open` and `_checked` do."""
         self.check_open()
         chunk = self._checked(data)
         await self._yield_sometimes()
@@ -209,7 +212,8 @@ class SessionData:
         return self.ingestion.append(chunk)
 
     async def extend(self, data: Sequence[Chunk | str]) -> int:
-        """Append several chunks or none, and return the newest version; see `Session.extend`."""
+        """Append all of `data`, or none if one is invalid or they exceed the buffer; return the newest version, also
+        for an empty list. Raise ConfigurationError for a str or what is no sequence. See `Session.extend`."""
         if isinstance(data, str) or not isinstance(data, Sequence):
             raise ConfigurationError(
                 f"data={short_repr(data)} must be a list of chunks or texts; one of them is for append"
@@ -226,7 +230,7 @@ class SessionData:
         return self.buffer.num_appended
 
     async def follow(self, source: Source | AsyncIterable[Chunk | str], query: str, tasks: SessionTasks) -> int:
-        """Append what a source or an async iterator yields, and return the newest version; see `Session.follow`."""
+        """Append all that `source` yields, in one of `tasks`, and return the newest version; see `Session.follow`."""
         check_followed(source, query)
         self.check_open()
         await tasks.start(partial(append_all, source, query, self.append), "source")
@@ -234,7 +238,7 @@ class SessionData:
 
     @validated
     async def freeze(self, system: Annotated[str, Field()]) -> int:
-        """Replace the system text from a new version on, and return that version; see `Session.freeze`."""
+        """Check the system text's length, replace it from a new version on, and return that; see `Session.freeze`."""
         self.check_open()
         system = plain_text(system)
         if self._log is not None:
@@ -251,6 +255,7 @@ class SessionData:
         self._drops.put(number, self.buffer.num_dropped)
 
     def _checked(self, data: Chunk | str) -> Chunk:
+        """Return data as a valid chunk without fields that the template hides; raise if invalid or too long to log."""
         chunk = checked_chunk(Chunk(data, "") if isinstance(data, str) else data)
         chunk = self.ingestion.ready.prompts.without_hidden(chunk)
         if self._log is not None:

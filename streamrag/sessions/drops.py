@@ -42,7 +42,7 @@ class Drops:
         self._has_ended = asyncio.Event()
 
     def put(self, number: int, num_dropped: int) -> None:
-        """Record that the chunk of this number was dropped, as the `num_dropped`-th of all."""
+        """Add the dropped chunk of this number to the next event of each reader; `num_dropped` were dropped in all."""
         self._num_dropped = num_dropped
         for reader in self._readers:
             reader.first = reader.first if reader.num_chunks else number
@@ -57,7 +57,8 @@ class Drops:
             reader.has_news.set()
 
     async def read(self) -> AsyncGenerator[DataDropped, None]:
-        """Yield drops from now on, until `end`."""
+        """Yield one event for all drops since the last event, `TOGETHER_S` after the first of them, from now on. After
+        `end`, yield the rest at once, and stop."""
         reader = _Reader()
         self._readers.append(reader)
         try:

@@ -13,7 +13,7 @@ MAX_SEEN = 4096
 
 
 def check_followed(followed: object, query: str) -> None:
-    """Raise ConfigurationError unless `followed` is a source or an async iterator, and `query` a str."""
+    """Raise ConfigurationError unless `followed` (no class) has a `stream` or is async iterable, and `query` a str."""
     if isinstance(followed, type):
         raise ConfigurationError(f"the followed source is the class {followed.__name__}, and must be an object of it")
     if not callable(getattr(followed, "stream", None)) and not isinstance(followed, AsyncIterable):
@@ -28,9 +28,9 @@ def check_followed(followed: object, query: str) -> None:
 async def append_all(
     followed: Source | AsyncIterable[Chunk | str], query: str, append: Callable[[Chunk], Awaitable[int]]
 ) -> None:
-    """Append each new chunk of a source, or each item of an async iterator, until it ends.
+    """Append each new chunk of a source, or each item of an async iterator, until the source or iterator ends.
 
-    :raises SourceError: it failed, or yielded something else.
+    :raises SourceError: an exception other than a StreamRagError was raised, or an item is no text or valid chunk.
     """
     try:
         if callable(getattr(followed, "stream", None)):
@@ -44,6 +44,7 @@ async def append_all(
 
 
 async def _append_source(source: Source, query: str, append: Callable[[Chunk], Awaitable[int]]) -> None:
+    """Append the chunk of each Append, and of each Update the chunks that the source has not yielded before."""
     seen: dict[Chunk, None] = {}
     async with aclosing(Retrieval(source, query).events()) as events:
         async for event in events:
@@ -52,6 +53,7 @@ async def _append_source(source: Source, query: str, append: Callable[[Chunk], A
 
 
 async def _append_iterator(iterable: AsyncIterable[Chunk | str], append: Callable[[Chunk], Awaitable[int]]) -> None:
+    """Append each item, a text as a chunk without a URI, and close the iterator; raise SourceError for other items."""
     async with closing(aiter(iterable)) as items:
         async for item in items:
             try:
@@ -67,7 +69,8 @@ def _name(followed: object) -> str:
 
 
 def _new_chunks(event: SourceEvent, seen: dict[Chunk, None]) -> list[Chunk]:
-    """Return the chunks of `event` to append, and add all of its chunks to `seen`."""
+    """Return the chunk of an Append, or the distinct chunks of an Update that are not in `seen`; none of other events.
+    Add the event's chunks to `seen` as its newest, and remove the oldest beyond `MAX_SEEN` others."""
     if isinstance(event, Append):
         chunks: tuple[Chunk, ...] = (event.chunk,)
         new = [event.chunk]  # even if it equals an earlier one: a log may say the same thing twice

@@ -52,8 +52,9 @@ class IdleStream:
         self._task: asyncio.Task[None] | None = None
 
     async def advance(self, token_ids: tuple[int, ...]) -> None:
-        """Change the prompt, and return when its KV is computed or a timeout has passed. The first call opens the
-        stream.
+        """Replace the prompt, and wait until the engine has computed all tokens but the last.
+
+        After `SETTLE_S` plus `SETTLE_TOKEN_S` per new token, returns without an error. The first call opens the stream.
 
         :raises BackendError: the engine gave up the stream; make another one.
         """
@@ -79,6 +80,7 @@ class IdleStream:
             await end_or_leave(self._task, f"the stream of {self._name}, which was stopped,")
 
     async def _hold(self) -> None:
+        """Run the request for all prompts, and wake `advance` when more tokens are prefilled and when it ends."""
         try:
             async with (
                 aclosing(self._prompts()) as prompts,
@@ -92,6 +94,7 @@ class IdleStream:
             self._has_news.set()
 
     async def _prompts(self) -> AsyncGenerator[Prompt, None]:
+        """Yield the newest prompt as a partial one, each time that there is another, without end."""
         previous: tuple[int, ...] = ()
         while True:
             await self._has_prompt.wait()
@@ -144,7 +147,7 @@ class Ingestion:
             self._task.add_done_callback(lambda _, call=call: call())  # type: ignore[misc]
 
     def append(self, chunk: Chunk) -> int:
-        """Append a chunk to the buffer and the log, and return its number."""
+        """Append a chunk to the buffer and the log, if there is one, wake the task, and return the chunk's number."""
         self._has_data.set()
         number = self._buffer.append(chunk)
         if self._log is not None:
@@ -152,7 +155,7 @@ class Ingestion:
         return number
 
     def freeze(self, prompts: SessionPrompts, system: str) -> int:
-        """Replace the system text from a new version on, and return that version."""
+        """Return a new version, from which on the task uses `prompts`, and write their `system` text to the log."""
         number = self._buffer.skip_number()
         self._next_prompts = number, prompts
         self._has_data.set()
@@ -181,6 +184,8 @@ class Ingestion:
             await cancel_and_wait([self._task])
 
     async def _run(self, on_version: Callable[[], None], batch_interval_s: float) -> None:
+        """Compute the data, set `ready`, announce the version, and go on with the next batch, until cancelled. If the
+        engine fails, do the same, but `RETRY_S` later compute again, with the next batch if there is one."""
         snapshot, has_slid = self.ready, False
         next_s = 0.0
         try:
@@ -201,7 +206,7 @@ class Ingestion:
             await self._close_streams()
 
     async def _compute(self, snapshot: Snapshot, has_slid: bool) -> bool:
-        """Return whether the engine has computed the data.
+        """Have the engine compute the data, and return True; count a failure and return False if it gave up the stream.
 
         After a slide, the data get a new stream. The old one stays open until they are computed, because questions are
         answered from it meanwhile.
@@ -222,10 +227,10 @@ class Ingestion:
         await wait_shielded([asyncio.create_task(each.aclose(), name="streamrag stream ends") for each in closed])
 
     async def _next(self) -> tuple[Snapshot, bool]:
-        """Return the data with the next batch, and whether the tokens before that batch have changed.
+        """Move the next batch to the window; return the data, and whether the tokens before that batch have changed.
 
         They change when the window slides, and with a new system text. A new system text waits for no batch limit: its
-        version contains all data that were appended before it.
+        version contains all data that were appended before it. While the tokenizer fails, tries again every `RETRY_S`.
         """
         number, prompts = self._next_prompts
         batch = self._buffer.take(MAX_BATCH, number)
@@ -247,7 +252,7 @@ class Ingestion:
         return Snapshot(version, self._prompts.head + self.window.token_ids, self._prompts)
 
     def _add_to_window(self, pieces: Sequence[WindowChunk]) -> bool:
-        """Add pieces to the window, update the log, and return whether the window has slid."""
+        """Add pieces to the window, return whether it has slid, and remove from the log what is not in the window."""
         has_slid = self.window.add(pieces)
         if self._log is not None:
             for piece in pieces:

@@ -48,9 +48,9 @@ class SessionRegistry:
         self.put(session, tenant, num_tokens)
 
     def check(self, tenant: str, num_tokens: int, *, longest_window: float = inf) -> None:
-        """Check that `tenant` may open another session. Registered windows count at most `longest_window` tokens each.
+        """Check that `tenant` may open a session of `num_tokens`. Open ones count at most `longest_window` tokens each.
 
-        :raises TooManySessionsError: a limit is reached.
+        :raises TooManySessionsError: a limit of sessions or tokens, of the tenant or in total, would be exceeded.
         :raises PipelineClosedError: the pipeline was closed.
         """
         if self._is_closed:

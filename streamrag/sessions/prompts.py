@@ -63,7 +63,7 @@ class SessionPrompts:
         return SessionPrompts(self._model, replace(self._template, system=system))
 
     def check_window(self, window_tokens: int) -> None:
-        """Raise PromptTooLongError if the window leaves no room for a question."""
+        """Raise PromptTooLongError if head and window take all of the model's length, which leaves no question room."""
         if window_tokens >= self.room:
             raise PromptTooLongError(
                 f"window_tokens={window_tokens} and {len(self.head)} tokens of system text leave no room for a "
@@ -75,14 +75,14 @@ class SessionPrompts:
         return replace(chunk, **self._hidden)
 
     def pieces(self, numbered: Sequence[Numbered]) -> list[WindowChunk]:
-        """Return the tokens of chunks in the prompt."""
+        """Return each chunk's number, and the tokens of its passage in the prompt."""
         return [
             WindowChunk(each.number, tuple(self._assembler.encode_passage(each.number, each.chunk)))
             for each in numbered
         ]
 
     async def pieces_in_background(self, numbered: Sequence[Numbered]) -> list[WindowChunk]:
-        """Return the tokens of chunks in the prompt, releasing the tokenizer after every `MAX_CHARACTERS`
+        """Return what `pieces` returns, from a thread, releasing the tokenizer after about `MAX_CHARACTERS`
         characters."""
         pieces: list[WindowChunk] = []
         batch: list[Numbered] = []
@@ -100,11 +100,11 @@ class SessionPrompts:
         return [(each.number, self.tokenizer.decode(each.token_ids).removesuffix(self._end)) for each in pieces]
 
     def complete(self, data: tuple[int, ...], question: str) -> tuple[int, ...]:
-        """Return the prompt for a question.
+        """Return the prompt for `question`: `data`, the text for no data if that is the head alone, and the tail.
 
         data: a session's head and data, or its head alone.
 
-        :raises PromptTooLongError: the question is too long, by itself or beside the data.
+        :raises PromptTooLongError: the prompt leaves no room for an answer in the model's length.
         """
         tail = self._assembler.tail_of(question)
         token_ids = data + (self._no_data if data == self.head else ()) + tail

@@ -61,8 +61,8 @@ class Question:
         return bool(self.key[-1])
 
     def params_for(self, allowed: Sequence[int] = (), *, with_logprobs: bool = False) -> SamplingParams:
-        """Return the parameters of an engine request whose next token is one of `allowed`; any token if that is
-        empty."""
+        """Return the parameters of an engine request whose next token is one of `allowed`, with the log-probabilities
+        of these if `with_logprobs`. If `allowed` is empty, any token: with those of the best two if `with_margin`."""
         extra: dict[str, Any] = {}
         if allowed:
             extra["allowed_token_ids"] = sorted(allowed)
@@ -96,7 +96,7 @@ class WatchOptions:
 
 
 def _exact(params: SamplingParams) -> str:
-    """Return a text that is equal for equal parameters; empty if they sample at random or cannot be compared."""
+    """Return the parameters as JSON with sorted keys; an empty text if `temperature` > 0 or a value is not JSON."""
     if params.temperature > 0:
         return ""
     values = {each.name: getattr(params, each.name) for each in fields(params)}

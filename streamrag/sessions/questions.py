@@ -91,7 +91,7 @@ class Questions:
     ) -> StartQuery:
         """Validate a question, and return a function that starts it.
 
-        :raises ConfigurationError: options that cannot work.
+        :raises ConfigurationError: an option cannot work, or `at_least` is higher than the newest version.
         """
         params = SamplingParams() if params is None else params
         question = Question(text, answers, params, with_margin, decisive_margin)
@@ -103,7 +103,7 @@ class Questions:
         return self.prepare(question, at_least or 0, deadline_s)
 
     def prepare(self, question: Question, at_least: int = 0, deadline_s: float | None = None) -> StartQuery:
-        """Return a function that starts a question."""
+        """Return a function that starts and returns the answer's task, or raises as `SessionData.check_open` does."""
 
         def start(emit: Emit) -> "asyncio.Task[Answer]":
             self._data.check_open()
@@ -112,7 +112,7 @@ class Questions:
         return start
 
     def check_logprobs(self) -> None:
-        """Warn, or raise ConfigurationError, if the backend has no log-probabilities to compare answers with."""
+        """Warn if the backend has no log-probabilities; raise ConfigurationError if it also sends text, not tokens."""
         model = self._backend.model
         if model.has_logprobs:
             return
@@ -129,6 +129,8 @@ class Questions:
         )
 
     async def _answer(self, question: Question, at_least: int, emit: Emit) -> Answer:
+        """Wait for version `at_least`, and answer from the newest: by a watch, the cache, an answer in flight, or anew.
+        Emit the pieces (a single one for a watch or the cache), then Answered, and return the answer."""
         conversation.set(self._conversation_id)  # this task has its own context
         submitted_s = self._clock()
         snapshot = await self._data.at_least(at_least)
@@ -151,7 +153,7 @@ class Questions:
     async def _compute_and_cache(
         self, snapshot: Snapshot, question: Question, submitted_s: float, emit: Emit
     ) -> Answer:
-        """Answer by the engine. Keep the answer if the question is repeatable and no newer version is ready by then."""
+        """Return the engine's answer; cache it if the question is repeatable and no newer version is ready by then."""
         answer = await compute_answer(self._backend, snapshot, question, submitted_s, self._clock, emit)
         if question.is_repeatable and answer.version == self._data.ingestion.ready.version:
             parts = (question.text, *question.answers, answer.text, answer.token_ids, *answer.token_ids)
@@ -172,13 +174,14 @@ class AnswerCache:
         return len(self._answers)
 
     def get(self, key: Hashable) -> Answer | None:
+        """Return the answer, which is then the most recently used; None if there is none."""
         if key not in self._answers:
             return None
         self._answers.move_to_end(key)
         return self._answers[key][0]
 
     def put(self, key: Hashable, answer: Answer, num_bytes: int) -> None:
-        """Add an answer that takes `num_bytes` with its key, and evict the least recently used ones if needed."""
+        """Add or replace an answer of `num_bytes` with its key, and evict the least recently used ones over a limit."""
         _, num_replaced = self._answers.pop(key, (answer, 0))
         self._answers[key] = answer, num_bytes
         self._num_bytes += num_bytes - num_replaced
@@ -202,7 +205,8 @@ class InFlightAnswers:
         return len(self._computations)
 
     async def answer(self, key: Hashable, compute: Compute, submitted_s: float, emit: Emit) -> Answer:
-        """Join the computation of `key`, or start it with `compute`, and return its answer with this caller's times."""
+        """Join the computation of `key`, or start it with `compute`; emit all its pieces, and return its answer with
+        this caller's times. If the last caller is cancelled, so is the computation."""
         computation = self._computations.get(key)
         is_own = computation is None
         if computation is None:
@@ -241,7 +245,7 @@ class _Computation:
         self.task.add_done_callback(lambda _: self._news.wake())
 
     async def pieces(self) -> AsyncGenerator[TokensGenerated, None]:
-        """Yield all pieces from the first on."""
+        """Yield all pieces from the first on, also those to come, until `task` ends, whose error is not raised here."""
         num_read = 0
         while num_read < len(self._pieces) or not self.task.done():
             if num_read == len(self._pieces):

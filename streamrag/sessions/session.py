@@ -110,11 +110,12 @@ class Session:
         self._is_started = False
 
     async def start(self) -> None:
-        """Open the log, and start computing the prompt. Called by the context manager.
+        """Open the log, start computing the prompt, and restore the log's watches. Called by the context manager. If
+        opening fails, the log is closed, and `start` may be called again.
 
         :raises PromptTooLongError: window and system text do not fit the model's length.
         :raises PipelineClosedError: the session was closed, before or during the call.
-        :raises ConfigurationError: it has been started before.
+        :raises ConfigurationError: the session has been started before.
         :raises SessionLogError: the log cannot be opened, or is of another session.
         :raises TooManySessionsError: a limit of the tenant or of the pipeline is reached.
         """
@@ -142,6 +143,7 @@ class Session:
         await run_shielded(self._close(forgets), "streamrag session closes")
 
     async def _close(self, forgets: bool) -> None:
+        """End watches, questions and ingestion, close the log if the session was started, or delete it if `forgets`."""
         try:
             await self._watches.aclose()
             await self._tasks.aclose()
@@ -286,7 +288,8 @@ class Session:
         decisive_margin: float = DECISIVE_MARGIN,
         name: str | None = None,
     ) -> Watch:
-        """Answer `question` ahead after each change of the data. Iterate the watch for answers that have changed.
+        """Return a watch, which answers `question` ahead after each change of the data, with at most 64 tokens unless
+        `params` are given. Iterate the watch for answers that have changed.
 
         `ask` returns such an answer at once, for the same question and version with the same `answers` or, without
         `answers`, the same `params`.
@@ -301,7 +304,8 @@ class Session:
         warning says for `answers` and `with_margin`.
 
         :raises ConfigurationError: values that cannot work, such as `answers` for a server that takes only text.
-        :raises SessionLogError: it has a name, and is too long for the log.
+        :raises SessionLogError: the watch has a name, and is too long for the log.
+        :raises PipelineClosedError: the session was closed.
         """
         self._data.check_open()
         if answers or with_margin:

@@ -23,10 +23,10 @@ class SessionTasks:
     def start(
         self, work: Callable[[], Coroutine[Any, Any, T]], what: str, deadline_s: float | None = None
     ) -> "asyncio.Task[T]":
-        """Return a new task that runs `work`. `what` names it in errors.
+        """Return a new task that runs `work` and returns its result. `what` names the task in errors.
 
-        The task raises DeadlineExceededError after `deadline_s` seconds, and PipelineClosedError when the session is
-        closed.
+        The task raises DeadlineExceededError after `deadline_s` seconds, PipelineClosedError when the session is
+        closed, and BackendError if `work` ends with a CancelledError although the task was not stopped.
         """
         task = asyncio.create_task(self._run(work, what, deadline_s), name=f"streamrag {what} of {self._name}")
         self._tasks.add(task)
@@ -34,7 +34,7 @@ class SessionTasks:
         return task
 
     async def aclose(self) -> None:
-        """Cancel all tasks, and wait until they have ended."""
+        """Cancel all tasks, which then raise PipelineClosedError, as later ones do, and wait until they have ended."""
         self._is_closed = True
         with suppress(asyncio.CancelledError):  # a task must have started to raise the right error
             await asyncio.sleep(0)
@@ -46,6 +46,7 @@ class SessionTasks:
             task.exception()  # the caller raises it, unless it has left
 
     async def _run(self, work: Callable[[], Coroutine[Any, Any, T]], what: str, deadline_s: float | None) -> T:
+        """Return the result of `work` from an inner task, or raise as `start` says; leave a task that does not stop."""
         self._check_open(what)
         task = asyncio.create_task(work(), name=f"streamrag work on a {what}")
         try:

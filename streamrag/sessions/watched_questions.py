@@ -91,7 +91,7 @@ class Watch(AsyncIterator[WatchedAnswer]):
         return -1 if self.newest is None else self.newest.version
 
     def put(self, answer: WatchedAnswer) -> None:
-        """Set the newest answer, and wake its readers."""
+        """Set the newest answer, clear `error`, and wake readers, who get only a text that is not the last one read."""
         self.newest = answer
         self.num_answered += 1
         self.error = None
@@ -120,7 +120,8 @@ class Watch(AsyncIterator[WatchedAnswer]):
         self.stop()
 
     def stop(self, error: StreamRagError | None = None) -> None:
-        """End the watch, but leave it in the log, so that a resumed session restores it.
+        """End the watch and an answer that is being computed, unless it has ended before, and wake its readers. The
+        watch stays in the log, so that a resumed session restores it.
 
         error: raised in its readers, if the question cannot be answered at all.
         """
@@ -171,7 +172,7 @@ class Watches:
         self._is_closed = False
 
     def add(self, options: WatchOptions) -> Watch:
-        """Watch a question, and write it to the log if it has a name. Raises as `Session.watch` does."""
+        """Start and return a watch, and write it to the log if it has a name. Raises as `Session.watch` does."""
         question = options.parse()
         if options.name is not None:
             options = replace(options, name=plain_text(options.name), question=question.text, answers=question.answers)
@@ -185,7 +186,7 @@ class Watches:
             self._start(options)
 
     def _start(self, options: WatchOptions) -> Watch:
-        """Watch a question without writing it to the log. It replaces a watch of the same name."""
+        """Start and return a watch without logging it; stop an earlier one of its name. The first starts the task."""
         watch = Watch(self, options)
         if watch.name is not None:
             replaced, self.named[watch.name] = self.named.get(watch.name), watch
@@ -198,7 +199,7 @@ class Watches:
         return watch
 
     def forget(self, watch: Watch) -> None:
-        """Remove a watch from `named` and the log, unless the session is closing."""
+        """Remove a named watch from `named` and the log, unless it was replaced or the session is closing."""
         if watch.name is not None and self.named.get(watch.name) is watch and not self._is_closed:
             del self.named[watch.name]
             if self._log is not None:
@@ -210,7 +211,8 @@ class Watches:
         self._has_work.set()
 
     def find(self, question: Question, version: int) -> Answer | None:
-        """Return the answer to this question and version that was computed ahead; None if there is none."""
+        """Return a watch's answer to this version and question; None if there is none, if the question is not
+        repeatable, or if the question wants a margin that the watch does not compute."""
         for watch in self.active:
             if watch.newest is None or watch.version != version or not question.is_repeatable:
                 continue
@@ -226,6 +228,7 @@ class Watches:
             watch.stop()
 
     async def _run(self) -> None:
+        """Start the watches that are due, whenever something has changed or one becomes due, until cancelled."""
         while True:
             self._has_work.clear()
             wait_s = self._start_due()
@@ -234,9 +237,10 @@ class Watches:
                     await self._has_work.wait()
 
     def _start_due(self) -> float | None:
-        """Start answering the watches that are due, up to the limit.
+        """Start a task for each watch that is due, in order and up to the limit; in a failed session, stop all instead.
 
-        Returns the seconds until the next one may be due; None to wait for the next event.
+        Due is a watch without an answer to the newest version, unless one is being computed or `due_s` is to come.
+        Returns the seconds until the next one may be due, `RETRY_S` if one is not admitted, or None to wait for events.
         """
         try:
             self._data.check_open()
@@ -266,12 +270,15 @@ class Watches:
         return wait_s
 
     def _on_end(self, watch: Watch, leave: Callable[[], None], work: "asyncio.Task[None]") -> None:
+        """Release the admission of an answer that has ended, clear the watch's `work`, and look for due watches."""
         leave()  # in a callback, because the task may be cancelled before it starts
         if watch.work is work:
             watch.work = None
         self._has_work.set()
 
     async def _answer(self, watch: Watch, num_concurrent: int) -> None:
+        """Compute an answer, with the last one as its draft, and `put` it into the watch. A question that no version
+        can answer stops the watch; after any other error, stored in `watch.error`, the watch is due again later."""
         began_s = _now_s()
         last = () if watch.newest is None else watch.newest.answer.token_ids
         question = replace(watch.spec, draft=last)  # most new versions do not change the answer

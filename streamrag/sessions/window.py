@@ -56,7 +56,7 @@ class Buffer:
         return 2 * len(self._waiting) >= self._max_chunks or 2 * self._num_characters >= self._max_characters
 
     def check(self, chunks: Sequence[Chunk]) -> None:
-        """Raise ConfigurationError if some of `chunks` would be dropped for others. A single chunk always fits."""
+        """Raise ConfigurationError if `chunks` alone exceed the buffer's limits. A single chunk always fits."""
         num = sum(map(num_characters, chunks))
         if len(chunks) > self._max_chunks or (len(chunks) > 1 and num > self._max_characters):
             raise ConfigurationError(
@@ -65,7 +65,7 @@ class Buffer:
             )
 
     def append(self, chunk: Chunk) -> int:
-        """Append a chunk and return its number, dropping the oldest chunks if there is no room."""
+        """Append a chunk and return its number, dropping the oldest others while a limit is exceeded."""
         self.num_appended += 1
         self._waiting.append(Numbered(self.num_appended, chunk))
         self._num_characters += num_characters(chunk)
@@ -84,7 +84,7 @@ class Buffer:
         return self.num_appended
 
     def take(self, max_chunks: int, to: int = 0) -> list[Numbered]:
-        """Remove and return the oldest `max_chunks`, or all up to the number `to` if these are more."""
+        """Remove and return the oldest `max_chunks`, or all up to the number `to` if these are more, in order."""
         batch: list[Numbered] = []
         while self._waiting and (len(batch) < max_chunks or self._waiting[0].number <= to):
             batch.append(self._waiting.popleft())
@@ -131,7 +131,7 @@ class Window:
         return list(islice(newer, most))[::-1]
 
     def add(self, pieces: Iterable[WindowChunk]) -> bool:
-        """Add pieces, and return whether the window has slid. A piece longer than what a slide keeps is cut."""
+        """Add the pieces that have tokens, cut to what a slide keeps, and return whether the window has slid."""
         has_slid = False
         for piece in pieces:
             cut = WindowChunk(piece.number, self._cut(piece.token_ids))
@@ -144,12 +144,14 @@ class Window:
         return has_slid
 
     def _cut(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tokens, or if they are more than a slide keeps, their beginning followed by `end` if that fits."""
         if len(token_ids) <= self._kept_tokens:
             return token_ids
         end = self._end if len(self._end) < self._kept_tokens else ()
         return token_ids[: self._kept_tokens - len(end)] + end
 
     def _slide(self) -> None:
+        """Remove the oldest pieces, counting them in `num_slid`, until at most `_kept_tokens` tokens are left."""
         num_gone = 0
         while len(self._token_ids) - num_gone > self._kept_tokens:
             num_gone += len(self._pieces.popleft().token_ids)

@@ -12,7 +12,7 @@ RRF_K = 60
 def reciprocal_rank_fusion(
     rankings: Sequence[Sequence[Chunk]], weights: Sequence[float] | None = None, *, k: float = RRF_K
 ) -> tuple[Chunk, ...]:
-    """Rank the chunks of all `rankings`, each best first, by the sum of weight / (k + rank), ranks from 1.
+    """Return the chunks of all `rankings`, each best first, by decreasing sum of weight / (k + rank), ranks from 1.
 
     Chunks with the same text and uri are merged into the first of them. Ties are broken by the order of first
     appearance. Scores are removed, because scores of different retrievers are not comparable.

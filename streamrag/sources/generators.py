@@ -109,7 +109,7 @@ class _ThreadedGenerator:
         self._task.add_done_callback(lambda _: self._queue.put_nowait(_END))
 
     def _run(self) -> Any:
-        """Compute the items, in the thread; return an async iterable, for the event loop. Raises if it is neither."""
+        """Put each requested item into the queue, from the thread; or return the async iterable. Raises if neither."""
         items = self._make()
         if isinstance(items, AsyncIterable):
             return items

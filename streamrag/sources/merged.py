@@ -134,7 +134,7 @@ class _MergedContext:
         return self._next_fusion_s - self._now() if self.running else 0.0
 
     def add(self, number: int, event: Append | Update) -> Append | None:
-        """Add an event of a source, and return the append to pass on, if all sources only append."""
+        """Add a source's event; return the append to pass on, if all sources only append and its chunk is new."""
         if isinstance(event, Append):
             event = replace(event, chunk=self._unify(event.chunk))
         else:
@@ -155,7 +155,7 @@ class _MergedContext:
         return self._chunks.setdefault((chunk.uri, chunk.text), without_score(chunk))
 
     def fuse(self) -> Update | None:
-        """Fuse the rankings of all sources, and return the `Update`, or None if nothing changed."""
+        """Fuse all rankings, and set the time of the next fusion; return the `Update`, or None if nothing changed."""
         began_s, self.is_changed = self._now(), False
         before, self._fused = self._fused, reciprocal_rank_fusion(self._rankings, self._weights, k=self._k)
         self._next_fusion_s = self._now() + FUSION_INTERVAL * (self._now() - began_s)

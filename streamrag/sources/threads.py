@@ -30,7 +30,7 @@ class Threads:
         self._within = within
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Run `call` in a thread, with the caller's context variables, and return its result."""
+        """Run `call` in a new thread, once a place is free, with the caller's context variables; return its result."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         held = await self._acquire()
@@ -59,7 +59,7 @@ class Threads:
         return await future
 
     async def _acquire(self) -> list[asyncio.Semaphore]:
-        """Acquire a place of each limiter. Semaphores are per event loop: those of a closed loop go with it."""
+        """Acquire a place of this limiter and of each around it, or none; return the semaphores of the event loop."""
         loop = asyncio.get_running_loop()
         held: list[asyncio.Semaphore] = []
         async with AsyncExitStack() as undo:

@@ -98,6 +98,7 @@ class DecompressedFile:
                 yield block
 
     def _blocks(self, file: IO[bytes]) -> Iterator[bytes]:
+        """Return an iterator over the blocks, decompressed by suffix; raise ValueError for an unsupported one."""
         match self.path.suffix.lower():
             case ".gz":  # not with the gzip module, which withholds the last data of a truncated member
                 return self._decode(file, lambda: zlib.decompressobj(wbits=31), _inflate, zlib.error)
@@ -141,7 +142,7 @@ def _inflate(decoder: Any, block: bytes) -> Generator[bytes, None, bytes]:
 
 
 def _unzstd(decoder: Any, block: bytes) -> Generator[bytes, None, bytes]:
-    """Decompress as `_inflate` does. zstandard has no output limit, so its input is fed in small pieces."""
+    """Decompress and return as `_inflate` does. zstandard has no output limit, so its input is fed in small pieces."""
     for start in range(0, len(block), ZSTD_READ_BYTES):
         piece = block[start : start + ZSTD_READ_BYTES]
         yield decoder.decompress(piece)
@@ -246,6 +247,7 @@ def _parse_int(digits: str) -> int:
 
 
 def _parse_float(digits: str) -> float:
+    """Return the number; raise ValueError if it is too large for a float."""
     value = float(digits)
     if not math.isfinite(value):
         raise ValueError(f"the number {digits[:40]} is too large")

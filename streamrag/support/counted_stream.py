@@ -36,7 +36,7 @@ class CountedStream(httpcore.AsyncNetworkStream):
             raise ResponseTooLargeError(f"the server has sent {self.num_bytes} bytes for {num_body_bytes} of content")
 
     async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        """Read up to `max_bytes`, less before the head is complete. Raises ResponseTooLargeError beyond the limits."""
+        """Read up to `max_bytes`, fewer in the head; raise ResponseTooLargeError beyond a limit, or ReadError."""
         if self._max_bytes is None:
             if self.num_bytes >= MAX_HEAD_BYTES or self._num_lines > MAX_HEAD_LINES:
                 raise ResponseTooLargeError(f"the head of the server's answer is larger than {MAX_HEAD_BYTES} bytes")
@@ -53,7 +53,7 @@ class CountedStream(httpcore.AsyncNetworkStream):
         return piece
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        """Write a request, which starts the counts anew."""
+        """Write a request, which starts the counts anew. An OSError becomes an httpcore.WriteError."""
         self._max_bytes, self.num_bytes, self._num_lines = None, 0, 0
         try:
             await self._stream.write(buffer, timeout)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a module-level `__getattr__` for `package` that imports each name from its module in `homes`."""
+    """Return a module-level `__getattr__` for `package` that imports a name from its module in `homes`, once only."""
 
     def get(name: str) -> Any:
         if name not in homes:

@@ -46,7 +46,7 @@ async def run_shielded(work: Coroutine[Any, Any, T], name: str) -> T:
 
 
 async def wait_shielded(tasks: Collection["asyncio.Future[Any]"], *, at_most_s: float | None = None) -> None:
-    """Wait until all `tasks` are done, deferring the caller's cancellation until then.
+    """Wait until all `tasks` are done, or for `at_most_s`, deferring the caller's cancellation until then.
 
     Without `at_most_s`, the tasks must be certain to end soon. Their exceptions are marked as retrieved.
     """
@@ -67,7 +67,7 @@ async def wait_shielded(tasks: Collection["asyncio.Future[Any]"], *, at_most_s: 
 
 
 async def cancel_and_wait(tasks: Collection["asyncio.Future[Any]"], *, at_most_s: float | None = None) -> None:
-    """Cancel `tasks`, repeatedly because they run foreign code, and wait for them as `wait_shielded` does."""
+    """Cancel `tasks`, again every `CANCEL_AGAIN_S` as they run foreign code, and wait as `wait_shielded` does."""
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
 

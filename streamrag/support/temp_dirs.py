@@ -51,7 +51,7 @@ def remove_left_behind(kind: str) -> None:
 
 
 def _create_and_lock(path: Path) -> int | None:
-    """Return the open file, or None if another program noticed the folder before it was locked, and removes it."""
+    """Create, lock and return the open file; None if another program, which removes the folder, was faster."""
     with suppress(FileNotFoundError):
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -121,7 +121,7 @@ def locked_folder(beside: Path, prefix: str, *, kept: Collection[str] = ()) -> I
 
 
 def _make_locked(beside: Path, prefix: str) -> tuple[Path, int]:
-    """Create a folder with a random name, and return it with its open lock."""
+    """Return a new folder, `prefix` and eight digits, with its open lock; try again if another program removes it."""
     while True:
         path = beside / f"{prefix}{secrets.token_hex(4)}"
         path.mkdir()
@@ -179,7 +179,7 @@ def _has_content(path: Path) -> bool:
 def folder_lock(folder: Path) -> Iterator[None]:
     """Lock `folder` during the block, even if it is renamed: no other program locks it or removes it as abandoned.
 
-    Blocks the thread while it waits. Where the system has no such locks, the block runs without one.
+    Blocks the thread while it waits. Where there are no such locks, or no such folder, the block runs without one.
 
     :raises OSError: another program has held it for a minute.
     """

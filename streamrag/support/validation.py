@@ -27,7 +27,7 @@ STRICT = ConfigDict(strict=True, allow_inf_nan=False)  # neither a str nor a boo
 
 
 def _plain(value: object) -> object:
-    """Convert numbers of numpy and other libraries to int or float."""
+    """Return a number of numpy or another library as an int or float, and any other value as it is."""
     if isinstance(value, bool | int | float):
         return value
     if isinstance(value, Integral):
@@ -118,6 +118,7 @@ class _Names(dict[str, Any]):
 
 
 def _adapter(hint: Any) -> TypeAdapter[Any]:
+    """Return a strict adapter; for a class with a configuration of its own, one with that."""
     try:
         return TypeAdapter(hint, config=STRICT)
     except PydanticUserError:  # a dataclass or a model has its own configuration

@@ -50,7 +50,7 @@ class HintFields(Fields):
 
     @classmethod
     def of(cls, hint: Hint | None) -> Self | None:
-        """Return the fields of a hint. Values outside the schema become None, because retrievers may be faulty."""
+        """Return the fields of a hint, if any. Values outside the schema become None, as retrievers may be faulty."""
         if hint is None:
             return None
         num_chunks, end_s = hint.num_chunks, hint.end_s
@@ -164,14 +164,14 @@ class LineCodec(Generic[L]):
         self._extra: Literal["ignore"] | None = "ignore" if ignores_unknown else None
 
     def decode(self, line: bytes) -> L:
-        """Decode a line of JSON. Raises LineError if it is not JSON, or violates the schema."""
+        """Return a line of JSON as its model. Raises LineError if the line is not JSON, or violates the schema."""
         try:
             return self._adapter.validate_json(line, extra=self._extra)
         except ValidationError as error:
             raise LineError(error, is_tagged=self._is_tagged) from None
 
     def decode_values(self, values: object) -> L:
-        """Decode a line from parsed JSON. Raises LineError if it violates the schema."""
+        """Return a line that was parsed as JSON as its model. Raises LineError if it violates the schema."""
         try:
             return self._adapter.validate_python(values, extra=self._extra)
         except ValidationError as error:

@@ -125,7 +125,10 @@ def encode(line: TraceLine) -> bytes:
 
 
 def decode(line: bytes) -> TraceLine:
-    """Decode a line of a trace. Raises TraceError if it is not a line of a trace, or of a newer version."""
+    """Return a line as its model: a header if it has "format", else by its "kind". Unknown fields are ignored.
+
+    :raises TraceError: it is not a line of a trace, or a header of another version.
+    """
     try:
         fields = parse_json(line)
     except ValueError as error:
@@ -151,7 +154,7 @@ class KeyQuota:
         self._num = 0
 
     def add(self, num_keys: int) -> None:
-        """Count the keys of an update. Raises TraceError if the limit is exceeded."""
+        """Count the keys of an update. Raises TraceError if all updates so far have more than `MAX_NAMED`."""
         self._num += num_keys
         if self._num > MAX_NAMED:
             raise TraceError(f"its updates have more than {MAX_NAMED:,} chunks; split it into several traces")

@@ -65,7 +65,7 @@ class LineWriter:
         self._file.close()
 
     def close(self) -> None:
-        """Finish the compressed stream, and close the file."""
+        """Finish the compressed stream, and close the file, even if the stream cannot be finished."""
         try:
             if self._compressed is not None:
                 self._compressed.close()
@@ -105,7 +105,10 @@ class LineReader:
         self.is_torn |= self.is_cut_off
 
     def lines(self) -> Iterator[bytes]:
-        """Yield all lines with newlines, the last one perhaps incomplete. Raises as the class says."""
+        """Yield all lines with newlines, the last one perhaps incomplete; at the end, set `is_cut_off`.
+
+        Raises TraceError if the file cannot be read, is damaged, or exceeds a limit, and MissingDependencyError.
+        """
         path, num_lines = self._path, 0
         unpacked = DecompressedFile(path)
         try:

@@ -35,6 +35,8 @@ PANELS = (
 def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: str) -> None:
     """Write a PNG with the arrivals, the events of the first queries, and a histogram of each distribution.
 
+    There is no panel for events if no query has several, nor for a distribution of equal values.
+
     :raises MissingDependencyError: matplotlib is not installed.
     :raises ConfigurationError: the file cannot be written.
     """
@@ -64,7 +66,10 @@ def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: 
 
 
 def _draw_histogram(axes: Any, *, values: Distribution, title: str, unit: str) -> None:
-    """Draw a histogram with mean, P50 and P95. Its axis is logarithmic if the values spread wide."""
+    """Draw a histogram with lines at mean, P50 and P95, and with these figures and the maximum below it.
+
+    The axis is logarithmic, and leaves out 0, if the values spread wide. Few different whole numbers get a bin each.
+    """
     positive = [value for value in values.values if value > 0]
     spread = values.max / positive[0] if len(positive) > 0.9 * values.num else 1.0
     is_wide = spread > WIDE and values.max > WIDE / 5 * values.percentile(50)
@@ -95,6 +100,7 @@ def _short(value: float) -> str:
 
 
 def _draw_arrivals(axes: Any, *, trace: Trace, statistics: TraceStatistics) -> None:
+    """Draw the number of queries that have arrived as steps over the seconds, and write the rate below."""
     arrivals = [query.arrival_s for query in trace.queries]
     axes.step(arrivals, range(1, len(arrivals) + 1), where="post", color=LINE)
     axes.set_title("Arrivals of queries", loc="left", fontsize=10)
@@ -105,6 +111,7 @@ def _draw_arrivals(axes: Any, *, trace: Trace, statistics: TraceStatistics) -> N
 
 
 def _draw_events(axes: Any, *, trace: Trace) -> None:
+    """Draw the first queries with events in rows: a line until the end of retrieval, and a tick for each event."""
     shown = [query for query in trace.queries if query.events][:NUM_QUERIES_SHOWN]
     for y, query in enumerate(shown):
         axes.hlines(y, 0, query.end_s, color=BARS, linewidth=1.5)

@@ -55,7 +55,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 def numbered_lines(path: Path, reader: LineReader) -> Iterator[tuple[int, TraceLine]]:
-    """Yield the decoded lines with their numbers from 1, the first a header. Raises TraceError as `read_trace`."""
+    """Yield decoded lines with numbers from 1, a header first; raise TraceError for invalid lines, or without any."""
     is_first = True
     for number, data in enumerate(reader, start=1):
         try:
@@ -82,6 +82,8 @@ class _OpenQuery:
 
 
 class _Assembly:
+    """A trace that is assembled line by line, session after session."""
+
     def __init__(self) -> None:
         self._headers: list[TraceHeader] = []
         self._chunks: dict[str, TracedChunk] = {}
@@ -92,7 +94,7 @@ class _Assembly:
         self._session_s = 0.0  # start of the session on the trace's clock
 
     def add(self, line: TraceLine) -> None:
-        """Add a line; raise TraceError if it does not fit those before."""
+        """Begin a session, define a chunk, or begin, extend or end a query; raise TraceError if a line does not fit."""
         match line:
             case TraceHeader():
                 self._begin_session(line)
@@ -134,7 +136,7 @@ class _Assembly:
         return Trace(tuple(sorted(self._queries.values(), key=lambda query: query.arrival_s)), provenance)
 
     def _begin_session(self, header: TraceHeader) -> None:
-        """Begin a session after the last one, whose chunks and open queries are dropped; raise if it is too late."""
+        """Begin a session at the last retrieval's end; drop old chunks and open queries. Raises past `MAX_SECONDS`."""
         self._headers.append(header)
         self._chunks.clear()
         self._num_lost += len(self._open)
@@ -144,7 +146,7 @@ class _Assembly:
             raise TraceError(f"its sessions last {self._session_s:.3g} s in total; the limit is {MAX_SECONDS:g} s")
 
     def _update(self, line: UpdateKeysLine) -> None:
-        """Add an update; raise TraceError for unequal numbers of keys and scores, or too many keys."""
+        """Add an update to its query; raise TraceError for unequal numbers of keys and scores, or too many keys."""
         scores = line.scores or (None,) * len(line.keys)
         self._quota.add(len(line.keys))
         if len(scores) != len(line.keys):
@@ -153,6 +155,7 @@ class _Assembly:
         self._open_query(line.query, line.at_s).events.append(TracedUpdate(line.at_s, chunks, to_hint(line.hint)))
 
     def _end(self, line: EndLine) -> None:
+        """Turn an open query into one of the trace, with its events and the line's end and outcome."""
         query = self._open_query(line.query, line.end_s)
         del self._open[line.query]
         self._queries[line.query] = TracedQuery(

@@ -68,7 +68,7 @@ class TraceRecorder:
 
     @started_once(remedy="A Pipeline owns its recorder: give it one that was not started, and to no other Pipeline")
     async def start(self, progress: Progress) -> None:
-        """Open the file, and remove a torn end.
+        """Open the file for a new session, and remove a torn end. If this fails or is cancelled, close the file.
 
         :raises TraceError: the file is not a trace, is damaged, is open in another recorder, or cannot be written.
         :raises MissingDependencyError: it is a .zst file, but zstandard is not installed.
@@ -107,7 +107,9 @@ class TraceRecorder:
     async def record(
         self, query: str, events: AsyncIterator[SourceEvent], count_tokens: CountTokens, *, tokenizer: str
     ) -> AsyncGenerator[SourceEvent, None]:
-        """Record the events, and yield them unchanged. Closing this generator closes `events` too.
+        """Record each event with its time, then yield it unchanged; at any end, record the outcome and its time.
+
+        Closing this generator closes `events` too. If too many events are unwritten, wait for the disk.
 
         tokenizer: the name of the tokenizer that `count_tokens` uses.
 
@@ -147,7 +149,7 @@ class TraceRecorder:
                 await events.aclose()
 
     def _begin(self, query: str, tokenizer: str, began_s: float) -> tuple[WriterThread, str]:
-        """Write a header before the session's first query, then the query; return writer and id. Raises as `record`."""
+        """Queue a header before the session's first query, then the query; return writer and id. Raises as `record`."""
         if not self._writer:
             raise TraceError("TraceRecorder is not started: use it in a Pipeline, or in `async with` first")
         if self._tokenizer not in (None, tokenizer):
@@ -165,7 +167,7 @@ class TraceRecorder:
         return self._writer, query_id
 
     def _encode(self, query_id: str, at_s: float, event: Append | Update, counts: Sequence[int]) -> Iterator[TraceLine]:
-        """Yield an event's lines; the writer's thread iterates over them."""
+        """Yield an event's lines, with the definitions of new chunks; the writer's thread iterates over them."""
         chunks = (event.chunk,) if isinstance(event, Append) else event.chunks
         traced = tuple(map(_traced_chunk, chunks, counts))
         if isinstance(event, Append):
@@ -191,9 +193,9 @@ async def record_queries(
     progress: Progress = lambda line: None,
     on_recorded: OnRecorded = lambda num_queries, num_events: None,
 ) -> dict[str, SourceError]:
-    """Record retrieval for many queries without a model, and return the SourceErrors by failed query.
+    """Record `queries` without a model, at most `num_at_once` at a time; return the SourceErrors by failed query.
 
-    Starts and closes both the source and the recorder.
+    Starts and closes both the source and the recorder. Any other error cancels the other queries.
 
     :raises ConfigurationError, TraceError: the source or the recorder cannot be started; the trace cannot be written.
     """

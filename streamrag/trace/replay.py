@@ -62,9 +62,9 @@ class ReplaySource:
         self._clock = clock
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the recorded events of `query` at their recorded times, skipped documents among them.
+        """Yield the events of `query`, skipped documents and any `CutShort` among them, at their recorded times.
 
-        :raises SourceError: the query is not in the trace, or its recorded retrieval failed.
+        :raises SourceError: the query is not in the trace; or, at its end, because its recorded retrieval failed.
         """
         began_s = self._clock()
         recorded = self._find(query)
@@ -78,7 +78,7 @@ class ReplaySource:
             raise SourceError(f"the recorded retrieval failed: {recorded.error or 'the trace does not say why'}")
 
     def _find(self, query: str) -> TracedQuery:
-        """Return the query's next recording, in turn. A missing query raises SourceError, or gets any next one."""
+        """Return the query's next recording, in turn. Without one, raise SourceError, or return the trace's next."""
         same = self._by_text.get(query)
         if same is None and not self._takes_next:
             raise SourceError(
@@ -104,6 +104,7 @@ def _check_texts(query: TracedQuery) -> None:
 
 
 def _source_event(event: TracedEvent | TracedSkip) -> SourceEvent:
+    """Return a recorded event, or a recorded skipped document, as a source's event."""
     match event:
         case TracedSkip():
             return Skipped(event.uri, event.reason)

@@ -41,7 +41,7 @@ class Distribution:
         return self.values[0] if self.values else 0.0
 
     def percentile(self, percent: float) -> float:
-        """Return a percentile, interpolated linearly between neighbouring values.
+        """Return a percentile, interpolated linearly between neighbouring values; 0 without values.
 
         >>> Distribution.of([4, 1, 2, 3]).percentile(50)
         2.5
@@ -113,7 +113,7 @@ class TraceStatistics:
 
 
 def describe(trace: Trace) -> TraceStatistics:
-    """Return the statistics of a trace."""
+    """Return the statistics of a trace, of all its queries: failed and cancelled ones count too."""
     queries = trace.queries
     with_events = [query for query in queries if query.events]
     folded = [tuple(contexts(query.events)) for query in queries]
@@ -176,7 +176,7 @@ def _distinct_chunks(query: TracedQuery) -> Iterable[TracedChunk]:
 
 
 def _changed_shares(query: TracedQuery, states: Sequence[tuple[TracedChunk, ...]]) -> Iterator[float]:
-    """Yield the share of each update's tokens that changed, without appends and the first event."""
+    """Yield the share of tokens past the LCP for each update, but not the first event or one to an empty context."""
     for event, (old, new) in zip(query.events[1:], pairwise(states), strict=True):
         num_tokens = _num_tokens(new)
         if num_tokens and not isinstance(event, TracedAppend):
@@ -184,6 +184,7 @@ def _changed_shares(query: TracedQuery, states: Sequence[tuple[TracedChunk, ...]
 
 
 def _mode(queries: Iterable[TracedQuery]) -> TraceMode:
+    """Return the kind of the events of the queries with more than one, "mixed" for both, and "plain" without any."""
     kinds = {type(event) for query in queries if len(query.events) > 1 for event in query.events}
     if not kinds:
         return "plain"
@@ -193,7 +194,7 @@ def _mode(queries: Iterable[TracedQuery]) -> TraceMode:
 
 
 def _prefix_seen_share(final: Iterable[tuple[TracedChunk, ...]]) -> float:
-    """Return the share of all tokens that are in a prefix of an earlier context."""
+    """Return the share of all tokens that are in a prefix, by keys, of an earlier context; 0 without tokens."""
     nodes: dict[tuple[int, str], int] = {}  # a prefix tree: (node, key) -> child node
     num_seen = num_all = 0
     for chunks in final:

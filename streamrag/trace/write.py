@@ -122,7 +122,7 @@ class SessionEncoder:
 
 
 def _lines(trace: Trace, text: TextMode) -> Iterator[TraceLine]:
-    """Yield the lines of a trace as one session that begins now."""
+    """Yield a trace as one session that begins now: a header; for each query its line, its events by time, its end."""
     yield make_header(text, trace.provenance.get("tokenizer"), trace.provenance)
     encoder = SessionEncoder(text)
     for query in trace.queries:
@@ -141,7 +141,7 @@ def _lines(trace: Trace, text: TextMode) -> Iterator[TraceLine]:
 
 
 def _check_lengths(trace: Trace) -> None:
-    """Check that all chunks with one key have the same number of tokens."""
+    """Raise TraceError if two chunks of the trace with one key have different numbers of tokens."""
     known: dict[str, int] = {}
     for query in trace.queries:
         for event in query.events:

@@ -56,7 +56,10 @@ class WriterThread:
             raise self._unwritable(self._failure) from self._failure
 
     def _open(self) -> LineWriter:
-        """Open and lock the file, count its sessions, and remove a torn end, which writes the file anew."""
+        """Open and lock the file, and remove a torn end, which writes the file anew; make its folder if necessary.
+
+        Sets `num_sessions`, and `tokenizer` to that of the last session.
+        """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         writer = LineWriter(self._path)
         try:
@@ -100,6 +103,7 @@ class WriterThread:
         self._jobs.task_done()
 
     def _write(self, lines: Iterable[TraceLine], flush: bool) -> None:
+        """Write the lines to the file, encoded; with `flush`, hand all so far to the operating system."""
         for line in lines:
             self._writer.write(encode(line))
         if flush:

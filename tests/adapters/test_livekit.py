@@ -17,11 +17,13 @@ from livekit.agents.voice.io import AudioInput, TextOutput  # noqa: E402
 from streamrag import Append, Chunk, Pipeline, Prompt, SourceError, Turn  # noqa: E402
 from streamrag.adapters.livekit import StreamragLLM  # noqa: E402
 from streamrag.errors import ConfigurationError  # noqa: E402
+from streamrag.open_questions import WaitForWords  # noqa: E402
 from streamrag.testing import ScriptedBackend, ScriptedSource  # noqa: E402
 
 PAGE = Append(Chunk("A task group is cancelled by its scope.", "tasks.md"))
 INSTRUCTIONS = "You answer callers."
 QUESTION = "how do I cancel a task"
+AT_ONCE = WaitForWords(settle_s=0, pause_s=0)
 INTERIM, FINAL = stt.SpeechEventType.INTERIM_TRANSCRIPT, stt.SpeechEventType.FINAL_TRANSCRIPT
 PREDICTED = stt.SpeechEventType.PREFLIGHT_TRANSCRIPT
 BEGIN, END = stt.SpeechEventType.START_OF_SPEECH, stt.SpeechEventType.END_OF_SPEECH
@@ -103,7 +105,7 @@ async def call_to(
 ) -> AsyncIterator[Call]:
     """A call; afterwards nothing is left."""
     async with pipeline:
-        model = model or StreamragLLM(pipeline, stable_s=0)
+        model = model or StreamragLLM(pipeline, rule=AT_ONCE)
         call = Call(model, **turn_handling)
         await call.session.start(agent=agent or agents.Agent(instructions=INSTRUCTIONS), record=False)
         try:
@@ -275,11 +277,11 @@ async def test_what_fails_is_an_error_event_and_the_next_question_is_answered(ba
 async def test_a_rule_that_fails_is_an_error_event_and_the_question_is_answered(
     source: ScriptedSource, backend: ScriptedBackend
 ) -> None:
-    def rule(text: str, retrieved: str) -> bool:
+    def rule(text: str, retrieved: str) -> float:
         raise ArithmeticError("no rule")
 
     pipeline = Pipeline(source, backend)
-    async with call_to(pipeline, StreamragLLM(pipeline, is_worth=rule)) as call:
+    async with call_to(pipeline, StreamragLLM(pipeline, rule=rule)) as call:
         call.recognizer.say(BEGIN, (INTERIM, QUESTION), (FINAL, QUESTION), END)
         await until(lambda: call.screen.answers)
     assert call.screen.answers == ["By its scope."]
@@ -308,7 +310,7 @@ async def test_what_a_pipeline_cannot_answer_says_what_to_do(source: ScriptedSou
 async def test_a_stream_that_is_closed_at_any_moment_leaves_nothing(after_s: float) -> None:
     source = ScriptedSource([0.005, PAGE, 0.005])
     async with Pipeline(source, backend := ScriptedBackend(is_endless=True)) as pipeline:
-        model = StreamragLLM(pipeline, stable_s=0)
+        model = StreamragLLM(pipeline, rule=AT_ONCE)
         chat = agents.ChatContext.empty()
         await model.listener.hear(QUESTION, [])
         chat.add_message(role="user", content=QUESTION)

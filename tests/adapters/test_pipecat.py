@@ -29,11 +29,13 @@ from pipecat.workers.runner import WorkerRunner  # noqa: E402
 from streamrag import Append, Chunk, Pipeline, Prompt, SourceError, Turn  # noqa: E402
 from streamrag.adapters.pipecat import StreamragLLMService  # noqa: E402
 from streamrag.errors import ConfigurationError  # noqa: E402
+from streamrag.open_questions import WaitForWords  # noqa: E402
 from streamrag.testing import ScriptedBackend, ScriptedSource  # noqa: E402
 
 PAGE = Append(Chunk("A task group is cancelled by its scope.", "tasks.md"))
 INSTRUCTIONS = "You answer callers."
 QUESTION = "how do I cancel a task"
+AT_ONCE = WaitForWords(settle_s=0, pause_s=0)
 
 
 def begin() -> Any:
@@ -113,7 +115,7 @@ async def bot_of(
 ) -> AsyncIterator[Bot]:
     """A bot that runs; afterwards nothing is left."""
     async with pipeline:
-        bot = Bot(service or StreamragLLMService(pipeline, stable_s=0), strategies)
+        bot = Bot(service or StreamragLLMService(pipeline, rule=AT_ONCE), strategies)
         is_started = asyncio.Event()
         bot.worker.add_event_handler("on_pipeline_started", lambda worker, frame: is_started.set())
         runner = WorkerRunner(handle_sigint=False)

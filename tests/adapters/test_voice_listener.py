@@ -10,12 +10,12 @@ import pytest
 
 from streamrag import Append, Chunk, ConfigurationError, MissingDependencyError, Pipeline, Turn
 from streamrag.adapters.voice_listener import VoiceListener, parse_messages
-from streamrag.open_questions import ListenOptions
+from streamrag.open_questions import ListenOptions, WaitForWords
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
 PAGE = Append(Chunk("A task group is cancelled by its scope.", "tasks.md"))
 GREETED = [("system", "Be brief."), ("user", "Hello"), ("assistant", "Hello!")]
-AT_ONCE: ListenOptions = {"stable_s": 0}
+AT_ONCE: ListenOptions = {"rule": WaitForWords(settle_s=0, pause_s=0)}
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -81,15 +81,18 @@ async def test_what_is_being_answered_already_is_not_retrieved_for_again_until_t
         assert (pipeline.num_queries, backend.num_requests) == (0, 0)
 
 
-async def test_a_rule_and_options_are_those_of_the_caller() -> None:
+async def test_the_rule_is_that_of_the_caller_and_a_final_transcript_waits_for_none() -> None:
     source = ScriptedSource([PAGE])
     async with Pipeline(source, ScriptedBackend()) as pipeline:
-        listener = VoiceListener(pipeline, {"stable_s": 0, "is_worth": lambda text, last: len(text) > len(last) + 3})
-        async with listener.answer([("user", "Cancel?")]) as answer:
-            assert [chunk async for chunk in answer]
-        await listener.hear("Cancel ?", [])
-        await listener.hear("Cancel it all?", [])
-        await until(lambda: source.queries == ["Cancel?", "Cancel it all?"])
+        listener = VoiceListener(pipeline, {"rule": lambda text, retrieved: 0 if text.endswith("?") else None})
+        await listener.hear("cancel", [])
+        await asyncio.sleep(0.01)
+        await listener.hear("cancel it?", [])
+        await until(lambda: source.queries == ["cancel it?"])
+        await listener.hear("cancel it all", [], is_final=True)
+        await until(lambda: source.queries == ["cancel it?", "cancel it all"])
+        await listener.hear("how?", [])  # without a word that names something
+        await until(lambda: source.queries == ["cancel it?", "cancel it all", "how?"])
         await listener.aclose()
         with pytest.raises(ConfigurationError, match="idle_s=0"):
             VoiceListener(pipeline, {"idle_s": 0})

@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Literal
 
 import anyio
 import pytest
@@ -10,13 +12,15 @@ import pytest
 from streamrag import Append, Chunk, Pipeline, Prompt, SamplingParams, TraceRecorder
 from streamrag.core import SourceEvent
 from streamrag.errors import ConfigurationError, PipelineClosedError, SourceError, StreamRagError
-from streamrag.open_questions import content_words, has_new_words
+from streamrag.open_questions import WaitForWords, content_words
 from streamrag.testing import ScriptedBackend, ScriptedSource
 from streamrag.trace import read_trace
 from tests.query.test_answer_ahead import DraftingBackend
 
 PAGE = Chunk("A task group is cancelled by its scope.", "tasks.md")
 SOON_S = 0.01
+AT_ONCE = WaitForWords(settle_s=0, pause_s=0)
+NEVER = WaitForWords(settle_s=60, pause_s=60)
 
 
 class CountingSource:
@@ -60,7 +64,7 @@ async def one_shot(question: str) -> Prompt:
 
 async def test_a_partial_question_is_retrieved_and_prefilled_and_its_commit_only_completes_the_prompt() -> None:
     source, backend = CountingSource(), ScriptedBackend("By its scope.")
-    async with Pipeline(source, backend) as pipeline, pipeline.listen(stable_s=0) as question:
+    async with Pipeline(source, backend) as pipeline, pipeline.listen(rule=AT_ONCE) as question:
         await question.partial("how do I cancel a task")
         await until(lambda: backend.prompts and backend.prompts[0])
         await asyncio.sleep(5 * SOON_S)
@@ -76,7 +80,7 @@ async def test_a_partial_question_is_retrieved_and_prefilled_and_its_commit_only
 
 async def test_another_committed_question_has_a_retrieval_of_its_own() -> None:
     source, backend = CountingSource(), ScriptedBackend("By its scope.")
-    async with Pipeline(source, backend) as pipeline, pipeline.listen(stable_s=0) as question:
+    async with Pipeline(source, backend) as pipeline, pipeline.listen(rule=AT_ONCE) as question:
         await question.partial("how do I cancel")
         await until(lambda: source.questions)
         assert [chunk async for chunk in question.commit("How do I cancel a task group?")]
@@ -86,16 +90,16 @@ async def test_another_committed_question_has_a_retrieval_of_its_own() -> None:
     assert (backend.num_requests, source.num_open, pipeline.num_queries) == (0, 0, 0)
 
 
-async def test_retrieval_begins_when_the_question_lasts_and_has_new_content_words_and_at_most_so_often() -> None:
+async def test_retrieval_begins_when_the_question_lasts_and_has_content_words_and_at_most_so_often() -> None:
     source = CountingSource()
     async with (
         Pipeline(source, ScriptedBackend()) as pipeline,
-        pipeline.listen(stable_s=0.03, max_retrievals=2) as question,
+        pipeline.listen(rule=WaitForWords(0.03, 0.03), max_retrievals=2) as question,
     ):
         for text in ("how", "how do", "how do I", "how do I can", "how do I canc", "how do I cancel"):
             await question.partial(text)
         await until(lambda: source.questions)
-        for text in ("how do I cancel a", "how do I cancel a task", "how do I cancel a task group"):
+        for text in ("how do I cancel a task", "how do I cancel a task group", "how do I cancel a task group?"):
             await question.partial(text)
             await asyncio.sleep(0.1)
         assert source.questions == ["how do I cancel", "how do I cancel a task"]
@@ -106,13 +110,13 @@ async def test_retrieval_begins_when_the_question_lasts_and_has_new_content_word
 async def test_a_rule_of_the_caller_decides_and_knows_what_was_retrieved_last() -> None:
     source, told = CountingSource(), list[tuple[str, str]]()
 
-    def rule(text: str, retrieved: str) -> bool:
+    def rule(text: str, retrieved: str) -> float | None:
         told.append((text, retrieved))
-        return text.endswith("?")
+        return 0.0 if text.endswith("?") else None
 
     async with (
         Pipeline(source, ScriptedBackend()) as pipeline,
-        pipeline.listen(is_worth=rule, stable_s=0) as question,
+        pipeline.listen(rule=rule) as question,
     ):
         await question.partial("Cancel?")
         await until(lambda: source.questions)
@@ -123,7 +127,7 @@ async def test_a_rule_of_the_caller_decides_and_knows_what_was_retrieved_last() 
 async def test_a_draft_is_made_before_the_question_is_committed_and_is_the_answer() -> None:
     backend = DraftingBackend()
     source = ScriptedSource([Append(Chunk("alpha", "a.md"))])
-    async with Pipeline(source, backend, answer_ahead=True) as pipeline, pipeline.listen(stable_s=0) as question:
+    async with Pipeline(source, backend, answer_ahead=True) as pipeline, pipeline.listen(rule=AT_ONCE) as question:
         await question.partial("which letter")
         await until(lambda: backend.num_requests == 1 and len(backend.drafts) == 1)  # the draft has ended
         answer = question.commit("which letter")
@@ -134,7 +138,7 @@ async def test_a_draft_is_made_before_the_question_is_committed_and_is_the_answe
 
 async def test_a_question_that_is_never_committed_costs_one_place_for_a_while() -> None:
     source, backend = CountingSource(), ScriptedBackend()
-    async with Pipeline(source, backend) as pipeline, pipeline.listen(stable_s=0, idle_s=0.05) as question:
+    async with Pipeline(source, backend) as pipeline, pipeline.listen(rule=AT_ONCE, idle_s=0.05) as question:
         await question.partial("how do I cancel")
         await until(lambda: source.questions and pipeline.num_queries == 0)
         assert backend.num_requests == 0
@@ -149,7 +153,7 @@ async def test_leaving_or_cancelling_at_any_moment_leaves_nothing_behind(after_s
     source, backend = CountingSource(), DraftingBackend(pause_s=0.01)
     async with Pipeline(source, backend, answer_ahead=True) as pipeline:
         with anyio.move_on_after(after_s):
-            async with pipeline.listen(stable_s=0.002) as question:
+            async with pipeline.listen(rule=WaitForWords(0.002, 0.002)) as question:
                 await question.partial("cancel tasks")
                 await asyncio.sleep(0.005)
                 await question.partial("cancel task groups")
@@ -166,7 +170,7 @@ async def test_what_fails_ahead_fails_when_the_question_is_committed_and_not_bef
     source = CountingSource(SourceError("the site is down"))
     async with Pipeline(source, ScriptedBackend()) as pipeline:
         for text in ("cancel tasks", "another question"):
-            async with pipeline.listen(stable_s=0) as question:
+            async with pipeline.listen(rule=AT_ONCE) as question:
                 await question.partial("cancel tasks")
                 await asyncio.sleep(5 * SOON_S)
                 with pytest.raises(SourceError, match="the site is down"):
@@ -177,7 +181,7 @@ async def test_a_source_that_is_none_is_told_as_without_listening() -> None:
     class Coroutine:
         async def stream(self, query: str) -> None: ...
 
-    async with Pipeline(Coroutine(), ScriptedBackend()) as pipeline, pipeline.listen(stable_s=0) as question:  # type: ignore[arg-type]
+    async with Pipeline(Coroutine(), ScriptedBackend()) as pipeline, pipeline.listen(rule=AT_ONCE) as question:  # type: ignore[arg-type]
         await question.partial("cancel tasks")
         await asyncio.sleep(5 * SOON_S)
         with pytest.raises(SourceError, match=r"Coroutine\.stream is a coroutine"):
@@ -187,7 +191,7 @@ async def test_a_source_that_is_none_is_told_as_without_listening() -> None:
 async def test_a_full_pipeline_has_no_query_ahead_and_the_committed_one_says_why() -> None:
     source, hold = CountingSource(), anyio.Event()
     async with Pipeline(source, ScriptedBackend(hold=hold), max_concurrent_queries=1, when_full="refuse") as pipeline:
-        async with pipeline.stream("first"), pipeline.listen(stable_s=0) as question:
+        async with pipeline.stream("first"), pipeline.listen(rule=AT_ONCE) as question:
             await question.partial("cancel tasks")
             await asyncio.sleep(5 * SOON_S)
             assert (question.num_retrievals, source.questions) == (0, ["first"])
@@ -215,7 +219,7 @@ async def test_misuse_is_refused_with_what_to_do() -> None:
         await closed.aclose()
         with pytest.raises(StreamRagError, match="closed"):
             closed.commit("Why?")
-        late = pipeline.listen(stable_s=0)
+        late = pipeline.listen(rule=AT_ONCE)
     with pytest.raises(PipelineClosedError):
         assert [chunk async for chunk in late.commit("Why?")]
 
@@ -225,7 +229,7 @@ async def test_queries_ahead_are_neither_recorded_nor_learned_from(tmp_path: Pat
     path = tmp_path / "trace.jsonl"
     async with Pipeline(CountingSource(), ScriptedBackend(), recorder=TraceRecorder(path)) as pipeline:
         for text in ("cancel tasks", "cancel task groups"):
-            async with pipeline.listen(stable_s=0) as question:
+            async with pipeline.listen(rule=AT_ONCE) as question:
                 await question.partial("cancel tasks")
                 await asyncio.sleep(5 * SOON_S)
                 answer = question.commit(text)
@@ -237,7 +241,101 @@ async def test_queries_ahead_are_neither_recorded_nor_learned_from(tmp_path: Pat
 
 def test_content_words_name_something() -> None:
     assert content_words("How do I cancel THE task?") == {"cancel", "task"}
-    assert not has_new_words("how can I", "")
-    assert has_new_words("how can I cancel", "")
-    assert not has_new_words("So how can I cancel it", "cancel")
-    assert not has_new_words("", "cancel")
+
+
+@pytest.mark.parametrize(
+    ("text", "retrieved", "wait_s"),
+    [
+        ("", "", None),
+        ("how can I", "", None),
+        ("how can I cancel", "", 2.0),
+        ("how can I cancel a task", "", 1.0),
+        ("how can I cancel a task group", "how can I cancel a task", 2.0),
+        ("how can I cancel a task group of another scope", "how can I cancel a task", 1.0),
+        ("how can I cancel a task", "how can I canc a ta", 2.0),
+        ("how can I close a task", "how can I cancel a task", 1.0),
+        ("how can I", "how can I cancel a task", None),
+        ("how can I cancel a task", "how can I cancel a task", None),
+        ("how can I cancel a task?", "how can I cancel a task", 2.0),
+    ],
+)
+def test_a_question_lasts_longer_if_it_has_few_new_words(text: str, retrieved: str, wait_s: float | None) -> None:
+    assert WaitForWords(settle_s=1, pause_s=2)(text, retrieved) == wait_s
+
+
+async def test_a_final_transcript_does_not_wait() -> None:
+    source = CountingSource()
+    async with Pipeline(source, ScriptedBackend("Yes.")) as pipeline, pipeline.listen(rule=NEVER) as question:
+        await question.partial("cancel tasks")
+        await asyncio.sleep(3 * SOON_S)
+        assert source.questions == []
+        await question.partial("cancel tasks", is_final=True)
+        await until(lambda: source.questions)
+        assert [chunk async for chunk in question.commit("cancel tasks")]
+        assert source.questions == ["cancel tasks"]
+        assert pipeline.queries_ahead is not None
+        assert (pipeline.queries_ahead.num_begun, pipeline.queries_ahead.num_used) == (1, 1)
+
+
+async def test_what_queries_ahead_found_may_stand_in_the_context_too() -> None:
+    class PageForEach(CountingSource):
+        async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
+            self.questions.append(query)
+            yield Append(Chunk(f"A page about {query}.", query))
+            yield Append(PAGE)
+
+    async def sources_of_context(passages: Literal["own", "all"]) -> set[str]:
+        source, backend = PageForEach(), ScriptedBackend("Yes.")
+        async with Pipeline(source, backend) as pipeline:
+            async with pipeline.listen(rule=AT_ONCE, passages=passages) as question:
+                for text in ("tasks", "streams", "sockets"):
+                    await question.partial(text)
+                    await until(lambda: source.questions[-1:] == [text] and backend.prompts[-1])  # noqa: B023
+                    await asyncio.sleep(3 * SOON_S)
+                answer = question.commit("files")
+                assert [chunk async for chunk in answer]
+            assert source.questions == ["tasks", "streams", "sockets", "files"]
+        return {citation.uri for citation in answer.result.citations}
+
+    assert await sources_of_context("own") == {"files", "tasks.md"}
+    assert await sources_of_context("all") == {"files", "tasks.md", "tasks", "streams", "sockets"}
+
+
+async def test_a_query_ahead_with_passages_of_others_goes_on_when_it_is_committed() -> None:
+    source, backend = CountingSource(), ScriptedBackend("Yes.")
+    async with Pipeline(source, backend) as pipeline, pipeline.listen(rule=AT_ONCE, passages="all") as question:
+        for text in ("tasks", "task groups"):
+            await question.partial(text)
+            await until(lambda text=text: text in source.questions)
+            await asyncio.sleep(3 * SOON_S)
+        assert [chunk async for chunk in question.commit("task groups")]
+        assert source.questions == ["tasks", "task groups"]
+
+
+async def test_queries_ahead_take_at_most_half_of_the_places_and_what_they_computed_is_counted() -> None:
+    source = CountingSource()
+    async with (
+        Pipeline(source, ScriptedBackend("Yes."), max_concurrent_queries=4) as pipeline,
+        AsyncExitStack() as stack,
+    ):
+        questions = [await stack.enter_async_context(pipeline.listen(rule=AT_ONCE)) for _ in range(3)]
+        for number, question in enumerate(questions):
+            await question.partial(f"tasks {number}")
+        await until(lambda: len(source.questions) == 2)
+        await asyncio.sleep(5 * SOON_S)
+        counts = pipeline.queries_ahead
+        assert counts is not None
+        assert (counts.num_running, counts.num_begun, pipeline.num_queries) == (2, 2, 2)
+        assert [chunk async for chunk in questions[0].commit("other tasks")]
+        assert (counts.num_running, counts.num_used) == (1, 0)
+        assert counts.num_unused_tokens == questions[0].num_unused_tokens > 0
+        await questions[2].partial("tasks 2", is_final=True)  # there is a place now
+        await until(lambda: source.questions[-1] == "tasks 2")
+    assert (counts.num_running, counts.num_begun, counts.num_used) == (0, 3, 0)
+
+
+async def test_a_rule_that_returns_no_seconds_is_refused() -> None:
+    async with Pipeline(CountingSource(), ScriptedBackend()) as pipeline:
+        async with pipeline.listen(rule=lambda text, retrieved: "soon") as question:  # type: ignore[arg-type, return-value]
+            with pytest.raises(ConfigurationError, match="the rule's result='soon'"):
+                await question.partial("tasks")

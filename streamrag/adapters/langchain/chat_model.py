@@ -116,6 +116,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         return cls(pipeline=Pipeline(from_langchain(retriever), backend, mode=mode, template=template), **options)
 
     def model_post_init(self, context: Any) -> None:
+        """Create the portal, and the parser that `tool_parser` names, if any; a copy has those of its model already."""
         super().model_post_init(context)
         if self.portal is None:
             self.portal = LoopPortal.to_pipeline(self.pipeline)
@@ -133,6 +134,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         return {**parts, **{name: value for name, value in given.items() if value is not None}}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        """Return LangChain's tracing parameters, with streamrag as provider and by default the backend as the model."""
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
         params["ls_provider"] = "streamrag"
         params.setdefault("ls_model_name", part_name(self.pipeline.backend))
@@ -164,6 +166,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
+        """Yield chunks of text or calls of tools, and a last one without text, but with usage and metadata."""
         query, options = self._parse_messages(messages, stop, kwargs)
         for part in self.portal.iterate(lambda: _answer(self, query, options)):
             yield self._chunk(query, part)
@@ -175,6 +178,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncGenerator[ChatGenerationChunk, None]:
+        """Yield chunks as `_stream` does, without blocking. Closing the generator stops the query."""
         query, options = self._parse_messages(messages, stop, kwargs)
         async with aclosing(self.portal.aiterate(lambda: _answer(self, query, options))) as parts:
             async for part in parts:
@@ -183,7 +187,11 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     def _parse_messages(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, call: Mapping[str, Any]
     ) -> tuple[str, dict[str, Any]]:
-        """Return the query and its options: the call's, else the model's fields. `timeout` becomes `deadline_s`."""
+        """Return the query and its options: the call's, else the model's fields. Warns of a query that may be a prompt.
+
+        Sampling parameters become `params`, `timeout` becomes `deadline_s`; earlier messages `system` and `history`, or
+        a `template` with tools. Raises ConfigurationError for tools without a tool parser.
+        """
         own = {name: getattr(self, name) for name in ("temperature", "top_p", "max_tokens", "seed", "stop", "timeout")}
         given = {
             name: value for name, value in {**own, **call, "stop": stop or own["stop"]}.items() if value is not None
@@ -263,7 +271,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
     def _chunk(self, query: str, part: AIMessageChunk | Answer) -> ChatGenerationChunk:
-        """Return a chunk of text, or for the answer the last chunk, which has usage and metadata but no text."""
+        """Return a chunk of text, or the answer's last chunk, with metadata; warn if a cited text is in the query."""
         if isinstance(part, AIMessageChunk):
             return ChatGenerationChunk(message=part)
         texts = [citation.text.strip() for citation in part.citations]
@@ -288,6 +296,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
 
 
 def _usage_metadata(usage: TokenUsage) -> UsageMetadata | None:
+    """Return the numbers of tokens in LangChain's form; None unless those of prompt and answer are known."""
     num_input, num_output = usage.num_prompt_tokens, usage.num_output_tokens
     if num_input is None or num_output is None:
         return None
@@ -295,6 +304,7 @@ def _usage_metadata(usage: TokenUsage) -> UsageMetadata | None:
 
 
 def _warn_of_prompt(query: str) -> None:
+    """Warn that the query seems to be a prompt with documents, and that `from_retriever` should replace the chain."""
     warnings.warn(
         f"the query has {len(query):,} characters and looks like a prompt that already contains documents: it is what "
         "streamrag retrieves with, and retrieved documents are added to it. Replace the whole chain, not only the "
@@ -308,7 +318,7 @@ def _warn_of_prompt(query: str) -> None:
 async def _answer(
     model: StreamragChatModel, query: str, options: dict[str, Any]
 ) -> AsyncGenerator[AIMessageChunk | Answer, None]:
-    """Yield the chunks with text or calls of tools, and then the whole answer."""
+    """Yield chunks with text or calls of tools, and then the answer. Takes tools out of `options`, for the parser."""
     pipeline, reader = model.pipeline, AnswerReader()
     tools, choice = options.pop("tools", ()), options.pop("tool_choice", "auto")
     is_single = options.pop("parallel_tool_calls", None) is False
@@ -326,7 +336,10 @@ async def _answer(
 
 
 def _conversation(messages: Sequence[BaseMessage]) -> tuple[str, list[Turn], str]:
-    """Return the system text, the history, and the query; raise ConfigurationError for other messages than text."""
+    """Return the system text, the history, and the query, which is the last message.
+
+    :raises ConfigurationError: the last message is not human, or `turn_of` refuses a message.
+    """
     turns = list(map(turn_of, messages))
     if not turns or turns[-1].role != "user":
         raise ConfigurationError("the last message must be a human message: it is the query")

@@ -32,7 +32,7 @@ class LangchainTemplate(PromptTemplate):
     """The variable of earlier messages; None if the prompt has no place for them."""
 
     def messages(self, question: str, history: Sequence[Turn]) -> tuple[list[Turn], list[Turn]]:
-        """Return the prompt's messages up to the documents, and from there on."""
+        """Return the messages up to the documents, and the rest; raise ConfigurationError if history has no place."""
         values: dict[str, Any] = {self.context: _PLACE, self.question: question}
         if self.history is not None:
             values[self.history] = [MESSAGES[turn.role](turn.text) for turn in history]
@@ -53,7 +53,7 @@ class LangchainTemplate(PromptTemplate):
 
 
 def template_of(prompt: Any, *, context: str, question: str | None, passage: str) -> LangchainTemplate:
-    """Return the template with the words of a LangChain prompt.
+    """Return the template with the words of a LangChain prompt. The question's variable is by default the only other.
 
     :raises ConfigurationError: it is no prompt, its variables are not clear, or documents do not stand in it once.
     """

@@ -51,6 +51,7 @@ class StreamragRetriever(PortalOwner, BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
+        """Run the source, dispatch a custom event for each of its events; return the final documents, at most `k`."""
         found = _Found(self._num_wanted(k))
         config = {"callbacks": run_manager.get_child()}
         for event in self.portal.iterate(lambda: retrieve(self.source, query)):
@@ -60,6 +61,7 @@ class StreamragRetriever(PortalOwner, BaseRetriever):
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None
     ) -> list[Document]:
+        """Return the documents as `_get_relevant_documents` does, without blocking the event loop."""
         found = _Found(self._num_wanted(k))
         config = {"callbacks": run_manager.get_child()}
         async with aclosing(self.portal.aiterate(lambda: retrieve(self.source, query))) as events:
@@ -80,7 +82,7 @@ class _Found:
         self._num_wanted = num_wanted
 
     def custom_event(self, event: SourceEvent) -> tuple[str, dict[str, Any]]:
-        """Apply the event to the context, and return the name and the data of a custom event."""
+        """Apply an event to the context; return a custom event's name, such as "streamrag_append", and its data."""
         if isinstance(event, Append | Update):
             self._chunks = self._chunks.with_chunks(UpdateMode().fold(self._chunks, event))
         match event:
@@ -98,7 +100,7 @@ class _Found:
 
 
 def document_of(chunk: Chunk) -> Document:
-    """Return a document with a hash of uri and text as its id."""
+    """Return a document with `source`, `title`, `passage` and any `score` as metadata; its id hashes uri and text."""
     metadata = {"source": chunk.uri, "title": chunk.title, "passage": chunk.passage}
     if chunk.score is not None:
         metadata["score"] = chunk.score

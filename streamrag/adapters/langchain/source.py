@@ -77,7 +77,9 @@ class StagedSource:
             )
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an update after each stage.
+        """Yield an update after each stage in order, or a `Skipped` if it failed.
+
+        A stage that takes documents starts after those before it, with the last documents that they returned.
 
         :raises SourceError: all stages failed.
         """
@@ -128,6 +130,7 @@ class _Stage:
 
 
 def _second_parameter(function: Callable[..., Any]) -> str | None:
+    """Return the name of the second parameter without a default; None if there is none, or no signature."""
     try:
         parameters = signature(function).parameters.values()
     except (TypeError, ValueError):  # of a function in C
@@ -169,7 +172,7 @@ class _Query:
         self._documents: dict[Chunk, Any] = {}
 
     async def events(self, found_by: Any) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the events of a component by its kind; raise SourceError if it has none."""
+        """Yield the events of a component by the method for its kind (`_kind`); raise SourceError if there is none."""
         kind = _kind(found_by)
         if kind is None:
             raise SourceError(f"{self._reader.name} returned {short_repr(found_by)} instead of a loader or a retriever")
@@ -183,7 +186,7 @@ class _Query:
                 yield Append(self._chunk(document))
 
     async def ask_members(self, ensemble: Any) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the fused events of an ensemble's members, which run concurrently."""
+        """Yield the events of an ensemble's members, which run concurrently, fused with its weights and constant."""
         members = [_Member(self, member) for member in ensemble.retrievers]
         merged = MergedSource(
             *members, weights=ensemble.weights, k=getattr(ensemble, "c", RRF_K), name=self._reader.name
@@ -193,7 +196,7 @@ class _Query:
                 yield event
 
     async def compress(self, retriever: Any) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the base retriever's events, then an update with what the compressor makes of its documents."""
+        """Yield the base retriever's events; then, if it has found documents, an update with the compressor's."""
         chunks = Context()
         async with aclosing(self.events(retriever.base_retriever)) as events:
             async for event in events:
@@ -226,7 +229,7 @@ class _Query:
         return Update(tuple(map(self._chunk, documents)))
 
     def _chunk(self, document: Any) -> Chunk:
-        """Convert a document, and remember it by its chunk without score, for a compressor."""
+        """Return a document's chunk, with `relevance_score` if it has no score; keep the document for a compressor."""
         chunk = self._reader.chunk(document)
         relevance: Any = (getattr(document, "metadata", None) or {}).get("relevance_score")
         if chunk.score is None and is_number(relevance):
@@ -246,7 +249,7 @@ class _Member:
 
 
 def _kind(found_by: Any) -> Callable[[_Query, Any], AsyncGenerator[SourceEvent, None]] | None:
-    """Return the method that retrieves with the component, or None.
+    """Return the method of `_Query` that yields the events of such a component; None if it is of no known kind.
 
     Components are recognised by attributes, because not all classes are in langchain-core.
     """

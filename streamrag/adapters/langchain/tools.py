@@ -17,7 +17,10 @@ def uses_tools(messages: Sequence[BaseMessage]) -> bool:
 
 
 def openai_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
-    """Return messages in OpenAI's form. Raises ConfigurationError for content other than text."""
+    """Return messages in OpenAI's form, with a text as content, and the arguments of calls as parsed JSON.
+
+    :raises ConfigurationError: there is other content than text, except in AI messages, where it is left out.
+    """
     converted: Any = convert_to_openai_messages(list(messages))
     for message, each in zip(messages, converted, strict=True):
         if not isinstance(message, AIMessage) and any(block["type"] != "text" for block in message.content_blocks):
@@ -29,7 +32,7 @@ def openai_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 
 def openai_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
-    """Return LangChain's `tool_choice` in OpenAI's form. Raises ConfigurationError if it is no tool's name."""
+    """Return OpenAI's "required" for any tool, "auto" by default, "none" or a mapping; raise for an unknown name."""
     if choice in (True, "any", "required"):
         return "required"
     if not choice or choice in ("auto", "none") or isinstance(choice, Mapping):
@@ -40,7 +43,7 @@ def openai_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def chunk_of(delta: Mapping[str, Any]) -> AIMessageChunk:
-    """Return a piece of an answer in OpenAI's form as a chunk."""
+    """Return a piece of an answer in OpenAI's form, its text and pieces of calls, as LangChain's chunk."""
     chunks = []
     for call in delta.get("tool_calls", ()):
         function = {"name": None, "arguments": None, **call.get("function", {})}

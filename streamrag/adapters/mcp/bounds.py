@@ -44,24 +44,27 @@ class Traffic:
 
     @asynccontextmanager
     async def counted(self, transport: AbstractAsyncContextManager[Any]) -> AsyncGenerator[Any, None]:
-        """Wrap a transport's streams so that their messages are counted."""
+        """Open a transport, and yield its two streams wrapped so that their messages are counted."""
         async with transport as (read, write):
             yield _CountedRead(read, self), _CountedWrite(write, self)
 
     def sends(self, message: object) -> None:
-        """Count a message before it is sent."""
+        """Remember the id of a request that is about to be sent, and forget the oldest of more than `MAX_ASKED`."""
         if isinstance(message, JSONRPCRequest):
             self._asked[str(message.id)] = None
             if len(self._asked) > MAX_ASKED:
                 del self._asked[next(iter(self._asked))]
 
     def sent(self, message: object) -> None:
-        """Count a message after the server, or its pipe, has accepted it."""
+        """Count one open request less for an answer of ours that the server, or its pipe, has accepted."""
         if isinstance(message, JSONRPCResponse | JSONRPCError):
             self._num_open -= 1
 
     def came(self, item: Any) -> None:
-        """Count a message from the server, or a parse error; drop the connection beyond the limits."""
+        """Count a message from the server, or a parse error, as unsolicited, unless it answers a request of ours.
+
+        Too many such bytes in a short time, or too many open requests of the server, drop the connection.
+        """
         message: Any = getattr(item, "message", None)
         if isinstance(message, JSONRPCResponse | JSONRPCError) and str(message.id) in self._asked:
             del self._asked[str(message.id)]
@@ -113,7 +116,7 @@ class _CountedRead(_Counted):
         return getattr(self._stream, "last_context", None)
 
     async def receive(self) -> Any:
-        """Return the next message, after it was counted; raise EndOfStream once the connection is dropped."""
+        """Return the next message, after it was counted; raise EndOfStream if the connection is, or gets, dropped."""
         if not self._traffic.is_dropped:
             item = await self._stream.receive()
             self._traffic.came(item)
@@ -149,7 +152,7 @@ class BoundedTransport(httpx2.AsyncBaseTransport):
         self._max_bytes = max_bytes
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send the request; reading the response's body raises StreamError beyond the limits."""
+        """Send the request; return the response, whose body raises StreamError or SSEError beyond the limits."""
         response = await self._transport.handle_async_request(request)
         response.headers.pop("content-encoding", None)
         response.encoding = "utf-8"
@@ -168,6 +171,7 @@ class _BoundedBody(httpx2.AsyncByteStream):
         self._max_bytes = max_bytes
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        """Yield the pieces; raise StreamError beyond `max_bytes`, and at the end for too many values."""
         whole = bytearray()
         async for piece in self._body:
             whole += piece
@@ -188,6 +192,7 @@ class _BoundedBody(httpx2.AsyncByteStream):
 
 class _BoundedEvents(_BoundedBody):
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        """Yield each piece once the events that it ends, and the length of the unfinished one, are checked."""
         event = bytearray()
         async for piece in self._body:
             num_seen = max(0, len(event) - 3)
@@ -203,7 +208,7 @@ class _BoundedEvents(_BoundedBody):
         self._check(event)  # the last event may lack a blank line
 
     def _check(self, event: bytearray) -> None:
-        """Raise an error if an event is too long, or has too many lines or values."""
+        """Raise StreamError for an event of more than `max_bytes`, SSEError for one with too many lines or values."""
         self._check_length(event)
         if len(event) <= MAX_VALUES:
             return

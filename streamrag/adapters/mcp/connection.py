@@ -58,7 +58,7 @@ class McpConnection:
         self._is_closed = False
 
     async def aclose(self) -> None:
-        """Close the connection, and wait for the end of a server process, which mcp kills after seconds."""
+        """Close all clients for good, and wait for their end and a server process's, which mcp kills after seconds."""
         self._is_closed = True
         opening, self._held = self._opening, None
         for held in self._all_held:
@@ -68,7 +68,10 @@ class McpConnection:
 
     @asynccontextmanager
     async def client(self) -> AsyncGenerator[Client, None]:
-        """Yield a connected client; connect first if necessary. Errors of the block become SourceErrors."""
+        """Yield a connected client; connect first if necessary. Errors of the block but our own become SourceErrors.
+
+        The next block connects anew after a lost connection, or a timeout while the server has answered no call.
+        """
         held = await self._connected()
         assert held.client
         held.num_calls += 1
@@ -94,7 +97,7 @@ class McpConnection:
                 self._end(held)
 
     async def in_time(self, call: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `call`; after `timeout_s`, raise TimeoutError and cancel it in the background."""
+        """Return the result of `call`, or raise TimeoutError after `timeout_s`, and end the call in the background."""
         task = self._begin_task(call)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -103,7 +106,7 @@ class McpConnection:
             task.cancel()
 
     def _begin_task(self, call: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Start a task that `aclose` waits for."""
+        """Start a task that `aclose` waits for, and return the task."""
         task = asyncio.create_task(call, name=f"{self._name} call")
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -116,7 +119,7 @@ class McpConnection:
 
     @asynccontextmanager
     async def changes(self, client: Client, uris: Sequence[str]) -> AsyncGenerator["AsyncIterator[str]", None]:
-        """Yield an iterator of the resources in `uris` that change, or raise SourceError without subscriptions."""
+        """Subscribe to `uris`, and yield an iterator of those that change; raise SourceError if the server cannot."""
         try:
             async with self._changes(client, uris) as changes:
                 yield changes
@@ -127,7 +130,7 @@ class McpConnection:
 
     @asynccontextmanager
     async def _changes(self, client: Client, uris: Sequence[str]) -> AsyncGenerator["AsyncIterator[str]", None]:
-        """Subscribe, and yield the changed resources. The old protocol's subscription is undone at the end."""
+        """Subscribe, and yield an iterator of changed resources; at the end, unsubscribe in the old protocol."""
         if client.protocol_version in MODERN_PROTOCOL_VERSIONS:
             async with client.listen(resource_subscriptions=uris) as subscription:
                 yield (event.uri async for event in subscription if isinstance(event, ResourceUpdated))
@@ -149,7 +152,7 @@ class McpConnection:
                 farewell.cancel()
 
     async def _unsubscribe(self, client: Client, held: "_Held", uris: Sequence[str]) -> None:
-        """Unsubscribe from resources without another watcher; watchers share the connection's subscriptions."""
+        """Unsubscribe from those of `uris` that no other watcher of the connection has. Errors are ignored."""
         with suppress(Exception):
             async with held.subscribing:
                 for uri in uris:
@@ -162,7 +165,7 @@ class McpConnection:
         return self._held is not None and self._held.client is client and not self._held.is_lost
 
     async def _connected(self) -> "_Held":
-        """Return the current client, or connect, in one attempt for all callers. Raises SourceError if it fails."""
+        """Return the current client, or connect, in one attempt for all callers. Raises as `_opened`, or if closed."""
         if self._held is not None and self._held.client is not None and not self._held.is_lost:
             return self._held
         if self._is_closed:
@@ -173,7 +176,7 @@ class McpConnection:
         return await asyncio.shield(self._opening)
 
     async def _opened(self) -> "_Held":
-        """Replace the client by a new one, and wait for its connection. Raises SourceError if it fails."""
+        """Replace the client by a new one, and return it once connected; after a failure, close it, and raise."""
         if self._is_closed:  # closed before this task's first step
             self._opening = None
             raise SourceError(f"{self._name}: the source was closed")
@@ -197,7 +200,7 @@ class McpConnection:
         return held
 
     def _end(self, held: "_Held") -> None:
-        """Close a client in the background, which can take seconds; only `aclose` waits for it."""
+        """Mark a client as lost, and close it in the background, for seconds perhaps; only `aclose` waits for it."""
         held.is_lost = True
         held.scope.cancel()  # not the task: mcp's clean-up is shielded from scopes only
         if held.task is not None:
@@ -208,7 +211,7 @@ class McpConnection:
         return SourceError(f"{self._name}: the MCP server has not answered in {self._timeout_s:g} s")
 
     async def _hold(self, held: "_Held") -> None:
-        """Open the client, and keep it open until its scope is cancelled."""
+        """Open the client, and keep it open until its scope is cancelled; set `opened`, to an error if that fails."""
         opened = held.opened
         try:
             with held.scope:
@@ -239,7 +242,7 @@ class McpConnection:
 
     @asynccontextmanager
     async def _transport(self, traffic: Traffic) -> AsyncGenerator[Any, None]:
-        """Open the client's transport, with limits on messages, except for transports that the user passes."""
+        """Yield a counted transport, HTTP to an address or the relay to a command; or else the user's, unchanged."""
         match self._server:
             case str(url):
                 limits = httpx2.AsyncHTTPTransport(trust_env=False)
@@ -261,7 +264,7 @@ class McpConnection:
                 yield server
 
     def _relayed(self, server: StdioServerParameters) -> StdioServerParameters:
-        """Return the server behind the relay, on POSIX. Raises ConfigurationError without its program."""
+        """Return the server behind the relay, or as it is without POSIX; raise ConfigurationError without a program."""
         path = (server.env or {}).get("PATH")
         if server.cwd is None and shutil.which(server.command, path=path) is None:
             raise ConfigurationError(f"{self._name}: there is no program {server.command!r} to start the MCP server")

@@ -18,7 +18,7 @@ MAX_VALUES = 1 << 16
 
 
 def has_too_many_values(message: bytes | bytearray) -> bool:
-    """Whether a JSON message has more than `MAX_VALUES` values, outside of its strings."""
+    """Whether a JSON message has more than `MAX_VALUES` commas and opening brackets outside of its strings."""
     if _num_values(message) <= MAX_VALUES:
         return False
     outside = message.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]

@@ -46,7 +46,7 @@ class _McpSource:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Start the server if it is a command, and connect to it.
+        """Start the server if it is a command, connect to it, and run `_check`; after an error, close all again.
 
         :raises MissingDependencyError: `mcp` is not installed.
         :raises ConfigurationError: the server has no such tool.
@@ -70,7 +70,7 @@ class _McpSource:
             await opened.aclose()
 
     async def _check(self, client: "Client") -> None:
-        """Check that the server has what this source needs."""
+        """Raise ConfigurationError if the server lacks what this source needs."""
 
     def _connection(self) -> "McpConnection":
         """Return the connection; raise SourceError if the source is not started."""
@@ -128,6 +128,8 @@ class McpToolSource(_McpSource):
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Call the tool, and yield a `Skipped` for each part that is no text, then its passages as one `Update`.
 
+        Only if neither the user's function `passages` nor structured content gives passages, the parts are used.
+
         :raises SourceError: the tool or the server failed, or did not answer in time.
         """
         connection = self._connection()
@@ -149,7 +151,7 @@ class McpToolSource(_McpSource):
         yield Update(chunks)
 
     async def _check(self, client: "Client") -> None:
-        """Raise ConfigurationError if the server has no such tool, or the tool lacks an argument."""
+        """Raise ConfigurationError if the server lists no such tool, or that tool lists arguments without ours."""
         names: list[str] = []
         cursor: str | None = None
         for _ in range(MAX_PAGES):
@@ -208,9 +210,11 @@ class McpResourceSource(_McpSource):
         self._watch_s = watch_s
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an `Update` after reading each resource, and for each change during `watch_s`.
+        """Yield an `Update` or `Skipped` after reading each resource, and after each change of texts in `watch_s`.
 
-        :raises SourceError: no resource can be read, or the connection is lost meanwhile.
+        A resource that can no longer be read keeps its texts. If the server ends the watch early, yield a `CutShort`.
+
+        :raises SourceError: no resource can be read, the connection is lost meanwhile, or there are no subscriptions.
         """
         uris = tuple(dict.fromkeys(uri.replace("{query}", quote(query, safe="")) for uri in self._uris))
         connection = self._connection()
@@ -272,7 +276,7 @@ class McpResourceSource(_McpSource):
     async def _read(self, client: "Client", uri: str) -> "tuple[Chunk, ...] | Skipped":
         """Return a resource's texts as chunks, or why there are none: an error of the server, or no text.
 
-        A lost connection raises MCPError, and a timeout SourceError.
+        A lost connection raises MCPError, and a timeout TimeoutError.
         """
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
@@ -290,7 +294,7 @@ class McpResourceSource(_McpSource):
 
 
 def _structured(value: Any) -> list[Any] | None:
-    """Return structured content as passages; None if it is neither a mapping with text nor a list of them."""
+    """Return the passages of a mapping with text, or of a list of them, also as a mapping's only value; else None."""
     if isinstance(value, Mapping) and len(value) == 1:
         (inner,) = value.values()
         value = inner if isinstance(inner, list) else value
@@ -306,7 +310,7 @@ def _text(entry: Mapping[str, Any]) -> Any:
 
 
 def _content(content: Any, name: str) -> Any:
-    """Return the content as a passage, or as `Skipped` with the reason."""
+    """Return a text, or a resource's text with its uri; for a part that is no text, `Skipped` with the reason."""
     match content.type:
         case "text":
             return content.text

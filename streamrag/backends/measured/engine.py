@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 async def running_engine(
     model: str, engine_args: Mapping[str, Any], *, policy: str | None, kv_tokens: int | None = None
 ) -> AsyncIterator["EngineClient"]:
-    """Run an engine with our scheduler and this policy; with None, with vLLM's own scheduler.
+    """Run an engine with our scheduler and this policy, or with None vLLM's own; yield its client. Stops it at the end.
 
-    `kv_tokens` is the capacity of its KV cache; None is vLLM's choice, and 4 GiB on a CPU.
+    `kv_tokens` is the capacity of its KV cache, in whole blocks; None is vLLM's choice, and 4 GiB on a CPU.
 
     :raises ConfigurationError: the event loop's time is virtual, or vLLM refuses the arguments.
     :raises MissingDependencyError: vLLM is not installed.
@@ -69,6 +69,7 @@ def model_len(model: str) -> int:
 
 
 def _for_measuring(engine_args: Mapping[str, Any], policy: str | None, kv_tokens: int | None) -> dict[str, Any]:
+    """Return `engine_args`, timed and without tokenizer, with our scheduler for a policy and `kv_tokens` as blocks."""
     from vllm.config import CacheConfig
     from vllm.platforms import current_platform
 
@@ -117,7 +118,10 @@ class EngineClient:
     async def generate(
         self, query_id: str, token_ids: Sequence[int], num_output_tokens: int
     ) -> AsyncGenerator[tuple[int, ...], None]:
-        """Send a prompt and yield the answer's tokens as they arrive. Closing the generator aborts the request."""
+        """Send a prompt and yield pieces of its greedy answer: `num_output_tokens` token ids, end tokens included.
+
+        Adds our scheduler's record to `records`. Closing the generator aborts the request.
+        """
         async with aclosing(self._outputs(query_id, _tokens_input(token_ids), num_output_tokens)) as outputs:
             async for output in outputs:
                 self._add_record(query_id, record_of(output))
@@ -128,7 +132,10 @@ class EngineClient:
     async def stream(
         self, query_id: str, token_ids: Sequence[int], num_output_tokens: int, *, is_complete: bool = False
     ) -> AsyncIterator["EngineStream"]:
-        """Open a prompt that changes while it is computed. Leaving the context aborts an unfinished request."""
+        """Open a prompt that changes while it is computed, for an answer of exactly `num_output_tokens` tokens.
+
+        Leaving the context aborts an unfinished request; without an error, the record is added to `records`.
+        """
         params = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True)
         async with self._streams.open(token_ids, params, is_complete=is_complete) as stream:
             yield EngineStream(stream)
@@ -154,6 +161,7 @@ class EngineClient:
                     yield tuple(output.outputs[0].token_ids)
 
     async def _outputs(self, query_id: str, prompt: Any, num_output_tokens: int) -> AsyncGenerator[Any, None]:
+        """Yield vLLM's outputs of a greedy request under a new id. Closing the generator aborts the request."""
         self._num_requests += 1
         request_id = f"{query_id}#{self._num_requests}"
         params = _params(num_output_tokens)
@@ -173,7 +181,7 @@ class EngineStream:
         self._stream = stream
 
     async def append(self, token_ids: Sequence[int], *, is_complete: bool = False, hint: Hint | None = None) -> None:
-        """Append tokens; with `is_complete`, have the answer sampled."""
+        """Append tokens; with `is_complete`, have the answer sampled, and ignore the hint."""
         if is_complete:
             await self._stream.finish(token_ids)
         else:
@@ -198,6 +206,7 @@ def _tokens_input(token_ids: Sequence[int]) -> Any:
 
 
 def _params(num_output_tokens: int) -> Any:
+    """Return vLLM's parameters of a greedy answer of exactly this many tokens, sent as ids in pieces, without text."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(

@@ -20,14 +20,14 @@ def objects(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def length(value: Any, *, server: str, name: str) -> int:
-    """Validate a positive number of tokens."""
+    """Return a positive number of tokens; raise ServerError for anything else."""
     if not _is_number(value) or value == 0:
         raise ServerError(f"{server} sent {name}={clean(reprlib.repr(value))}, which is not a number of tokens")
     return int(value)
 
 
 def token_ids(value: Any, *, server: str) -> list[int]:
-    """Validate a list of token ids; None is an empty one."""
+    """Return a list of token ids, which is empty for None; raise ServerError for anything else."""
     if value is None:
         return []
     if not isinstance(value, list) or not all(map(_is_number, value)):
@@ -36,10 +36,7 @@ def token_ids(value: Any, *, server: str) -> list[int]:
 
 
 def answer_chunk(choice: dict[str, Any], *, server: str, n: int) -> AnswerChunk:
-    """Return the part of one of `n` answers in one choice of an event.
-
-    :raises ServerError: the choice is malformed, or its finish_reason says that the server aborted the answer.
-    """
+    """Return the chunk of one of `n` answers in a choice of an event; raise ServerError if malformed or aborted."""
     text, reason = choice.get("text"), choice.get("finish_reason")
     for name, value in (("text", text), ("finish_reason", reason)):
         if value is not None and not isinstance(value, str):

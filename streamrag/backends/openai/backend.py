@@ -115,7 +115,7 @@ class OpenAIBackend:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Test whether the server has the model and accepts token ids.
+        """Connect to the server, find its model and tokenizer, and test whether it accepts token ids. Sets `model`.
 
         :raises ServerError: when the server cannot be reached or refuses.
         :raises ConfigurationError: when it does not have the model, or the model's length is unknown.
@@ -144,7 +144,10 @@ class OpenAIBackend:
         )
 
     async def _make_tokenizer(self, server: Server) -> Tokenizer:
-        """Return the tokenizer for this server. Sets `_takes_ids`."""
+        """Return the given tokenizer, else the server's, else one of characters. Sets `_takes_ids` by a request.
+
+        A `TextTokenizer` around it breaks look-alikes, unless it is the model's own and the server takes ids.
+        """
         self._takes_ids, self._optional, self._asks_for_usage = False, {}, True
         given: Tokenizer | None
         if isinstance(self._given_tokenizer, str | os.PathLike):
@@ -162,7 +165,7 @@ class OpenAIBackend:
     async def _find_model(self, server: Server) -> int:
         """Find the wanted model, or the only one served, and return its length. Sets `_model_name`.
 
-        The length is `max_model_len` if that was given, else the one that the server reports.
+        The length is `max_model_len` if given, else the server's. Raises ConfigurationError without model or length.
         """
         answer = await server.ask("GET", "/models")
         models = {entry["id"]: entry for entry in objects(answer.get("data")) if isinstance(entry.get("id"), str)}
@@ -185,6 +188,7 @@ class OpenAIBackend:
         raise ConfigurationError(f"{self._url} does not report the model's length: give max_model_len")
 
     async def _test_token_ids(self, ids: list[int]) -> None:
+        """Send `ids` as a prompt. Unless refused, set `_takes_ids` by their echo or count, `_optional` by an echo."""
         for optional in ({"return_token_ids": True}, {}):
             try:
                 answer = await self._complete({"prompt": ids, **optional})
@@ -206,7 +210,7 @@ class OpenAIBackend:
     async def generate(
         self, prompts: AsyncIterator[Prompt], params: SamplingParams
     ) -> AsyncGenerator[BackendEvent, None]:
-        """Prefill each prompt when it arrives, and answer the complete one.
+        """Prefill each prompt when it arrives, and yield `Prefilled`; then yield the answer to the complete one.
 
         :raises PromptTooLongError: when a prompt leaves no room for an answer.
         :raises ServerError: when the server cannot be reached, refuses, goes silent or ends an answer early.
@@ -228,6 +232,7 @@ class OpenAIBackend:
                 yield event
 
     async def _prompt(self, token_ids: tuple[int, ...]) -> list[int] | str:
+        """Return the ids or, if the server takes none, the text without `bos_text`; PromptTooLongError if too long."""
         model = self.model
         if len(token_ids) >= model.max_model_len:
             raise PromptTooLongError(
@@ -247,7 +252,7 @@ class OpenAIBackend:
     async def _stream(
         self, body: dict[str, Any], num_prompt_tokens: int, params: SamplingParams
     ) -> AsyncGenerator[AnswerChunk, None]:
-        """Yield the answers. Their last chunks are held back until the server's usage has come, which follows them."""
+        """Yield the chunks, final ones at the end, the last with `usage`. Raise ServerError if an answer has no end."""
         ends: dict[int, AnswerChunk] = {}
         reported: Any = None
         texts, num_ids = [""] * params.n, 0
@@ -274,7 +279,7 @@ class OpenAIBackend:
     async def _events(
         self, body: dict[str, Any], num_prompt_tokens: int, num_tokens: int
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of answers, with their usage unless the server refuses to report that."""
+        """Yield the events of answers. If the server refuses to add their usage, ask without it, now and later."""
         num_prompt_bytes = num_prompt_tokens * MAX_PROMPT_TOKEN_BYTES
         stream = partial(
             self._started_server().stream,
@@ -298,7 +303,7 @@ class OpenAIBackend:
                     raise
 
     async def _usage(self, reported: TokenUsage, num_prompt: int, texts: list[str], num_ids: int) -> TokenUsage | None:
-        """Return what the server reported, its gaps filled by counting; None if the ids alone say as much."""
+        """Return the reported usage, its gaps filled by ids or by tokenizing; None if ids alone give the same."""
         model = self.model
         counted = model.usage(num_prompt, num_ids, "".join(texts), None)
         num_output = counted.num_output_tokens if reported.num_output_tokens is None else reported.num_output_tokens
@@ -317,7 +322,7 @@ class OpenAIBackend:
 
 
 def _body(params: SamplingParams) -> dict[str, Any]:
-    """Return the request parameters. Parameters that only vLLM knows are included only if they are set."""
+    """Return the request's parameters, most only if set, and `extra`; reserved names raise ConfigurationError."""
     body: dict[str, Any] = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,

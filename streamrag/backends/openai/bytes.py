@@ -50,7 +50,7 @@ class _CountingSockets(httpcore.AnyIOBackend):
 
 
 def bound_body(response: httpx.Response, bounds: Bounds) -> None:
-    """Make reading the body of a response raise beyond these limits: a `TooMuchError` or a `ResponseTooLargeError`."""
+    """Make later reads of the body raise TooMuchError beyond these limits, or ResponseTooLargeError at the socket."""
     assert isinstance(response.stream, httpx.AsyncByteStream)
     stream = response.extensions["network_stream"]
     counted = stream if isinstance(stream, CountedStream) else None  # not after an upgrade to another protocol
@@ -60,6 +60,8 @@ def bound_body(response: httpx.Response, bounds: Bounds) -> None:
 
 
 class _BoundedBody(httpx.AsyncByteStream):
+    """The body of a response, which raises when more is read than its bounds allow."""
+
     def __init__(self, body: httpx.AsyncByteStream, counted: CountedStream | None, bounds: Bounds) -> None:
         self._body = body
         self._counted = counted
@@ -81,6 +83,7 @@ class _BoundedBody(httpx.AsyncByteStream):
             await asyncio.sleep(0)  # one read from the socket may contain 10,000 pieces
 
     def _check_lines(self, piece: bytes, max_lines: int) -> None:
+        """Count a piece's lines. Raise TooMuchError beyond `max_lines`, or if the unfinished line is too long."""
         self._num_lines += piece.count(b"\n") + piece.count(b"\r")
         if self._num_lines > max_lines:
             raise TooMuchError(f"{max_lines:,} lines")

@@ -68,7 +68,7 @@ class Server:
     async def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, max_bytes: int = MAX_ANSWER_BYTES
     ) -> dict[str, Any]:
-        """Return the JSON object of the response, of at most `max_bytes`. `path` may be a complete URL."""
+        """Send `body` and return the JSON object of the response, of at most `max_bytes`. `path` may be a whole URL."""
         async with self._response(method, path, body, Bounds(max_bytes)) as response:
             async with asyncio.timeout(self._timeout_s):
                 await response.aread()
@@ -77,7 +77,7 @@ class Server:
     async def stream(
         self, path: str, body: Mapping[str, Any], *, max_bytes: int, max_events: int, max_event_bytes: int
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the JSON objects of the response's events, up to `[DONE]` or its end."""
+        """Post `body` and yield the JSON of each event up to `[DONE]`; raise ServerError at an `error` or a limit."""
         bounds = Bounds(max_bytes, max_lines=MAX_EVENT_LINES * max_events, max_line_bytes=max_event_bytes)
         async with (
             self._response("POST", path, body, bounds) as response,
@@ -100,7 +100,7 @@ class Server:
     async def _response(
         self, method: str, path: str, body: Mapping[str, Any] | None, bounds: Bounds
     ) -> AsyncIterator[httpx.Response]:
-        """Open a response of status 200 with an unread body. Errors while the body is read are translated too."""
+        """Open a response of status 200 with a bounded, unread body; raise for others. Translate later errors too."""
         with self._errors_translated():
             response = await self._send(method, path, body)
             try:
@@ -119,6 +119,7 @@ class Server:
                 await response.aclose()
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
+        """Return the response, unread. Failed connections are retried; ConfigurationError if `body` is not JSON."""
         try:
             request = self._client.build_request(method, self._address(path), json=body)
         except (TypeError, ValueError) as error:  # from `SamplingParams.extra`
@@ -141,6 +142,7 @@ class Server:
 
     @contextmanager
     def _errors_translated(self) -> Iterator[None]:
+        """Turn errors of the connection, limits, timeouts and JSON, or of a closed client, into ServerError."""
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -175,6 +177,7 @@ def clean(text: str) -> str:
 
 
 def _object(text: str) -> dict[str, Any]:
+    """Return the JSON object in `text`; raise _NotAnObjectError for anything else, or for too many values."""
     try:
         value = parse_json(text, MAX_VALUES)
     except ValueError:
@@ -185,6 +188,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 async def _beginning(response: httpx.Response) -> str:
+    """Return the first `MAX_ERROR_BYTES` of the body as text, and read hardly more."""
     body = b""
     async for block in response.aiter_bytes():
         body += block
@@ -194,7 +198,7 @@ async def _beginning(response: httpx.Response) -> str:
 
 
 def _message(text: str) -> str:
-    """Return the message of an error in one of the common formats, or the text itself."""
+    """Return the clean message in the JSON of an error, or else the text; "no reason given" if that is empty."""
     try:
         value = json.loads(text)
         error = value.get("error", value)

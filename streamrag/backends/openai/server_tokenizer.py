@@ -41,7 +41,7 @@ DIALECTS = (
 
 
 async def ask_for_tokenizer(server: Server, model: str) -> "ServerTokenizer | None":
-    """Return the server's tokenizer, or None if it has none with a known dialect."""
+    """Return the server's tokenizer, in the first dialect that works; None if each raises a ServerError."""
     for dialect in DIALECTS:
         tokenizer = ServerTokenizer(server, model, dialect)
         try:
@@ -69,10 +69,7 @@ class ServerTokenizer:
         self._begin: list[int] = []
 
     async def start(self) -> None:
-        """Find the tokens that the model needs at the beginning of every text.
-
-        :raises ServerError: when the server does not know this dialect.
-        """
+        """Find the tokens before every text by encoding a probe with and without them; ServerError if that fails."""
         bare = (await self._encode(PROBE))[:MAX_PROBE_TOKENS]
         whole = (await self._encode(PROBE, adds_special=True))[:MAX_PROBE_TOKENS]
         places = [place for place in range(len(whole)) if whole[place : place + len(bare)] == bare]
@@ -81,19 +78,16 @@ class ServerTokenizer:
         self._begin = whole[: places[0]]
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Return the token ids of `text`, without added tokens. Most servers find special tokens in it in either case.
+        """Return the token ids of `text`; with `allow_special`, `BEGIN` in front becomes the tokens that `start` found.
 
-        :raises ServerError: when the server fails.
+        No others are added. Most servers find special tokens in either case. Raises ServerError when the server fails.
         """
         if allow_special and text.startswith(BEGIN):
             return [*self._begin, *self.encode(text.removeprefix(BEGIN), allow_special=True)]
         return self._wait_for(partial(self._encode, text)) if text else []
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids`, as the server writes it.
-
-        :raises ServerError: when the server fails.
-        """
+        """Return the text of `token_ids`, as the server writes it; raise ServerError when the server fails."""
         return self._wait_for(partial(self._decode, list(token_ids)))
 
     def render_chat(self, turns: Sequence[Turn]) -> str:
@@ -101,6 +95,7 @@ class ServerTokenizer:
         return BEGIN + plain_chat(turns)
 
     async def _encode(self, text: str, *, adds_special: bool = False) -> list[int]:
+        """Return the token ids that `/tokenize` sends for `text`, whose lone surrogates are replaced."""
         dialect, text = self._dialect, without_lone_surrogates(text)
         body = {"model": self._model, dialect.text: text, dialect.adds_special: adds_special, **dialect.fixed}
         answer = await self._server.ask(
@@ -109,6 +104,7 @@ class ServerTokenizer:
         return read_ids(answer.get("tokens"), server=self._root)
 
     async def _decode(self, token_ids: list[int]) -> str:
+        """Return the text that `/detokenize` sends; raise ServerError if there is none."""
         answer = await self._server.ask("POST", f"{self._root}/detokenize", {"model": self._model, "tokens": token_ids})
         for name in ("prompt", "text", "content"):  # vLLM, SGLang, llama.cpp
             if isinstance(text := answer.get(name), str):

@@ -22,7 +22,7 @@ class QueuedTokensPolicy:
 def wanted_replicas(queued_tokens: float, *, target: int, current: int, num_told: int) -> int:
     """Return the number of replicas with which at most `target` tokens wait in each, if they are shared equally.
 
-    `num_told` replicas have reported; the others are assumed to be like them.
+    `num_told` replicas have reported; the others are assumed to be like them. Without reports, returns `current`.
 
     >>> wanted_replicas(30_000, target=8_192, current=2, num_told=2)
     4

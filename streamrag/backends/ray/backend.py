@@ -30,7 +30,7 @@ class Connects(Protocol):
 
 @asynccontextmanager
 async def left_on_failure(cluster: Connects) -> AsyncIterator[None]:
-    """Close the connection to the replicas if the block raises.
+    """Close the connection to the replicas if the block raises, and raise the error again.
 
     :raises BackendError: a replica was lost in the block.
     """
@@ -81,7 +81,7 @@ class RayBackend:
         return self._require_streams().counts
 
     async def start(self, progress: Progress) -> None:
-        """Start the replicas, or connect to them.
+        """Start the replicas, or connect to them, get the facts of the model, and start the heartbeats.
 
         :raises ConfigurationError: there is no such cluster, or the tokenizer cannot be created.
         :raises BackendError: an engine cannot be started.

@@ -41,6 +41,7 @@ CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
+    """Keep Ray in the block, and processes started there, from replacing a loopback address by the machine's own."""
     was, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     before = os.environ.get(CLUSTERS)
     os.environ[CLUSTERS] = "0"  # for the processes started inside, and their children
@@ -55,7 +56,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 def missing_resources(deployments: Mapping[str, Any], available: Mapping[str, float]) -> str | None:
-    """Return the resources that a machine lacks for the first replicas; None if it has enough."""
+    """Describe the resources that a machine lacks for all first replicas, with advice; None if it has enough."""
     sums: Counter[str] = Counter()
     for deployment in deployments.values():
         for resource, amount in _needed(deployment).items():
@@ -114,7 +115,7 @@ class Cluster:
 
     @started_once
     async def start(self, progress: Progress) -> DeploymentHandle:
-        """Return a handle of the replicas, once all initial ones can answer.
+        """Return a handle of the replicas, once all initial ones can answer. After an error, all is closed again.
 
         :raises ConfigurationError: there is no such cluster, or it has no room for the replicas.
         :raises BackendError: Ray, or an application in the replicas, cannot be started.
@@ -139,7 +140,7 @@ class Cluster:
         await self._in_thread(self._deploy)
 
     async def aclose(self) -> None:
-        """Remove the application, and stop Ray if it was started here. Does nothing if not started."""
+        """Remove the application, and stop Ray if started here, within `LEAVE_S`. Does nothing if not started."""
         if self._thread is not None:
             try:
                 await run_shielded(self._leave(), "streamrag leaves Ray")
@@ -147,6 +148,7 @@ class Cluster:
                 self.is_started = False
 
     async def _leave(self) -> None:
+        """Run `_close` and end the thread. After `LEAVE_S`, warn, and kill Ray's processes that were started here."""
         thread = self._thread
         assert thread is not None
         self._is_left.set()
@@ -168,6 +170,7 @@ class Cluster:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def _connect(self) -> None:
+        """Connect to Ray's address, or start Ray if there is none, unless the program has. Raises as `start` does."""
         if ray.is_initialized():
             return  # by the program, which also shuts it down
         options: dict[str, Any] = {"address": self._address}
@@ -192,6 +195,7 @@ class Cluster:
             self._started = [info.process for infos in processes for info in infos]
 
     def _deploy(self) -> DeploymentHandle:
+        """Deploy the application (again), wait until it runs, and return its handle. Raises as `start` does."""
         logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it logs each call to a replica that has died
         serve.start(proxy_location="Disabled")
         app = self._make_app()
@@ -207,7 +211,8 @@ class Cluster:
             raise BackendError(f"{self._app_name} cannot be started: {message_of(error)} {' '.join(whys)}") from error
 
     def _wait(self) -> None:
-        """Wait until the application runs. Ray itself would wait forever for a missing node, without a message."""
+        """Wait until the application runs. Raise ConfigurationError if it does not fit on this machine, or if a replica
+        has waited `place_s` for a node, RuntimeError if it failed or was deleted, and BackendError on `aclose`."""
         if self._address is None:
             why = missing_resources(self._deployments(), ray.cluster_resources())
             if why is not None:
@@ -233,7 +238,7 @@ class Cluster:
                 raise BackendError(f"{self._app_name} was closed during its start")
 
     def _without_node(self) -> list[str]:
-        """Describe the replicas that wait for a node, one text per deployment."""
+        """Describe the replicas that wait for a node: number and needs, one text per deployment that has some."""
         texts = []
         for name, deployment in self._deployments().items():
             if num := sum(each.get("node_id") is None for each in deployment["replicas"]):
@@ -245,6 +250,7 @@ class Cluster:
         return dict(details["applications"][self._app_name]["deployments"])
 
     def _close(self) -> None:
+        """Delete the application and leave Ray, as far as they were begun here; on this machine, also stop Serve."""
         if self._has_deployed:
             self._has_deployed = False
             serve.delete(self._app_name)

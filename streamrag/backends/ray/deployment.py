@@ -76,7 +76,8 @@ class DeployedReplica(EngineReplica):
 def engines(
     make_backend: MakeBackend, options: ReplicaOptions, request_router: type[RequestRouter] = StreamRouter
 ) -> Any:
-    """Return the application of engines, for `serve.run` or for binding into a larger application.
+    """Return the application of engines, for `serve.run` or for binding into a larger application. With
+    `options.max_number`, their number follows the waiting tokens; without, it is constant.
 
     request_router: the class of Ray Serve's router; must route a stream's further calls to the stream's replica.
     """
@@ -129,7 +130,7 @@ class DeployedSource:
         return part_name(self._source)
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent | Failed, None]:
-        """Yield the source's events. A failure is the last event."""
+        """Yield the source's events. A StreamRagError is not raised, but yielded as a last event, `Failed`."""
         try:
             async with closing(self._source.stream(query)) as events:
                 async for event in events:
@@ -144,7 +145,7 @@ class DeployedSource:
 
 
 def sources(make_source: MakeSource, number: int, max_number: int | None = None, *, num_cpus: float = 0.0) -> Any:
-    """Return the application of sources: `number` replicas, up to `max_number` when many queries are open.
+    """Return the application of sources: `number` replicas, up to `max_number` for more than 8 open queries in each.
 
     num_cpus: CPUs of each replica. With 0, they run beside engines that have taken all CPUs, as needed on a single
         machine; with Ray's default of 1 they would wait forever there.

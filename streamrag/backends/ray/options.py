@@ -42,7 +42,7 @@ class ReplicaOptions:
 
     @property
     def for_actor(self) -> dict[str, Any]:
-        """The resources of a replica, as Ray's actor options."""
+        """The resources of a replica, as Ray's actor options; GPUs and accelerator only if the replica needs them."""
         options: dict[str, Any] = {"num_cpus": self.num_cpus, "resources": dict(self.resources)}
         if self.num_gpus:
             options["num_gpus"] = self.num_gpus

@@ -48,7 +48,7 @@ class PromptFeed:
         return len(self._newest.token_ids)
 
     def take(self, delta: Delta) -> None:
-        """Accept the next prompt. Idempotent: one that was accepted before changes nothing."""
+        """Make the next prompt the newest. Idempotent: a prompt with a number that is not higher changes nothing."""
         if delta.number <= self._number:
             return
         has_pulled = not self._is_new.is_set()
@@ -58,7 +58,8 @@ class PromptFeed:
         self._is_new.set()
 
     async def prompts(self) -> AsyncGenerator[Prompt, None]:
-        """Yield each prompt when it arrives, up to the complete one."""
+        """Yield the newest prompt whenever there is a new one, up to the complete one. The length of the shared prefix
+        is relative to the last one yielded."""
         while True:
             await self._is_new.wait()
             self._is_new.clear()
@@ -124,9 +125,9 @@ class EngineReplica:
             await self._backend.aclose()
 
     def check_health(self) -> None:
-        """Check that the engine is alive.
+        """Check that no stream has found the engine dead, and call the backend's `check_health`, if it has one.
 
-        :raises EngineDeadError: it has died.
+        :raises EngineDeadError: the engine has died.
         """
         if self._why_dead is not None:
             raise EngineDeadError(self._why_dead)
@@ -136,6 +137,7 @@ class EngineReplica:
 
     async def generate(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
         """Yield the events of a stream in batches of all available ones. Closing the generator aborts the stream.
+        The first batch is Opened, or only Refused if there is no place. A StreamRagError is yielded last, as Failed.
 
         Drafts take no places, and nothing of them is reported or measured: they take little time from others.
         """
@@ -165,7 +167,7 @@ class EngineReplica:
             self._update_queue()
 
     def update(self, stream_id: str, delta: Delta) -> bool:
-        """Accept a stream's next prompt. Return whether the stream is open here."""
+        """Accept a stream's next prompt, and return True; do nothing, and return False, if no such stream is open."""
         stream = self._streams.get(stream_id)
         if stream is None:
             return False
@@ -178,7 +180,7 @@ class EngineReplica:
         self._heard_s[caller_id] = self._clock()
 
     def end_abandoned(self) -> None:
-        """End the streams of callers without a heartbeat for `SILENT_S`."""
+        """End the streams of callers without a heartbeat for `SILENT_S`, and forget callers without streams."""
         deadline_s = self._clock() - SILENT_S
         for stream in self._streams.values():
             if self._heard_s[stream.caller_id] < deadline_s:
@@ -189,6 +191,7 @@ class EngineReplica:
     async def _tracked(
         self, stream: _Stream, events: AsyncIterator[BackendEvent]
     ) -> AsyncGenerator[BackendEvent, None]:
+        """Yield the events unchanged, after recording each for the reports."""
         async for event in events:
             if isinstance(event, Prefilled):
                 stream.num_prefilled = event.num_tokens
@@ -198,6 +201,7 @@ class EngineReplica:
             yield event
 
     def _record_answer(self, stream: _Stream, event: AnswerChunk) -> None:
+        """Count the prompt as computed at the first output, and add a record to the hit rate and the speed."""
         if not stream.has_output:
             stream.has_output = True
             stream.num_prefilled = stream.feed.num_tokens
@@ -233,7 +237,7 @@ class EngineReplica:
         return sum(each.num_queued_tokens for each in self._streams.values())
 
     def report(self) -> Report:
-        """Return the report for routers, sent about every half second."""
+        """Return the report for routers. KV usage and capacity are 0 for a backend that does not have `kv_use`."""
         use = getattr(self._backend, "kv_use", None)
         held = 0 if use is None else sum(each.num_tokens for each in use.by_state.values())
         num_kv_tokens = 0 if use is None else use.num_capacity
@@ -254,7 +258,8 @@ class EngineReplica:
 async def batched(
     events: AsyncIterator[BackendEvent], stream: _Stream
 ) -> AsyncGenerator[tuple[BackendEvent, ...], None]:
-    """Yield batches of all events since the last batch; of several Prefilled in a row only the last."""
+    """Yield batches of all events since the last batch; of several Prefilled in a row only the last. Stop early if the
+    stream is abandoned; raise an error of `events` after the last batch."""
     waiting: list[BackendEvent] = []
 
     async def pull() -> None:

@@ -50,7 +50,8 @@ class ReplicaChooser:
         return Ticket(self, stream_id, Opening(first.token_ids, first.source_name, conversation.get()))
 
     def rank(self, stream_id: str, opening: Opening, candidates: Sequence[ReplicaCandidate]) -> list[str]:
-        """Return the ids of the replicas that have room for the stream, best first; empty while all are full."""
+        """Return the ids of the replicas that have room for the stream, best first; empty while all are full. Take in
+        the candidates' new stats, and count an open stream at the best."""
         with self._lock:
             self._update_candidates(candidates)
             states = self._tracker.states(each.id for each in candidates if each.id not in self._dead)
@@ -61,13 +62,13 @@ class ReplicaChooser:
             return ranked
 
     def went_to(self, stream_id: str, opening: Opening, replica_id: str) -> None:
-        """Record the replica that accepted the stream, which is not the best one if that had no room."""
+        """Count the stream, if it is open, at the replica that accepted it: not the best one if that had no room."""
         with self._lock:
             if self._replica_of.get(stream_id, replica_id) != replica_id:  # the stream may have ended
                 self._route(stream_id, opening, replica_id)
 
     def computed(self, stream_id: str, token_ids: Sequence[int], replica_id: str, *, is_complete: bool = True) -> None:
-        """Record that this prompt is computed: the stream has output, or its partial prompt is cached there."""
+        """Record that a prompt is computed: the stream is no longer queued, and a known replica has the prompt's KV."""
         with self._lock:
             self._tracker.first_token(stream_id)
             if replica_id in self._told_s:
@@ -96,7 +97,7 @@ class ReplicaChooser:
         self._tracker.routed(stream_id, replica_id, self._tell(self._router.routed, opening, replica_id) or 0)
 
     def _tell(self, tell: Callable[..., T], *args: Any) -> T | None:
-        """Return what a method of the router returns; None, and a log entry, if it raises. It may choose worse then."""
+        """Return what the router's method `tell` returns; if the method raises, log the error and return None."""
         try:
             return tell(*args)
         except Exception:  # a router may be third-party code
@@ -104,6 +105,7 @@ class ReplicaChooser:
             return None
 
     def _update_candidates(self, candidates: Sequence[ReplicaCandidate]) -> None:
+        """Forget replicas that are no candidates, and give the tracker the stats that are new by their `told_s`."""
         ids = {each.id for each in candidates}
         self._forget([replica_id for replica_id in self._told_s if replica_id not in ids])
         self._dead &= ids
@@ -117,6 +119,7 @@ class ReplicaChooser:
                 self._tracker.reported(each.id, report, -inf if told_s is None else came_s)
 
     def _forget(self, replica_ids: Iterable[str]) -> None:
+        """Remove replicas from the tracker, with the queries that it counts there, and from the router."""
         for replica_id in replica_ids:
             self._told_s.pop(replica_id, None)
             self._tracker.lost(replica_id)

@@ -93,6 +93,7 @@ class NewestPrompt:
         self.pulling.add_done_callback(lambda task: self._has_more.set())
 
     async def _pull(self, prompts: AsyncIterator[Prompt]) -> None:
+        """Keep each prompt as the newest, up to the complete one; raise BackendError if there is no complete one."""
         async for prompt in prompts:
             self.prompt = prompt
             self.number += 1
@@ -115,7 +116,7 @@ class NewestPrompt:
         return self.prompt
 
     async def pause(self, duration_s: float) -> None:
-        """Wait for `duration_s`, or less if the prompts end.
+        """Wait for `duration_s`, or less if the last prompt comes or reading fails meanwhile.
 
         :raises BaseException: as `prompts` did.
         """
@@ -160,7 +161,7 @@ class ReplicaStreams:
     async def generate(
         self, prompts: AsyncIterator[Prompt], params: SamplingParams
     ) -> AsyncGenerator[BackendEvent, None]:
-        """Answer a query, as `Backend.generate` does.
+        """Yield the events of an answer, as `Backend.generate` does; a query's drafts are made in the query's replica.
 
         :raises BackendError: a replica was lost after the first token, or too many were; or as the engine's backend.
         """
@@ -178,7 +179,8 @@ class ReplicaStreams:
     async def _draft(
         self, newest: NewestPrompt, params: SamplingParams, of_query: _Place
     ) -> AsyncGenerator[BackendEvent, None]:
-        """Draft an answer in the replica of its query. A draft is never replayed."""
+        """Yield the events of a draft from the replica in which its query is open, or will be. A draft is never
+        replayed: if the replica is lost, raise BackendError."""
         await of_query.is_open.wait()
         stream = _Stream(self, newest, params, DraftTicket(of_query.replica_id))
         try:
@@ -189,6 +191,8 @@ class ReplicaStreams:
             raise BackendError(f"the replica that drafted an answer was lost: {error}") from None
 
     async def _answer(self, newest: NewestPrompt, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
+        """Yield the events of an answer, and count its outcome. If a replica is lost before the answer's end, open the
+        query again in another; raise BackendError after the first output, or after `max_replays` times."""
         self.counts.num_asked += 1
         num_replays = num_shown = 0
         is_finished = False
@@ -221,6 +225,7 @@ class ReplicaStreams:
                 self.counts.num_replayed += 1
 
     async def _attempt(self, newest: NewestPrompt, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
+        """Yield the events of one stream; while replicas refuse it, open another after a pause, which doubles."""
         pause_s = FIRST_PAUSE_S
         while True:
             stream = _Stream(self, newest, params)
@@ -255,7 +260,7 @@ class _Stream:
         self._has_shown = False
 
     async def events(self) -> AsyncGenerator[BackendEvent, None]:
-        """Open the stream and yield its events; none if `is_refused`."""
+        """Open the stream, send it each newer prompt, and yield its events to their end; none if `is_refused`."""
         first, number = await self._newest.after(0), self._newest.number
         ticket = self._draft_ticket or self._chooser.ticket(self._id, first)
         call = Open(self._id, Delta.of(first, number=number, num_shared=0), self._params, self._caller_id, ticket)
@@ -282,6 +287,8 @@ class _Stream:
                 await cancel_and_wait([pushing] if reading is None else [pushing, reading])
 
     def _follow(self, event: WireEvent, ticket: Ticket | DraftTicket) -> tuple[BackendEvent, ...]:
+        """Record an event, and return it if it is for the caller: AnswerChunk and Prefilled. Raise the error of Failed,
+        ReplicaLostError if the engine died in an opened stream, and BackendError for an unexpected event."""
         match event:
             case Opened(replica_id) if not self._replica_id.done():
                 ticket.went_to(replica_id)
@@ -311,13 +318,14 @@ class _Stream:
         return ()
 
     def _record_prefill(self, num_tokens: int) -> None:
-        """Record that a session's data are computed, except for the last token: its questions will find them."""
+        """Record a session's data as cached at the replica, for its questions, if all but one token are computed."""
         prompt = self._newest.prompt
         if prompt is not None and prompt.request_class == "stream" and num_tokens >= len(prompt.token_ids) - 1:
             self._chooser.computed(self._id, prompt.token_ids, self._replica_id.result(), is_complete=False)
 
     async def _push(self, sent: Prompt, number: int) -> None:
-        """Send each new prompt. Prompts that arrive during a send are merged into the next one."""
+        """Send the newest prompt to the replica whenever there is a new one, up to the complete one. Raise
+        ReplicaLostError if the replica has no such stream."""
         while not sent.is_complete:
             replica_id = await asyncio.shield(self._replica_id)
             prompt = await self._newest.after(number)

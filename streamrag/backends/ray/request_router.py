@@ -35,7 +35,8 @@ class StreamRouter(RequestRouter):  # type: ignore[misc]
         """When each replica's newest stats were made, on its own clock, and when they arrived, on ours."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Note when new stats arrived. Ray Serve calls this when there are other replicas or new stats."""
+        """Record when new stats of each replica arrived, and forget other replicas. Ray Serve calls this when there are
+        other replicas or new stats."""
         now_s, before, self._reports = monotonic(), self._reports, {}
         for replica in replicas:
             name, told_s = replica.replica_id.unique_id, replica.routing_stats.get("told_s")
@@ -46,7 +47,8 @@ class StreamRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return one replica per rank: within a rank, Serve would take the shortest queue, whatever our order."""
+        """Return the ticket's ranks for a new stream, one replica each, as Serve has its own order within a rank; for
+        other calls the named replica; one rank of all replicas if the ticket raises or there is no such replica."""
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # else a full replica is retried without a pause
@@ -61,6 +63,7 @@ class StreamRouter(RequestRouter):  # type: ignore[misc]
         return named_replica(candidate_replicas, pending_request) or [candidate_replicas]
 
     def _candidate(self, name: str, replica: RunningReplica) -> ReplicaCandidate:
+        """Return a replica with its stats; `came_s` is None for stats that `update_replicas` has not recorded."""
         stats = replica.routing_stats
         told_s, came_s = self._reports.get(name, (None, None))
         came_s = came_s if told_s == stats.get("told_s") else None

@@ -30,10 +30,10 @@ class RaySource:
         self._handle: DeploymentHandle | None = None
 
     async def start(self, progress: Progress) -> None:
-        """Start the replicas, or connect to them.
+        """Start the replicas, or connect to them, and get the `name` of their source.
 
         :raises ConfigurationError: there is no such cluster.
-        :raises BackendError: no source can be started.
+        :raises BackendError: no source can be started. The connection is closed again.
         """
         handle = await self._cluster.start(progress)
         async with left_on_failure(self._cluster):
@@ -53,7 +53,7 @@ class RaySource:
         The answer begins only after retrieval, so it never contains text that becomes wrong. Events that the second
         replica repeats are skipped; from the first difference on, each event replaces the whole context.
 
-        :raises SourceError: retrieval failed, or several replicas were lost in a row.
+        :raises SourceError: retrieval failed, or `MOST_LOST` replicas were lost.
         """
         if self._handle is None:
             raise SourceError("the source's replicas are not running: they were closed, or not started")
@@ -71,6 +71,7 @@ class RaySource:
                     raise SourceError(f"{num_lost} replicas that retrieved were lost: ask again ({error})") from None
 
     async def _retrieve(self, handle: DeploymentHandle, query: str) -> AsyncGenerator[SourceEvent, None]:
+        """Yield the events of one replica; raise the source's error, ReplicaLostError, or SourceError for Ray's own."""
         response: Any = None
         try:
             with translated():
@@ -89,7 +90,8 @@ class RaySource:
 async def _without_repeats(
     sent: Sequence[SourceEvent], events: AsyncGenerator[SourceEvent, None]
 ) -> AsyncGenerator[SourceEvent, None]:
-    """Yield the events that change the context of the `sent` events into that of `events`, which start again."""
+    """Skip `events` while they repeat the `sent` ones, and yield those behind all of these as they are. After a
+    difference, or an early end, yield Updates of the whole context, and other events only if they were not sent."""
     before = [_content(event) for event in sent]
     shown, context = _folded(sent), Context()
     num_same: int | None = 0  # number of events so far that equal the sent ones; None after the first difference
@@ -117,6 +119,7 @@ def _content(event: SourceEvent) -> object:
 
 
 def _folded(events: Sequence[SourceEvent]) -> tuple[Chunk, ...]:
+    """Return the chunks of the context after these events."""
     context = Context()
     for event in events:
         if isinstance(event, Append | Update):

@@ -33,6 +33,7 @@ class Delta:
 
     @classmethod
     def of(cls, prompt: Prompt, *, number: int, num_shared: int) -> "Delta":
+        """Return `prompt` as a difference, without its first `num_shared` tokens."""
         tail, draft = (array("I", ids).tobytes() for ids in (prompt.token_ids[num_shared:], prompt.draft))
         options = prompt.is_complete, prompt.hint, prompt.source_name, prompt.request_class
         return cls(number, num_shared, tail, *options, draft)

@@ -39,6 +39,7 @@ class BlindRunner:
         self._num_prompt_tokens: dict[str, int] = {}
 
     def copy(self, copies: HostCopies) -> KVConnectorOutput | None:
+        """Return a report that all is saved, with durations if there are `copy_costs`; None without any copies."""
         saves, loads, costs = copies.saves + copies.held_saves, copies.loads, self.copy_costs
         if not (saves or loads):
             return None
@@ -50,6 +51,7 @@ class BlindRunner:
         return KVConnectorOutput(kv_connector_worker_meta=report)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Return sampled tokens for each request of which the step computes all missing tokens, none for the others."""
         for request_id in step.finished_req_ids:
             self._num_prompt_tokens.pop(request_id, None)
         counts = step.num_scheduled_tokens

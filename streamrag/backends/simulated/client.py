@@ -48,7 +48,7 @@ class SimulatedStep:
 
 
 def by_parts(step_s: Callable[[Sequence[StepPart]], float]) -> Callable[[SchedulerOutput, float], float]:
-    """Adapt a function of a step's parts to a function of the step and its start."""
+    """Return a function of a step and its start that calls `step_s` with the step's parts; 0 if there are no tokens."""
 
     def compute_s(step: SchedulerOutput, start_s: float) -> float:
         return step_s([part for _, part in parts_of(step)]) if step.total_num_scheduled_tokens else 0.0
@@ -64,9 +64,9 @@ def simulated_engine(
     copy_costs: CopyCosts | None = None,
     runner: Runner | None = None,
 ) -> SimulatedEngine:
-    """Construct an engine with vLLM's own scheduler or ours, and fast hashes.
+    """Construct an engine with vLLM's own scheduler (`is_stock`) or ours, and fast hashes for its prefix cache.
 
-    Without a `runner`, it always samples the same token.
+    Without a `runner`, the engine always samples the same token, and copies as fast as `copy_costs` say.
     """
     stock = AsyncScheduler if shape.is_async else Scheduler
     return SimulatedEngine(
@@ -143,7 +143,7 @@ class SimulatedClient:
         request_class: RequestClass = "pool",
         draft: Sequence[int] = (),
     ) -> AsyncIterator["SimulatedStream"]:
-        """Open a prompt that changes while it is computed. Leaving the context aborts an unfinished request."""
+        """Send a prompt, and yield the stream that can change it. Leaving the context aborts an unfinished request."""
         with self._opened(query_id) as (request_id, outputs):
             stream = SimulatedStream(self.send, request_id, outputs, num_output_tokens, request_class)
             await stream.update(token_ids, is_complete=is_complete, draft=draft)
@@ -154,7 +154,7 @@ class SimulatedClient:
     ) -> AsyncGenerator[tuple[int, ...], None]:
         """Push each chunk into one of vLLM's own sessions, and yield all answers' tokens. Closing aborts the request.
 
-        `chunks` are pairs of tokens and the number of answer tokens, at least 1.
+        `chunks` are pairs of tokens and the number of answer tokens, at least 1. An error of the iterator is raised.
         """
         with self._opened(query_id) as (request_id, outputs):
             num_unanswered, is_all_sent = 0, False
@@ -187,6 +187,7 @@ class SimulatedClient:
 
     @contextmanager
     def _opened(self, query_id: str) -> Iterator[tuple[str, Outputs]]:
+        """Yield a new request's id and output queue, and abort the request if it has not ended after the block."""
         request_id = f"{query_id}#{self._num_requests}"
         self._num_requests += 1
         if self._failure:
@@ -212,6 +213,7 @@ class SimulatedClient:
         self._loop.send(Input(request_id, token_ids, params, self._now(), chunk, is_session))
 
     async def _run(self) -> None:
+        """Run the engine until cancelled; after an error, fail all open requests and new ones, and raise the error."""
         try:
             await self._loop.run()
         except Exception as error:
@@ -232,6 +234,7 @@ class SimulatedClient:
             self._stock_records.add(message.request_id, len(message.token_ids), message.sent_s, now_s)
 
     def _deliver(self, output: EngineCoreOutput) -> None:
+        """Queue an output for its request's reader, a BackendError if the request was dropped, and keep its record."""
         ours = (output.kv_transfer_params or {}).get(KEY, {})
         request_id = output.request_id
         outputs = self._outputs.get(request_id)
@@ -259,6 +262,7 @@ class SimulatedClient:
             self.records.setdefault(query_id, []).append(record)
 
     def _on_step(self, step: SchedulerOutput, start_s: float, end_s: float) -> None:
+        """Add a step to `busy_s`, to the stock records, and to `steps` if they are kept."""
         self.busy_s += end_s - start_s
         self._stock_records.add_step(step, start_s, end_s)
         if self._keeps_steps:

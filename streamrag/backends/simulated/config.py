@@ -41,6 +41,7 @@ class EngineShape:
 
 @cache
 def _base_config(num_draft_tokens: int) -> VllmConfig:
+    """Return a configuration for a tiny Llama without weights, with vLLM's drafts if there are draft tokens."""
     model = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -91,7 +92,8 @@ def vllm_config(shape: EngineShape) -> VllmConfig:
 
 
 def kv_cache_config(shape: EngineShape) -> KVCacheConfig:
-    """Return one or two groups of KV blocks. There is one block more than in the shape: vLLM reserves a null block."""
+    """Return a group of KV blocks for full attention, and one for each other kind of layer that the shape has. There is
+    one block more than in the shape, because vLLM reserves a null block."""
     common = {"block_size": shape.block_size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**common))]
     if shape.sliding_window is not None:

@@ -34,7 +34,8 @@ class CopyClock:
     def step_s(
         self, start_s: float, compute_s: float, num_saves: int = 0, num_held_saves: int = 0, num_loads: int = 0
     ) -> float:
-        """Return the seconds of a step that starts at `start_s`, which is after the end of the previous step.
+        """Return the seconds of a step that starts at `start_s`, which is after the end of the previous step, with its
+        waits for copies. Adds the copies to `busy_out_s` and `busy_in_s`.
 
         `num_saves` blocks are saved before its forward, `num_held_saves` beside it; see the module's drawing.
         """

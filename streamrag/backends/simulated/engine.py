@@ -125,7 +125,7 @@ class SimulatedEngine:
         return self.collect() if self.launch() is not None else []
 
     def launch(self) -> float | None:
-        """Schedule as far ahead as allowed. Return the end of the oldest step in flight; None without one."""
+        """Schedule work, up to one step in flight, two if asynchronous; return the end of the oldest step, if any."""
         depth = 2 if self.shape.is_async else 1
         while self.scheduler.has_requests() and len(self._in_flight) < depth:
             scheduled = self.scheduler.schedule()
@@ -135,13 +135,14 @@ class SimulatedEngine:
         return self._in_flight[0].end_s if self._in_flight else None
 
     def collect(self) -> list[EngineCoreOutput]:
-        """Process the output of the oldest step in flight, of which there must be one."""
+        """Process and return the outputs of the oldest step in flight, which there must be; set `now_s` to its end."""
         step = self._in_flight.popleft()
         self.now_s = max(self.now_s, step.end_s)
         by_client = self.scheduler.update_from_output(step.scheduled, step.output)
         return [output for client_outputs in by_client.values() for output in client_outputs.outputs]
 
     def _submit(self, scheduled: SchedulerOutput) -> None:
+        """Execute a step when the device is free, call `on_step` if it has tokens, and add it to those in flight."""
         self.num_steps += 1
         start_s = max(self.now_s, self._device_free_s)
         copies = scheduled.kv_connector_metadata

@@ -12,7 +12,8 @@ from streamrag.backends.simulated.engine import BlockHasher
 
 
 def quick_block_hasher(block_size: int) -> BlockHasher:
-    """Return a hasher for text requests without adapters. Blocks are equal if all tokens up to their ends are equal."""
+    """Return a hasher, which returns the hashes of a request's new full blocks, for text requests without adapters.
+    Blocks are equal if all tokens up to their ends are equal."""
 
     def block_hashes(request: Request) -> list[Any]:
         hashes = request.block_hashes

@@ -80,6 +80,7 @@ class EngineLoop:
             await self._turn()
 
     async def _turn(self) -> None:
+        """Take in input, wait for the end of the oldest step and deliver its outputs; without one, wait for input."""
         engine = self._engine
         engine.now_s = asyncio.get_running_loop().time()
         self._take_in()
@@ -96,6 +97,7 @@ class EngineLoop:
             self._deliver(output)
 
     async def _wait_for_input(self) -> None:
+        """Wait until the oldest message in the inbox is due, or until one is sent if there is none."""
         if self._inbox:
             ready_s = self._inbox[0].sent_s + self._delivery_s
             await asyncio.sleep(max(ready_s - asyncio.get_running_loop().time(), 0))
@@ -104,6 +106,7 @@ class EngineLoop:
             await self._has_input.wait()
 
     def _take_in(self) -> None:
+        """Pass all messages that are due to the engine and to `took_in`."""
         engine, inbox = self._engine, self._inbox
         while inbox and inbox[0].sent_s + self._delivery_s <= engine.now_s:
             message = inbox.popleft()
@@ -116,6 +119,7 @@ class EngineLoop:
                 self._add(message)
 
     def _add(self, message: Input) -> None:
+        """Pass an input to the engine, and to `took_in` unless it ends a session; ignore the end of an ended one."""
         request_id = message.request_id
         is_end = not message.is_session and request_id in self._sessions
         if message.is_session:

@@ -32,7 +32,7 @@ class StockRecords:
             self._requests[request_id] = _Request(RequestLog(request_id, False, arrival_s, now_s), num_tokens)
 
     def add_step(self, step: SchedulerOutput, start_s: float, end_s: float) -> None:
-        """Record a step that computes. Requests preempted in the step lost their KV at its start."""
+        """Record which prompt tokens a step computed. Requests preempted in the step lost their KV at its start."""
         for request_id in step.preempted_req_ids or ():
             if request := self._requests.get(request_id):
                 request.log.on_loss(request.num_held, DROPPED, start_s)

@@ -19,7 +19,7 @@ SendChunk: TypeAlias = Callable[[str, Sequence[int], int, PromptMessage], None]
 
 
 async def next_output(outputs: Outputs) -> EngineCoreOutput:
-    """Wait for the next output.
+    """Wait for the next output, and return it.
 
     :raises Exception: the request has failed.
     """
@@ -78,7 +78,8 @@ class SimulatedStream:
                     yield event.token_ids
 
     async def events(self) -> AsyncGenerator[Prefilled | AnswerChunk, None]:
-        """Yield how far the newest prompt is prefilled, then the answer, which has no text."""
+        """Yield a Prefilled when the engine has computed the newest prompt, not older ones, then the answer's chunks,
+        without text. Raise the error of a failed request."""
         finish_reason = None
         while finish_reason is None:
             output = await next_output(self._outputs)

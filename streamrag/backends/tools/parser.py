@@ -56,9 +56,9 @@ class ToolCallParser:
             self._tokenizer = own
 
     def sampling(self, tools: Tools = (ANY_TOOL,), tool_choice: Any = "auto") -> dict[str, Any]:
-        """Return the parameters for `SamplingParams.extra`, with a grammar only if `tool_choice` forces a call.
+        """Return `skip_special_tokens`, and unless `tool_choice` is "auto" a grammar, for `SamplingParams.extra`.
 
-        :raises ConfigurationError: vLLM refuses a schema.
+        :raises ConfigurationError: vLLM refuses the tools.
         """
         from vllm.exceptions import VLLMClientError
 
@@ -74,7 +74,7 @@ class ToolCallParser:
         return extra
 
     def reader(self, tools: Tools, tool_choice: Any = "auto", *, is_single: bool = False) -> "AnswerReader":
-        """Return a reader of one answer, which drops all calls but the first if it `is_single`."""
+        """Return a reader of the text and calls of one answer, which drops all but the first call if it `is_single`."""
         request = _request(tools, tool_choice)
         parser = self._parser_class(self._tokenizer, request.tools)
 
@@ -108,7 +108,7 @@ class AnswerReader:
         """The calls so far, in OpenAI's form."""
 
     def push(self, piece: AnswerPiece) -> dict[str, Any]:
-        """Return the `content` and `tool_calls` that a piece of the answer adds, as in OpenAI's streams.
+        """Add a piece to `text` and `calls`. Return its `content` and `tool_calls`, if any, as in OpenAI's streams.
 
         :raises BackendError: the parser failed.
         """

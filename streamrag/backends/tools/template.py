@@ -36,7 +36,7 @@ _VISIBLE = re.compile(r"|\s*</?[\w|]+>\s*|.*@@streamrag-\d+@@.*")
 def with_tools(
     base: PromptTemplate, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
 ) -> tuple[str, str, PromptTemplate]:
-    """Return a conversation's system text, its question, which is the last user's message, and a template for the rest.
+    """Return the leading system texts, joined, the last user's message as the question, and a template for the rest.
 
     :raises ConfigurationError: the last message is neither a user's nor a tool's, or there is no question.
     """
@@ -51,7 +51,7 @@ def with_tools(
 
 
 def model_tokenizer(tokenizer: Tokenizer) -> Any:
-    """Return the tokenizer of transformers; raise ConfigurationError if there is none with a chat template."""
+    """Return the transformers tokenizer in `tokenizer` or what it wraps; ConfigurationError without a chat template."""
     found = getattr(getattr(tokenizer, "tokenizer", tokenizer), "whole", None)
     if found is None or not found.chat_template:
         raise ConfigurationError(
@@ -82,7 +82,10 @@ class ToolTokenizer:
         self._special: list[str] = []  # added tokens that are words
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """Return the token ids of `text`. In text of the chat template, replaced texts are plain text."""
+        """Return the token ids of `text`. `allow_special` puts back the lines and texts that `render_chat` replaced.
+
+        The texts become plain text, escaped where they are in JSON. After `max_model_len` tokens the rest may be cut.
+        """
         if not allow_special:
             return self._tokenizer.encode(text)
         first, *others = _TEXT.split(_LINE.sub(lambda line: self._lines[int(line[1])], text))
@@ -105,11 +108,12 @@ class ToolTokenizer:
         return self._tokenizer.decode(token_ids)
 
     def render_chat(self, turns: Sequence[Turn]) -> str:
-        """Return `turns` in the chat template, with tools and messages, most lines of which are replaced.
+        """Return `turns` with tools and messages in the chat template, most lines as placeholders for `encode`.
 
-        No passage may imitate a line of this text, but one that is code may have a line of a schema.
+        Only tags, and lines that are there without tools too, are visible. No passage may imitate a line of this text,
+        but one that is code may have a line of a schema.
 
-        :raises ConfigurationError: the template cannot render them, or there are too many texts.
+        :raises ConfigurationError: the template refuses these or leaves out tools, or there are too many texts.
         """
         from jinja2 import TemplateError
 
@@ -137,7 +141,7 @@ class ToolTokenizer:
         )
 
     def _replaced(self, value: Any) -> Any:
-        """Return `value` with each text in it replaced that is no word."""
+        """Return `value` with a numbered placeholder for each text and name in it that is not a plain word."""
         if isinstance(value, str):
             if _WORD.fullmatch(value) and not any(token in value for token in self._special):
                 return value

@@ -6,8 +6,8 @@
                     ◀─ copy_wire ──▶
     worker/       vLLM's workers'         copies KV between the device and host memory
 
-vLLM calls `connector` for copies, in the scheduler's process and in the workers. Client and scheduler share the
-scheduler's `options`, vLLM's `version` and the `facts` of an engine. These, `client` and `chunk_wire` do not import
+vLLM calls `connector` for copies, in the scheduler's process and in the workers. Client and scheduler share
+`scheduler_options`, vLLM's `version` and the `facts` of an engine. These, `client` and `chunk_wire` do not import
 vLLM before an engine starts.
 """
 

@@ -60,13 +60,14 @@ class PromptMessage:
         request_class: RequestClass = "pool",
         draft: Sequence[int] = (),
     ) -> "PromptMessage":
-        """Return the message for a prompt of `num_tokens` tokens, the first `num_shared` of which are unchanged."""
+        """Return a message that keeps the first `num_shared` tokens, but never all. The hint's end becomes a time."""
         num_kept = min(num_shared, num_tokens - 1)  # vLLM accepts no empty input
         expected_s = now_s + hint.end_s if hint is not None and hint.end_s is not None else None
         guess = list(draft[:LONGEST_DRAFT])
         return cls(index, num_kept, is_complete, now_s, expected_s, source_name, request_class, guess)
 
     def extra_args(self) -> dict[str, Any]:
+        """Return vLLM's `extra_args` with the message, without an expected time that is out of range."""
         fields = asdict(self)
         if not 0 <= (self.expected_complete_s or 0.0) <= LATEST_S:
             fields["expected_complete_s"] = None  # a retriever's estimate may be invalid
@@ -88,10 +89,7 @@ class EndOfInput:
 
 
 def decode(extra_args: Any) -> PromptMessage | EndOfInput | None:
-    """Return the message in `extra_args`; None for a plain request.
-
-    :raises MalformedMessageError: the message is invalid.
-    """
+    """Return the message in `extra_args`, None for a plain request; raise MalformedMessageError for an invalid one."""
     fields = extra_args.get(KEY) if isinstance(extra_args, Mapping) else None
     if fields is None:
         return None

@@ -34,7 +34,7 @@ logger = init_logger(__name__)
 
 
 class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM constructs one in the scheduler's process and one in each worker."""
+    """A connector, of which vLLM constructs one in the scheduler's process and one in each worker."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -55,6 +55,7 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
         return False  # KV that is not saved is recomputed
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        """Make `host_memory`; where the model's blocks cannot be copied, log a warning instead."""
         super().bind_kv_cache_manager(kv_cache_manager)
         config, kv_cache_config = self._vllm_config, self._kv_cache_config
         if why_not := why_no_host_memory(kv_cache_config):
@@ -70,6 +71,7 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
         return match.num_tokens if match else 0, False
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        """Commit an admitted request with the match of the last lookup, or with none if that was of another."""
         (request_id, match), self._match = self._match, ("", None)
         if self.host_memory:
             # A request that holds KV was not looked up.
@@ -103,6 +105,7 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.copier.save(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Start the step's loads: layer by layer, or as a whole if the forward makes no call per layer."""
         copies = self._get_connector_metadata()
         assert isinstance(copies, HostCopies)
         # A graph of the whole model is replayed without a call per layer. The second model runner then has no forward
@@ -131,6 +134,7 @@ class HostKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _num_slots(options: SchedulerOptions, config: "VllmConfig", kv_cache: "KVCacheConfig") -> int:
+    """Return the number of host slots of one worker: `num_host_blocks`, or else what fits into its host memory."""
     if options.num_host_blocks is not None:
         return options.num_host_blocks
     parallel = config.parallel_config

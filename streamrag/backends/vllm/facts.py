@@ -64,7 +64,7 @@ def emulated_dtypes(capabilities: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def engine_facts(config: "VllmConfig") -> EngineFacts:
-    """Return the facts about an engine of this configuration. All layers must have standard attention."""
+    """Return the facts about an engine of this configuration here. All layers must have standard attention."""
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import get_kv_cache_torch_dtype
 

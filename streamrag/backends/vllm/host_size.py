@@ -14,7 +14,7 @@ CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 
 def num_host_blocks(host_kv_bytes: int | None, block_bytes: int, num_device_blocks: int, num_workers: int) -> int:
-    """Return the number of blocks of one worker; `host_kv_bytes` is the user's value, None for the default share."""
+    """Return how many blocks fit into `host_kv_bytes`, or by default a worker's share, at most 6 times the device's."""
     if host_kv_bytes is not None:
         return host_kv_bytes // block_bytes
     num_bytes = int(HOST_SHARE * host_bytes()) // num_workers
@@ -28,6 +28,7 @@ def host_bytes() -> int:
 
 
 def _read(path: Path) -> int | None:
+    """Return the bytes in a file of a cgroup's limit; None if there is no such file or no limit."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):  # there is no such group, or its limit is "max"

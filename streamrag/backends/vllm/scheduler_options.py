@@ -84,10 +84,7 @@ class SchedulerOptions:
 
     @classmethod
     def named(cls, values: Mapping[str, Any]) -> "SchedulerOptions":
-        """Return the options with these names and values.
-
-        :raises ConfigurationError: an option does not exist, or has an invalid value.
-        """
+        """Return the options of these names and values; raise ConfigurationError for an unknown or invalid one."""
         names = [f.name for f in fields(cls)]
         if unknown := set(values) - set(names):
             raise ConfigurationError(f"additional_config[{KEY!r}] has {sorted(unknown)}; it may have {names}")

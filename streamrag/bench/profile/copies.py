@@ -41,7 +41,9 @@ def block_counts(facts: EngineFacts) -> list[int]:
 
 
 def measure_copies(facts: EngineFacts, progress: Callable[[int], None] = lambda num_blocks: None) -> CopyTimes:
-    """Measure copies of one rank on KV allocated here. No engine should run meanwhile.
+    """Return the times of repeated copies of each of `block_counts`, out and in, of one rank on KV allocated here.
+
+    Blocks and slots are chosen at random. No engine should run meanwhile.
 
     progress: called with each number of blocks before it is measured.
     """

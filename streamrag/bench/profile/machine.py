@@ -27,7 +27,7 @@ MAX_RECOMPUTE_CPU_S, MAX_RECOMPUTE_CUDA_S = 30.0, 90.0
 
 
 async def measure_machine(model: str, engine_args: Mapping[str, Any], progress: StepProgress) -> TableProfile:
-    """Start vLLM with its own scheduler, measure for a minute or two, and stop it. Raises as `running_engine`."""
+    """Measure steps and recomputation on a vLLM started here, then copies without it. Raises as `running_engine`."""
     progress("starting the engine", 0, None)
     async with running_engine(model, engine_args, policy=None) as client:
         facts = client.facts
@@ -85,7 +85,7 @@ def _described(profile: TableProfile, facts: EngineFacts, times: RecomputeTimes,
 
 
 def _recompute_figures(profile: TableProfile, budget: int, times: RecomputeTimes) -> dict[str, Any]:
-    """Return the measured medians, and the median relative error of the fitted profile."""
+    """Return the measured medians by size, and the fit's median relative error: None without positive times."""
     batch = ((1, NUM_CONTEXT_BESIDE),) * times.num_beside
     alone = {size: median(seconds) for size, seconds in times.alone.items()}
     beside = {size: median(seconds) for size, seconds in times.beside.items()}

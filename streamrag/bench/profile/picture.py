@@ -48,7 +48,7 @@ def crossing(profile: StepProfile, copies_s: Callable[[int], float], most: int) 
 
 
 def describe_crossing(tokens: int | None, block_size: int) -> str:
-    """Return a sentence about the result of `crossing`."""
+    """Return a sentence on when copying in is faster than recomputing: never, always, or from `tokens` on."""
     if tokens is None:
         return "recomputing is always faster than copying in"
     if tokens == block_size:
@@ -86,6 +86,7 @@ def draw_profile(path: Path, profile: StepProfile) -> None:
 
 
 def _draw_recompute(panel: Any, profile: StepProfile, most: int) -> None:
+    """Plot the seconds to recompute the first and the last tokens of a prompt, with dots for measurements, if any."""
     budget = step_budget(profile)
     tokens = _spread(profile.block_size, most)
     first = [recompute_s(profile, 0, num, budget) for num in tokens]
@@ -104,6 +105,7 @@ def _dots(panel: Any, measured: Mapping[str, float], marker: str, label: str) ->
 
 
 def _draw_copies(panel: Any, profile: StepProfile, copies: CopyCosts, most: int) -> None:
+    """Plot the seconds to copy KV in and out, in whole blocks, with dots if the profile has measured copies."""
     size = profile.block_size
     blocks = [num for num in sorted({num // size for num in _spread(size, most)}) if num]
     for points, seconds, color, label in (

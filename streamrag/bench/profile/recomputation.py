@@ -46,7 +46,7 @@ class RecomputeTimes:
 
 
 def prompt_sizes(max_model_len: int) -> list[int]:
-    """Return the numbers of tokens to measure: doubling, and at last the model's longest prompt."""
+    """Return the numbers of tokens to measure: doubling from `FIRST_SIZE`, and at last four below `max_model_len`."""
     most = max_model_len - 4
     sizes = [min(FIRST_SIZE, most)]
     while 2 * sizes[-1] < 0.75 * most:
@@ -63,8 +63,9 @@ async def measure_recompute(
     max_s: float,
     progress: Callable[[int], None] = lambda size: None,
 ) -> RecomputeTimes:
-    """Measure prompts of growing length, until the next one would probably exceed `max_s` in total.
+    """Return the times of prompts of growing length, until the next one would probably exceed `max_s` in total.
 
+    num_beside: requests of the running batch; at least one, and at most half the budget.
     progress: called with each length before it is measured.
 
     :raises BackendError: the engine does not compute the prompts in the expected steps.
@@ -89,6 +90,8 @@ async def measure_recompute(
 
 
 class _Meter:
+    """A meter of one prefill on a running engine, alone or beside a batch of decoding requests."""
+
     def __init__(self, client: EngineClient, budget: int, max_model_len: int, num_beside: int) -> None:
         self._client = client
         self._budget = budget
@@ -97,7 +100,10 @@ class _Meter:
         self._tokens = FreshTokens(f"recomputed {len(client.steps)}")
 
     async def alone(self, size: int) -> tuple[float, list[StepTime]]:
-        """Time the prefill of `size` tokens: its seconds and steps. Raises BackendError after `NUM_TRIES`."""
+        """Return the seconds to prefill `size` tokens and one more, less a decode step, and the steps except the first.
+
+        Raises BackendError if the steps were not as planned in any of `NUM_TRIES`.
+        """
         parts: list[StepPart] = [*_chunks(size + 1, self._budget), (1, size + 1)]
         for _ in range(NUM_TRIES):
             num_before = len(self._client.steps)
@@ -131,7 +137,7 @@ class _Meter:
         raise BackendError(f"{size} tokens beside {num_beside} decodes are not computed in {len(chunks)} steps")
 
     async def _computed_beside(self, size: int) -> tuple[list[tuple[MeasuredStep, MeasuredStep]], list[float]]:
-        """Prefill beside the batch; return steps as `_mixed_and_idle` does. Too few after `NUM_WAITS`."""
+        """Prefill beside the batch; return the reported steps by `_mixed_and_idle`: too few after `NUM_WAITS`."""
         num_before = len(self._client.steps)
         async with self._decoding():
             await answer(self._client, "recomputed", self._tokens.take(size), 1)
@@ -144,7 +150,7 @@ class _Meter:
 
     @asynccontextmanager
     async def _decoding(self) -> AsyncIterator[None]:
-        """Run a batch of decoding requests inside the block."""
+        """Enter the block when each request of a batch has a token or has failed; cancel them after the block."""
         started = [asyncio.Event() for _ in range(self._num_beside)]
 
         async def decode(index: int, event: asyncio.Event) -> None:

@@ -83,7 +83,7 @@ class KvFacts(Protocol):
 async def measure_profile(
     client: EngineClient, name: str, budget: int, max_model_len: int, max_num_seqs: int = 1
 ) -> TableProfile:
-    """Measure the steps of an idle engine, and a request's overhead: a few seconds for a small model.
+    """Measure an idle engine's steps and a request's overhead, and return the fit: a few seconds for a small model.
 
     No pass begins after `PASSES_S`. Steps have at most `max_num_seqs` requests; with 1, the cost per request is part
     of the base cost.
@@ -144,9 +144,10 @@ async def warm_up(client: EngineClient, budget: int, max_model_len: int) -> None
 
 
 async def measure(client: EngineClient, budget: int, max_model_len: int, max_num_seqs: int) -> MeasurementPass:
-    """Measure prefill and decode steps of one and several requests, with no, half and nearly the longest context.
+    """Measure prefill and decode steps with no, half and nearly the longest context, then lone requests: one pass.
 
-    Several passes, spread over time, show how the machine's speed varies.
+    Steps have one or several requests. Batches that would exceed the model's length are left out. Several passes,
+    spread over time, show how the machine's speed varies.
     """
     tokens = FreshTokens(f"measured {len(client.steps)}")
     most = min(budget, max_model_len - 2)
@@ -186,7 +187,7 @@ def _batches(most: int, num_context: int, max_num_seqs: int) -> Iterator[_Batch]
 async def _steps_of(
     client: EngineClient, batch: _Batch, prefix: list[int], tokens: "FreshTokens", num_blocker_tokens: int
 ) -> list[StepTime]:
-    """Measure the steps of a batch; return none if its requests never ran in one step."""
+    """Send a batch behind a blocker, and return the times of its steps; [] if `NUM_TRIES` never had it in one step."""
     all_parts = list(batch.step_parts())
     expected = [(len(parts), sum(new for new, _ in parts)) for parts in all_parts]
     num_tokens = num_blocker_tokens + sum(num for _, num in expected)
@@ -217,7 +218,7 @@ async def _beside_s(client: EngineClient, token_ids: list[int]) -> float:
 
 
 async def steps_since(client: EngineClient, num_before: int, num_tokens: int) -> Sequence[MeasuredStep]:
-    """Return the engine's steps from `num_before` on, when they have `num_tokens`; raise BackendError after 0.1 s."""
+    """Return the engine's steps from `num_before` on, once they have `num_tokens`; raise BackendError after 0.1 s."""
     for _ in range(100):
         steps = client.steps[num_before:]
         if sum(step.num_tokens for step in steps) >= num_tokens:

@@ -12,7 +12,7 @@ from streamrag.support.files import write_atomic
 
 
 def make_panels(num: int, height: float, num_columns: int = 3) -> tuple[Any, list[Any]]:
-    """Return a figure and its `num` panels of `height` inches, in at most `num_columns` columns."""
+    """Return a figure and its `num` styled panels of `height` inches, in at most `num_columns` columns."""
     require_modules("plot", "matplotlib")
     from matplotlib.figure import Figure as Canvas
 
@@ -33,7 +33,7 @@ def make_panels(num: int, height: float, num_columns: int = 3) -> tuple[Any, lis
 
 
 def plain_log_ticks(axis: Any) -> None:
-    """Label a logarithmic axis with plain numbers, even if it spans less than a decade."""
+    """Label a logarithmic axis with plain numbers, fewer per decade the more it spans, even for less than a decade."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     low, high = axis.get_view_interval()
@@ -45,7 +45,7 @@ def plain_log_ticks(axis: Any) -> None:
 
 
 def seconds_upwards(panel: Any) -> None:
-    """Make the y axis logarithmic if its values span more than a factor of 4, else linear from zero."""
+    """Label the y axis, and make it logarithmic if its values span more than a factor of 4, else linear from zero."""
     low, high = panel.dataLim.intervaly
     panel.set_ylabel("seconds")
     if not math.isfinite(high):

@@ -115,7 +115,7 @@ class LoadComparison:
 
 
 def compare(digests: Iterable[Digest]) -> list[LoadComparison]:
-    """Return a comparison for each load, with variants ordered by arm, and rates ascending."""
+    """Return a comparison for each load, in order of appearance, with variants ordered by arm, and rates ascending."""
     by_load: dict[CellSettings, dict[tuple[str, float | None], list[Digest]]] = {}
     for digest in digests:
         settings = digest.settings
@@ -125,7 +125,7 @@ def compare(digests: Iterable[Digest]) -> list[LoadComparison]:
 
 
 def _comparison(load: CellSettings, groups: dict[tuple[str, float | None], list[Digest]]) -> LoadComparison:
-    """Pool the cells of each variant and rate, sorted by seed."""
+    """Return a load's comparison: each group as a pool, variants ordered by arm, rates ascending after None."""
     pools = {
         key: Pool(tuple(sorted(digests, key=lambda digest: digest.settings.seed))) for key, digests in groups.items()
     }

@@ -32,7 +32,7 @@ class HtmlTable:
 
 
 def figure_text(value: float | None) -> str:
-    """Format a number with three significant digits; a dash for None, NaN and infinity."""
+    """Format a number with about three digits, such as 1,234, 12.3 or 1.2e-04; a dash for None, NaN and infinity."""
     if value is None or not math.isfinite(value):
         return "–"
     if abs(value) >= 100:
@@ -44,7 +44,7 @@ def figure_text(value: float | None) -> str:
 
 
 def cell(value: Figure | float | None, unit: str = "") -> Cell:
-    """Return a cell with a number; for a `Figure`, also its range over seeds."""
+    """Return a cell with a number and its unit, or a dash; for a `Figure`, also its range over seeds, if any."""
     if not isinstance(value, Figure):
         text = figure_text(value)
         return Cell(text if text == "–" else text + unit, is_number=True)

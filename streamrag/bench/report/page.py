@@ -19,7 +19,7 @@ COPIED = {"num_blocks_saved": 1, "num_blocks_loaded": 1, "num_bytes_out": 1e9, "
 
 
 def make_report(digests: Iterable[Digest], *, slos: Slos, failed: Mapping[str, str] | None = None) -> str:
-    """Return the page as HTML. `failed` maps the names of failed cells to their errors.
+    """Return the page of at least one digest as HTML. `failed` maps the names of failed cells to their errors.
 
     :raises MissingDependencyError: matplotlib or Jinja is not installed.
     """
@@ -50,6 +50,7 @@ def _simulation(digests: Sequence[Digest]) -> tuple[float, float, float] | None:
 
 
 def _load(comparison: LoadComparison, slos: Slos) -> dict[str, Any]:
+    """Return the values of the template's section on one load: its title, tables, and plots as SVG."""
     return {
         "title": describe_load(comparison.load),
         "speed_ups": _speed_ups(comparison),
@@ -68,7 +69,7 @@ def _table(
     row: Callable[[str, Pool], list[Cell]],
     head: Callable[[float | None], list[Cell]] = lambda qps: [],
 ) -> HtmlTable:
-    """Return a table with a `head` row for each rate of arrivals, and below it a `row` for each variant."""
+    """Return a table with a `head` row for each rate of arrivals, and below it a `row` for each variant with cells."""
     width = 1 + sum(len(names) for _, names in groups)
     rows: list[list[Cell]] = []
     for qps in comparison.qps:
@@ -110,6 +111,7 @@ def _speed_ups(comparison: LoadComparison) -> HtmlTable:
 
 
 def _goodput(comparison: LoadComparison, slos: Slos) -> HtmlTable | None:
+    """Return the table of goodput by variant and rate, as means over seeds; None without objectives."""
     if not slos:
         return None
 
@@ -122,7 +124,7 @@ def _goodput(comparison: LoadComparison, slos: Slos) -> HtmlTable | None:
 
 
 def _work(comparison: LoadComparison) -> HtmlTable:
-    """Return the table of preemptions, computed tokens and copies."""
+    """Return the table of preemptions, tokens, copies and the engine's time; counts are "unknown" without records."""
     digests = [digest for pool in comparison.pools.values() for digest in pool.digests]
     fates = [fate for fate in reversed(FATES) if any(fate in (digest.num_preemptions or {}) for digest in digests)]
     has_copies = any(digest.copy_totals for digest in digests)
@@ -141,7 +143,7 @@ def _work(comparison: LoadComparison) -> HtmlTable:
 
 
 def _counts(pool: Pool, fates: Sequence[str], *, has_copies: bool) -> list[Cell]:
-    """Return a variant's cells for preemptions, tokens and copies; none without engine records."""
+    """Return a variant's cells for preemptions, tokens and copies; none if any of its cells has no engine records."""
     if any(digest.num_preemptions is None for digest in pool.digests):
         return []
 
@@ -164,7 +166,7 @@ def _counts(pool: Pool, fates: Sequence[str], *, has_copies: bool) -> list[Cell]
 
 
 def _arrivals(comparison: LoadComparison) -> dict[str, Any]:
-    """Return statistics of the load, from the cell with the most complete records: all variants have the same load."""
+    """Return a note and a table on the load, from the cell with the most complete records: all have the same load."""
     digests = [digest for pool in comparison.pools.values() for digest in pool.digests]
     one = max(digests, key=lambda d: (len(d.gaps_s) > 0, len(d.num_tokens) > 0, len(d.num_chunks)))
     listed: list[tuple[str, Sequence[float]]] = [
@@ -189,7 +191,7 @@ def _arrivals(comparison: LoadComparison) -> dict[str, Any]:
 
 
 def _provenance(digests: Iterable[Digest]) -> list[tuple[str, str]]:
-    """Return names and all their distinct values, at most 20, over all cells."""
+    """Return sorted pairs of a name and its distinct values over all cells, at most 20, joined by semicolons."""
     found: dict[str, set[str]] = {"report by": {f"streamrag {__version__}"}}
     for digest in digests:
         found.setdefault("seeds", set()).add(str(digest.settings.seed))
@@ -198,7 +200,7 @@ def _provenance(digests: Iterable[Digest]) -> list[tuple[str, str]]:
 
 
 def _collect(found: dict[str, set[str]], prefix: str, values: Mapping[str, Any]) -> None:
-    """Add the values to `found` by dotted names."""
+    """Add each value as text to the set of its dotted name in `found`; a nested mapping adds the values within."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             _collect(found, f"{prefix}{name}.", value)

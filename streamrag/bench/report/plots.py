@@ -25,7 +25,7 @@ TIMES: tuple[tuple[str, Values], ...] = (
 
 
 def draw_ccdf(comparison: LoadComparison) -> str:
-    """Plot the CCDF of `ttft_after_retrieval_s`, with one panel per rate of arrivals."""
+    """Return an SVG of the CCDF of `ttft_after_retrieval_s` by variant and of the floor, with one panel per rate."""
     figure, panels = make_panels(len(comparison.qps), 3.5)
     for panel, qps in zip(panels, comparison.qps, strict=True):
         panel.set_title(describe_qps(qps), loc="left", fontsize=10)
@@ -42,7 +42,7 @@ def draw_ccdf(comparison: LoadComparison) -> str:
 
 
 def draw_ttft_by_qps(comparison: LoadComparison) -> str | None:
-    """Plot mean and P95 of both times to the first token by rate of arrivals; None for fewer than two rates."""
+    """Return an SVG of mean and P95 of both times to the first token by rate; None for fewer than two rates."""
     rates = [qps for qps in comparison.qps if qps is not None]
     if len(rates) < 2:
         return None
@@ -90,7 +90,7 @@ def _ccdf(panel: Any, values: Sequence[float], **style: Any) -> None:
 
 
 def _share_axis(panel: Any, num_requests: int) -> None:
-    """Make both axes logarithmic, and mark the percentiles that this number of requests can show."""
+    """Make both axes logarithmic, label shares, and mark the percentiles that this number of requests can show."""
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_ylim(max(0.6 / num_requests, 1e-5), 1.15)
@@ -107,6 +107,7 @@ def _share_axis(panel: Any, num_requests: int) -> None:
 
 
 def _line(panel: Any, comparison: LoadComparison, variant: str, of: Values, name: str) -> None:
+    """Plot a statistic of a variant by rate, with vertical lines for its range over seeds; NaN is left out."""
     pools = [(qps, comparison.pools.get((variant, qps))) for qps in comparison.qps if qps is not None]
     figures = [(qps, pool.figure(of, name)) for qps, pool in pools if pool]
     points = [(qps, figure) for qps, figure in figures if math.isfinite(figure.value)]
@@ -117,6 +118,7 @@ def _line(panel: Any, comparison: LoadComparison, variant: str, of: Values, name
 
 
 def _legend(figure: Any, comparison: LoadComparison) -> None:
+    """Add a legend below the panels, with the style of each variant and of the floor."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], label=for_picture(v), **_style(comparison, v)) for v in comparison.variants]

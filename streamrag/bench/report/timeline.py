@@ -53,6 +53,7 @@ def make_timeline(result: CellResult) -> dict[str, Any]:
 
 
 def _engine_events(result: CellResult) -> Iterator[TimelineEvent]:
+    """Yield the engine's tracks: a slice for each step, and tracks for copies in each direction that has some."""
     simulated = " (simulated)" if result.settings.clock == "virtual" else ""
     yield _named("process", f"engine{simulated}", ENGINE)
     yield _named("thread", "steps", ENGINE, STEPS)
@@ -69,6 +70,7 @@ def _engine_events(result: CellResult) -> Iterator[TimelineEvent]:
 
 
 def _request_events(result: CellResult) -> Iterator[TimelineEvent]:
+    """Yield a track for each request, with its steps and copies; without parts of steps, one span from its record."""
     yield _named("process", "requests", REQUESTS)
     computed: dict[str, list[_Span]] = {}
     for number, step in enumerate(result.steps):
@@ -109,7 +111,7 @@ def _track(request: RequestResult, track: int, steps: list[_Span], copies: list[
 
 
 def _without_steps(request: RequestResult) -> list[_Span]:
-    """Return prefill as one span, for engines that do not report the requests of a step."""
+    """Return prefill as one span, for engines that do not report the requests of a step; [] without a record of it."""
     record = request.record
     if record is None or record.scheduled_s is None:
         return []
@@ -118,7 +120,7 @@ def _without_steps(request: RequestResult) -> list[_Span]:
 
 
 def _pauses(request: RequestResult, steps: list[_Span]) -> list[_Span]:
-    """Return the spans in which the request had work but was not computed."""
+    """Return the spans, "preempted" or "waiting", in which the request had work but was not computed."""
     record = request.record
     chunks = [chunk.arrival_s for chunk in record.chunks] if record else []
     preemptions = {preemption.at_s for preemption in record.preemptions} if record else set()

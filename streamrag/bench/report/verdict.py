@@ -47,7 +47,10 @@ class TimeChange:
 
     @property
     def effect(self) -> str:
-        """The effect: "later", "sooner", "no difference", or "within noise" if there may be one."""
+        """The effect: "later" or "sooner" if the change exceeds noise and the least change that matters.
+
+        Otherwise "no difference" if change and noise are both below that least change, else "within noise".
+        """
         least_s = max(MIN_CHANGE_S, MIN_CHANGE * self.baseline_s)
         change_s = self.arm_s - self.baseline_s
         if abs(change_s) >= least_s and abs(change_s) > self.noise_s:
@@ -89,7 +92,10 @@ class Verdict:
 
     @property
     def headline(self) -> str:
-        """The verdict in one sentence, with what hurts first."""
+        """The verdict in one sentence: unanswered queries, then percentiles that are later, then those that are sooner.
+
+        Without any of these, the arm "makes no difference", or none that the queries show if a change is within noise.
+        """
         num = self.num_unanswered
         parts = [f"leaves {num:,} quer{'y' if num == 1 else 'ies'} without an answer"] if num else []
         if hurts := self._places("later", reversed(PERCENTILES)):
@@ -102,7 +108,7 @@ class Verdict:
         return f"{self.arm} at {describe_qps(self.qps)} {_listed(parts)}."
 
     def _places(self, effect: str, percentiles: Iterable[str]) -> str:
-        """Return the percentiles with this effect, apart for times after retrieval and from the question."""
+        """Return the percentiles with this effect in words, apart for the two kinds of times if unequal; "" if none."""
         pairs = [(c.percentile, c.time == "ttft_after_retrieval_s") for c in self.changes if c.effect == effect]
         ordered = list(percentiles)
         after, other = ([p.upper() for p in ordered if (p, is_after) in pairs] for is_after in (True, False))
@@ -121,6 +127,7 @@ class Verdict:
         return [*times, self._costs()]
 
     def _costs(self) -> str:
+        """Return a sentence on engine time, compared with the baseline's, and on tokens thrown away if known."""
         more = 100 * (self.busy_s / self.baseline_busy_s - 1) if self.baseline_busy_s else 0.0
         amount = "as much" if abs(more) < 0.5 else f"{abs(more):.0f} % {'more' if more > 0 else 'less'}"
         busy = f"{figure_text(self.busy_s)} s, without streaming {figure_text(self.baseline_busy_s)} s"
@@ -142,7 +149,10 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def verdicts(comparison: LoadComparison) -> Iterator[Verdict]:
-    """Yield a verdict for each rate of arrivals and each arm that answered some of the baseline's queries."""
+    """Yield a verdict for each rate of arrivals and each arm that answered some of the baseline's queries.
+
+    Only the seeds that both have are compared. Without output tokens after the first, there is no change of `total_s`.
+    """
     for qps in comparison.qps:
         baseline = comparison.pools.get((BASELINE, qps))
         for arm in comparison.variants:
@@ -167,6 +177,7 @@ def verdicts(comparison: LoadComparison) -> Iterator[Verdict]:
 
 
 def _pairs(baseline: Pool, pool: Pool) -> Pairs:
+    """Return the times of each query that both answered, matched by id within a seed; the pools have the same seeds."""
     pairs = []
     for old, new in zip(baseline.digests, pool.digests, strict=True):
         places = {query_id: place for place, query_id in enumerate(new.query_ids)}
@@ -177,13 +188,17 @@ def _pairs(baseline: Pool, pool: Pool) -> Pairs:
 
 
 def _num_thrown_away(pool: Pool) -> int | None:
-    """Return the number of tokens that updates invalidated or that were computed again; None for warming."""
+    """Return the number of tokens invalidated by updates or computed again; None for warming, or without records."""
     if pool.settings.arm == "warming" or any(digest.num_preemptions is None for digest in pool.digests):
         return None
     return sum(sum(digest.num_invalidated) + sum(digest.num_recomputed) for digest in pool.digests)
 
 
 def _changes(pairs: Pairs, times: Sequence[str]) -> Iterator[TimeChange]:
+    """Yield the change of each percentile of `times`, with the noise that `NUM_SWAPS` random swaps of runs show.
+
+    The noise is 0 if there are at least seven runs and all of them change in the same direction.
+    """
     import numpy as np
 
     values, fractions = np.asarray(pairs), [*PERCENTILES.values()]

@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_grid(arguments: argparse.Namespace) -> int:
-    """Run the cells without a result, print figures, and write the report. The status is 1 if a cell failed."""
+    """Run the cells without a result, or with --force all, print figures, and write the report. Return 1 if one failed.
+
+    Ctrl-C raises KeyboardInterrupt, whose message has the number of finished cells and their folder.
+    """
     console = Output(stderr=True)
     grid, slos = grid_of(arguments), parse_slos(arguments.slo)
     require_report()  # before hours of work
@@ -67,6 +70,7 @@ def _run_grid(arguments: argparse.Namespace) -> int:
 def _run_cells(
     cells: Sequence[CellSettings], store: CellStore, console: Output, *, num_processes: int, keep_steps: bool
 ) -> dict[CellSettings, str]:
+    """Run the cells, display their events, and return the errors of the failed ones."""
     failed = {}
     events = run_cells(cells, store, num_processes=num_processes, keep_steps=keep_steps)
     try:
@@ -131,6 +135,7 @@ def _cut(digest: Digest) -> str:
 def _write_json(
     path: Path, digests: Sequence[Digest], found: Sequence[Verdict], slos: Slos, failed: Mapping[str, str]
 ) -> None:
+    """Write the objectives, verdicts, figures of each cell, and errors as JSON; create the folder if it is missing."""
     values: dict[str, Any] = {
         "slos": dict(slos),
         "verdicts": [verdict.as_json() for verdict in found],
@@ -147,6 +152,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _timeline(arguments: argparse.Namespace) -> int:
+    """Write the timeline of a stored cell, or of one that runs now, to --output, and print its path on stderr."""
     result = _kept_cell(arguments.source) if arguments.source else _fresh_cell(arguments)
     timeline = make_timeline(result)
     write_atomic(arguments.output, json.dumps(timeline, separators=(",", ":"), ensure_ascii=False))
@@ -169,7 +175,7 @@ def _kept_cell(source: Path) -> CellResult:
 
 
 def _fresh_cell(arguments: argparse.Namespace) -> CellResult:
-    """Run the one cell that the options name, here, with its steps. Raises ConfigurationError if they name several."""
+    """Run the one cell that the options name in this process, with its steps; raise ConfigurationError for several."""
     cells = grid_of(arguments).cells()
     if len(cells) != 1:
         raise ConfigurationError(f"a timeline shows one cell, but these options name {len(cells)}")

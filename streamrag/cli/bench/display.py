@@ -89,6 +89,7 @@ class CellsView:
         self._progress.update(self._all, completed=done, count=f"{self._num_ended}/{self._num_cells} cells")
 
     def _remove(self, settings: CellSettings) -> None:
+        """Count a cell as ended, finished or failed, and remove its bar."""
         self._num_ended += 1
         self._shares.pop(settings, None)
         self._lines.pop(settings)
@@ -96,7 +97,7 @@ class CellsView:
 
 
 def print_comparison(comparison: LoadComparison, console: Output) -> None:
-    """Print a table with a row for each rate of arrivals and variant."""
+    """Print a load's name, a table with rows for each rate of arrivals and variant, and a legend."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("arm")
     for name in PERCENTILES:
@@ -117,7 +118,7 @@ def print_comparison(comparison: LoadComparison, console: Output) -> None:
 
 
 def print_verdicts(verdicts: Sequence[Verdict], console: Output) -> None:
-    """Print each verdict, and sentences on each time and on the costs."""
+    """Print each verdict's headline, its load, and its sentences on times and costs; or `NO_VERDICT` without any."""
     for verdict in verdicts:
         console.print()
         console.print(markup("[bold]Verdict: {}", verdict.headline))
@@ -141,7 +142,7 @@ def _figures(comparison: LoadComparison, pool: Pool, variant: str, with_spread: 
 
 
 def _preempted(pool: Pool) -> tuple[str, str, str]:
-    """Return the cells for preemptions, recompute tax, and gigabytes copied."""
+    """Return the cells for preemptions, recompute tax, and gigabytes copied; "unknown" and dashes without records."""
     if any(digest.num_preemptions is None for digest in pool.digests):
         return "unknown", "–", "–"
     num = Counter[str]()

@@ -64,6 +64,7 @@ Open the file at https://ui.perfetto.dev (it is not uploaded), or in Chrome at c
 
 
 def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    """Add the help and the options of `simulate`: profile, load, comparison, output."""
     parser.description = (
         "Replays a load on vLLM's own scheduler, in virtual time. No model runs: figures are simulated."
     )
@@ -76,6 +77,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the help and the options of `run`: model, load, comparison, output; there is no profile."""
     parser.description = "Replays a load on a real engine, in wall time."
     parser.usage, parser.epilog = "%(prog)s --workload LOAD --model MODEL [options]", RUN + CELLS
     parser.add_argument("--model", required=True, metavar="MODEL", help="folder or name of a model for vLLM")
@@ -86,6 +88,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
+    """Add the help and the options of `report`: a folder of results, and what figures to write."""
     parser.description = "Rebuilds the report of the results in a folder."
     parser.epilog = REPORT
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of --output")
@@ -93,6 +96,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_timeline(parser: argparse.ArgumentParser) -> None:
+    """Add the help and the options of `timeline`: a stored cell, or profile or model, load and settings of one."""
     parser.description = "Writes the timeline of a cell: a track for each request, and one for the engine's steps."
     parser.usage, parser.epilog = "%(prog)s [CELL] [options]", TIMELINE
     add = parser.add_argument
@@ -115,7 +119,7 @@ VERBS = {
 
 
 def grid_of(arguments: argparse.Namespace) -> Grid:
-    """Return the grid that the options define. Raises ConfigurationError if a value is invalid."""
+    """Return the grid that the options define, in wall time with a model. Raises ConfigurationError as `Grid`."""
     is_wall = arguments.model is not None
     seeds = arguments.seeds or ((1, 2, 3) if arguments.qps else (1,))
     profile = arguments.profile if is_wall else arguments.profile or DEFAULT_PROFILE
@@ -139,7 +143,7 @@ def _default_eviction(profile: str | None) -> EvictionMode:
 
 
 def _list_of(convert: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
-    """Return a parser of comma-separated values. Commas within parentheses do not separate: `srpf(0.5, 20000)`."""
+    """Return a parser of comma-separated values such as `fcfs, srpf(0.5, 20000)`, which raises ArgumentTypeError."""
 
     def parse(text: str) -> tuple[T, ...]:
         try:
@@ -158,7 +162,7 @@ def _bytes(text: str) -> int:
 
 
 def _option(text: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE; a value that is not JSON is a text."""
+    """Parse NAME=VALUE to a pair; a value that is not JSON is a text. Raises ArgumentTypeError without name or sign."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, e.g. can_partial_evict=true")
@@ -169,6 +173,7 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def _add_load(parser: argparse.ArgumentParser, *, workload: str | None = None) -> None:
+    """Add the options of a load and the engine's limits; --workload is required if `workload` is None."""
     add = parser.add_argument_group("load (lists have commas between their values)").add_argument
     about = f"{', '.join(PLAIN)} (generated; with suffix -hints: with hints), or a trace file"
     add("--workload", required=workload is None, default=workload, metavar="LOAD", help=about)
@@ -187,6 +192,7 @@ def _add_load(parser: argparse.ArgumentParser, *, workload: str | None = None) -
 
 
 def _add_what(parser: argparse.ArgumentParser, *, arms: tuple[str, ...], seeds: tuple[int, ...] | None) -> None:
+    """Add the options of the cells to compare, with these defaults: arms, policies, evictions, scheduler, seeds."""
     add = parser.add_argument_group("what is compared").add_argument
     add("--arms", type=texts, default=arms, metavar="LIST", help=f"of {', '.join(ARMS)} ({', '.join(arms)})")
     about = "the streaming arm's policies (srpf)"
@@ -203,6 +209,7 @@ def _add_what(parser: argparse.ArgumentParser, *, arms: tuple[str, ...], seeds: 
 
 
 def _add_running(parser: argparse.ArgumentParser) -> None:
+    """Add the options on running cells and keeping their results, and those of the figures."""
     add = parser.add_argument_group("running").add_argument
     add("--output", type=Path, metavar="FOLDER", help="results and report (bench-results/...)")
     add("--processes", type=int, metavar="N", help="concurrent cells (all cores; on a real engine 1)")
@@ -212,6 +219,7 @@ def _add_running(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_figures(parser: argparse.ArgumentParser) -> None:
+    """Add --json, a file for the figures, and --slo, the objectives for the goodput."""
     add = parser.add_argument_group("figures").add_argument
     add("--json", type=Path, metavar="FILE", help="write the verdicts and the figures of each cell here")
     about = f"NAME=SECONDS, objectives for the goodput; names are {', '.join(LIMITS)}"

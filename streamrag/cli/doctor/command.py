@@ -65,6 +65,7 @@ def _context_length(text: str) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    """Check this machine and return the status, or with --server measure the server, print the finding and return 0."""
     if arguments.server is None:
         return _check_machine(arguments)
     finding = asyncio.run(_examine(arguments))
@@ -77,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_machine(arguments: argparse.Namespace) -> int:
-    """Print the results of the machine's check, and return 1 if there are problems."""
+    """Print the results of the machine's check, as lines or JSON, and return 1 if there are problems, else 0."""
     found = machine.examine(arguments.model, port=arguments.port)
     output = Output()
     if arguments.json:
@@ -94,7 +95,7 @@ def _check_machine(arguments: argparse.Namespace) -> int:
 
 
 async def _examine(arguments: argparse.Namespace) -> Finding:
-    """Measure the server within the time limit; raise DeadlineExceededError after it."""
+    """Measure the server, close the client, and return the finding; raise DeadlineExceededError after --timeout."""
     progress = Output(stderr=True)
     with shown_starting(progress) as show:
         backend = OpenAIBackend(
@@ -132,6 +133,7 @@ async def _examine(arguments: argparse.Namespace) -> Finding:
 
 
 def _print(finding: Finding, output: Output) -> None:
+    """Print the server's properties, a table of times in milliseconds, and the verdict."""
     sent = "token ids, exact" if finding.takes_token_ids else "text, which the server tokenizes itself"
     for name, value in {
         "server": finding.server,

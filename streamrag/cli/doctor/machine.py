@@ -81,7 +81,7 @@ class Machine:
 
 
 def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine:
-    """Check this machine in a second or two, starting nothing. Raises ConfigurationError for an unreadable model."""
+    """Return the check's results in a second or two, starting nothing. An unreadable model is a ConfigurationError."""
     gpu, gpu_bytes = _gpu()
     capabilities = {} if gpu else cpu_capabilities()
     flags = [flag for flag in CPU_FLAGS if capabilities.get(flag)]
@@ -116,7 +116,7 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
 
 
 def _part(extra: str, what_for: str) -> InstalledExtra:
-    """Return what is installed of an extra, by the package's metadata; empty in a checkout."""
+    """Return an extra's packages, installed and missing, by streamrag's metadata; without metadata, both are empty."""
     try:
         lines = metadata.requires("streamrag") or []
     except metadata.PackageNotFoundError:  # run from a checkout
@@ -128,7 +128,7 @@ def _part(extra: str, what_for: str) -> InstalledExtra:
 
 
 def _dtype_rule(capabilities: Mapping[str, Any]) -> str:
-    """Describe the dtype that "auto" selects on this machine."""
+    """Describe the dtype that "auto" selects, with a clause for each dtype that this CPU emulates."""
     rule = "the dtype of the weights, but bfloat16 for weights in float32"
     for dtype in emulated_dtypes(capabilities):
         missing = " and ".join(name for name in DTYPE_INSTRUCTIONS[dtype] if name in capabilities)
@@ -137,7 +137,7 @@ def _dtype_rule(capabilities: Mapping[str, Any]) -> str:
 
 
 def _engine_problems(gpu: str | None, capabilities: Mapping[str, Any]) -> Iterator[str]:
-    """Yield problems of vLLM's version, its build for GPU or CPU, and the CPU's instructions."""
+    """Yield problems of vLLM's build and the CPU's instructions; or only that vLLM is missing or not supported."""
     try:
         check_version()
     except ConfigurationError as error:
@@ -153,7 +153,7 @@ def _engine_problems(gpu: str | None, capabilities: Mapping[str, Any]) -> Iterat
 
 
 def _gpu() -> tuple[str | None, int]:
-    """Return the first NVIDIA GPU's name and memory in bytes; (None, 0) without a GPU."""
+    """Return the first NVIDIA GPU's name and memory in bytes; (None, 0) without a GPU, or if nvidia-smi fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None, 0
@@ -167,7 +167,12 @@ def _gpu() -> tuple[str | None, int]:
 
 
 def _model_needs(folder: Path, emulated: Sequence[str]) -> ModelNeeds:
-    """Read a model's needs from its config.json, or raise ConfigurationError, and the sizes of its files."""
+    """Return a model's needs, from its config.json and the sizes of its weight files.
+
+    emulated: dtypes that the CPU emulates; a model in one of them is loaded in float32, unless it is quantized.
+
+    :raises ConfigurationError: config.json is missing or invalid.
+    """
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text())
         is_quantized = "quantization_config" in config
@@ -190,7 +195,7 @@ def _model_needs(folder: Path, emulated: Sequence[str]) -> ModelNeeds:
 
 
 def _memory_problems(found: Machine, *, is_gpu: bool) -> Iterator[str]:
-    """Yield a problem if weights, and on a CPU processes and KV, do not fit into memory."""
+    """Yield a problem if there are no weights, or these, on a CPU with processes and the default KV, do not fit."""
     assert found.model is not None
     weights = found.model.weights_bytes
     if not weights:
@@ -223,7 +228,7 @@ def _port_problems(host: str, port: int) -> Iterator[str]:
 
 
 def lines_of(found: Machine) -> Iterator[tuple[str, str]]:
-    """Yield the results as pairs of name and text."""
+    """Yield the results as pairs of name and text, without problems and advice; a model only if one was checked."""
     yield "versions", ", ".join(f"{name} {version}" for name, version in found.versions.items())
     yield "engine", found.engine
     memory = "" if found.device_bytes == found.memory_bytes else f", {_gib(found.device_bytes)}"

@@ -34,6 +34,8 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """A server's properties, and the measured pairs."""
+
     server: str
     model: str
     max_model_len: int
@@ -63,7 +65,7 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        """Sentence on whether warming helps."""
+        """Sentence on the share of time that warming saves, or on why it may gain nothing."""
         if self.helps:
             return f"warming saves {self.saved:.0%} of the time to the first token: the server reuses prefixes"
         return (
@@ -85,7 +87,7 @@ class ServerExaminer:
 
     @classmethod
     async def of(cls, backend: OpenAIBackend, num_prompt_tokens: int, clock: Clock) -> "ServerExaminer":
-        """Return an examiner of a started backend. Raises ConfigurationError if its model takes no such length."""
+        """Return an examiner, with 4 characters per token without tokenizer; raise ConfigurationError if too long."""
         model = backend.model
         counts_tokens = model.unit == "tokens"
         per_token = 1 if counts_tokens else CHARACTERS_PER_TOKEN
@@ -98,7 +100,7 @@ class ServerExaminer:
         return cls(backend, num_prompt_tokens * per_token, counts_tokens, clock)
 
     async def pairs(self, num_pairs: int, show: Progress) -> tuple[Pair, ...]:
-        """Measure `num_pairs` pairs, after a warm-up pair that is discarded."""
+        """Measure pairs of new contexts, cold or warm first in turn, after a warm-up pair that is discarded."""
         pairs = []
         for number in range(num_pairs + 1):
             show(f"measuring, {number} of {num_pairs}" if number else "measuring once to warm up")
@@ -110,7 +112,12 @@ class ServerExaminer:
         return tuple(pairs[1:])
 
     async def _measure(self, *, is_warm: bool) -> tuple[float, float]:
-        """Return the seconds to a new context's first token, and of sending it ahead before if `is_warm`."""
+        """Return the seconds from a complete prompt to its first token, and those to send its context ahead.
+
+        Each call has a new context. Unless `is_warm`, nothing is sent ahead, and the second number is about 0.
+
+        :raises BackendError: the answer is empty.
+        """
         context = await self._context()
         whole = (*context, *await self._encoded(QUESTION))
         is_warmed = asyncio.Event()
@@ -138,7 +145,7 @@ class ServerExaminer:
         return first_s - begin_s, times[0]
 
     async def _context(self) -> tuple[int, ...]:
-        """Return the ids of new random words; raise BackendError if the tokenizer returns too few."""
+        """Return at most `num_tokens` ids of new random words; raise BackendError if the tokenizer returns too few."""
         words = WORDS.split()
         text = f"{self._random.getrandbits(64):x} " + " ".join(self._random.choices(words, k=self.num_tokens))
         ids = await self._encoded(text)

@@ -15,7 +15,7 @@ def read_tested() -> dict[str, dict[str, Any]]:
 
 
 def describe_tests(version: str) -> str:
-    """Describe in a few words what was tested with a release."""
+    """Describe in a few words what was tested with a release: all, its scheduler, or nothing."""
     found = read_tested().get(version.split("+")[0])
     if found is None:
         return "this release was not tested"

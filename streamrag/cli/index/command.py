@@ -78,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_build(build: argparse.ArgumentParser) -> None:
+    """Add the arguments of `build`: a folder, and either an index or a database to write, with options."""
     build.add_argument("folder", type=Path, metavar="FOLDER", help="with the documents, in folders of any depth")
     out = build.add_mutually_exclusive_group(required=True)
     out.add_argument("--out", type=Path, metavar="INDEX", help="folder for the index")
@@ -93,7 +94,7 @@ def _add_build(build: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Build the index, or fill the table, with a progress bar on stderr."""
+    """Build the index, or fill the table, with a progress bar and a summary on stderr."""
     if arguments.to is not None:
         return _fill_table(arguments)
     with _progress_and_summary() as (show, tell):
@@ -110,6 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_add(arguments: argparse.Namespace) -> int:
+    """Add documents to the index, or replace them, with a progress bar and a summary on stderr."""
     with _progress_and_summary() as (show, tell):
         summary = add_documents(
             arguments.index, arguments.paths, folder=arguments.root, embedder=arguments.embedder, on_progress=show
@@ -119,6 +121,7 @@ def run_add(arguments: argparse.Namespace) -> int:
 
 
 def run_remove(arguments: argparse.Namespace) -> int:
+    """Remove documents from the index, with a progress bar and a summary on stderr."""
     with _progress_and_summary() as (show, tell):
         summary = remove_documents(arguments.index, arguments.names, embedder=arguments.embedder, on_progress=show)
         _tell_index(tell, arguments.index, summary)
@@ -126,7 +129,7 @@ def run_remove(arguments: argparse.Namespace) -> int:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Read and hash every file; a damaged index raises IndexCorruptError, which is status 1."""
+    """Read and hash every file, and print their number and size; a damaged index raises IndexCorruptError, status 1."""
     progress, console = Output(stderr=True), Output()
     sizes: list[int] = []
 
@@ -143,6 +146,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def _fill_table(arguments: argparse.Namespace) -> int:
+    """Fill the PostgreSQL table from the folder, with a progress bar and a summary on stderr, and return 0."""
     from streamrag.sources.postgres.build import build_table  # optional: psycopg
 
     with _progress_and_summary() as (show, tell):
@@ -165,6 +169,7 @@ def _fill_table(arguments: argparse.Namespace) -> int:
 
 
 def _tell_index(tell: Tell, index: Path, summary: IndexSummary) -> None:
+    """Pass two lines on the index's size and its library to `tell`, with the skipped files."""
     library = {"diskann": "DiskANN", "ivf": "faiss IVF"}[summary.kind]
     lines = (
         f"{index}: {summary.num_passages} passages of {summary.num_documents} documents, "
@@ -176,7 +181,7 @@ def _tell_index(tell: Tell, index: Path, summary: IndexSummary) -> None:
 
 @contextmanager
 def _progress_and_summary() -> Iterator[tuple[Callable[[int, int, str], None], Tell]]:
-    """Show progress on stderr. Yields a function that shows a step, and one that sets the lines to print at the end."""
+    """Yield a function that shows progress on stderr, and one that sets lines and skipped files to print at the end."""
     console = Output(stderr=True)
     summary: list[str] = []
     with step_bars(console) as show:
@@ -186,6 +191,7 @@ def _progress_and_summary() -> Iterator[tuple[Callable[[int, int, str], None], T
 
 
 def _reasons(skipped: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield a line for each reason to skip files, with `MAX_PATHS` files at most, and the number of the others."""
     by_reason: dict[str, list[str]] = {}
     for path, reason in skipped:
         by_reason.setdefault(reason, []).append(str(path))

@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(arguments: argparse.Namespace) -> int:
+    """Print statistics as a table or JSON, and draw a plot: with JSON only for --plot, never with --no-plot."""
     trace = read_trace(arguments.file)
     statistics = describe(trace)
     console = Output()
@@ -62,7 +63,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _draw(plot: Path, arguments: argparse.Namespace, trace: Trace, statistics: TraceStatistics) -> None:
-    """Draw the trace; without matplotlib, print a note, unless a plot was asked for."""
+    """Draw the trace, and print the path; without matplotlib, print a note, or raise the error if --plot was given."""
     console = Output(stderr=True)
     try:
         draw_trace(plot, trace, statistics, title=arguments.file.name)
@@ -77,6 +78,7 @@ def _draw(plot: Path, arguments: argparse.Namespace, trace: Trace, statistics: T
 
 
 def _print(console: Output, file: Path, trace: Trace, statistics: TraceStatistics) -> None:
+    """Print the trace's summary, provenance and notes, and a table of its distributions that are not empty."""
     texts = "with texts" if statistics.has_text else "without texts"
     console.print_line(f"{file}: {statistics.num_queries} queries, mode {statistics.mode}, {texts}")
     rate = f"{statistics.qps:.3g} arrivals per second" if statistics.qps else "all queries arrive at once"
@@ -101,6 +103,7 @@ def _print(console: Output, file: Path, trace: Trace, statistics: TraceStatistic
 
 
 def _rows(statistics: TraceStatistics) -> list[tuple[str, Distribution, Callable[[float], str]]]:
+    """Return name, distribution and number format of each row of the table."""
     whole, two = "{:,.0f}".format, "{:,.2f}".format
     return [
         ("tokens per query", statistics.tokens_per_query, whole),

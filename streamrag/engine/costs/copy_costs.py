@@ -47,7 +47,7 @@ class CopyCosts:
 def linear_copies(
     block_bytes: int, bytes_per_s: float, latency_s: float = 0.0, *, is_overlapped: bool = True
 ) -> CopyCosts:
-    """Return the costs of copies over a link of constant speed in each direction."""
+    """Return the costs of copies that take a latency and the time of their bytes; `bytes_per_s` must be over 0."""
     if bytes_per_s <= 0:
         raise ConfigurationError(f"bytes_per_s={bytes_per_s:g}: must be positive")
     points = tuple((num, latency_s + num * block_bytes / bytes_per_s) for num in (1, 2))
@@ -55,6 +55,7 @@ def linear_copies(
 
 
 def _check_points(name: str, points: Sequence[CopyPoint]) -> None:
+    """Raise ConfigurationError unless there are points, their blocks ascend from 1, and their seconds never fall."""
     blocks, seconds = [num for num, _ in points], [copy_s for _, copy_s in points]
     if not blocks or blocks[0] < 1 or any(a >= b for a, b in pairwise(blocks)):
         raise ConfigurationError(f"{name}: must be one or more, of ascending numbers of blocks from 1 on; got {blocks}")
@@ -63,6 +64,7 @@ def _check_points(name: str, points: Sequence[CopyPoint]) -> None:
 
 
 def _interpolate(points: Sequence[CopyPoint], num_blocks: int) -> float:
+    """Return the seconds on the lines that `CopyCosts` describes; 0 without blocks, proportional with one point."""
     if num_blocks <= 0:
         return 0.0
     first_num, first_s = points[0]

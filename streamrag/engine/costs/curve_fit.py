@@ -21,11 +21,11 @@ class FittedCosts:
 
 
 def fit_table(measured: Sequence[tuple[Sequence[StepPart], float]], knots: Sequence[int]) -> FittedCosts:
-    """Fit non-negative costs to steps, by least squares of relative errors.
+    """Return the non-negative costs that fit the steps best, by least squares of relative errors.
 
     measured: the parts of each step, and its seconds.
-    knots: numbers of new tokens at which the base line may bend. Costs that the measurements do not tell apart, such as
-        those of a request where all steps have one, go to the base line.
+    knots: two or more numbers of new tokens at which the base line may bend. Costs that the measurements do not tell
+        apart, such as those of a request where all steps have one, go to the base line.
     """
     require_modules("bench", "scipy")
     import numpy as np
@@ -55,7 +55,7 @@ def fit_table(measured: Sequence[tuple[Sequence[StepPart], float]], knots: Seque
 
 
 def fit_copies(measured: Mapping[int, Sequence[float]]) -> tuple[CopyPoint, ...]:
-    """Fit a monotone line to the median seconds of copies, which are given by their number of blocks."""
+    """Return a point for each number of blocks, ascending: its median seconds, fitted so that they never fall."""
     require_modules("bench", "scipy")
     from scipy.optimize import isotonic_regression
 

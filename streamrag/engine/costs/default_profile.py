@@ -62,7 +62,7 @@ def check_fits(
     is_overlapped: bool | None = None,
     model: str = "the engine",
 ) -> None:
-    """Check that `profile` can describe an engine with these properties. None is not compared.
+    """Check that `profile` can describe an engine with these properties. None is not compared, nor are unknown copies.
 
     block_bytes: bytes of a KV block on one device.
     is_overlapped: whether copies and computation overlap: true on CUDA, false on a CPU.
@@ -129,7 +129,7 @@ def default_profile(
 ) -> AnalyticProfile:
     """Return the profile of an engine that was not measured: its model's FLOPs and bytes at its device's speed.
 
-    device_name: the name of the GPU as CUDA reports it.
+    device_name: the name of the GPU as CUDA reports it. A GPU that is not listed counts as a slow one.
     num_cores: CPU cores of each rank.
     """
     is_cuda = device == "cuda"

@@ -33,9 +33,9 @@ def is_paper_profile(values: Mapping[str, Any]) -> bool:
 
 
 def read_paper_profile(name: str, files: Sequence[Mapping[str, Any]]) -> TableProfile:
-    """Return the profile that a file of recompute latencies describes, with the copies of a file of swap latencies.
+    """Return the profile that a file of recompute latencies describes, with copies if there is one of swap latencies.
 
-    :raises ValueError: the files are not as described above, or are of different engines.
+    :raises ValueError: there is not one recompute file and at most one swap file, or they are of different engines.
     """
     recompute = [values for values in files if RECOMPUTE in values]
     swap = [values for values in files if {SWAP_IN, SWAP_OUT} & values.keys()]
@@ -66,6 +66,7 @@ def read_paper_profile(name: str, files: Sequence[Mapping[str, Any]]) -> TablePr
 
 
 def _metadata(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a file's metadata, empty if there are none; raise ValueError if they are no object."""
     metadata = values.get(METADATA, {})
     if not isinstance(metadata, dict):
         raise ValueError(f'its "{METADATA}" is {metadata!r}, not an object')
@@ -73,7 +74,7 @@ def _metadata(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _latencies(values: Mapping[str, Any], name: str) -> dict[int, list[float]]:
-    """Return the measured seconds by number of tokens, from the table `name`."""
+    """Return all measured seconds by number of tokens, from the table `name` in ms; raise ValueError if it is wrong."""
     measured = values.get(name)
     if not isinstance(measured, dict) or not measured:
         raise ValueError(f'its "{name}" is missing or empty; it must have latencies in ms by numbers of tokens')
@@ -89,7 +90,7 @@ def _latencies(values: Mapping[str, Any], name: str) -> dict[int, list[float]]:
 def _fit_steps(
     latencies: Mapping[int, Sequence[float]], budget: int | None
 ) -> tuple[tuple[tuple[float, float], ...], float]:
-    """Return the points of the base line and the seconds of a pair, which together give every measured latency."""
+    """Return a base line, never falling, and the seconds of a pair, for the medians up to `budget`: two at least."""
     seconds = {num: median(all_s) for num, all_s in sorted(latencies.items()) if budget is None or num <= budget}
     if len(seconds) < 2:
         raise ValueError(f'"{RECOMPUTE}" has {len(seconds)} numbers of tokens up to a step of {budget}; two are needed')
@@ -102,6 +103,7 @@ def _fit_steps(
 
 
 def _kv_bytes_per_token(metadata: Mapping[str, Any]) -> int:
+    """Return the KV bytes per token of the model that is named, by its prefix; raise ValueError if unknown."""
     name = str(metadata.get("model_name")).rpartition("/")[2].lower()
     for prefix, num_bytes in KV_BYTES_PER_TOKEN.items():
         if name.removeprefix("meta-").startswith(prefix):
@@ -110,6 +112,8 @@ def _kv_bytes_per_token(metadata: Mapping[str, Any]) -> int:
 
 
 def _copies(values: Mapping[str, Any], block_size: int, block_bytes: int) -> CopyCosts:
+    """Return the costs of copies fitted to a file's latencies by tokens, in blocks of `block_size` tokens."""
+
     def points(name: str) -> tuple[CopyPoint, ...]:
         return fit_copies({num // block_size: seconds for num, seconds in _latencies(values, name).items()})
 

@@ -83,7 +83,7 @@ class Price:
         return max(self._in_free_s - now_s, 0.0)
 
     def share_of_step(self, parts: Sequence[StepPart], index: int, num_tokens: int) -> float:
-        """Return the share of a step's time that the first `num_tokens` tokens of part `index` add to it."""
+        """Return the share of a step's time, by the profile, that the first `num_tokens` of part `index` add to it."""
         num_new, num_before = parts[index]
         rest = [(num_new - num_tokens, num_before + num_tokens)] if num_tokens < num_new else []
         # Without them the step would still compute the request's next token.
@@ -92,7 +92,7 @@ class Price:
         return max(whole_s - self.profile.step_s(without), 0.0) / whole_s
 
     def observe_sent(self, num_out: int, num_in: int, now_s: float) -> None:
-        """Record that a step queued copies of `num_out` blocks to host memory and `num_in` blocks back."""
+        """Record that a step sent copies of `num_out` blocks out and `num_in` back, which lengthen their queues."""
         if num_out:
             self._out_free_s = max(self._out_free_s, now_s) + self.save_s(num_out)
         if num_in:
@@ -101,7 +101,7 @@ class Price:
     def observe_step(
         self, parts: Sequence[StepPart], duration_s: float, copies_s: float, *, waited_for_copies: bool = False
     ) -> None:
-        """Correct the profile's step times by the duration of a step, unless it computed few tokens.
+        """Keep a step's duration and the mean; unless the step computed few tokens, correct the profile's step times.
 
         copies_s: seconds of its copies, which are subtracted unless copies overlap with the computation.
         waited_for_copies: whether it waited for copies. If they overlap, the step is ignored: the wait is unknown.
@@ -116,7 +116,7 @@ class Price:
             self._compute_scale.observe(duration_s / self.profile.step_s(parts))
 
     def observe_copies(self, num_out: int, out_s: float, num_in: int, in_s: float) -> None:
-        """Record the seconds that copies of `num_out` blocks out and of `num_in` blocks in have taken."""
+        """Correct the expected seconds of copies by those that `num_out` blocks out and `num_in` in took, if over 0."""
         if num_out:
             self._out_scale.observe(out_s / self._copies.out_s(num_out))
         if num_in:

@@ -66,6 +66,7 @@ def save_profile(profile: StepProfile, path: Path) -> None:
 
 
 def _read(path: str) -> dict[str, Any]:
+    """Return a file's JSON object; raise ConfigurationError if the file cannot be read, or has none."""
     try:
         values = parse_json(read_bytes(path))
     except (OSError, ValueError) as error:
@@ -76,6 +77,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _from_dict(values: Mapping[str, Any]) -> StepProfile:
+    """Return a profile of the class that "kind" names, checked; raise ValueError for wrong or unknown values."""
     kinds: Mapping[Any, type[StepProfile]] = {"analytic": AnalyticProfile, "table": TableProfile}
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
@@ -86,7 +88,7 @@ def _from_dict(values: Mapping[str, Any]) -> StepProfile:
 
 
 def _check(profile: StepProfile) -> None:
-    """Raise ValueError for a number that no machine has: a time could be infinite or negative."""
+    """Raise ValueError for a number that no machine has: negative, 0 where it must be over 0, or too large."""
     positive: dict[str, float | None] = {
         name: getattr(profile, name) for name in ("block_size", "tensor_parallel_size", "num_layers")
     }

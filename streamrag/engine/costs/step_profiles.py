@@ -77,7 +77,7 @@ class AnalyticProfile:
 
     @property
     def copies(self) -> CopyCosts | None:
-        """The costs of copies; None if they are unknown."""
+        """The costs of copies by bandwidth and latency, for one rank's share of a block; None without a bandwidth."""
         if self.host_bandwidth_bytes_per_s is None:
             return None
         # Each rank copies its share of a block over its own link, in parallel with the others.
@@ -87,7 +87,7 @@ class AnalyticProfile:
         )
 
     def step_s(self, parts: Sequence[StepPart]) -> float:
-        """Return the seconds of a step with these parts, at least one."""
+        """Return the seconds of a step with these parts, at least one: overhead and the longer of compute and reads."""
         model, num_devices = self.model, self.tensor_parallel_size
         num_new = sum(new for new, _ in parts)
         num_read = sum(context + new for new, context in parts)
@@ -131,13 +131,14 @@ class TableProfile:
             raise ConfigurationError(f"profile {self.name!r}: points must be two or more, ascending; got {tokens}")
 
     def step_s(self, parts: Sequence[StepPart]) -> float:
-        """Return the seconds of a step with these parts, at least one."""
+        """Return the seconds of a step with these parts, at least one: for new tokens, pairs and requests."""
         num_new = sum(new for new, _ in parts)
         own_pair_s = self.pair_s if self.own_pair_s is None else self.own_pair_s
         attention_s = self.pair_s * context_pairs(parts) + own_pair_s * own_pairs(parts)
         return self._base_s(num_new) + attention_s + self.request_s * len(parts)
 
     def _base_s(self, num_new: int) -> float:
+        """Return the seconds of `num_new` tokens without context, on the line through the two nearest points."""
         points = self.points
         right = min(max(bisect_left(points, (num_new,)), 1), len(points) - 1)
         (x0, y0), (x1, y1) = points[right - 1], points[right]

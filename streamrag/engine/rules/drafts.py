@@ -29,6 +29,7 @@ class DraftPrice(TokenRule):
         self._most_length: float | None = None  # computed at the first draft, behind all others
 
     def most_tokens(self, candidate: Candidate) -> float:
+        """Return how many tokens of a draft are worth their cost: 0 if less than one; no limit for other requests."""
         if not candidate.request.is_draft:
             return NO_LIMIT
         if self._most_length is None:
@@ -40,7 +41,7 @@ class DraftPrice(TokenRule):
         return most if most >= 1 else 0
 
     def _price(self, walk: Walk) -> float:
-        """Return by how much each draft may lengthen the step, as a cost in tokens; see `StepCosts.length`."""
+        """Return by how many tokens each draft may lengthen the step: infinity if alone, 0 while costs are unknown."""
         if not walk.grants and not walk.num_ahead:
             return math.inf
         if self._costs is None:
@@ -66,7 +67,7 @@ class ShortDrafts(TokenRule):
 
 
 class DraftMemory(Rule):
-    """Keeps `num_blocks` free beside a draft, which evicts nobody, while others compute."""
+    """Lets a draft wait (`YIELD`) that would leave fewer than `num_blocks` free while others compute."""
 
     asks_partial = False
 

@@ -35,6 +35,7 @@ class GroupedPrefills(Rule):
         self._leaders: dict[Hashable, tuple[RequestView, int]] = {}  # by next block: leader, end of what it computes
 
     def ask(self, candidate: Candidate) -> Wait | None:
+        """Return `SKIP` if a leader computes the next block and `candidate` has KV or shares the block behind that."""
         request = candidate.request
         if request.is_running:
             return None

@@ -36,7 +36,7 @@ LOW_WATER = 0.1
 
 
 class LowWater(Rule):
-    """Keeps `num_blocks` free beside a partial prompt that was evicted and would start again.
+    """Keeps `num_blocks` free beside a partial prompt that was evicted, would start again, and may not evict others.
 
     Other requests are likely to need its blocks before it is complete, and would evict it a second time.
     """
@@ -47,6 +47,7 @@ class LowWater(Rule):
         self._num_blocks = num_blocks
 
     def ask(self, candidate: Candidate) -> Wait | None:
+        """Reserve `num_blocks` beside such a candidate; return `MEMORY` if they are not free even before it starts."""
         if not candidate.is_new or not candidate.request.was_evicted or candidate.may_evict:
             return None
         candidate.num_reserved, candidate.held_by_memory = self._num_blocks, type(self).__name__
@@ -55,7 +56,7 @@ class LowWater(Rule):
 
 
 class DataHighWater(Rule):
-    """Keeps `num_blocks` free for questions, which the data of sessions may not use, nor may they evict others."""
+    """Keeps `num_blocks` free for questions: data of a session wait (`RESERVE`) if they fit only there; none evict."""
 
     asks_complete = False
 
@@ -100,6 +101,7 @@ class KvBudget(Rule):
         self._is_over = False
 
     def ask(self, candidate: Candidate) -> Wait | None:
+        """Set what `candidate` claims; once a claim does not fit beside others, return `YIELD` to all without one."""
         if candidate.request.has_claim:
             return None
         if not self._is_over:
@@ -114,7 +116,7 @@ class KvBudget(Rule):
 
 
 def _num_blocks_until_end(candidate: Candidate) -> int:
-    """Return how many unshared blocks the request may hold when its answer ends."""
+    """Return how many unshared blocks the request may hold when its answer ends: those held, and those it needs."""
     request, memory = candidate.request, candidate.walk.memory
     num_held = memory.num_blocks_freed(request) if request.num_blocks else 0
     num_tokens = request.num_tokens - candidate.num_present + request.num_answer_tokens

@@ -41,6 +41,7 @@ class TokenRule(Rule):
         """Return the most tokens that `candidate` may compute; it waits if that is 0 or less."""
 
     def ask(self, candidate: Candidate) -> Wait | None:
+        """Lower the candidate's `num_allowed` to `most_tokens`; return `Wait.SKIP` if that is 0 or less."""
         most = self.most_tokens(candidate)
         if most < candidate.num_allowed:
             candidate.num_allowed = int(most)

@@ -19,6 +19,7 @@ class SizedSteps(TokenRule):
         self._estimate_costs = estimate_costs
 
     def start(self, walk: Walk) -> None:
+        """Set the length to aim for: no limit while costs are unknown, or where no complete prompt waits."""
         costs = self._costs = self._estimate_costs()
         self.num_waiting = 0.0 if costs is None else count_waiting(walk.order, costs)
         # A step for which no complete prompt waits is as long as the other rules allow.
@@ -27,6 +28,7 @@ class SizedSteps(TokenRule):
         self._length_left = self._limiting_costs.best_length(self.num_waiting) if self._limiting_costs else math.inf
 
     def most_tokens(self, candidate: Candidate) -> float:
+        """Return the tokens that fit the length left, at least 1; or close the step and return 0 if not worth it."""
         costs = self._limiting_costs
         if costs is None:
             return math.inf
@@ -41,6 +43,7 @@ class SizedSteps(TokenRule):
         return num_tokens
 
     def on_grant(self, candidate: Candidate) -> None:
+        """Shorten the length left, close the step at its end, and count awaited prompts that wait or are ready."""
         if self._limiting_costs is None:
             return
         request, num_present, num_tokens = candidate.request, candidate.num_present, candidate.num_allowed
@@ -69,7 +72,7 @@ def _is_awaited(request: RequestView) -> bool:
 
 
 def count_waiting(order: Sequence[RequestView], costs: StepCosts) -> float:
-    """Return how many complete prompts have tokens to compute, plus those that will arrive while these are computed."""
+    """Return how many awaited prompts have tokens to compute (no drafts), plus those that will arrive meanwhile."""
     num, length, pair_cost = 0, 0.0, costs.pair_cost
     for request in order:
         if not request.is_complete or request.has_output or request.is_draft:
@@ -101,6 +104,7 @@ class LateBinding(Rule):
         self._sized_steps = sized_steps
 
     def puts_off_step(self, walk: Walk) -> bool:
+        """Whether prompts are in flight, nothing runs ahead, and grants are partial or drafts, or better put off."""
         if walk.num_ahead or not self._has_prefills_in_flight():
             return False
         if not any(g.request.is_complete and not g.request.is_draft for g in walk.grants):

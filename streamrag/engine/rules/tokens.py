@@ -37,6 +37,7 @@ class LeanPartials(TokenRule):
         self._num_filling = NO_LIMIT if num_tokens is None else -1  # computed at the first partial prompt
 
     def most_tokens(self, candidate: Candidate) -> float:
+        """Return the tokens left of the limit, or of the backlog's share if more; at 0, close the step to partials."""
         walk = candidate.walk
         if self._num_filling < 0:
             self._num_filling = num_filling_tokens(walk, self._num_blocks_short)
@@ -46,6 +47,7 @@ class LeanPartials(TokenRule):
         return most
 
     def on_grant(self, candidate: Candidate) -> None:
+        """Take a partial prompt's tokens off the limit; a complete prompt without output lowers the limit to 0."""
         if not candidate.request.is_complete:
             self._num_left -= candidate.num_allowed
         elif not candidate.request.has_output:
@@ -56,7 +58,7 @@ def num_filling_tokens(walk: Walk, num_blocks_short: int) -> int:
     """Return the size of a step up to which partial prompts may compute in any case: a share of the backlog.
 
     The backlog is what must be computed sooner or later. Speculative prompts may be replaced first, and requests that
-    wait for memory may be complete first, so neither counts.
+    wait for memory may be complete first, so neither counts. Drafts do not count either.
     """
     is_memory_short = walk.memory.num_free_blocks <= num_blocks_short
     num_tokens = 0
@@ -109,6 +111,7 @@ class WholeUnits(Rule):
         self._num_tokens = num_tokens
 
     def ask(self, candidate: Candidate) -> Wait | None:
+        """Round `num_allowed`; if the first unit needs more tokens than are left, close the step and return `SKIP`."""
         num_left = candidate.request.num_tokens - candidate.num_present
         if candidate.num_allowed < num_left:
             whole = max(candidate.num_allowed // self._num_tokens, 1) * self._num_tokens

@@ -12,7 +12,7 @@ NUM_IN_TURN = 4
 
 
 class Turns(Rule):
-    """Skips most partial prompts that would start, once some were measured not to fit; the others rotate by step."""
+    """Skips partial prompts that would start and may not evict, except some in turn, once `MOST_TRIES` did not fit."""
 
     asks_complete = False
     is_waived_if_idle = True

@@ -84,7 +84,7 @@ def check(loaded: Loaded) -> list[Problem]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Whether only this machine reaches an address: "localhost", or a loopback IP; not for any other name."""
     if host == "localhost":
         return True
     try:
@@ -94,10 +94,10 @@ def is_loopback(host: str) -> bool:
 
 
 def permitted_hosts(settings: Settings, *, has_keys: bool) -> frozenset[str] | None:
-    """Return the permitted names in the Host header; None permits any.
+    """Return the permitted names in the Host header: loopback's, the address and `server.hosts`; None permits any.
 
-    Prevents DNS rebinding, by which a foreign page resolves its own name to this address. Such a page has no key, so
-    only a service without keys permits nothing but names of this machine.
+    Prevents DNS rebinding, by which a foreign page resolves its own name to this address. Such a page has no key, so a
+    service with keys permits any name by default, unless its address is loopback.
     """
     server = settings.server
     if "*" in server.hosts or (has_keys and not server.hosts and not is_loopback(server.host)):
@@ -119,7 +119,7 @@ def _source_kinds(source: SourceSettings) -> list[str]:
 
 
 def _source(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield the problems of the source, which is made, and its index checked, but not started."""
+    """Yield the problems of the source: more than one, missing files or packages, a bad index, bad settings."""
     source = settings.source
     kinds = _source_kinds(source)
     if len(kinds) > 1:
@@ -140,7 +140,7 @@ def _source(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
 
 
 def _model(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield the problems of the model and the engine: files, packages, and what the backend's constructor rejects."""
+    """Yield the problems of model, engine and tool parser: missing files or packages, and what making them raises."""
     model, engine = settings.model, settings.engine
     where = loaded.where("model", "name")
     if model.server is None:
@@ -157,7 +157,7 @@ def _model(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
 
 
 def _engines(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield the problems of the engine's log and of replicas."""
+    """Yield the problems of the engine's log and of replicas: no Ray, no embedded vLLM, a shared log, bad options."""
     log_path, replicas = settings.engine.log_path, settings.replicas
     if log_path is not None and not os.access(log_path.parent, os.W_OK):
         yield Problem(loaded.where("engine", "log_path"), f"nothing can be written to {log_path.parent}")
@@ -197,7 +197,7 @@ def _server(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
 
 
 def _observe(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield the problems of the tracing endpoint: no web address, or packages that are missing."""
+    """Yield the problems of the tracing endpoint, if there is one: no http or https address, missing packages."""
     endpoint = settings.observe.otel_endpoint
     if endpoint is None:
         return
@@ -219,7 +219,7 @@ def _packages(where: str, modules: Sequence[tuple[str, str]]) -> Iterator[Proble
 
 
 def _errors(where: str, make: Callable[[], Any]) -> Iterator[Problem]:
-    """Yield the configuration error that `make` raises, if any, as a problem; other errors propagate."""
+    """Yield the configuration error or missing package that `make` raises, if any, as a problem; raise other errors."""
     try:
         make()
     except MissingDependencyError as error:

@@ -116,6 +116,7 @@ def _make_cluster(make_application: Callable[[], Any], replicas: ReplicaSettings
 def name_on_ray(settings: Settings) -> str:
     """Return the prefix of the names of the service's engines and sources on Ray.
 
+    This is `replicas.name`; by default "streamrag", on a cluster with an address followed by host name and port.
     It must be unique on a cluster, because a service takes over the replicas of its name and ends them with itself. It
     must be the same after a restart, so that the service takes over the replicas that it has left behind.
     """
@@ -131,7 +132,7 @@ def make_template(prompt: PromptSettings) -> PromptTemplate:
 
 
 def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> Service:
-    """Return the service, not started."""
+    """Return the service, not started. Engine and source are replicas where the settings have a number of them."""
     replicas, name = settings.replicas, name_on_ray(settings)
     return service_of(
         settings,
@@ -146,7 +147,7 @@ def make_service(settings: Settings, *, observers: Sequence[Observer] = ()) -> S
 def service_of(
     settings: Settings, backend: Backend, source: Source | None, observers: Sequence[Observer] = ()
 ) -> Service:
-    """Return the service, not started. Raises ConfigurationError if its folder for sessions is unusable."""
+    """Return the service, not started; create its folder for sessions. Raises ConfigurationError if it is unusable."""
     answers, server = settings.answers, settings.server
     if server.session_log_dir is not None:
         SessionFolder(server.session_log_dir)  # fails early, before an engine is started
@@ -176,7 +177,10 @@ def make_tool_parser(model: ModelSettings) -> ToolCallParser | None:
 
 
 def make_observers(settings: Settings, keys: Mapping[str, str]) -> tuple[list[Observer], Callable[[], Awaitable[None]]]:
-    """Set up the process's log on stderr. Return the service's observers and a callback that closes them."""
+    """Set up the process's log on stderr. Return the service's observers and a callback that closes them.
+
+    `Tracing` is among them if there is an endpoint. `Metrics` distinguishes clients if there are few keys.
+    """
     observe = settings.observe
     log_to(sys.stderr, form=observe.logs, with_text=observe.content)
     observers: list[Observer] = [

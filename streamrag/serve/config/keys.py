@@ -12,7 +12,11 @@ MIN_KEY_CHARACTERS = 16
 
 
 def read_keys(settings: KeySettings) -> dict[str, str]:
-    """Return client names by key. Raises ConfigurationError, without any key in its message, for invalid keys."""
+    """Return client names by key, from the file and the pairs; empty if neither is set.
+
+    Raises ConfigurationError, without any key in its message, if a key is short, used twice, or not printable ASCII
+    without spaces, if a pair is not name=key, or if the file or the pairs have no keys.
+    """
     pairs: list[tuple[str, str]] = []
     if settings.file is not None:
         pairs += _read_file(settings.file)

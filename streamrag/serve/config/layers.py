@@ -63,7 +63,7 @@ class Loaded:
         return Settings.model_validate(self.sections)
 
     def validate(self, section: str, values: Mapping[str, Any]) -> None:
-        """Add the valid values of a section, with defaults for the invalid ones, whose problems are added."""
+        """Set a section to its valid values; an invalid one gets its default, a problem, and an entry in `wrong`."""
         model = SECTIONS[section]
         try:
             self.sections[section] = model.model_validate(values)
@@ -82,7 +82,7 @@ def load(
     *,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Loaded:
-    """Load settings from a file, the environment and the command line, each of which replaces values of those before.
+    """Load settings from a file, environment and command line, later ones replacing earlier; return them with problems.
 
     environment: variables, such as `os.environ`.
     options: values by name, such as "limits.max_queries"; strings are parsed as in the environment.
@@ -107,7 +107,7 @@ def load(
 
 
 def _problem_of(loaded: Loaded, section: str, model: type[BaseModel], error: Any) -> Problem:
-    """Return pydantic's error as a problem at the value's place, with the value unless it is secret."""
+    """Return pydantic's error as a problem at the value's place, with the value unless secret; suggest known keys."""
     key = str(error["loc"][0])
     place = loaded.where(section, key)
     if error["type"] == "extra_forbidden":
@@ -140,7 +140,7 @@ def _read_environment(environment: Mapping[str, str], loaded: Loaded) -> Iterato
 
 
 def _read_file(file: Path, loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
-    """Yield name, place and value of each setting; add a problem for a file or a section that cannot be used."""
+    """Yield name, place and value of each setting, paths resolved; add a problem for an unusable file or section."""
     try:
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
@@ -169,7 +169,7 @@ def _read_file(file: Path, loaded: Loaded) -> Iterator[tuple[str, str, Any]]:
 
 
 def _resolve_path(file: Path, section: str, key: str, value: Any) -> Any:
-    """Return a value; a path is made relative to the file. A name or path counts as a path if it begins with a dot."""
+    """Return a value; a path, or a name or path beginning with ./ or ../, becomes absolute, from the file's folder."""
     field = SECTIONS[section].model_fields.get(key)
     if not isinstance(value, str) or field is None:
         return value
@@ -188,7 +188,7 @@ _KEY = re.compile(r"\s*(?:([\w-]+)\s*\.\s*)?([\w-]+)\s*=")
 
 
 def _lines_of(text: str) -> dict[tuple[str, str], int]:
-    """Return the line number of each section and key. Looks at single lines, so it may miss some."""
+    """Return the first line of each section, as (section, ""), and of each (section, key). May miss unusual forms."""
     numbers: dict[tuple[str, str], int] = {}
     section = ""
     for number, line in enumerate(text.splitlines(), 1):

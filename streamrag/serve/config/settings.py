@@ -23,6 +23,7 @@ def _split_words(value: Any) -> Any:
 
 
 def _parse_object(value: Any) -> Any:
+    """Return a string's JSON as a value, and any other value as it is. Raises ValueError if the string is no JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:

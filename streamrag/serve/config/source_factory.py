@@ -17,7 +17,10 @@ CRAWL = (
 
 
 def make_source(settings: SourceSettings) -> Source | None:
-    """Return the source, or None if clients bring their context. Raises ConfigurationError for invalid settings."""
+    """Return the source that is set, not started, or None. Raises ConfigurationError for invalid settings.
+
+    An index is searched by vector and keyword if `hybrid`, `rerank` or `sentences` says so, else by vector.
+    """
     if settings.index is not None:
         options: dict[str, Any] = {"k": settings.k, "embedder": settings.embedder}
         if settings.hybrid or settings.rerank is not None or settings.sentences is not None:

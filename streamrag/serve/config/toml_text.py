@@ -13,7 +13,7 @@ HIDDEN = "(hidden)"
 
 
 def commented_defaults() -> str:
-    """Return a file with each setting's description and default; settings without a default are commented out."""
+    """Return a TOML text with each setting's description and default; settings without a default are commented out."""
     lines = [
         "# A configuration for `streamrag serve --config FILE`, with every setting at its default.",
         "# Settings without a default are commented out. A setting that is left out has its default.",
@@ -28,7 +28,7 @@ def commented_defaults() -> str:
 
 
 def effective(settings: Settings) -> str:
-    """Return the effective settings as a file; secrets are hidden."""
+    """Return the effective settings as a TOML text, without those that are None; secrets are `HIDDEN`."""
     lines = []
     for section, values in settings:
         lines += ["", f"[{section}]"]
@@ -37,7 +37,7 @@ def effective(settings: Settings) -> str:
 
 
 def toml_of(value: Any) -> str:
-    """Return a value as TOML; raise TypeError if it has no such form."""
+    """Return a value as TOML on one line, a secret as `HIDDEN`; raise TypeError if it has no such form."""
     match value:
         case SecretStr():
             return toml_of(HIDDEN)

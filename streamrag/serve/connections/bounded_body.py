@@ -30,7 +30,7 @@ class BoundedBody:
             raise self._too_long()
 
     async def receive(self) -> Message:
-        """Return the next message. Raises RequestError if the body is too long or too late."""
+        """Return the next message. Raises RequestError if the body is too long (413) or takes too long (408)."""
         if self.is_read or self._max_s is None:
             message = await self._receive()
         else:

@@ -39,7 +39,10 @@ class Account:
         self._since_s = share.now_s()
 
     def pause_s(self, took_s: float) -> float:
-        """Charge `took_s` of CPU time, and return the seconds to pause."""
+        """Charge `took_s` of CPU time, and return the seconds that the caller has to pause.
+
+        They are 0 within the free part, else `took_s / BUSY_SHARE` times the number of paused accounts, this one too.
+        """
         now_s = self._share.now_s()
         self._used_s = max(self._used_s - FREE_SHARE * (now_s - self._since_s), 0.0) + took_s
         self._since_s = now_s

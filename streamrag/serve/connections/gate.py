@@ -124,7 +124,7 @@ class Gate:
                 del self._num_open[caller.client]
 
     async def _run_socket(self, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
-        """Run a WebSocket until its client leaves or its key is revoked."""
+        """Run a WebSocket until its client leaves, or sends a frame after its key was revoked: then close it (1008)."""
         has_key = True
 
         async def receive_with_key() -> Message:
@@ -172,7 +172,7 @@ class Gate:
             raise RequestError(message, status=421, code="wrong_host")
 
     def _check_origin(self, headers: Headers) -> None:
-        """Raise RequestError (403) for pages of other origins than the listed ones and the service's own."""
+        """Raise RequestError (403) for an origin that is neither listed nor the service's own. Without one, pass."""
         origin = headers.get("origin")
         if origin is None or self._is_listed(origin) or _split(origin).netloc == headers.get("host"):
             return
@@ -213,6 +213,7 @@ def _key(scope: Scope) -> bytes:
 
 
 def _split(url: str) -> SplitResult:
+    """Return the parts of a URL, empty ones if it is malformed."""
     try:
         return urlsplit(url)
     except ValueError:  # invalid IPv6 brackets

@@ -61,6 +61,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
+        """Parse the received bytes, send what that wrote as one piece, and pause reading if parsing took too long."""
         if self.is_closing():
             return
         start_s = time.thread_time()
@@ -111,6 +112,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return self._is_lingering or self._transport.is_closing()
 
     def close(self) -> None:
+        """Send what was written and close, with an abort after `LINGER_S`; during a body, as `close_once_read` does."""
         if self._protocol is self._http and self._http.is_receiving:
             self.close_once_read()
         elif not self.is_closing():
@@ -119,7 +121,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._loop.call_later(LINGER_S, self._transport.abort)
 
     def close_once_read(self) -> None:
-        """Close after the client has read the response, or abort after `LINGER_S`; drop what it still sends."""
+        """Send what was written and the end, drop what the client still sends, and abort after `LINGER_S`."""
         if not self.is_closing():
             self._is_lingering = True
             self._flush()
@@ -139,7 +141,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._transport.pause_reading()
 
     def _resume(self, why: str) -> None:
-        """Remove this reason to pause, and read again if it was the last one."""
+        """Remove this reason to pause, and read again if none is left."""
         self._pauses.discard(why)
         if not self._pauses:
             self._transport.resume_reading()
@@ -159,6 +161,7 @@ class BoundedProtocol(H11Protocol):
         return self.cycle is not None and self.cycle.more_body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the timer of a connection's head; respond to one beyond the limit with 503, or abort it."""
         super().connection_made(transport)
         most = self.limits.max_connections
         if len(self.connections) > most + MAX_REFUSED:
@@ -175,6 +178,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Parse bytes of the current request, or drop pipelined ones. Refuse heads and trailers of too many lines."""
         if self.conn.their_state is h11.IDLE:
             self._start_timer()
         elif not self.is_receiving:
@@ -213,7 +217,7 @@ class BoundedProtocol(H11Protocol):
             self._timer = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Write an error to the connection, unless a response has begun, and close."""
+        """Respond with an error in the application's place, and close; abort if a response has begun."""
         if self.cycle and not self.cycle.response_complete:
             if self.cycle.response_started:
                 self.transport.abort()

@@ -39,7 +39,7 @@ class StrictModel(BaseModel):
 
 
 async def read_body(request: Request, model: type[M]) -> M:
-    """Return the body as `model`. Raises RequestError if it is invalid, or too many bodies of this client wait."""
+    """Return the body as `model`, large ones in turn. Raises RequestError if it is invalid, or too many bodies wait."""
     body = await request.body()
     if len(body) <= SMALL_BYTES:
         return parse(body, model)
@@ -72,7 +72,7 @@ async def parse_in_turn(body: bytes, model: type[M], account: Account) -> M:
 
 
 async def parse_frame(frame: str | bytes, model: type[M], client: Account, socket: Account) -> M:
-    """Return a frame as `model`. Large ones wait for the client's turn; small ones cause a pause of the socket."""
+    """Return a frame as `model`, or raise RequestError. Large ones wait for their turn; small ones pause the socket."""
     if len(frame) > SMALL_BYTES:
         code = frame.encode() if isinstance(frame, str) else frame
         return await parse_in_turn(code, model, client)

@@ -37,7 +37,10 @@ class Frames:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[TaskGroup]:
-        """Accept the socket for the length of the block, and give a task group, which is cancelled at its end."""
+        """Accept the socket for the length of the block, and give a task group, which is cancelled at its end.
+
+        If `end` was called, the socket is closed then with its code and reason.
+        """
         await self._accept()
         async with anyio.create_task_group() as tasks:
             self._scope = tasks.cancel_scope
@@ -81,7 +84,7 @@ class Frames:
         await anyio.sleep(self._account.pause_s(ERROR_S))
 
     def error_frame(self, error: Exception, id: str | None = None) -> dict[str, Any]:
-        """Return an error as a frame."""
+        """Return an error as a frame: its status, its body in OpenAI's form, and the request's id if given."""
         failure = failure_of(error)
         body = failure.body()["error"]
         if headers := failure.headers():
@@ -90,7 +93,7 @@ class Frames:
         return frame if id is None else {**frame, self._id_field: id}
 
     async def send(self, values: dict[str, Any]) -> None:
-        """Send `values` as one JSON frame. If the client has left or does not read, cancel the block of `open`."""
+        """Send `values` as one JSON frame. If the client has left or reads too slowly, cancel the block of `open`."""
         async with self._send_lock:
             try:
                 with anyio.fail_after(self._limits.send_timeout_s):
@@ -112,7 +115,7 @@ class Frames:
         await self._socket.accept(SUBPROTOCOL if SUBPROTOCOL in self._socket.scope["subprotocols"] else None)
 
     def _id_of(self, frame: str | bytes) -> str | None:
-        """Return the id of an invalid frame, if it can be read."""
+        """Return the id of an invalid frame, or None if it is too long, no JSON object, or without a valid id."""
         if len(frame) > self._limits.max_frame_bytes:
             return None
         try:

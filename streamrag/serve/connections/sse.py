@@ -35,12 +35,14 @@ async def respond(
     """Return a response that sends what `produce` writes, once there is a first event.
 
     An error before the first event is raised here, and so becomes a status; a later one is sent as the events that
-    `on_failure` returns. `receive`, by default the request's own, returns when the client has left.
+    `on_failure` returns. `receive`, by default the request's own, returns when the client has left; if that is before
+    the first event, `produce` is cancelled and ClientDisconnect raised.
     """
     send, events = anyio.create_memory_object_stream[ServerSentEvent](MAX_UNSENT)
     has_begun = False
 
     async def work() -> None:
+        """Write the events of `produce`. After an error, write its events if the response has begun, and raise it."""
         async with send:
             try:
                 await produce(send.send)

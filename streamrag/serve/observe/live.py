@@ -68,6 +68,7 @@ class Live(Observer):
     def query_ended(
         self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
     ) -> None:
+        """Keep the query's description and its times to first token; count it, its answer and the answer's tokens."""
         self._ended.appendleft({**self._describe(query), "outcome": outcome})
         self._count("ended", 1)
         if outcome == "answered":
@@ -91,7 +92,10 @@ class Live(Observer):
             raise RequestError("this key may not see the queries of others", status=403, code="not_an_operator")
 
     def snapshot(self, service: Service, client: str) -> dict[str, Any]:
-        """Return everything that `client` may see, for JSON."""
+        """Return the state, counts, open and ended queries, percentiles and KV use, for JSON.
+
+        Queries of other clients are listed without their question, unless `clients` limits who may look.
+        """
         use = kv_use_of(service)
         return {
             "model": service.model_name,
@@ -146,7 +150,7 @@ class Minute:
         self._slots: deque[tuple[int, Counter[str]]] = deque(maxlen=61)
 
     def add(self, name: str, num: int) -> None:
-        """Count `num` events now."""
+        """Add `num` to the count of `name` in the present second."""
         second = int(self._clock())
         if not self._slots or self._slots[-1][0] != second:
             self._slots.append((second, Counter()))
@@ -167,7 +171,7 @@ def percentiles(values_s: Iterable[float]) -> dict[str, float]:
 
 
 def routes(service: Service) -> list[Route]:
-    """Return `GET /v1/live` if the service has a `Live` observer."""
+    """Return `GET /v1/live` of the service's first `Live` observer; no route if it has none."""
     observer = next((each for each in service.observers if isinstance(each, Live)), None)
     if observer is None:
         return []

@@ -61,7 +61,10 @@ class QueryLog(Observer):
     def query_ended(
         self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
     ) -> None:
-        """Log the end of a query, as an error if it is the service's fault; mark the error as logged."""
+        """Log the end of a query in one line, and mark the error as logged.
+
+        The line is an error if the service failed or the engine died, a warning if source or backend failed, else info.
+        """
         fields = {**_query_fields(query), **_error_fields(outcome, error)}
         if answer is not None:
             fields |= _answer_fields(answer)
@@ -82,6 +85,7 @@ class QueryLog(Observer):
 
 
 def _query_fields(query: ServedQuery) -> dict[str, Any]:
+    """Return a query's fields for the log: interface, client, times in seconds, counts, and whether it overlapped."""
     times_s = {"total_s": query.age_s} | {name: getattr(query.progress, name) for name in TIMES_S}
     overlap = query.progress.overlap
     return {
@@ -105,7 +109,7 @@ def _answer_fields(answer: Answer) -> dict[str, Any]:
 
 
 def _error_fields(outcome: QueryOutcome, error: BaseException | None) -> dict[str, Any]:
-    """Return the status that the client got, 499 if it left, and the error's kind and text."""
+    """Return the status that the client got, 499 if it left; after other errors, also the error's type and text."""
     if outcome == "answered":
         return {"status": 200}
     if outcome == "left" or error is None:
@@ -114,7 +118,7 @@ def _error_fields(outcome: QueryOutcome, error: BaseException | None) -> dict[st
 
 
 class _WithQuery(logging.Filter):
-    """A filter that adds the query of a line: that of the current task, or the one that ended with the logged error."""
+    """A filter that adds a line's query, the current task's or that of the logged error, and drops no line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         query = current_query.get()
@@ -133,7 +137,7 @@ class _Formatter(logging.Formatter):
         self._with_text = with_text
 
     def values(self, record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
-        """Yield the names and values of a line, with the question redacted."""
+        """Yield the names and values of a line, but no None; texts are cut, and redacted unless `with_text`."""
         question = "" if self._with_text else getattr(record, QUESTION, "")
         yield "time", f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
         yield "level", record.levelname.lower()
@@ -159,7 +163,7 @@ class JsonFormatter(_Formatter):
 
 
 class TextFormatter(_Formatter):
-    """A formatter for terminals. Tracebacks are indented, so that nothing in them looks like a log line."""
+    """A formatter for terminals, with name=value. Tracebacks are indented: nothing in them looks like a log line."""
 
     def format(self, record: logging.LogRecord) -> str:
         values = dict(self.values(record))
@@ -171,7 +175,10 @@ class TextFormatter(_Formatter):
 
 
 def hide(text: str, question: str) -> str:
-    """Return `text` with the question redacted in any letter case, also URL-encoded or escaped. Takes linear time."""
+    """Return `text` with the question redacted in any letter case, also URL-encoded or escaped. Takes linear time.
+
+    A question of fewer than `MIN_HIDDEN` characters is not redacted.
+    """
     stripped = question.strip()
     if len(stripped) < MIN_HIDDEN or len(stripped) > len(text):  # no form is shorter than the question
         return text

@@ -123,6 +123,7 @@ class Metrics(Observer):
     def query_ended(
         self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
     ) -> None:
+        """Count the query by its outcome, and add its known times, sizes and totals, and the engine's work on it."""
         self.queries.labels(query.interface, outcome, *self._client(query.client)).inc()
         self.total.labels(query.interface).observe(query.age_s)
         for field, histogram in self.times.items():
@@ -142,6 +143,7 @@ class Metrics(Observer):
         self.refusals.labels(interface, why, *self._client(client)).inc()
 
     def _count_work(self, record: RequestRecord) -> None:
+        """Add the engine's tokens, preemptions and restores of one query to the counters."""
         for field, counter in self.work.items():
             counter.inc(getattr(record, field))
         for preemption in record.preemptions:
@@ -158,7 +160,7 @@ class Metrics(Observer):
         return (client if client in self._clients else OTHER,)
 
     async def render(self, service: Service) -> bytes:
-        """Return the current metrics in Prometheus' text format.
+        """Return the metrics in Prometheus' text format: those collected, the service's present state, KV use if known.
 
         Not as OpenMetrics, which Prometheus prefers: prometheus_client 0.26 replaces the colons in the names of vLLM's
         metrics and ours there.
@@ -181,6 +183,7 @@ class Metrics(Observer):
         self.ready.set(service.is_ready)
 
     def _read_kv(self, use: KvUse) -> None:
+        """Set the gauges of KV memory: tokens and requests by state, and the capacities."""
         for state, state_use in use.by_state.items():
             self.kv_tokens.labels(state).set(state_use.num_tokens)
             self.kv_requests.labels(state).set(state_use.num_requests)
@@ -219,7 +222,7 @@ class _Registries(Collector):
 
 
 def routes(service: Service) -> list[Route]:
-    """Return `GET /metrics` if the service has a `Metrics` observer."""
+    """Return `GET /metrics` of the service's first `Metrics` observer; no route if it has none."""
     observer = next((each for each in service.observers if isinstance(each, Metrics)), None)
     if observer is None:
         return []

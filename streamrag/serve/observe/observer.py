@@ -71,7 +71,11 @@ class QueryProgress:
     overlap: OverlapChoice | None = None
 
     def follow(self, event: QueryEvent) -> None:
-        """Update the progress from an event."""
+        """Update phase, times and numbers from an event; other kinds of events change nothing.
+
+        Of chunks and tokens, only the first sets a time. A prompt that is not counted in tokens sets its numbers of
+        tokens to None. With the first token, the whole prompt counts as prefilled.
+        """
         match event:
             case TokensGenerated():
                 if event.token_ids or event.text:
@@ -108,7 +112,7 @@ class QueryProgress:
                 self.num_skipped += 1
 
     def end(self, answer: Answer | None) -> None:
-        """Take over the times and the token counts of an answer, if there is one, which are more precise."""
+        """Replace times and token counts by those of the answer, which are more precise; None changes nothing."""
         if answer is not None:
             self.num_prompt_tokens = answer.usage.num_prompt_tokens
             self.num_output_tokens = answer.usage.num_output_tokens
@@ -122,7 +126,7 @@ class QueryProgress:
         return None if self.ttft_s is None or self.retrieval_s is None else self.ttft_s - self.retrieval_s
 
     def _begin(self, at_s: float) -> None:
-        """Note the time at which retrieval, or the first prompt, began; later calls change nothing."""
+        """Set `queued_s` and the phase "retrieving" when retrieval, or the first prompt, begins; later, do nothing."""
         if self.queued_s is None:
             self.queued_s = at_s
             self.phase = "retrieving"

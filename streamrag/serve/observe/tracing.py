@@ -130,6 +130,7 @@ class Tracing(Observer):
         trace_headers.set(headers)
 
     def query_event(self, query: ServedQuery, event: QueryEvent) -> None:
+        """Start or end the span of retrieval, or add an event to it: a chunk, prompt, skipped document or cut."""
         traced = self._traced[id(query)]
         match event:
             case RetrievalStarted():
@@ -167,6 +168,7 @@ class Tracing(Observer):
         traced.span.end(traced.at_ns(now_s))
 
     def _end_attributes(self, progress: QueryProgress, outcome: QueryOutcome, answer: Answer | None) -> dict[str, Any]:
+        """Return the last attributes of a query's span: outcome, numbers of tokens, times; None for unknown ones."""
         record = None if answer is None else answer.record
         return {
             "streamrag.outcome": outcome,
@@ -185,7 +187,10 @@ class Tracing(Observer):
         }
 
     def _add_generation(self, traced: _Traced, answer: Answer | None, now_s: float) -> None:
-        """Add the spans of prefill and decode, timed by the engine's record if there is one, else by the events."""
+        """Add the spans of prefill and decode, timed by the engine's record if there is one, else by the events.
+
+        Prefill needs a prompt, and decode a token; without a known end, they end at `now_s`.
+        """
         progress, started_s = traced.query.progress, traced.query.started_s
         record = None if answer is None else answer.record
         first_s = None if progress.queued_s is None else started_s + progress.queued_s
@@ -205,7 +210,7 @@ class Tracing(Observer):
             decode.end(traced.at_ns(now_s if answer is None else started_s + answer.timings.total_s))
 
     def _add_preemptions(self, traced: _Traced, parent: Span, record: RequestRecord) -> None:
-        """Add a span for each preemption, up to `MAX_PREEMPTIONS`, that ends when its KV was restored."""
+        """Add a span for each preemption, up to `MAX_PREEMPTIONS`, until the next restore; of no length without one."""
         for preemption in record.preemptions[:MAX_PREEMPTIONS]:
             again_s = next((each.at_s for each in record.restores if each.at_s >= preemption.at_s), preemption.at_s)
             attributes = {"streamrag.fate": preemption.fate, "streamrag.num_tokens": preemption.num_tokens_lost}

@@ -48,7 +48,7 @@ def routes(service: Service) -> list[Route]:
 
 
 def _route(path: Path) -> Route:
-    """Return the route of a file, read once, here; a client with the same etag gets a 304."""
+    """Return the route of a file, `/` for index.html. Reads it once, here; a client with the same etag gets a 304."""
     content = path.read_bytes()
     etag = f'"{hashlib.sha256(content).hexdigest()[:20]}"'
     headers = {**HEADERS, "content-type": TYPES[path.suffix], "etag": etag}

@@ -42,7 +42,10 @@ class QueryRequest(StrictModel):
     answer_ahead: bool | None = None
 
     def query_options(self, service: Service) -> QueryOptions:
-        """Return the options for the pipeline. Raises RequestError or ConfigurationError for invalid options."""
+        """Return the pipeline's options: sampling parameters and history, and of the others those that the client set.
+
+        A `system` follows the service's own. Raises RequestError or ConfigurationError for invalid options.
+        """
         params = sampling(service.params, **self.model_dump(include=SAMPLING))
         history = [parse_turn(each.role, each.content, f"history.{i}") for i, each in enumerate(self.history)]
         options = self.model_dump(include=QUERY_FIELDS, exclude_none=True)
@@ -56,6 +59,8 @@ class AskRequest(QueryRequest):
 
 
 def routes(service: Service) -> list[Route]:
+    """Return `POST /v1/ask`, which streams all events of a query as SSE."""
+
     async def ask(request: Request) -> Response:
         body = await read_body(request, AskRequest)
         options = body.query_options(service)

@@ -98,7 +98,7 @@ class ChatRequest(BaseModel):
         return messages
 
     def params(self, default: SamplingParams) -> SamplingParams:
-        """Return the request's sampling parameters, `default`'s where it has none, as `sampling` does."""
+        """Return the sampling parameters, with `default`'s for missing ones. `max_completion_tokens` has precedence."""
         fields = self.model_dump(include=SAMPLING)
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = self.max_completion_tokens
@@ -107,7 +107,7 @@ class ChatRequest(BaseModel):
         return sampling(default, **fields, extra=self.model_dump(include=EXTRA))
 
     def check(self) -> None:
-        """Check that the service supports the request. Raises RequestError if it does not."""
+        """Raise RequestError for `n` other than 1, formats other than text, forced tools, and unsupported fields."""
         refused = {
             "n": self.n not in (None, 1),
             "response_format": (self.response_format or {}).get("type", "text") != "text",
@@ -117,7 +117,10 @@ class ChatRequest(BaseModel):
 
 
 def routes(service: Service) -> list[Route]:
+    """Return `POST /v1/chat/completions`, which answers whole, or as SSE with [DONE] at the end if `stream` is set."""
+
     async def chat(request: Request) -> Response:
+        """Check the request, answer it, and respond with one completion or a stream of chunks."""
         body = await read_body(request, ChatRequest)
         body.check()
         check_model(service, body.model)
@@ -143,7 +146,7 @@ def routes(service: Service) -> list[Route]:
 
 
 def chat_query(service: Service, body: ChatRequest) -> tuple[str, QueryOptions, AnswerReader]:
-    """Return the question, the query's options, and a reader of the answer. Raises RequestError."""
+    """Return the question, the options (`prediction` is the draft), and a reader of the answer. Raises RequestError."""
     params = body.params(service.params)
     if uses_tools(body):
         question, options, reader = tool_query(service, body, params)
@@ -187,7 +190,7 @@ class ChatEncoder:
         self._reader = reader
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """Return the body of a response without a stream, after `delta` of all events."""
+        """Return the body of a response without a stream, after `delta` of all events; null content if only calls."""
         text, calls = self._reader.text, self._reader.calls
         message = {
             "role": "assistant",
@@ -207,7 +210,7 @@ class ChatEncoder:
         }
 
     def chunks(self, event: object, *, with_usage: bool) -> list[dict[str, Any]]:
-        """Return the chunks that `event` adds to a stream."""
+        """Return an event's chunks: first the role, then text and calls, last citations and wanted usage; or none."""
         match event:
             case RetrievalStarted():  # signals the admission of the query
                 return [self._chunk({"role": "assistant", "content": ""})]

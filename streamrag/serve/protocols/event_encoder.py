@@ -50,9 +50,9 @@ def event_name(event: QueryEvent) -> str:
 
 
 def event_values(event: QueryEvent, context: tuple[Chunk, ...] = ()) -> dict[str, Any]:
-    """Return an event's fields, for JSON. An answer's token ids and engine record are left out.
+    """Return an event's fields, for JSON. Token ids, log probabilities and engine records are left out.
 
-    An answer's token counts are those of its `usage`: null where unknown.
+    An answer's token counts are those of its `usage`: null where unknown. Errors of sources have their public message.
 
     A changed context is a splice of `context`: after its first `at` chunks, `num_removed` are removed and `chunks`
     inserted. These were sent when they arrived, so `uri` and `passage` identify them.

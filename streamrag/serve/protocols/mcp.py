@@ -98,7 +98,10 @@ class _Endpoint:
 
 
 def make_server(service: Service) -> "MCPServer[Any]":
-    """Return an MCP server with the `ask` tool."""
+    """Return an MCP server with the `ask` tool, which reports progress and returns text and structured content.
+
+    The tool raises ToolError with an error's public message; internal errors are logged.
+    """
     from mcp.server import MCPServer
     from mcp.server.mcpserver import Context
     from mcp.server.mcpserver.exceptions import ToolError
@@ -141,7 +144,7 @@ class _Progress:
         self._is_answering = False
 
     def message(self, event: QueryEvent) -> str | None:
-        """Return a message about `event`, or None if it needs none."""
+        """Return the message about a chunk, the end of retrieval or the first token, and count it; None for others."""
         message = None
         match event:
             case ChunkArrived():

@@ -42,6 +42,7 @@ def routes(service: Service) -> list[Route]:
     """Return `POST /v1/retrieve`, which raises RequestError (404) if the service has no source."""
 
     async def retrieve(request: Request) -> Response:
+        """Respond with the events of the service's retrieval, within the query's deadline."""
         body = await read_body(request, RetrieveRequest)
         if service.source is None:
             message = "this service has no source: send your own context to /v1/streams"
@@ -61,7 +62,10 @@ def routes(service: Service) -> list[Route]:
 
 
 async def _write_retrieval(write: Write, opened: OpenQuery, source: Source, query: str) -> None:
-    """Write the events of a retrieval, and report them to the observers. Raises SourceError if the source fails."""
+    """Write and report the events of a retrieval, then write `done` with their number; mark the query as answered.
+
+    Updates report only chunks that are new. Raises SourceError if the source fails.
+    """
     start_s = time.monotonic()
     started = RetrievalStarted(0.0, query)
     opened.note(started)

@@ -57,7 +57,10 @@ _CODEC = LineCodec[Line](Line, "type")
 
 
 def routes(service: Service) -> list[Route]:
+    """Return `POST /v1/streams`, which answers the first line's question from the following lines as its source."""
+
     async def streams(request: Request) -> Response:
+        """Respond with the events of a query whose source is the request's body, which a task reads meanwhile."""
         body = StreamBody(request.receive, service)
         caller = request.scope[CALLER]
 
@@ -145,7 +148,7 @@ class StreamBody:
                 self._put(error, 0)
 
     async def _read_lines(self) -> None:
-        """Queue lines until `finish`, the body's end or a disconnect. Raises RequestError if one is bad."""
+        """Queue lines until `finish`, the body's end or a disconnect. Raises RequestError for a bad or late one."""
         unread = bytearray()
         while not self._is_finished:
             limits = self._limits
@@ -169,7 +172,7 @@ class StreamBody:
                 self._finish()
 
     def _finish(self) -> None:
-        """Treat the end of the body as `finish` if the client wants that; otherwise raise RequestError."""
+        """Queue `finish` for the end of the body if the client wants that; otherwise raise RequestError."""
         if not self._finishes_at_end:
             raise RequestError(
                 'the body ended without a line {"type":"finish"}, as if the client had been stopped; open the stream '
@@ -202,7 +205,7 @@ class StreamBody:
         return message
 
     async def _take_all(self, lines: list[bytearray]) -> None:
-        """Parse lines without blank ones, pause for the time they cost, and wait until the queue has room."""
+        """Parse and queue lines, but no blank ones; pause for the time they cost, and wait until the queue has room."""
         start_s = time.thread_time()
         num_before = self._queue.qsize()
         for line in lines:

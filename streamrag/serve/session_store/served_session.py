@@ -64,7 +64,7 @@ class ServedSession:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the session from becoming idle during the block."""
+        """Keep the session from becoming idle during the block, whose end is its last use."""
         self.num_users += 1
         try:
             yield
@@ -91,7 +91,7 @@ class ServedSession:
         self.was_used = True
 
     def is_idle(self, limits: Limits) -> bool:
-        """Whether the session was unused for its timeout, which depends on its readers and on earlier use."""
+        """Whether the session has no question and is unused for its timeout: longer with readers, shorter if new."""
         if self.num_users:
             return False
         idle_s = limits.session_idle_s if self.was_used else min(limits.session_idle_s, limits.session_unused_s)
@@ -137,7 +137,7 @@ class ServedSession:
                 await self.news.wait()
 
     def begin(self) -> None:
-        """Start reporting the events of the session, which must have been started."""
+        """Begin to report watches, versions and drops of the session, which was just started; mark it as started."""
         self.is_started = True
         self.num_events = 0 if self.log is None else self.log.num_events
         for name, watch in self.session.watches.items():
@@ -148,7 +148,7 @@ class ServedSession:
         )
 
     async def end(self, *, forgets: bool) -> None:
-        """Close the session and its tasks, which ends its readers; with `forgets`, remove its log."""
+        """Close the session once it is started, stop its tasks, wake its readers; with `forgets`, remove its log."""
         async with self.starting:
             await self.session.aclose(forgets=forgets)
         await cancel_and_wait([*(task for _, task in self.watches.values()), *self.reporters])
@@ -157,7 +157,7 @@ class ServedSession:
     def watch(self, name: str, question: str, limits: Limits, **options: Any) -> None:
         """Watch a question, with the options of `Session.watch`, in place of the watch of this name, if any.
 
-        :raises RequestError: the question is too long, or there are too many watches.
+        :raises RequestError: the name or the question is too long, or there are too many watches.
         """
         if len(name) > MAX_ID:
             raise RequestError(f"the name of a watch has at most {MAX_ID} characters")
@@ -179,7 +179,7 @@ class ServedSession:
         self.watches[name] = watch, task
 
     async def _report_answers(self, name: str, watch: Watch) -> None:
-        """Note each answer as "flash_ready", until the watch ends; its error as "flash_failed"."""
+        """Note each answer as "flash_ready", until the watch ends; its error, as "flash_failed", is the last."""
         common = {"name": name, "question": watch.question[:MAX_SHOWN]}
         try:
             async for answer in watch:

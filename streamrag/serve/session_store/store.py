@@ -102,6 +102,8 @@ class SessionStore:
     async def open(self, client: str, **options: Any) -> ServedSession:
         """Open a session for a client, by default with a window of three quarters of the model's length.
 
+        If it cannot be started, it is closed again, and the error raised.
+
         :raises NotAdmittedError: the service stops, or there are too many sessions, or tokens in their windows.
         """
         self._check_not_draining()
@@ -122,7 +124,10 @@ class SessionStore:
         return served
 
     async def find(self, id: str, client: str, *, starts: bool = True) -> ServedSession:
-        """Return the client's session, resumed after a restart if `starts`. Raises RequestError if there is none."""
+        """Return the client's session, used now, and resumed after a restart if `starts`.
+
+        Raises RequestError if there is none; while the service stops, NotAdmittedError instead.
+        """
         served = self._sessions.get(id)
         if served is None or served.client != client:
             self._check_not_draining()  # a restarted service may have it
@@ -172,7 +177,7 @@ class SessionStore:
         served.begin()
 
     def _admit(self, client: str, question: Question) -> Callable[[], None]:
-        """Admit a watched question, and return the callback that releases its place."""
+        """Admit a watched question as ahead of demand, and return a callback for its end. Raises NotAdmittedError."""
         admission, start_s = self._service.admission, time.monotonic()
         max_tokens, num_prompt_tokens = question.params.max_tokens, len(question.text)
         place = admission.enter(client, max_tokens=max_tokens, num_prompt_tokens=num_prompt_tokens, is_ahead=True)
@@ -184,7 +189,7 @@ class SessionStore:
             raise NotAdmittedError("the service is stopping", "draining", 5.0)
 
     async def close(self, served: ServedSession) -> None:
-        """Close a session and remove its log. Raises RequestError if another service has opened it."""
+        """Close a session, started or not, and remove its log. Raises RequestError if another service has it."""
         if served.log is not None and not served.is_started:
             try:
                 async with served.starting:
@@ -195,7 +200,7 @@ class SessionStore:
         await self._close(served, forgets=True)
 
     async def aclose(self) -> None:
-        """Close all sessions and keep their logs."""
+        """Stop the sweeper, close all sessions, keep their logs, and write their times of last use to them."""
         if self._sweeper is not None:
             await cancel_and_wait([self._sweeper])
         sessions = list(self._sessions.values())

@@ -84,7 +84,8 @@ class LogState:
 
 
 def write_contents(connection: sqlite3.Connection, contents: LogContents, before: LogContents | None) -> None:
-    """Replace the contents `before` of a log by `contents`, in one transaction. `before` is None for a new log.
+    """Write what differs between `before`, a log's contents, and `contents`, in one transaction. `before` is None for a
+    new log. A chunk whose number is in both is left as it is.
 
     :raises sqlite3.Error: nothing was changed.
     """
@@ -118,7 +119,7 @@ def write_contents(connection: sqlite3.Connection, contents: LogContents, before
 
 
 def read_contents(connection: sqlite3.Connection) -> LogContents:
-    """Check the database's integrity, then read and validate the header, the chunks and the watches of a log.
+    """Check the database's integrity, and return the validated header, chunks in order, and watches of a log.
 
     :raises ValueError, sqlite3.Error: the log is damaged.
     """
@@ -150,7 +151,7 @@ def read_header_rows(connection: sqlite3.Connection) -> SessionHeader:
 
 
 def encode_watch(watch: WatchOptions) -> str:
-    """Return a watch as JSON; raise ConfigurationError if its parameters cannot be written."""
+    """Return a watch without its name as JSON; raise ConfigurationError if it cannot be written and read back so."""
     try:
         values = asdict(watch)
         text = json.dumps({name: value for name, value in values.items() if name != "name"})
@@ -164,6 +165,7 @@ def encode_watch(watch: WatchOptions) -> str:
 
 
 def _decode_watch(name: str, options: str) -> WatchOptions:
+    """Return the watch of this name from its options as JSON; raise ValueError if they are invalid."""
     values = parse_json(options)
     if not isinstance(values, dict):
         raise ValueError("it is no JSON object")
@@ -176,6 +178,7 @@ def _storable(value: Any) -> Any:
 
 @contextmanager
 def _located(place: str) -> Iterator[None]:
+    """Put `place` in front of the message of a ValueError in the block."""
     try:
         yield
     except ValueError as error:

@@ -71,9 +71,10 @@ class LogFile:
         self._contents: LogContents | None = None
 
     def open(self) -> LogContents | None:
-        """Lock the log and read it. If there is none, create an empty file and return None.
+        """Lock the log, and return its contents. If the file is missing or empty, create it empty and return None. Also
+        removes the unfinished files of killed processes. After an error, the log is closed.
 
-        :raises SessionLogError: it cannot be opened, another process has it, or it is damaged. Nothing was changed.
+        :raises SessionLogError: another session has the log, or the log is damaged or unreadable. It is not changed.
         """
         try:
             with _translated(self.path):
@@ -91,9 +92,10 @@ class LogFile:
         return self._contents
 
     def write(self, contents: LogContents) -> None:
-        """Replace the contents of the log, and wait until they are on disk.
+        """Replace the contents of the log, and wait until they are on disk. If no database is open, create it; else
+        write only the differences, and copy a large WAL into the database.
 
-        :raises OSError, SessionLogError: nothing was written.
+        :raises OSError, SessionLogError: writing failed, or the log was removed or replaced by another program.
         """
         try:
             self._lock.take()
@@ -119,9 +121,10 @@ class LogFile:
             os.utime(self.path, (at_s, at_s))
 
     def remove(self) -> None:
-        """Delete the log, which need not be open, and release the lock.
+        """Delete the log, which need not be open, and release the lock. A file that was replaced, is not regular, or
+        cannot be removed is left without an error.
 
-        :raises SessionLogInUseError: another session uses it; it is not deleted.
+        :raises SessionLogInUseError: another session uses the log, which is not deleted.
         """
         try:
             self._lock.take()
@@ -136,7 +139,7 @@ class LogFile:
             self.close()
 
     def close(self) -> None:
-        """Close the database, and release the lock."""
+        """Compact and close the database, if it is open, and release the lock. Errors of SQLite are ignored."""
         if self._connection is not None and self._is_ours():
             with suppress(sqlite3.Error):
                 _execute(self._connection, COMPACTION)
@@ -144,7 +147,8 @@ class LogFile:
         self._lock.release()
 
     def _create(self, contents: LogContents) -> None:
-        """Create the database under another name, and rename it when it is complete."""
+        """Create the database under another name, rename it when it is complete, and connect to it. Raise
+        SessionLogError if the log's path has a file that is neither empty nor ours."""
         if not _is_free(self.path) and not self._is_ours():
             raise SessionLogError("the file was replaced by somebody else")
         unfinished = self.path.with_name(f".writing-{secrets.token_hex(4)}-{self.path.name}")
@@ -167,6 +171,7 @@ class LogFile:
         self._connection = self._connect()
 
     def _connect(self) -> sqlite3.Connection:
+        """Return a connection, and record the status of the files beside the database."""
         connection = _connect(self.path)
         beside = (_beside(self.path, suffix) for suffix in SIDECARS)
         self._statuses |= {path: path.lstat() for path in beside if path.exists()}
@@ -176,6 +181,7 @@ class LogFile:
         return self.path in self._statuses and is_same(self._statuses[self.path], self.path)
 
     def _disconnect(self) -> None:
+        """Close the connection, if there is one. Delete our files beside a database that was removed or replaced."""
         if self._connection is None:
             return
         if not self._is_ours():  # if the database was removed or replaced, SQLite leaves the files beside it
@@ -187,9 +193,9 @@ class LogFile:
 
 
 def read_header(path: Path) -> SessionHeader:
-    """Read the header of a log, which another process may have open.
+    """Return the header of a log, which another process may have open; leave the file's times as they were.
 
-    :raises SessionLogError: it cannot be read, or is not a log.
+    :raises SessionLogError: the file cannot be read, or is not a log.
     """
     with _translated(path):
         status = path.stat()
@@ -201,9 +207,9 @@ def read_header(path: Path) -> SessionHeader:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open the database of a log, after checking that it is one.
+    """Return a connection with our settings to the database of a log.
 
-    :raises OSError, SessionLogError, sqlite3.Error: it cannot be opened, or is not a log.
+    :raises OSError, SessionLogError, sqlite3.Error: the file cannot be opened, is not a log, or is of a newer version.
     """
     _check_files(path)
     connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
@@ -229,7 +235,8 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _check_files(path: Path) -> None:
-    """Reject links, pipes and huge files, which SQLite would follow, wait for or read without end."""
+    """Raise SessionLogError if the database or a file beside it is not regular, if there is a journal, or above twice
+    `MAX_FILE_BYTES`: SQLite would follow links, wait for pipes, and read without end."""
     num_bytes = path.stat().st_size
     if not stat.S_ISREG(path.stat().st_mode):
         raise SessionLogError(f"{path} cannot be a session's log: it is no regular file")
@@ -245,7 +252,7 @@ def _check_files(path: Path) -> None:
 
 @contextmanager
 def _translated(path: Path) -> Iterator[None]:
-    """Translate errors of opening a log into SessionLogError."""
+    """Translate OSError, sqlite3.Error and ValueError in the block into a SessionLogError that says what is wrong."""
     try:
         yield
     except SessionLogError:
@@ -264,6 +271,7 @@ def _translated(path: Path) -> Iterator[None]:
 
 
 def _old_format(path: Path) -> str:
+    """Return the part of a message for a log that an older streamrag wrote as text; empty for another file."""
     with suppress(OSError), open_regular(path) as file:
         if file.read(64).replace(b" ", b"").startswith(OLD_FORMAT):
             return " that can be read: an older streamrag wrote it as text. Move it away to start a new log"
@@ -276,7 +284,7 @@ def _execute(connection: sqlite3.Connection, pragmas: tuple[str, ...]) -> None:
 
 
 def _is_free(path: Path) -> bool:
-    """Whether there is no file at `path`, or an empty one."""
+    """Whether there is no file at `path`, or an empty regular one."""
     with suppress(FileNotFoundError):
         status = path.stat()
         return stat.S_ISREG(status.st_mode) and not status.st_size

@@ -17,9 +17,9 @@ class FileLock:
         self._file: int | None = None
 
     def take(self) -> None:
-        """Take the lock, unless this object has it already.
+        """Take the lock without waiting, unless this object has it. A lock whose file was removed is taken anew.
 
-        :raises SessionLogInUseError: another session has it, in this process or in another.
+        :raises SessionLogInUseError: another session has the lock, in this process or in another.
         """
         if self._file is not None and not is_same(os.fstat(self._file), self._path):
             os.close(self._file)  # the file was removed, so the lock is void
@@ -39,7 +39,7 @@ class FileLock:
                     os.close(file)
 
     def release(self) -> None:
-        """Release the lock, and remove its file."""
+        """Release the lock, if this object has it, and remove its file, unless that is another one by now."""
         if self._file is not None:
             with suppress(OSError):
                 if is_same(os.fstat(self._file), self._path):

@@ -92,7 +92,8 @@ class SessionLog:
         return self._file.path
 
     async def open(self) -> LogContents | None:
-        """Lock the file and read it; return None if it is new. Raises as `LogFile.open` does."""
+        """Lock the file, and return its contents, None if it is new. Sets `num_events` and `watches` from it, and warns
+        if it has more than `max_watches`. Raises as `LogFile.open` does."""
         try:
             contents = await _in_thread(self._file.open)
         except asyncio.CancelledError:
@@ -107,7 +108,8 @@ class SessionLog:
         return contents
 
     def start(self, system: str, window_tokens: int, slide_share: float, contents: LogContents | None) -> None:
-        """Start writing the log; raises as `check_system` does. Call `wait_for_attempt` before `next_event`."""
+        """Start the task that writes the log, with the header of `contents`, or with a new one if that is None. Raises
+        as `check_system` does. Call `wait_for_attempt` before `next_event`."""
         self.check_system(system)
         header = SessionHeader(system, window_tokens, slide_share, self._owner) if contents is None else contents.header
         self._header = replace(header, window_tokens=window_tokens, slide_share=slide_share)
@@ -120,9 +122,9 @@ class SessionLog:
         await self._attempts.wait()
 
     async def aclose(self, *, removes: bool = False) -> None:
-        """Write the remaining changes and release the file; with `removes`, delete it.
+        """Write the remaining changes, with one attempt, and release the file; with `removes`, delete it.
 
-        If the disk does not respond in time, a background task does this later.
+        If the disk does not respond within `LET_GO_S`, logs a warning and returns; a background task does this later.
 
         :raises SessionLogInUseError: with `removes`, the log was never opened, and another session has it.
         """
@@ -179,7 +181,7 @@ class SessionLog:
             self._change(num_slid=num_slid)
 
     def add_watch(self, watch: WatchOptions) -> None:
-        """Add a named watch.
+        """Add a named watch, or replace that of the same name.
 
         :raises SessionLogError: it is too long for a log.
         :raises ConfigurationError: its parameters cannot be written.
@@ -196,7 +198,7 @@ class SessionLog:
         self._change()
 
     def next_event(self) -> int:
-        """Return the number of a new event, reserving more numbers if needed."""
+        """Return the number of a new event, reserving more numbers in the log if fewer than half are left."""
         self.num_events += 1
         self._has_events = True
         if self.num_events + EVENTS_AHEAD // 2 > self._header.num_events:
@@ -204,7 +206,7 @@ class SessionLog:
         return self.num_events
 
     async def flush(self) -> int:
-        """Wait until all appended data are synced to disk, and return the version on disk.
+        """Wait until all data appended so far are synced to disk, and return the version on disk.
 
         :raises SessionLogError: the write failed and will be tried again, or the log was closed.
         """
@@ -224,12 +226,15 @@ class SessionLog:
         await _in_thread(partial(self._file.touch, at_s))
 
     def _change(self, **header: int | str) -> None:
+        """Set fields of the header, if any, and wake the task that writes."""
         if header:
             self._header = replace(self._header, **header)  # type: ignore[arg-type]
         self._is_dirty = True
         self._has_work.set()
 
     async def _write_all(self) -> None:
+        """Write whenever there are changes, and again `RETRY_S` after a failure, or sooner if a caller waits for the
+        disk. When closing, end once all is written, or after a failure."""
         while True:
             await self._has_work.wait()
             self._has_work.clear()
@@ -245,7 +250,7 @@ class SessionLog:
                 self._has_work.set()
 
     async def _write(self) -> bool:
-        """Write the changes, if there are any; return whether that succeeded."""
+        """Write any changes, set `state`, and return whether that succeeded. Changes that failed stay pending."""
         if not self._is_dirty:
             return True
         contents = LogContents(self._header, dict(self._held), dict(self.watches))
@@ -260,6 +265,7 @@ class SessionLog:
         return True
 
     def _count_failure(self, reason: str) -> None:
+        """Count a failed attempt in `state`; log a warning and call `on_failure` if the one before did not fail."""
         is_news = self.state.error is None
         self.state = replace(self.state, num_failures=self.state.num_failures + 1, error=reason)
         if is_news:
@@ -275,7 +281,7 @@ async def _end_late(end: Callable[[], None], writing: "asyncio.Task[None]") -> N
 
 
 async def _in_thread(function: Callable[[], T]) -> T:
-    """Run `function` in a thread. A cancelled caller waits for its end, because a thread cannot be stopped."""
+    """Return `function`'s result from a thread. A cancelled caller waits for its end, as a thread cannot be stopped."""
     try:
         limiter = _limiter.get()
     except LookupError:

@@ -57,7 +57,10 @@ class Crawl:
         self._near_duplicates = NearDuplicates()
 
     def begin(self, urls: Iterable[str], *, may_be_unsafe: bool = False) -> Iterator[Skipped]:
-        """Launch start URLs and sitemaps; yield URLs without a place. Unsafe ones raise unless they `may_be_unsafe`."""
+        """Launch visits to start URLs, and to sitemaps if the options ask; yield a Skipped for a URL without a place.
+
+        may_be_unsafe: whether `absorb` will skip a start URL that is not allowed, instead of raising for it.
+        """
         self._may_be_unsafe = may_be_unsafe
         for url in urls:
             if refusal := self._frontier.refusal(url):
@@ -70,7 +73,7 @@ class Crawl:
                 self._launch(Target(origin, 0, is_sitemaps=True))
 
     async def next_finished(self) -> _Visit | None:
-        """Wait for the next visit to finish; return None if none is left, or at the deadline."""
+        """Wait for a visit to finish, and return it; None if none is left, or none has finished by the deadline."""
         if not self._visits:
             return None
         try:
@@ -80,7 +83,7 @@ class Crawl:
             return None
 
     def absorb(self, visit: _Visit) -> Iterator[SourceEvent]:
-        """Yield the events of a finished visit, to a page or to a host's sitemaps, and launch visits to its links.
+        """Yield a visited page's event, or a Skipped for each problem of a host's sitemaps; launch visits to the links.
 
         :raises UnsafeUrlError: a start URL is not allowed, and unsafe ones are not to be skipped.
         :raises WorkerError: a worker died.
@@ -92,7 +95,10 @@ class Crawl:
             yield self._absorb_page(visit, target)
 
     def _absorb_sitemaps(self, visit: _Visit, target: Target) -> Iterator[Skipped]:
-        """Launch the pages that a host's sitemaps list, then waiting links. Yield why sitemaps could not be read."""
+        """Launch the pages that a host's sitemaps list, then the waiting links that have a place now.
+
+        Yield a Skipped for each problem, or one for an error, except a WorkerError, which is raised.
+        """
         self._frontier.num_sitemaps -= 1
         problems: dict[str, str] = {}
         try:
@@ -110,7 +116,10 @@ class Crawl:
             yield Skipped(url, problem)
 
     def _absorb_page(self, visit: _Visit, target: Target) -> SourceEvent:
-        """Launch the page's links, and return its event: a Skipped for each error that does not end the crawl."""
+        """Return the page's event, and launch its links. An error gives a Skipped, or is raised as `absorb` says.
+
+        A disallowed page frees its place for a waiting link.
+        """
         if visit.cancelled():
             return Skipped(target.url, f"its host is abandoned: {MAX_COSTLY_PAGES} of its pages exceeded their limits")
         try:
@@ -136,7 +145,10 @@ class Crawl:
         return self._to_event(page)
 
     def _to_event(self, page: dict[str, Any]) -> SourceEvent:
-        """Return an Append of the passages that no earlier page had, or a Skipped. Later pages lack them in turn."""
+        """Return an Append of what no earlier page had, with a Hint of the pages to come; a Skipped if nothing is left.
+
+        Remember the page's text for the pages that follow.
+        """
         if not page["passages"]:
             return Skipped(page["url"], "nothing on it matches the query" if page["num_passages"] else "it has no text")
         passages = (TextPassage(tuple(headings), tuple(blocks)) for headings, blocks in page["passages"])
@@ -148,9 +160,10 @@ class Crawl:
         return Append(Chunk(text, page["url"], page["title"]), Hint(num_chunks=num_to_come))
 
     def end(self) -> Iterator[Skipped]:
-        """Yield the pages that are unfinished at the deadline.
+        """Yield a Skipped for each visit that is unfinished at the deadline.
 
         :raises UnreachableError: no start URL could be reached.
+        :raises UnsafeUrlError: no start URL is at an allowed address.
         """
         for target in self._visits.values():
             yield Skipped(target.url, f"not finished within crawl_timeout_s={self._options.crawl_timeout_s:g}")
@@ -163,7 +176,10 @@ class Crawl:
             raise kind(f"none of the {len(errors)} start URLs can be reached; {errors[0]}") from errors[0]
 
     def cut_short(self) -> CutShort | None:
-        """Return why information may be missing, in our own words, since a model may read it; None if none is."""
+        """Return a CutShort with all reasons why pages may be missing, in our own words; None if there is no reason.
+
+        Unread sitemaps count only if there is a place left, and further pages of their host are wanted.
+        """
         # Without a free place, more URLs would not have brought more pages.
         is_wanted = self._frontier.is_wanted if self._frontier.num_places else lambda url: False
         num_unread = sum(number for url, number in self._unread_sitemaps.items() if is_wanted(url))
@@ -182,7 +198,7 @@ class Crawl:
         return CutShort("; ".join(reasons)) if reasons else None
 
     async def aclose(self) -> None:
-        """Cancel all visits, and close all connections."""
+        """Cancel all visits, wait until they have ended, and close all connections, even if the caller is cancelled."""
         for visit in self._visits:
             visit.cancel()
         await run_shielded(self._close(), "crawl close")
@@ -192,7 +208,7 @@ class Crawl:
         await self._reader.aclose()
 
     def _follow(self, targets: Iterator[Target]) -> None:
-        """Launch visits until the deadline, and record whether one came too late."""
+        """Launch a visit to each of `targets`; from the deadline on launch none, but record that one came too late."""
         for target in targets:
             if asyncio.get_running_loop().time() >= self._deadline:
                 self._is_late = True
@@ -200,13 +216,14 @@ class Crawl:
             self._launch(target)
 
     def _launch(self, target: Target) -> None:
+        """Give the target its place, and start its visit as a task, which enters the queue of finished ones."""
         self._frontier.launch(target)
         visit = asyncio.create_task(self._visit(target), name=f"crawl {target.url}")
         self._visits[visit] = target
         visit.add_done_callback(self._finished.put_nowait)
 
     async def _visit(self, target: Target) -> Any:
-        """Return what the worker read of a page, or the host's sitemaps, which get a third of the time.
+        """Return the worker's answer for a page, or the host's `HostSitemaps`, read within a third of the crawl's time.
 
         Errors are raised; costly ones also count against the host.
         """
@@ -223,7 +240,7 @@ class Crawl:
             raise
 
     def _count_costly(self, host: str) -> None:
-        """Count a costly page of `host`, and abandon the host's other pages after the second one."""
+        """Count a costly page of `host`; at the second one, cancel all other visits to the host."""
         self._frontier.num_costly[host] += 1
         if self._frontier.num_costly[host] == MAX_COSTLY_PAGES:
             for visit, target in self._visits.items():

@@ -59,7 +59,10 @@ class Frontier:
         return ""
 
     def launch(self, target: Target) -> None:
-        """Give a place to a page, or count a host whose sitemaps are being read."""
+        """Mark a page as visited, and count it against the places; or count a host whose sitemaps are being read.
+
+        The host of a start page becomes a host of the crawl.
+        """
         if target.is_sitemaps:
             self.num_sitemaps += 1
             return
@@ -69,7 +72,10 @@ class Frontier:
             self._start_hosts.add(target.host)
 
     def choose(self, links: Iterable[str], depth: int) -> Iterator[Target]:
-        """Yield the links that have a place, to be launched one by one, and let the others wait for a place."""
+        """Yield the new and wanted links that have a place, to be launched one by one; queue those without a place.
+
+        Yield nothing beyond `max_depth`, and stop once `MAX_WAITING` links wait.
+        """
         for url in links:
             if depth > self._options.max_depth or len(self._waiting) == MAX_WAITING:
                 return
@@ -82,7 +88,7 @@ class Frontier:
                     self._waiting.append(Target(url, depth))
 
     def choose_first(self, links: Iterable[str], depth: int) -> Iterator[Target]:
-        """Like `choose`, but let these links wait before those that are already waiting."""
+        """Like `choose`, but queue links without a place in front of those that are already waiting."""
         waiting, self._waiting = self._waiting, deque()
         try:
             yield from self.choose(links, depth)
@@ -90,7 +96,7 @@ class Frontier:
             self._waiting.extend(waiting)
 
     def choose_waiting(self) -> Iterator[Target]:
-        """Yield the waiting links that have a place now, to be launched one by one."""
+        """Yield the waiting links that have a place now, to be launched one by one; drop those no longer wanted."""
         while self._waiting and self._has_place():
             waiting = self._waiting.popleft()
             if self.is_wanted(waiting.url):
@@ -117,7 +123,7 @@ class Frontier:
         self._visited.add(url)
 
     def is_wanted(self, url: str) -> bool:
-        """Whether further pages of the host of `url` may be visited."""
+        """Whether further pages of this URL's host may be visited: it is in the crawl, not abandoned, and not full."""
         host = urlsplit(url).netloc
         is_inside = host in self._start_hosts or not self._options.same_host
         return is_inside and self.num_costly[host] < MAX_COSTLY_PAGES and not self._has_enough(url)

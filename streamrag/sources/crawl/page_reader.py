@@ -87,7 +87,9 @@ class PageReader:
         await self._fetcher.aclose()
 
     async def read(self, url: str, check_redirect: Callable[[str], None]) -> dict[str, Any]:
-        """Read the page at `url` with HTTP or the browser, obey robots.txt, and return the worker's answer.
+        """Fetch `url` with HTTP, or the browser at `cdp_url`, and return a worker's answer with passages and links.
+
+        Unless ignored, robots.txt must allow `url` and all targets of redirects; `check_redirect` may also reject one.
 
         :raises UnreachableError: the page cannot be reached.
         :raises UnsafeUrlError: the page is at an address that is not allowed.
@@ -106,7 +108,7 @@ class PageReader:
         return await self._clean(page.url, page.kind, page.charset, page.body)
 
     async def named_sitemaps(self, origin: str) -> Sequence[str]:
-        """Return the sitemaps that robots.txt lists, none if it is ignored. Sets the host's crawl delay."""
+        """Return the URLs of sitemaps that robots.txt lists, none if it is ignored. Sets the host's crawl delay."""
         if not self._robots:
             return ()
         rules = await self._robots.rules(origin + "/", self._fetcher)
@@ -114,7 +116,10 @@ class PageReader:
         return rules.sitemaps
 
     async def read_sitemap(self, url: str) -> SitemapAnswer:
-        """Return a worker's answer for the sitemap at `url`, never on another host. Raises as `read` does."""
+        """Return a worker's answer for a sitemap, and `max_body_bytes` if it is truncated there. Raises as `read` does.
+
+        A redirect to another host is an UnusablePageError.
+        """
 
         def check(redirected_to: str) -> None:
             if urlsplit(redirected_to).netloc != urlsplit(url).netloc:
@@ -132,14 +137,17 @@ class PageReader:
             self._turns.set_delay(url, rules.delay_s)
 
     async def _check_robots_of_target(self, url: str) -> None:
-        """Raise UnusablePageError if a redirect's target is disallowed. It still counts: its host has had a request."""
+        """Raise UnusablePageError if a redirect's target is disallowed: a page that was requested keeps its place."""
         try:
             await self._check_robots(url)
         except DisallowedError as error:
             raise UnusablePageError(str(error)) from None
 
     async def _browse(self, start: str, check_redirect: Callable[[str], None]) -> dict[str, Any]:
-        """Read the page with the browser, whose redirects are checked afterwards. Raises as `read` does."""
+        """Have a worker's browser read the page at its host's turn, check where it led, and return the worker's answer.
+
+        Raises as `read` does; a redirect to an address that is not allowed is an UnusablePageError.
+        """
         await self._fetcher.check_address(start)
         await self._check_robots(start)
         answer = await self._turns.ask(start, partial(self._clean, start, "browser", "", b""))
@@ -156,7 +164,10 @@ class PageReader:
         return {**answer, "url": url}
 
     async def _clean(self, url: str, kind: Kind, charset: str, body: bytes, *, is_cut: bool = False) -> dict[str, Any]:
-        """Have a worker clean the page and return its answer. The worker's errors become those that `read` raises."""
+        """Have a worker clean the page, and return its answer.
+
+        Exceeded time, memory or CPU is a CostlyPageError, another failed job an UnusablePageError or UnreachableError.
+        """
         options = self.options
         job = {"url": url, "kind": kind, "charset": charset, "is_cut": is_cut}
         job |= {"query": self.query, "max_chars": options.max_page_chars}

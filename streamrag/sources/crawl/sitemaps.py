@@ -33,7 +33,10 @@ class HostSitemaps:
         self.num_unread = 0  # number of sitemaps not fully read because of time or limits other than the user's
 
     async def read(self, until: float, late: str) -> None:
-        """Read the sitemaps until a time of the event loop, called `late` in reasons. Raises for a dead worker."""
+        """Fill `pages`, `problems` and `num_unread` from up to `MAX_SITEMAPS` sitemaps, until a time of the event loop.
+
+        late: the problem of sitemaps that are not read in time. Only errors of robots.txt and of workers are raised.
+        """
         reads: dict[asyncio.Task[SitemapAnswer], str] = {}
         try:
             async with asyncio.timeout_at(until):
@@ -71,7 +74,7 @@ class HostSitemaps:
         return f"{MAX_SITEMAPS} sitemaps of a host are" if self._num_begun >= MAX_SITEMAPS else ""
 
     def _absorb(self, task: "asyncio.Task[SitemapAnswer]", url: str) -> None:
-        """Add the pages and further sitemaps of a finished read, or its problem. Only listed sitemaps must exist."""
+        """Add a finished read's pages and sitemaps, or its problem; a 404 is one only if robots.txt names sitemaps."""
         try:
             answer, max_body_bytes = task.result()
         except COSTLY_ERRORS as error:

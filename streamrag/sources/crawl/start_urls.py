@@ -32,9 +32,9 @@ class StartUrlList:
         self._threads = Threads(MAX_CALLS, "start URLs")
 
     async def find(self, query: str, timeout_s: float) -> tuple[list[str], list[Skipped]]:
-        """Return the start URLs for `query`, and an event for each unusable URL of the function.
+        """Return the URLs of the list, or those of the function for `query` with a Skipped for each unusable one.
 
-        :raises SourceError: the function failed, or returned no usable URL.
+        :raises SourceError: the function failed, took longer than `timeout_s`, or returned only unusable URLs.
         """
         if not callable(self._urls):
             return self._urls, []
@@ -56,7 +56,10 @@ def _check(urls: object) -> Iterable[object]:
 
 
 def _usable(urls: list[object]) -> tuple[list[str], list[Skipped]]:
-    """Return the usable URLs, and an event for each other; raise SourceError, or UnsafeUrlError, if there is none."""
+    """Return the distinct usable URLs, normalized, and a Skipped for each other.
+
+    If all are unusable, raise UnsafeUrlError if that is the reason for each, else SourceError. No URLs are no error.
+    """
     usable: dict[str, None] = {}
     unusable: list[Skipped] = []
     errors: list[StreamRagError] = []

@@ -125,7 +125,7 @@ class WebSource:
         self._shared = self._new_state()
 
     def _new_state(self) -> SharedState:
-        """Return state for one event loop, made anew at each start."""
+        """Return new state for one start: threads for lookups, limits of hosts, robots.txt rules, any page cache."""
         options = self._options
         cache = None
         if options.cache_folder:
@@ -137,7 +137,7 @@ class WebSource:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Start the worker processes.
+        """Start the worker processes, and wait until they are ready. On failure, close everything again.
 
         :raises MissingDependencyError: crawl4ai is not installed.
         :raises ConfigurationError: `cache_folder` cannot be written to.
@@ -191,9 +191,9 @@ class WebSource:
         await run_shielded(resources.aclose(), "web source close")
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Crawl for `query`, and yield the pages as they arrive. `Hint.num_chunks` counts the pages to come.
+        """Crawl for `query`; yield an Append or a Skipped for each page as it arrives, and any CutShort at the end.
 
-        Close the generator (`contextlib.aclosing`) to stop the crawl early.
+        `Hint.num_chunks` counts the pages to come. Close the generator (`contextlib.aclosing`) to stop the crawl early.
 
         :raises ConfigurationError: the source is not started.
         :raises UnreachableError: no start URL can be reached.

@@ -35,7 +35,7 @@ class DiskStore:
         self._num_new_bytes = max_bytes  # so that the first entry sweeps what earlier programs left
 
     def open(self) -> None:
-        """Create the folder, private to this user, if necessary; raise ConfigurationError if it is unusable."""
+        """Create the folder, private to this user, if it is missing; raise ConfigurationError if it is not writable."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with atomic_replace(self._path(""), is_private=True):
@@ -47,7 +47,10 @@ class DiskStore:
             ) from error
 
     def get(self, key: str) -> bytes | None:
-        """Return the content under `key`, marking it as used; None if it is missing. A damaged entry is removed."""
+        """Return the content under `key`, marking it as used; None if it is missing or unreadable.
+
+        A damaged entry is removed, and counts as missing.
+        """
         path = self._path(key)
         try:
             with open_regular(path, follow_links=False) as file:
@@ -86,7 +89,7 @@ class DiskStore:
         return self._folder / hashlib.sha256(key.encode(errors="replace")).hexdigest()
 
     def _sweep(self) -> None:
-        """Evict the least recently used entries until the rest fits. Other files in the folder are left alone."""
+        """Evict the least recently used entries down to `SWEPT_SHARE` if the store is too large; keep other files."""
         entries = sorted(self._entries())
         num_bytes = sum(size for _, size, _ in entries)
         target_bytes = self._max_bytes * (SWEPT_SHARE if num_bytes > self._max_bytes else 1)

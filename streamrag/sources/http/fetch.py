@@ -108,7 +108,7 @@ class Fetcher:
         await self._connections.aclose()
 
     async def fetch(self, url: str, check_redirect: CheckRedirect, rules: ContentRules = PAGES) -> Page:
-        """Fetch the page at `url`, following redirects for which `check_redirect` does not raise.
+        """Return the page at `url`, fetched or cached, following redirects for which `check_redirect` does not raise.
 
         :raises UnreachableError: there was no response because of the network.
         :raises UnsafeUrlError: `url` itself is at an address that is not allowed.
@@ -129,7 +129,7 @@ class Fetcher:
     async def check_address(self, url: str) -> None:
         """Check the addresses of the host of `url` before a browser fetches it.
 
-        :raises UnreachableError: the host has no address.
+        :raises UnreachableError: the host has no address, or its name is not resolved in time.
         :raises UnsafeUrlError: the host is at an address that is not allowed.
         """
         parts = urlsplit(url)
@@ -142,7 +142,7 @@ class Fetcher:
             raise NoConnectionError(f"{url} cannot be reached: resolving its name takes too long") from None
 
     async def _follow(self, start: str, check_redirect: CheckRedirect, rules: ContentRules) -> Page:
-        """Return the page after at most `MAX_REDIRECTS` redirects. One to an unsafe address is an UnusablePageError."""
+        """Return the page after at most `MAX_REDIRECTS` redirects; more, or an unsafe one, are an UnusablePageError."""
         budget = _TimeBudget(self.page_timeout_s)
         url = start
         for _ in range(MAX_REDIRECTS + 1):
@@ -164,7 +164,7 @@ class Fetcher:
         raise TooManyRedirectsError(f"it redirects more than {MAX_REDIRECTS} times")
 
     async def _get(self, url: str, rules: ContentRules, budget: _TimeBudget) -> Response:
-        """Return the cached response, or the server's as soon as it is the turn of `url`."""
+        """Return the cached response if `rules` allow it, or the server's, requested at the turn of `url`."""
 
         async def send(validators: Mapping[str, str]) -> Response:
             async def request() -> Response:
@@ -176,7 +176,10 @@ class Fetcher:
         return await (self.cache.answer(url, rules.accept, send) if self.cache and rules.may_be_cached else send({}))
 
     async def _request(self, url: str, rules: ContentRules, validators: Mapping[str, str]) -> Response:
-        """Send one GET. A redirect or a 304 has no body; another status than 2xx is an HttpStatusError."""
+        """Send one GET, and return the response: a redirect or 304 without body, or a 2xx with its body.
+
+        Another status is an HttpStatusError; a wrong media type or too many header fields are an UnusablePageError.
+        """
         self._check_crawl_bytes()
         headers = {"Host": urlsplit(url).netloc, **self._headers, "Accept": rules.accept, **validators}
         # Latin-1 as when received: validators are the server's own fields, which need not be ASCII.
@@ -199,7 +202,10 @@ class Fetcher:
     async def _read(
         self, response: httpcore.Response, fields: Mapping[str, str], rules: ContentRules
     ) -> tuple[bytes, bool]:
-        """Return the decompressed body, and whether it was truncated. Raises UnusablePageError if it is damaged."""
+        """Return the decompressed body, and whether it was truncated to the limit, which only lenient `rules` permit.
+
+        Otherwise a body that is too large, damaged or incomplete is an UnusablePageError.
+        """
         encoding = fields.get("content-encoding", "").strip().lower() or "identity"
         if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
             raise UnusablePageError(f"it is compressed as {encoding[:50]!r}, which was not requested")
@@ -232,7 +238,10 @@ class Fetcher:
         return bytes(body), False
 
     def _page(self, url: str, response: Response, rules: ContentRules) -> Page:
-        """Make a page of a response, which other limits may have cached. Raises UnusablePageError beyond our own."""
+        """Return the page of a response, which may be cached from a fetch with other limits.
+
+        Raises UnusablePageError for a wrong media type and, unless `rules` are lenient, for an empty or too large body.
+        """
         kind = _kind(response.fields, rules)
         body, is_cut = response.body, response.is_cut
         if len(body) > self._max_bytes(rules):
@@ -273,7 +282,7 @@ def _decompress(decompressor: "zlib._Decompress", raw: bytes) -> Iterable[bytes]
 
 
 def _kind(fields: Mapping[str, str], rules: ContentRules) -> Kind:
-    """Return the kind of a media type, HTML by default. Raises UnusablePageError if the rules lack it."""
+    """Return the kind of the fields' media type, by default HTML. Raises UnusablePageError if the rules lack it."""
     if rules.kinds is None:
         return "text"
     media_type = fields.get("content-type", "text/html").partition(";")[0].strip().lower()

@@ -49,7 +49,10 @@ class PageCache:
         self._threads = Threads(MAX_THREADS, "page cache")
 
     async def answer(self, url: str, accept: str, send: SendRequest) -> Response:
-        """Return the stored response for `url` if valid, or that of `send`, stored where HTTP permits."""
+        """Return the stored response for `url` if fresh, else the response of `send`, stored where HTTP permits.
+
+        `send` gets the validators of a stale response. A 304 renews it; an answer that may not be stored removes it.
+        """
         import hishel  # an optional dependency
 
         key = f"page {VERSION} {self._kind} {accept} {url}"
@@ -89,7 +92,7 @@ def _to_store(state: Any, response: Response, stored: Response | None) -> Respon
 
 
 def _is_worth_storing(response: Response) -> bool:
-    """Whether the body is complete and a later request could use it."""
+    """Whether the body is complete, its status is in `STORED_STATUS`, and its fields have a validator or an expiry."""
     names = {"etag", "last-modified", "expires"}
     return (response.status in STORED_STATUS and not response.is_cut) and (
         not names.isdisjoint(response.fields) or "max-age" in response.fields.get("cache-control", "").lower()

@@ -32,6 +32,8 @@ MAX_HOSTS = 1000  # hosts to remember while no crawl uses them
 
 
 class Host:
+    """The limits of one host: places for concurrent requests, and the time of the next permitted request."""
+
     def __init__(self, num_places: int) -> None:
         self.delays_s: dict[str, float] = {}
         """Seconds between two requests, from the robots.txt of each scheme; the longest applies."""
@@ -45,7 +47,7 @@ class Host:
         self.free_at = max(self.free_at, asyncio.get_running_loop().time() + min(seconds, MAX_HOLD_S))
 
     async def until_free(self, deadline: float) -> None:
-        """Wait until a request is permitted, one caller at a time. Raises PutOffError if that is after `deadline`."""
+        """Wait until a request is permitted, one caller at a time. If after `deadline`, raise PutOffError at once."""
         loop = asyncio.get_running_loop()
         async with self._next:
             while (wait_s := self.free_at - loop.time()) > 0:
@@ -55,7 +57,7 @@ class Host:
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[bool]:
-        """Hold one of the host's places; give whether a request is permitted now. If so, its delay begins."""
+        """Wait for and hold a place of the host; give whether a request is permitted now. If so, its delay begins."""
         loop = asyncio.get_running_loop()
         async with self._places:
             is_free = self.free_at <= loop.time()
@@ -73,7 +75,7 @@ class Hosts:
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[Host]:
-        """Give the host `name`, which is not evicted during the block."""
+        """Give the host `name`, remembered or new, which is not evicted during the block."""
         host = self._hosts.setdefault(name, Host(self.num_places))
         self._hosts.move_to_end(name)
         self._evict()

@@ -78,7 +78,7 @@ class _Entry:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def set(self, result: Rules | UnusablePageError | UnreachableError) -> None:
-        """Set the result and its expiry: after a day for rules, a minute for failures, at once for a first silence."""
+        """Set the result and its expiry: a day for rules, a minute for failures, at once for a first non-response."""
         self.result = result
         self.num_silent = self.num_silent + 1 if isinstance(result, CostlyPageError | UnreachableError) else 0
         failed_s = 0.0 if self.num_silent == 1 else FAILED_S
@@ -96,7 +96,7 @@ class Robots:
     async def check(self, url: str, fetcher: Fetcher) -> Rules:
         """Return the rules of the host of `url` if they allow `url`.
 
-        :raises DisallowedError: they disallow it.
+        :raises DisallowedError: they disallow it, or the host fails to send them.
         :raises UnsafeUrlError: the host is at an address that is not allowed.
         :raises UnreachableError: the host does not respond.
         :raises CostlyPageError: the host responds too slowly.
@@ -111,7 +111,10 @@ class Robots:
         return rules
 
     async def rules(self, url: str, fetcher: Fetcher) -> Rules:
-        """Return the rules of a URL's host, fetched unless known, or raise as `check`, but no DisallowedError."""
+        """Return the rules of a URL's host, fetched once for concurrent callers unless known. Raises as `check` does.
+
+        A host that fails to send rules gives an error for a while: DisallowedError, or one for the lack of a response.
+        """
         origin = origin_of(url)
         entry = self._entries.setdefault(origin, _Entry())
         self._entries.move_to_end(origin)
@@ -127,7 +130,7 @@ class Robots:
         raise type(result)(str(result).replace(f"{origin}/robots.txt cannot", f"{url} cannot", 1))
 
     async def _fetch(self, origin: str, fetcher: Fetcher) -> Rules | UnusablePageError | UnreachableError:
-        """Fetch the rules, or return the error to remember.
+        """Return the fetched rules, which allow everything if robots.txt is missing, or the error to remember.
 
         :raises UnsafeUrlError: the host is at an address that is not allowed.
         :raises OwnLimitError: the crawl ends before the response; this is not remembered, because it is not the host's.
@@ -163,7 +166,7 @@ class Robots:
 
 
 def parse(body: bytes, user_agent: str) -> Rules:
-    """Return a robots.txt's rules for `user_agent`. Call this in a thread: half a megabyte takes tenths of a second."""
+    """Return a robots.txt's rules, delay and sitemaps for `user_agent`. Call this in a thread: long files take time."""
     from protego import Protego  # an optional dependency
 
     tokens = {token.lower() for token in TOKEN.findall(user_agent)}

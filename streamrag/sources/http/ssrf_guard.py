@@ -26,7 +26,7 @@ Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Whether an address is public, including any IPv4 address embedded in it."""
+    """Whether an address, and any IPv4 address embedded in it, is global, and neither multicast nor reserved."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped:
             return is_public(address.ipv4_mapped)
@@ -70,7 +70,10 @@ class GuardedBackend(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Connect to a checked address of `host` in time, or raise as httpcore does; other arguments are ignored."""
+        """Return a connection to the first checked address of `host` that accepts one within `connect_timeout_s`.
+
+        Raise as `check` and httpcore do; the other arguments are ignored.
+        """
         timeout_s = self.connect_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -90,9 +93,9 @@ class GuardedBackend(httpcore.AsyncNetworkBackend):
         return CountedStream(await self.sockets.connect_tcp(address, port, timeout=timeout_s))
 
     async def check(self, host: str, port: int) -> Sequence[str]:
-        """Resolve `host`, and return its addresses if all of them are allowed.
+        """Resolve `host`, and return its first `MAX_ADDRESSES` addresses if all of them are allowed.
 
-        :raises UnsafeUrlError: an address is not public.
+        :raises UnsafeUrlError: an address is not public, and private ones are not allowed.
         :raises httpcore.ConnectError: there is no address.
         """
         try:

@@ -9,7 +9,10 @@ MAX_URL_CHARS = 2000
 
 
 def normalize_url(url: str, base: str = "") -> str | None:
-    """Return `url`, resolved against `base` and normalized, or None if it is not the URL of a web page."""
+    """Return `url`, resolved against `base` and normalized, without fragment; None if it is not a web page's URL.
+
+    Such a URL is http or https, has no user name, and at most `MAX_URL_CHARS`.
+    """
     if len(url := url.strip()) > MAX_URL_CHARS:
         return None
     try:
@@ -55,7 +58,7 @@ def origin_of(url: str) -> str:
 
 
 def parse_start_url(url: object) -> str:
-    """Check and normalize the start URL `url`.
+    """Return the start URL `url`, normalized.
 
     :raises UnsafeUrlError: its scheme is neither http nor https.
     :raises ConfigurationError: it is not the URL of a web page.

@@ -75,7 +75,7 @@ def refuse_event_loop(function: str) -> None:
 
 
 def _check_out(out: Path, force: bool) -> None:
-    """Raise IndexExistsError if `out` has something else than an index, or one and `force` is not set."""
+    """Raise IndexExistsError unless `out` is absent, an empty folder or, if `force` is set, an index."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not out.is_dir() or not looks_like_index(out):

@@ -49,7 +49,7 @@ def _embedded_text(fields: StoredPassage) -> str:
 
 
 class _EmbeddingFile:
-    """Vectors in the order in which they were computed, each batch synced to disk before its keys are.
+    """A file of vectors in the order of their computation, each batch synced to disk before its keys are.
 
     Existing files are continued if they are of the same embedder (name, dimension and probe), and emptied otherwise.
     A file that was cut off counts up to its last complete row. Rows that are not unit vectors are ignored.
@@ -86,6 +86,7 @@ class _EmbeddingFile:
                 yield keys[row * KEY_BYTES : (row + 1) * KEY_BYTES], int(row)
 
     def _vectors(self) -> Any:
+        """Return all vectors mapped into memory, (rows, dimension)."""
         import numpy as np
 
         if not self._num_rows:  # an empty file cannot be mapped
@@ -168,7 +169,7 @@ class IndexBuilder(JobHandler):
     old: str | None
 
     def load(self) -> dict[str, Any]:
-        """Load the embedder. Return its dimension and probe, and the number of texts without a reusable vector."""
+        """Load the embedder; return its dimension and probe, and the number of texts without a reusable vector."""
         silence_stdout()
         identity = self._embedder.identity
         num_missing = len({key for key, _ in self._missing()})
@@ -187,7 +188,7 @@ class IndexBuilder(JobHandler):
         return _EmbeddingFile(Path(self.folder), self._embedder, self.location)
 
     def embed(self, num_texts: int) -> dict[str, Any]:
-        """Embed the next texts that have no vector yet, and return their number."""
+        """Embed the next `num_texts` texts without a vector, store the vectors, and return their number."""
         missing = dict(islice(self._queue, num_texts))
         if missing:
             self._new.add(list(missing), self._embedder.passages(list(missing.values())))
@@ -198,14 +199,14 @@ class IndexBuilder(JobHandler):
         return self._missing()
 
     def _missing(self) -> Iterator[tuple[bytes, str]]:
-        """Yield each text without a vector, behind its key."""
+        """Yield the key and the text of each passage that has no vector in the old index or the new file."""
         old = self._old.rows if self._old else {}
         for text in map(_embedded_text, read_passages(Path(self.folder), PASSAGES)):
             if (key := _key(text)) not in old and key not in self._new:
                 yield key, text
 
     def finish(self, num_passages: int) -> dict[str, Any]:
-        """Write the library's files, and return their parameters for the manifest."""
+        """Write the library's files, with the old graph or centroids if they still fit; return manifest parameters."""
         folder = Path(self.folder)
         vectors = self._write_vectors(folder / VECTORS, num_passages)
         if self.kind == "ivf":
@@ -218,6 +219,7 @@ class IndexBuilder(JobHandler):
         return {"graph_degree": diskann.GRAPH_DEGREE, "build_complexity": diskann.BUILD_COMPLEXITY}
 
     def _keep_graph(self, folder: Path, num_passages: int) -> bool:
+        """Copy the old index's graph into `folder` if little has changed, and return whether that was done."""
         if not self._old:
             return False
         passages = enumerate(read_passages(folder, PASSAGES))
@@ -225,7 +227,7 @@ class IndexBuilder(JobHandler):
         return diskann.keep_graph(Path(str(self.old)), self._old.manifest, folder, nodes, num_passages)
 
     def _write_vectors(self, path: Path, num_passages: int) -> "Vectors":
-        """Write the vectors in passage order, and return the file mapped into memory as (passages, dimension)."""
+        """Write new and old vectors in passage order; return the file mapped into memory as (passages, dimension)."""
         import numpy as np
 
         rows, new = self._new.rows()

@@ -140,7 +140,7 @@ class _Change:
         (unfinished / ADDED).unlink()
 
     def write(self, passages: Callable[[Path], Iterator[StoredPassage]]) -> IndexSummary:
-        """Replace the index with one of these passages, unless another program has changed it."""
+        """Replace the index with one of these passages; VectorIndexError if another program has changed it."""
 
         def check_unchanged() -> None:
             if check_index(self.out)[1] != self._manifest_sha256:

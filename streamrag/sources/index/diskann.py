@@ -74,6 +74,7 @@ class DiskAnnSearcher(IndexSearcher):
     def _search(  # type: ignore[override]
         self, index: Any, vector: Any, *, k: int, complexity: int, beam_width: int
     ) -> tuple[list[int], list[float]]:
+        """Return the `k` nearest passages of the graph and those beside it; search further if many were removed."""
         import numpy as np
 
         graph, nodes, added, vectors = index
@@ -94,7 +95,7 @@ class DiskAnnSearcher(IndexSearcher):
     def _search_graph(
         self, graph: Any, num_nodes: int, vector: Any, k: int, complexity: int, beam_width: int
     ) -> tuple[list[int], list[float]]:
-        """Return the nearest nodes that DiskANN finds, and their distances."""
+        """Return the nearest nodes and their distances, up to the first invalid result; raise if that is too early."""
         options = {"k_neighbors": k, "complexity": complexity, "beam_width": beam_width}
         result = graph.batch_search(vector[None], **options, num_threads=NUM_DISKANN_THREADS)
         ids, distances = result.identifiers[0].tolist(), result.distances[0].tolist()
@@ -109,7 +110,7 @@ class DiskAnnSearcher(IndexSearcher):
 
 
 def build_graph(folder: Path, vectors: "Vectors", num_threads: int) -> None:
-    """Write DiskANN's graph of the vectors into `folder`, with a little noise that tells equal ones apart."""
+    """Write DiskANN's graph of the vectors, with a little noise that tells equal ones apart. OSError if that fails."""
     import diskannpy
     import numpy as np
 
@@ -142,9 +143,9 @@ def build_graph(folder: Path, vectors: "Vectors", num_threads: int) -> None:
 
 
 def keep_graph(old: Path, manifest: Manifest, folder: Path, nodes: Any, num_passages: int) -> bool:
-    """Copy the graph of the index `old` into `folder`, unless too much has changed, or its files have.
+    """Copy the graph of the index `old` into `folder`; return False if too much has changed, or its files have.
 
-    nodes: the new passage of each node of the graph, -1 for a removed one.
+    nodes: the new passage of each node of the graph, -1 for a removed one; written beside the graph.
     """
     import numpy as np
 
@@ -163,7 +164,7 @@ def keep_graph(old: Path, manifest: Manifest, folder: Path, nodes: Any, num_pass
 
 
 def stored_nodes(folder: Path, num_passages: int) -> Any:
-    """Return the passage of each node of an index's graph, -1 for a removed one.
+    """Return the passage of each node of an index's graph, -1 for a removed one; by default node i has passage i.
 
     :raises IndexCorruptError: there are no such passages.
     """

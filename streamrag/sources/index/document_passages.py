@@ -97,7 +97,7 @@ def find_documents(
 
 
 def reason_to_skip(path: Path, max_file_bytes: int, leave_out: Path | None) -> str | None:
-    """Return why this file or folder is skipped; None if it is not."""
+    """Return why this file or folder is skipped, because of its name, kind or size; None if it is not."""
     if path.name.startswith("."):
         return "hidden"
     if path.is_symlink():  # a target within the folder is read by itself; this way there are no loops
@@ -118,7 +118,7 @@ def relative_name(path: Path, folder: Path) -> str:
 
 
 def nothing_to_index(folder: Path | str, skipped: Iterable[tuple[str, str]]) -> ConfigurationError:
-    """Return the error for a folder or file without passages."""
+    """Return the error for a folder or file without passages, which counts the skipped files by reason."""
     counts = Counter(reason for _, reason in sorted(skipped))
     reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
     return ConfigurationError(
@@ -134,7 +134,7 @@ def read_documents(
     report: Callable[[int], None],
     read_pdf: ReadPdf,
 ) -> Iterator[tuple[Document, list[str]]]:
-    """Yield the documents at `paths`, each with its passages, and add the files without text to `skipped`.
+    """Yield the documents at `paths` with their passages; add files without text, and lost PDF pages, to `skipped`.
 
     report: called before each file with the number of files before it.
     """
@@ -151,7 +151,7 @@ def read_documents(
 
 
 def read_document(path: Path, folder: Path, read_pdf: ReadPdf) -> Document:
-    """Read a file, without markup for looks only. Raises UnusableDocumentError, the reason, without usable text."""
+    """Return the document in a file, with its title, else first heading or name. UnusableDocumentError if unusable."""
     try:
         with open_regular(path, follow_links=False) as file:
             body = file.read()
@@ -193,7 +193,7 @@ def _read_text(text: str) -> tuple[str, list[Block]]:
 
 
 def _read_markdown(text: str) -> tuple[str, list[Block]]:
-    """Return the title and blocks: headings as plain text, others with the Markdown, which models read."""
+    """Return the front matter's title, or "", and blocks: headings as plain text, others with their Markdown."""
     try:
         from markdown_it import MarkdownIt
     except ImportError:
@@ -221,7 +221,7 @@ def _read_markdown(text: str) -> tuple[str, list[Block]]:
 
 
 def _read_html(body: bytes) -> tuple[str, list[Block]]:
-    """Return the title and the paragraphs of the main part. Raises UnusableDocumentError if it is not HTML."""
+    """Return the title and the blocks of the main part, else of the body. Raises UnusableDocumentError if not HTML."""
     try:
         import lxml  # noqa: F401 - BeautifulSoup loads it by name
         from bs4 import BeautifulSoup, XMLParsedAsHTMLWarning
@@ -248,7 +248,7 @@ def _read_html(body: bytes) -> tuple[str, list[Block]]:
 
 
 def _html_blocks(root: Any) -> Iterator[Block]:
-    """Yield a block for each run of text whose innermost paragraph-like element is the same."""
+    """Yield a block for each run of text in the same innermost paragraph-like element; list items begin with "- "."""
     from bs4.element import NavigableString, PreformattedString
 
     def paragraph(text: Any) -> Any:

@@ -157,7 +157,7 @@ class EmbedderIdentity:
     """First numbers of the vector of `PROBE`; empty if unknown."""
 
     def difference(self, made_with: "EmbedderIdentity") -> str:
-        """Describe how this embedder differs from the one that made the vectors; return "" if it does not."""
+        """Return how dimension or probe differ from those of the embedder that made the vectors; "" if they do not."""
         if self.dimension != made_with.dimension:
             return f"that one gives {self.dimension} dimensions, and the vectors have {made_with.dimension}"
         is_near = all(abs(a - b) < PROBE_TOLERANCE for a, b in zip(self.probe, made_with.probe, strict=False))

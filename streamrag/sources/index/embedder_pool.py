@@ -59,6 +59,8 @@ class EmbedderPool:
 
 @dataclass
 class EmbedderHandler(JobHandler):
+    """A handler that embeds texts for an `EmbedderPool`."""
+
     location: str
     embedder: str
     num_threads: int

@@ -93,7 +93,7 @@ class Generation:
         documents: Path,
         old: Path | None = None,
     ) -> IndexSummary:
-        """Write an index of the given passages, and publish it at `out`.
+        """Write an index of the given passages, publish it at `out`, and return its summary.
 
         passages: called with the folder being written, where it may keep a temporary file.
         check: raises if `out` must not be replaced.
@@ -127,7 +127,7 @@ class Generation:
         )
 
     def _write_manifest(self, unfinished: Path, parameters: dict[str, Any]) -> Manifest:
-        """Remove the files of reusable embeddings, and write the manifest of the others with their hashes."""
+        """Remove the files of reusable embeddings; write and return a manifest of the others with their hashes."""
         for name in EMBEDDINGS:
             (unfinished / name).unlink()
         library, _ = PACKAGES[LIBRARIES[self.kind]]
@@ -205,7 +205,7 @@ def _write_passages(passages: Iterable[StoredPassage], unfinished: Path) -> tupl
 
 
 def _publish(unfinished: Path, out: Path, check: Callable[[], None]) -> None:
-    """Move `unfinished` to `out`, in exchange for an old index if there is one. `check` raises to prevent it.
+    """Sync `unfinished`, and move it to `out`, whose old index, if any, is removed. `check` raises to prevent that.
 
     Sources that have the old index open keep its files until they close them.
     """

@@ -267,6 +267,7 @@ class PassageStore:
 
 
 def _parse_passage(folder: Path, name: str, line: bytes) -> StoredPassage:
+    """Parse a line of the file `name`; raise IndexCorruptError if it is no passage."""
     try:
         return _STORED.validate_json(line)
     except ValidationError as error:

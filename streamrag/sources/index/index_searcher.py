@@ -68,4 +68,4 @@ class IndexSearcher(JobHandler, ABC):
 
     @abstractmethod
     def _search(self, index: Any, vector: Any, **options: Any) -> tuple[list[int], list[float]]:
-        """Return the ids of passages and their squared distances, nearest first."""
+        """Return the ids of the passages that one stage finds, and their squared distances, nearest first."""

@@ -31,6 +31,8 @@ BYTES_PER_LIST, SPARE_BYTES = 256, 64 << 20
 
 
 class FaissSearcher(IndexSearcher):
+    """A searcher of faiss's inverted lists."""
+
     def _open_index(self) -> tuple[Any, Callable[[bytes], tuple[Any, Any, Any]]]:
         """Return faiss's index, and a cached function that ranks its lists for a query vector."""
         import numpy as np
@@ -42,7 +44,10 @@ class FaissSearcher(IndexSearcher):
     def _search(  # type: ignore[override]
         self, index: Any, vector: Any, *, k: int, after: int, until: int, nearer_than: float | None
     ) -> tuple[list[int], list[float]]:
-        """Find the `k` nearest passages in the lists from `after` to `until`, at most `nearer_than` away."""
+        """Return up to `k` nearest passages in the lists from `after` to `until`, at most `nearer_than` away.
+
+        The first job scans at least the lists that `k` passages need; a later one skips those. Damaged results raise.
+        """
         import numpy as np
 
         faiss_index, rank = index

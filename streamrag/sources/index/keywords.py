@@ -53,7 +53,7 @@ def new_stem() -> "Stem":
 
 
 def write_keywords(folder: Path) -> None:
-    """Write the keyword index of the passages in `folder`. Takes 5 bytes of memory for each term of a passage."""
+    """Write a new keyword index of the passages in `folder`, or raise OSError. Takes 5 bytes of memory a posting."""
     passages = read_passages(folder, PASSAGES)
     lengths, postings = _count(with_title(fields["title"], fields["text"]) for fields in passages)
     path = folder / KEYWORDS
@@ -156,6 +156,8 @@ class KeywordIndex:
 
 @dataclass
 class KeywordSearcher(JobHandler):
+    """A handler of searches in the keyword index."""
+
     folder: str
     manifest_sha256: str
     num_passages: int

@@ -55,7 +55,7 @@ class Browser:
         self._runner.run(self._strategy.start())
 
     def fetch(self, url: str) -> tuple[str, str]:
-        """Load `url`, and return the URL after redirects and the HTML.
+        """Load `url`, and return the URL after redirects and the HTML. Ends this process if the browser is gone.
 
         :raises UnreachableError: the page cannot be reached.
         :raises UnusablePageError: the response has an error status.
@@ -70,7 +70,7 @@ class Browser:
         return response.redirected_url or url, response.html
 
     def _translate(self, error: Exception) -> Exception:
-        """Return the error to raise for crawl4ai's `error`; end this process if the browser is gone."""
+        """Return UnreachableError for a network error, else ValueError; end this process if the browser is gone."""
         browser: Any = self._strategy.browser_manager.browser
         if browser and not browser.is_connected():
             sys.exit("the browser has gone away")  # ends this worker; the next one connects again

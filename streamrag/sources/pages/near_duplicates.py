@@ -46,7 +46,7 @@ def triples_of(words: list[str]) -> set[str]:
 
 
 def is_near_duplicate(one: list[str], other: list[str]) -> bool:
-    """Whether two paragraphs, as words, differ in few words, none of which can change the meaning."""
+    """Whether two paragraphs share most word triples, and differ in few words, none of which can change the meaning."""
     most = min(MAX_DIFFERENT * (len(one) + len(other)), MAX_DIFFERENT_WORDS)
     if abs(len(one) - len(other)) > most:
         return False
@@ -61,7 +61,7 @@ def is_near_duplicate(one: list[str], other: list[str]) -> bool:
 
 
 def _is_replaced(one: Counter[str], other: Counter[str]) -> bool:
-    """Whether each side has a word that is not a form of any word on the other side."""
+    """Whether each side has words left, stop words aside, when forms of one word are paired off."""
     left = [word for word in one.elements() if word not in STOP_WORDS]
     right = [word for word in other.elements() if word not in STOP_WORDS]
     for word in list(left):
@@ -87,7 +87,7 @@ class NearDuplicates:
         self._page_paragraphs: list[tuple[list[str], RMinHash]] = []
 
     def has(self, paragraph: str) -> bool:
-        """Whether an earlier page has a near-duplicate of `paragraph`; if not, `end_page` will index it."""
+        """Whether an earlier page has a near-duplicate of `paragraph`; if not, `end_page` indexes it if long enough."""
         from rensa import RMinHash, RMinHashLSH  # an optional dependency
 
         words = words_of(paragraph)

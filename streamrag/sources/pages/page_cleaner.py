@@ -108,7 +108,7 @@ class PageCleaner:
             return read_sitemap(job, body, self._stem) if job["kind"] == "xml" else self._answer(job, body)
 
     def _answer(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """Return the page's passages and links for the job's query."""
+        """Return the page's URL, title, passages relevant to the query and ranked links, and if it is truncated."""
         content = self._load_or_read(job, body)
         passages = split_markdown(content.text[:MAX_CONTENT_CHARS])
         is_cut = content.is_cut or len(content.text) > MAX_CONTENT_CHARS or len(passages) > MAX_PASSAGES
@@ -125,7 +125,7 @@ class PageCleaner:
         }
 
     def _load_or_read(self, job: dict[str, Any], body: bytes) -> PageContent:
-        """Return the page's content from the cache, or read it and cache it. A truncated PDF is not cached."""
+        """Return the page's content from the cache, or read and cache it; not a browser's page or a truncated PDF."""
         if self._store is None or job["kind"] == "browser":
             return self._read(job, body)
         key = f"{content_version()} {job['kind']} {job['charset']} {hashlib.sha256(body).hexdigest()} {job['url']}"
@@ -137,6 +137,7 @@ class PageCleaner:
         return content
 
     def _read(self, job: dict[str, Any], body: bytes) -> PageContent:
+        """Return the content of a text, PDF or HTML body, or of the page that the browser fetches from the URL."""
         url, kind = job["url"], job["kind"]
         if kind == "text":
             return PageContent(url, "", decode(body, job["charset"])[: MAX_CONTENT_CHARS + 1], {}, False)
@@ -169,7 +170,7 @@ def _clean_title(title: str) -> str:
 
 
 def decode(body: bytes, charset: str) -> str:
-    """Decode a page with the charset of a byte order mark, of the server or of the page, or with a guess."""
+    """Decode a page by its byte order mark, the server's charset or its own; else as UTF-8 or Windows-1252."""
     mark = next((name for mark, name in BYTE_ORDER_MARKS.items() if body.startswith(mark)), "")
     declared = re.search(rb"<meta[^>]+charset\s*=\s*[\"']?([\w-]+)", body[:4096], re.IGNORECASE)
     for name in filter(None, (mark, charset.lower(), declared[1].decode().lower() if declared else "")):

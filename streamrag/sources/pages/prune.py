@@ -39,7 +39,7 @@ class PrunedPage(NamedTuple):
 
 
 def prune(url: str, html: str) -> PrunedPage:
-    """Remove elements that are not content, and all attributes, and collect the links.
+    """Return the page's HTML, truncated, without attributes and elements that are no content, and all of its links.
 
     crawl4ai's own `excluded_tags` lose the text after an excluded element, and its links lack trailing slashes and the
     links of excluded elements.
@@ -119,7 +119,7 @@ def _is_empty(element: Any) -> bool:
 
 
 def _links(anchors: dict[Any, tuple[str, str]], content: set[Any], base: str) -> dict[str, str]:
-    """Return the link texts by URL, without files that are no pages; links in `content` come first."""
+    """Return the first link text by URL, without files that are no pages; links in `content` come first."""
     links: dict[str, str] = {}
     for anchor in sorted(anchors, key=lambda anchor: anchor not in content)[:MAX_ANCHORS]:
         href, text = anchors[anchor]

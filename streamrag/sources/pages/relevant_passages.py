@@ -92,7 +92,7 @@ def _take_fitting(passages: Sequence[TextPassage], ranked: Iterable[int], max_ch
 
 
 def rank_links(links: Mapping[str, str], query: str, stem: Stem, *, min_matches: int = 0) -> list[str]:
-    """Return at most `MAX_LINKS` URLs of `links` (texts by URL), those with most of the query's terms first.
+    """Return the URLs of `links` (texts by URL), most query terms first, up to `MAX_LINKS` and `MAX_LINKS_CHARS`.
 
     min_matches: least number of terms in a link's text and path.
     """
@@ -108,7 +108,7 @@ def rank_links(links: Mapping[str, str], query: str, stem: Stem, *, min_matches:
 def assemble(
     passages: Iterable[TextPassage], seen: set[bytes], is_known: Callable[[str], bool] = lambda block: False
 ) -> str:
-    """Join `passages` without repeated blocks, or return "" if nothing is new.
+    """Join `passages` under their innermost headings without repeated long blocks; return "" if too little is new.
 
     seen: fingerprints of earlier blocks, to which new ones are added. A fingerprint ignores case and punctuation.
     is_known: whether a block that is not in `seen` is nevertheless a repetition.

@@ -56,7 +56,7 @@ def read_sitemap(job: dict[str, Any], body: bytes, stem: Stem) -> dict[str, Any]
 
 
 def _decompress(body: bytes) -> tuple[bytes, bool]:
-    """Return the text, and whether it is incomplete, as for a damaged file."""
+    """Return the text, unzipped up to `MAX_SITEMAP_BYTES`, and whether it is incomplete; empty for a damaged file."""
     if not body.startswith(GZIP):
         return body, False
     decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)

@@ -104,7 +104,7 @@ class _Build:
     async def run(
         self, dsn: str, parts: tuple[str, ...], words: str, pool: EmbedderPool, prune: bool, read_pdf: ReadPdf
     ) -> "TableWriter":
-        """Fill the table, and return its writer, which has counted the changes. Driver errors are translated."""
+        """Fill, perhaps prune, and index the table; return the writer with its counts. Translates driver errors."""
         import psycopg
 
         from streamrag.sources.postgres.link import Address

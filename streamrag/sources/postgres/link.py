@@ -75,7 +75,10 @@ class Address:
             raise self.explained(error) from None
 
     def explained(self, error: BaseException) -> SourceError:
-        """Translate an error of the driver to a message without secrets and, where there is one, with the remedy."""
+        """Return a SourceError for a driver's error, without secrets and with any remedy. Ours are returned unchanged.
+
+        A statement that the server cancelled is a StatementTimeoutError.
+        """
         message = self.without_password(message_of(error))
         match error:
             case SourceError():
@@ -168,7 +171,7 @@ class Link:
         settings: dict[str, str],
         timeout_s: float,
     ) -> T:
-        """Apply the settings and run `work` in one transaction; translate errors, among them no answer in time."""
+        """Return the result of `work` in one transaction with these settings. Translates errors, also for no answer."""
         try:
             async with asyncio.timeout(self._pool_timeout_s + timeout_s + GRACE_S), pool.connection() as connection:
                 names = ", ".join(["set_config(%s, %s, true)"] * len(settings))

@@ -97,7 +97,10 @@ class Search:
         return dict(await self._fetch(connection, statement, self._values))
 
     async def words(self, connection: Connection, query: str, configuration: str) -> list[Row]:
-        """Return the rows with any of the query's words, best first by PostgreSQL's rank."""
+        """Return the rows with any of the query's words, best first by PostgreSQL's rank.
+
+        configuration: a text search configuration; "" for the server's default.
+        """
         name: sql.Composable = sql.SQL("get_current_ts_config()")
         if configuration:
             name = sql.SQL("{}::regconfig").format(sql.Literal(configuration.replace("%", "%%")))
@@ -147,7 +150,7 @@ class Rows:
         """Truncated passages, by uri and passage, and whether they have been reported."""
 
     def nearest(self, rows: Iterable[Row]) -> tuple[Chunk, ...]:
-        """Return chunks of defined distance, best first. Equal scores are ordered by uri and passage."""
+        """Return scored chunks of the rows of defined distance, best first, and of equal score by uri and passage."""
         valid = (row for row in rows if row[4] is not None and isfinite(row[4]))  # vectors of zeros have no direction
         chunks = [self._chunk(row, 1 - row[4] if self._metric == "cosine" else -row[4]) for row in valid]
         return tuple(sorted(chunks, key=lambda chunk: (-(chunk.score or 0.0), chunk.uri, chunk.passage)))
@@ -176,7 +179,7 @@ class Rows:
 
 
 def _filter(where: Mapping[str, Any]) -> tuple[list[sql.Composed], list[Any]]:
-    """Return the conditions and values of a filter. Raises ConfigurationError for an invalid column."""
+    """Return conditions and values of a filter: None for NULL, a list for any of it; ConfigurationError if invalid."""
     tests, values = [], []
     for column, value in where.items():
         if not isinstance(column, str) or not column or "\0" in column:

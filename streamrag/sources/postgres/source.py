@@ -258,7 +258,7 @@ class PgVectorSource:
             await cancel_and_wait([words, embedding])
 
     async def _stages(self, opened: _Opened) -> list[_Stage]:
-        """Return the stages of one query for the present size of the table. Raises SourceError if none is possible."""
+        """Return the stages for the table's present size: the ladder, then exact if small. SourceError if none."""
         num_rows = await opened.link.run(opened.search.estimate, {}, timeout_s=self._timeout_s)
         stages = []
         is_exact = num_rows <= self._exact_rows
@@ -279,7 +279,7 @@ class PgVectorSource:
         return stages
 
     async def _find_words(self, opened: _Opened, query: str) -> "list[Row]":
-        """Return the rows with the query's words; none if the search fails, because the search by vector follows."""
+        """Return the rows with the query's words; none if this search is off, slow or fails: that by vector follows."""
         configuration = self._words if self._words is not None else opened.table.words
         if configuration is None or self._words == "":
             return []

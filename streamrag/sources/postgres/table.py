@@ -50,7 +50,7 @@ class Ladder:
     """The value of its `iterative_scan`, which continues a search until enough rows pass the filter."""
 
     def settings(self, rung: int) -> dict[str, str]:
-        """Return the server settings of a rung."""
+        """Return the server settings of a rung: its value and, if the server can scan iteratively, that mode."""
         settings = {self.setting: str(rung)}
         if self.iterative:
             settings[f"{self.setting.partition('.')[0]}.iterative_scan"] = self.iterative
@@ -110,7 +110,7 @@ _ABOUT = """
 async def inspect_table(
     connection: Connection, address: Address, table: TableName, columns: Mapping[str, str | None]
 ) -> PassageTable:
-    """Read the columns, indexes and comment of a table.
+    """Return the description of a table, by its columns, indexes and comment.
 
     columns: the caller's column of each field.
 
@@ -154,7 +154,7 @@ async def fetch(connection: Connection, query: str, *values: Any) -> list[tuple[
 
 
 def _select_columns(table: str, columns: Mapping[str, str | None], existing: Mapping[str, Any]) -> dict[str, str]:
-    """Return each field's column; raise VectorIndexError if a named or necessary one is missing or of a wrong type."""
+    """Return each field's column, if any; raise VectorIndexError if a named or needed one is missing or mistyped."""
     selected: dict[str, str] = {}
     for field, default in DEFAULT_COLUMNS.items():
         column = columns.get(field, default)
@@ -195,7 +195,7 @@ def _ladder(indexes: Sequence[Any], column: str, version: list[int]) -> tuple[La
 
 
 def _words(indexes: Sequence[Any], columns: Mapping[str, str], existing: Mapping[str, Any]) -> tuple[str | None, bool]:
-    """Return the text search configuration of a full-text index, and whether it indexes the column of lexemes."""
+    """Return a full-text index's configuration, None without index, and whether to search the column of lexemes."""
     column = re.escape(columns["text"])
     text_expression = re.compile(rf"""{_CONFIGURATION.pattern}, \(?"?{column}"?\)?(?:::text)?\)""")
     for index in indexes:

@@ -114,7 +114,7 @@ class TableWriter:
             )
 
     async def add(self, pool: EmbedderPool, uri: str, title: str, passages: Mapping[int, str]) -> None:
-        """Queue a document's changed passages for writing, and surplus ones for removal; write a full batch."""
+        """Queue a document's new or changed passages for writing, and surplus ones for removal; flush a full batch."""
         query = sql.SQL("SELECT passage, digest FROM {} WHERE uri = %s").format(self._name_beside_values)
         existing: dict[int, str] = dict(await (await self._connection.execute(query, [uri])).fetchall())
         for passage, text in passages.items():

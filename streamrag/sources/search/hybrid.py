@@ -183,7 +183,7 @@ class HybridSource:
             await opened.parts.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an `Update` whenever the best passages or their order change, and a `CutShort` if a part fails.
+        """Yield an `Update` whenever the best passages or their order change; at the end a `CutShort` if a part failed.
 
         :raises ConfigurationError: the source is not started.
         :raises SourceError: a part failed, and no other part found anything.
@@ -203,7 +203,7 @@ class HybridSource:
             yield CutShort("; ".join(failures.missing))
 
     async def _passages(self, opened: _Opened, query: str, failures: Failures) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the updates of keywords, vectors and reranker. Raises if parts failed and none found anything."""
+        """Yield the updates of all parts, and each Skipped. If no part found anything, raise the first failure."""
         refinement = Refinement(self._k)
         num_batches = ceil(min(self._candidates, opened.num_passages) / self._batch_size) if opened.reranker else 0
         queue: _Events = asyncio.Queue(MAX_WAITING_EVENTS)
@@ -264,7 +264,7 @@ class HybridSource:
                 yield Update(refinement.best, self._hint(0, began_s, len(batches) - number - 1))
 
     def _hint(self, num_stages: int | None, began_s: float, num_batches: int) -> Hint:
-        """Return the remaining steps, None if unknown, and their duration by recent queries."""
+        """Return a hint of the remaining stages and batches, and of their duration by recent queries, where known."""
         num_chunks = None if num_stages is None else num_stages + num_batches
         search_s = max(0.0, self._search_duration.mean_s - (loop_time() - began_s)) if num_stages != 0 else 0.0
         batches_s = num_batches * self._batch_duration.mean_s if num_batches else 0.0
@@ -273,7 +273,7 @@ class HybridSource:
 
 
 def _apply(event: SourceEvent | Exception, refinement: Refinement, failures: Failures) -> int | None:
-    """Apply an event of the vector search. Return its number of remaining stages, or None if `best` did not change."""
+    """Apply an event of the vector search. Return its remaining stages, 0 if unknown; None if `best` did not change."""
     if isinstance(event, CutShort):
         failures.missing.append(event.reason)
         return None

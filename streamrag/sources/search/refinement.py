@@ -37,7 +37,7 @@ class Refinement:
         self._scored: list[tuple[float, Chunk]] = []
 
     def rank(self, name: str, ranking: Sequence[Chunk]) -> bool:
-        """Replace the ranking of that name. Return whether the best passages change."""
+        """Replace the ranking of that name, and fuse all rankings. Return whether the best passages change."""
         self.rankings[name] = tuple(ranking)
         weights = [WEIGHTS.get(each, 1.0) for each in self.rankings]
         self.fused = reciprocal_rank_fusion(tuple(self.rankings.values()), weights, k=FUSION_K)
@@ -77,7 +77,7 @@ class Failures:
 
     @contextmanager
     def record(self, what: str) -> Iterator[None]:
-        """Log and record an error of the block. A caller's mistake is raised, as is any error of a closed source."""
+        """Log, record and suppress an error of the block; raise a caller's mistake, or any error of a closed source."""
         try:
             yield
         except Exception as error:

@@ -40,7 +40,7 @@ class RerankerPlace(ModelPlace):
 
 
 def find_reranker(reranker: str, embedder: ModelPlace) -> RerankerPlace:
-    """Return where the reranker of this name is, like `find_model`.
+    """Return where the reranker of this name is, and its kind; "late-interaction" has the place of the embedder.
 
     :raises ConfigurationError: there is no such reranker, or `embedder` has no token embeddings.
     :raises MissingDependencyError: a package is not installed.
@@ -102,7 +102,7 @@ class RerankerPool:
         return score
 
     async def _score(self, query: str, texts: list[str], share: Share, end_s: float) -> list[float]:
-        """Score in a worker, or raise TooSlowError at `end_s`. After a failure, load the model in a new worker."""
+        """Return a worker's scores, or raise TooSlowError at `end_s`. After a failure, the model is loaded again."""
         try:
             async with asyncio.timeout_at(end_s):
                 job = {"do": "score", "query": query, "texts": texts}
@@ -128,6 +128,7 @@ def loop_time() -> float:
 
 
 def _cross_encoder(location: str, device: str) -> ScorePassages:
+    """Load a cross-encoder, and return a function that scores all texts in one batch."""
     model = load_model("reranker", location, num_threads=1, device=device)
 
     def score(query: str, texts: list[str]) -> Sequence[float]:
@@ -140,7 +141,7 @@ def _cross_encoder(location: str, device: str) -> ScorePassages:
 
 def _late_interaction(location: str, device: str) -> ScorePassages:
     """Return a function whose score is the mean, over the query's tokens, of the similarity to the passage's most
-    similar token.
+    similar token; 0 for a query without tokens, -1 for a passage without.
 
     Source: Khattab and Zaharia, "ColBERT", SIGIR 2020. ColBERT trains token embeddings for this; here they are those
     of a model for whole texts.
@@ -187,6 +188,8 @@ _KINDS: dict[str, Callable[[str, str], ScorePassages]] = {
 
 @dataclass
 class RerankerHandler(JobHandler):
+    """A handler that scores passages for a `RerankerPool`."""
+
     kind: str
     location: str
     reranker: str
@@ -210,6 +213,7 @@ class RerankerHandler(JobHandler):
 
     @cached_property
     def _score(self) -> ScorePassages:
+        """The function that scores, loaded at first use. Raises ConfigurationError if it cannot be loaded."""
         try:
             return _KINDS[self.kind](self.location, self.device)
         except Exception as error:  # the caller's files or code may raise anything

@@ -18,7 +18,7 @@ MIN_WORDS_SHARE = 0.5  # least share of letters, digits and spaces in a sentence
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a text into its sentences, list items and other lines.
+    """Split a text into its sentences, list items and other lines, `MAX_SENTENCES` at most; the last has the rest.
 
     >>> split_sentences("It ends. So does this, e.g. here.\\n- Item: one.")
     ['It ends.', 'So does this, e.g. here.', 'Item: one.']
@@ -45,7 +45,7 @@ class BestSentences:
         self._scored: dict[Chunk, list[tuple[float, Chunk]]] = {}
 
     async def select(self, passages: Sequence[Chunk]) -> tuple[Chunk, ...]:
-        """Return the best sentences of all `passages`, best first, without repetitions within a document.
+        """Return the `num_sentences` best sentences of all `passages`, without repetitions within a document.
 
         Of equal scores, the sentence of the earlier passage comes first. If the best sentence is not in the first
         passage, the scorer contradicts the ranking, and `passages` are returned whole: see docs/hybrid-search.md.
@@ -68,7 +68,7 @@ class BestSentences:
     async def select_in_events(
         self, events: AsyncGenerator[SourceEvent, None], failures: Failures
     ) -> AsyncGenerator[SourceEvent, None]:
-        """Yield the events, updates with sentences. Once scoring fails, updates have whole passages."""
+        """Yield the events, updates with sentences, or whole passages once scoring fails; omit unchanged updates."""
         can_score = True
         sent: tuple[Chunk, ...] = ()
         async with aclosing(events):

@@ -117,6 +117,7 @@ class IvfSource(IndexSource):
             raise ConfigurationError(f"probes={probes!r} must be {MOST_LISTS} at most")
 
     def _stages(self, manifest: Manifest) -> Sequence[Mapping[str, Any]]:
+        """Return each stage's range of lists: up to each of `probes`, or the last list if less; with `exact`, all."""
         assert manifest.num_lists is not None
         ends = [end for end in self._probes if end < manifest.num_lists]
         if self._exact or len(ends) < len(self._probes):

@@ -13,7 +13,7 @@ from streamrag.support.validation import SecondsOrZero, validated
 
 
 class DelayedUpdates(SourceWrapper):
-    """Holds back the updates of `source` until it expects to end in `lead_s` seconds, and then sends the newest.
+    """A source that holds back the updates of `source` until it expects to end in `lead_s`, and then sends the newest.
 
     Prefilling needs no more time than that before the end. Prefilling earlier gains nothing: a later update may
     invalidate it, and if the model shares its processors with the search, it slows the search down. A pipeline with

@@ -146,7 +146,7 @@ class FairQueue(Generic[T]):
                 waiter.future.set_result(self._free.pop(0))
 
     def _next_share(self) -> Share | None:
-        """Return the waiting share that has used least. A share that was stopped gets at most half of the items."""
+        """Return the waiting share that has used least, or None. A stopped one holds at most half of the items."""
         max_held = max(1, self._size // 2)
         shares = [share for share in self._waiters if not share.was_stopped or share.num_held < max_held]
         return min(shares, key=lambda share: (share.used_s(self._now_s), self._waiters[share][0].number), default=None)

@@ -19,7 +19,7 @@ def data_bytes() -> int | None:
 
 
 def limit_memory(num_more_bytes: int) -> None:
-    """Make allocations fail when this process takes `num_more_bytes` more memory than now."""
+    """Make allocations fail when this process takes `num_more_bytes` more memory than now; only on Linux."""
     if num_bytes := data_bytes():
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limit = num_bytes + num_more_bytes
@@ -39,7 +39,7 @@ def memory_limited(num_more_bytes: int) -> Iterator[None]:
 
 @contextmanager
 def job_limits(cpu_s: float, num_more_bytes: int) -> Iterator[None]:
-    """End this process if the block takes more CPU time or memory; the pool of this worker then says which.
+    """End this process if the block takes more CPU time or memory, with an exit code that tells the pool which.
 
     SIGPROF ends the process, because code in C cannot be interrupted otherwise.
     """

@@ -49,9 +49,9 @@ ReadPdf: TypeAlias = Callable[[bytes], PdfText]
 
 @contextmanager
 def pdf_worker() -> Iterator[ReadPdf]:
-    """Yield a function that reads a PDF in a worker process, which starts at the first one. Blocks the thread.
+    """Yield a function that reads a PDF in a worker process, which runs from the first one to the end of the block.
 
-    The function raises UnusablePdfError if the file has no usable text or exceeds a limit.
+    The function blocks the thread. It raises UnusablePdfError if the file has no usable text or exceeds a limit.
     """
     with ExitStack() as stack:
 
@@ -94,7 +94,7 @@ class PdfReader:
 
 
 def read_pdf(body: bytes, *, max_chars: int, max_cpu_s: float, max_pages: int = MAX_FETCHED_PAGES) -> PdfText:
-    """Extract the title and the text of a PDF.
+    """Return the title and the text of a PDF, read up to the limits, and the pages that were left out.
 
     :raises UnusablePdfError: the file is no PDF, encrypted or damaged.
     """
@@ -115,6 +115,7 @@ def read_pdf(body: bytes, *, max_chars: int, max_cpu_s: float, max_pages: int = 
 
 
 def _read_pages(reader: "pypdf.PdfReader", max_chars: int, max_cpu_s: float, max_pages: int) -> tuple[str, str]:
+    """Return the text of pages up to the first limit, and what is left out; UnusablePdfError if none is readable."""
     end_s = time.process_time() + max_cpu_s
     paragraphs: list[str] = []
     num_chars = num_pages = num_unreadable = 0
@@ -150,6 +151,7 @@ def _decrypt(reader: "pypdf.PdfReader") -> bool:
 
 
 def _title(reader: "pypdf.PdfReader") -> str:
+    """Return the title in the metadata on one line, shortened; "" if there is none or it is damaged."""
     try:
         title = str(reader.metadata.title or "") if reader.metadata else ""
     except MemoryError:
@@ -160,7 +162,7 @@ def _title(reader: "pypdf.PdfReader") -> str:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Split text into paragraphs, in linear time."""
+    """Split a page's text at empty lines, and at ends of sentences in long paragraphs; join hyphenated words."""
     paragraphs: list[list[str]] = [[]]
     num_chars = 0
     for line in map(str.strip, _clean(text).splitlines()):

@@ -108,7 +108,7 @@ class WorkerPool:
         share: Share | None = None,
         part: str = "",
     ) -> dict[str, Any]:
-        """Have a worker do a job, and return its answer. If cancelled, let a running job end within a moment.
+        """Have a worker do a job, and return its answer. If cancelled, the job has a moment to end before it is killed.
 
         timeout_s: seconds for the job, without the time until a worker is free.
         share: the share of the job's query.
@@ -155,19 +155,21 @@ class WorkerPool:
         await asyncio.gather(*(worker.end(CANCEL_GRACE_S) for slot in slots if (worker := _started(slot))))
 
     def _spawn(self, work: Coroutine[Any, Any, T], what: str) -> "asyncio.Task[T]":
+        """Return a new task for `work`; closing the pool waits for its end."""
         task = asyncio.create_task(work, name=f"{self.name} {what}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def _new_slot(self) -> _Slot:
+        """Add and return a slot, whose worker starts in the background."""
         starting = WorkerProcess.start(self._first_frame, env=self._env, name=self.name)
         slot = asyncio.create_task(starting, name=f"{self.name} start")
         self._slots.add(slot)
         return slot
 
     async def _take(self, share: Share, part: str) -> tuple[_Slot, WorkerProcess]:
-        """Wait for a free slot and its worker, first replacing a dead one. Raises if it cannot start, or on closing."""
+        """Return a free slot and its worker at the job's turn; replace a dead one. Raise if that fails or if closed."""
         slot = await self._free.get(share, part) if self._is_open else None
         if slot is None:
             raise self._closed()
@@ -205,7 +207,10 @@ class WorkerPool:
         ask: Callable[[], Awaitable[dict[str, Any]]],
         timeout_s: float | None,
     ) -> dict[str, Any]:
-        """Return the answer of `ask`, or translate its error. Replaces an unusable worker, and frees the slot."""
+        """Return the answer of `ask`, or translate its error; at the end free the slot, with a new worker if needed.
+
+        A job that exceeds a limit marks its share as stopped.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 return await ask()

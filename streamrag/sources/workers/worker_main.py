@@ -47,7 +47,7 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 
 def _take_over_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Return the pipes for jobs and answers, and redirect stdin and stdout, which libraries may use."""
+    """Return the pipes for jobs and answers; for libraries, stdin becomes /dev/null and stdout becomes stderr."""
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     devnull = os.open(os.devnull, os.O_RDONLY)

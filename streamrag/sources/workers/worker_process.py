@@ -41,6 +41,8 @@ class WorkerTimeoutError(WorkerError):
 
 
 class WorkerProcess:
+    """A worker process, as its parent sees it. It does one job at a time."""
+
     def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
         assert process.stdin
         assert process.stdout
@@ -153,6 +155,7 @@ class WorkerProcess:
             await wait_shielded([self._gone])
 
     async def _wait_until_gone(self) -> None:
+        """Wait until the process has ended, and its pipes are closed by its children too."""
         with suppress(OSError):
             await self._stdout.read()  # in Python 3.11, wait() waits for the end of every pipe, too
         await asyncio.wait([self._stderr])

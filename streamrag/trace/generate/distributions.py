@@ -31,7 +31,7 @@ class Marginal:
         assert min(values) > 0, values
 
     def sample(self, num: int, rng: Random) -> list[float]:
-        """Draw one value from each of `num` equal slices of the ranks, in ascending order."""
+        """Draw one value from each of `num` equal slices of the ranks, and return them in ascending order."""
         scores = [NORMAL.inv_cdf(rank) for rank, _ in self.points]
         logs = [math.log(value) for _, value in self.points]
         values = []
@@ -45,9 +45,9 @@ class Marginal:
 
 
 def stratified_counts(shares: Sequence[int], num: int, rng: Random) -> list[int]:
-    """Draw `num` counts in random order, with the given shares of 1, 2, ...
+    """Return `num` counts in random order, with the given shares of 1, 2, ...
 
-    The ranks are the middles of `num` equal slices, so that the mean is the same at every seed.
+    The ranks are the middles of `num` equal slices, so that the same counts come at every seed.
     """
     ends = list(accumulate(shares))
     drawn = [1 + bisect_right(ends, (i + 0.5) / num * ends[-1]) for i in range(num)]
@@ -56,7 +56,7 @@ def stratified_counts(shares: Sequence[int], num: int, rng: Random) -> list[int]
 
 
 def couple(scores: Sequence[float], ascending: Sequence[float]) -> list[float]:
-    """Assign the values to the scores by rank: the smallest value to the lowest score, and so on."""
+    """Return a value for each score, by rank: the smallest value for the lowest score, and so on."""
     coupled = [0.0] * len(scores)
     for value, index in zip(ascending, sorted(range(len(scores)), key=scores.__getitem__), strict=True):
         coupled[index] = value
@@ -64,7 +64,7 @@ def couple(scores: Sequence[float], ascending: Sequence[float]) -> list[float]:
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """Split `total` into integers of at least 1, in proportion to the weights (largest remainder method)."""
+    """Return integers of at least 1 with the sum `total`, in proportion to the weights (largest remainder method)."""
     assert total >= len(weights), (total, len(weights))
     spare = total - len(weights)
     exact = [spare * weight / sum(weights) for weight in weights]

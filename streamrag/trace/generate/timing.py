@@ -47,7 +47,10 @@ def retrieval_windows(timing: ChunkTiming, num_events: Sequence[int], rng: Rando
 
 
 def _exchange(query: int, long_windows: list[float], dealt: list[list[float]], least: float, rng: Random) -> None:
-    """Exchange gaps with other queries until this query's long window is at least `least`."""
+    """Exchange gaps with random queries in place, until this query's long window is at least `least`.
+
+    The other's long window stays at least `least`, too. After `NUM_TRIES`, give up.
+    """
     for _ in range(NUM_TRIES):
         other = rng.randrange(len(dealt))
         if other == query or not dealt[other]:

@@ -118,7 +118,9 @@ def generate(
 
 @validated
 def crawler(num_queries: Count = 4322, seed: int = 1, qps: Positive = 1.0) -> Trace:
-    """Generate queries whose context grows: a search result, then pages as they are crawled.
+    """Return a trace of queries whose context grows by appends: a search result, then pages as they are crawled.
+
+    Arrivals are random, `qps` in a second.
 
     :raises ConfigurationError: no query, or a rate that is not positive.
     """
@@ -142,7 +144,7 @@ def anns(
     long_window: LongWindow = "first",
     rank_bias: Count = 2,
 ) -> Trace:
-    """Generate queries whose context is replaced as the search refines: pools of ten documents in rank order.
+    """Return a trace of queries whose context is replaced as the search refines: pools of ten documents by rank.
 
     A search has one long window of several seconds, and short gaps. With `long_window="first"` the long window precedes
     the first pool, and the gaps are between updates. With "last" it precedes the final pool, and the gaps are between
@@ -174,7 +176,10 @@ def _totals(workload: Workload, lengths: Sequence[Sequence[float]], rng: Random)
 
 
 def _pools(num_pools: int, rank_bias: int, rng: Random) -> list[tuple[int, ...]]:
-    """Draw the pools of a search. A pool has documents in rank order, numbered in order of discovery."""
+    """Draw the pools of a search: document indices in rank order, numbered by discovery, from 0.
+
+    Each pool is the one before without its last document, and with a new one at a random rank.
+    """
     pools = [tuple(range(NUM_DOCUMENTS))]
     for document in range(NUM_DOCUMENTS, NUM_DOCUMENTS + num_pools - 1):
         rank = max(rng.randrange(NUM_DOCUMENTS) for _ in range(rank_bias))
@@ -185,7 +190,7 @@ def _pools(num_pools: int, rank_bias: int, rng: Random) -> list[tuple[int, ...]]
 def _documents(query: int, total: int, lengths: Sequence[float], pools: Sequence[tuple[int, ...]]) -> list[TracedChunk]:
     """Return a document for each length: those of the last pool have `total` tokens, in proportion to `lengths`.
 
-    pools: the documents of each version, by index. Those that are in no last pool shrink until each version fits.
+    pools: document indices of each version; those not in the last shrink until each version fits.
     """
     final = pools[-1]
     num_tokens = dict(zip(final, apportion(total, [lengths[j] for j in final]), strict=True))
@@ -202,7 +207,10 @@ def _documents(query: int, total: int, lengths: Sequence[float], pools: Sequence
 def _trace(
     workload: Workload, events: Sequence[Sequence[TracedEvent]], seed: int, qps: float, **settings: str | int
 ) -> Trace:
-    """Return the trace with Poisson arrivals; another rate scales the same arrivals."""
+    """Return a trace of queries with these events and Poisson arrivals; another rate scales the same arrivals.
+
+    Retrieval ends with a query's last event. All arguments but the events are in the provenance.
+    """
     arrivals = poisson_arrivals(f"{workload.name}-{seed}-arrivals", len(events), qps)
     queries = tuple(
         TracedQuery(

@@ -5,6 +5,6 @@ token_streams                   prompts that are pushed piece by piece, and the 
 streaming, answer_text          answers a growing prompt through such a stream; the text of its tokens
 processes, spawned_main, log    start and stop the engine's processes, and capture what they print
 arguments, sampling             arguments of an engine; sampling parameters of a request
-calls                           calls that end even if the engine dies; translation of vLLM's errors
-measured_engine, stats          an engine for benchmarks and profiles; statistics of an engine's steps
+calls, vllm_errors              calls that end even if the engine dies; translation of vLLM's errors
+stats                           statistics of an engine's steps
 """

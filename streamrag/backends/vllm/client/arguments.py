@@ -36,10 +36,7 @@ its first token it costs nothing, since that is sampled before."""
 
 
 def draft_args(strategy: Strategy, engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments with which vLLM verifies drafts.
-
-    :raises ConfigurationError: other arguments exclude that.
-    """
+    """Return the arguments with which vLLM verifies drafts; raise ConfigurationError if the others exclude that."""
     if strategy == "warming":
         raise ConfigurationError('answer_ahead=True needs strategy="streaming": only our scheduler verifies drafts')
     if engine_args.get("speculative_config") is not None:
@@ -65,9 +62,9 @@ def kv_transfer_config() -> "KVTransferConfig":
 def scheduler_args(
     strategy: Strategy, policy: str, can_partial_evict: bool | None, engine_args: Mapping[str, Any], **others: Any
 ) -> dict[str, Any]:
-    """Return the arguments that make vLLM run our scheduler, merged with those in `engine_args`.
+    """Return the arguments for our scheduler, and for our KV connector unless KV is recomputed; {} for "warming".
 
-    `others` are further `SchedulerOptions`; None is the scheduler's default.
+    The user's `additional_config` is merged in. `others` are further `SchedulerOptions`; None is the default.
 
     :raises ConfigurationError: arguments exclude each other, or an option has an invalid value.
     """
@@ -101,7 +98,7 @@ def scheduler_args(
 
 
 def _eviction(given: EvictionMode | None, engine_args: Mapping[str, Any]) -> EvictionMode:
-    """Return the given eviction mode, or the default for these arguments."""
+    """Return the given mode, else a default that `engine_args` allow; ConfigurationError if they exclude the given."""
     reason = None
     if engine_args.get("enable_prefix_caching", True) is False:
         reason = "enable_prefix_caching=False, but KV blocks are found by the hashes of the prefix cache"

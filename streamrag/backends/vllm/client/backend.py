@@ -147,7 +147,7 @@ class VllmBackend:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Start the engine's processes, which takes 20 to 60 s, most of it imports.
+        """Load the tokenizer and start the engine's processes, in 20 to 60 s, most of it for imports. Sets `model`.
 
         :raises MissingDependencyError: when vLLM is not installed.
         :raises UnsupportedVersionError: when it is of a series that is not supported.
@@ -199,6 +199,7 @@ class VllmBackend:
             await run_shielded(self._close(engine, streams, processes), "vLLM backend closes")
 
     async def _close(self, engine: Any, streams: TokenStreams | None, processes: EngineProcesses) -> None:
+        """Abort all streams and, unless the engine is dead, other requests; then stop the processes in any case."""
         async with aclosing(processes):
             if streams is not None:
                 await streams.aclose()
@@ -208,7 +209,9 @@ class VllmBackend:
     async def generate(
         self, prompts: AsyncIterator[Prompt], params: SamplingParams
     ) -> AsyncGenerator[BackendEvent, None]:
-        """Prefill each prompt when it arrives, and answer the complete one.
+        """Prefill each prompt when it arrives, and yield `Prefilled`; then yield the answer to the complete one.
+
+        For several answers, the complete prompt is a request of its own. With `prompt_logprobs`, nothing is prefilled.
 
         :raises PromptTooLongError: when a prompt leaves no room for an answer.
         :raises ConfigurationError: when vLLM does not know a parameter, or a streamed prompt cannot have it.
@@ -231,6 +234,7 @@ class VllmBackend:
                 yield event
 
     async def _prefill(self, token_ids: tuple[int, ...]) -> None:
+        """Compute the KV of a prompt, by a request for one token, which is discarded."""
         # Greedy and without text: the one token is discarded.
         params = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         async with aclosing(self._request(token_ids, params)) as outputs:
@@ -238,6 +242,7 @@ class VllmBackend:
                 pass
 
     async def _answer(self, params: Any, token_ids: tuple[int, ...]) -> AsyncGenerator[AnswerChunk, None]:
+        """Yield the chunks of the answers to a complete prompt; log-probabilities of the prompt are in the first."""
         is_first = True
         async with aclosing(self._request(token_ids, params)) as outputs:
             async for output in outputs:
@@ -249,7 +254,7 @@ class VllmBackend:
                     is_first = False
 
     async def _request(self, token_ids: tuple[int, ...], params: Any) -> AsyncGenerator[Any, None]:
-        """Yield vLLM's RequestOutputs of one request. Closing the generator aborts the request."""
+        """Yield vLLM's outputs of a new request. Closing the generator aborts that. Raises PromptTooLongError first."""
         engine = self._live_engine()
         check_prompt_len(len(token_ids), self.model.max_model_len)
         request_id = uuid.uuid4().hex
@@ -309,6 +314,7 @@ class VllmBackend:
         self._live_engine()
 
     def _live_engine(self) -> Any:
+        """Return the engine; raise BackendError if it is not running, EngineDeadError if its processes are gone."""
         if self._engine is None:
             raise BackendError("the engine is not running: it was closed, or not started")
         if self._engine.errored:

@@ -18,7 +18,7 @@ DEATH_POLL_S = 0.1
 
 
 async def ask_engine(engine: "AsyncLLM", question: Coroutine[Any, Any, T], why_dead: Callable[[], str]) -> T:
-    """Return the engine's answer. vLLM itself would wait forever for the answer of a dead engine.
+    """Await `question`, a call of the engine, and return its result. vLLM itself would wait forever for a dead engine.
 
     :raises EngineDeadError: the engine's process is gone, or dies before it answers.
     :raises BackendError: vLLM failed.
@@ -36,7 +36,7 @@ async def ask_engine(engine: "AsyncLLM", question: Coroutine[Any, Any, T], why_d
 
 
 async def abort_surely(engine: "AsyncLLM", request_id: str, *, is_internal: bool = False) -> None:
-    """Abort a request, if the engine has it. A cancellation takes effect only after the abort."""
+    """Abort a request, if a live engine has it, and wait for that. A cancellation takes effect only after the abort."""
     if engine.errored:
         return
     aborting = asyncio.create_task(engine.abort(request_id, internal=is_internal), name="abort a request")

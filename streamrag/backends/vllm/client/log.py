@@ -65,7 +65,7 @@ class EngineLog:
                 os.environ.pop(name, None)
 
     def fatal_error(self) -> str | None:
-        """Return the first exception that ended a process; None if none is logged."""
+        """Return the text of the first exception that ended a process; None if none is logged."""
         text = self._text()
         if not (fatal := FATAL.search(text)):
             return None

@@ -67,10 +67,7 @@ def check_can_start(model: Path | str) -> None:
 
 
 def import_vllm() -> Any:
-    """Import the module `vllm` and all that an engine needs. Takes seconds.
-
-    :raises ConfigurationError: when it is installed but broken.
-    """
+    """Import all that an engine needs, which takes seconds, and return `vllm`; ConfigurationError if it is broken."""
     with _environment({"VLLM_CONFIGURE_LOGGING": "0"}), _no_collections():
         try:
             importlib.import_module("vllm.v1.engine.async_llm")
@@ -92,7 +89,7 @@ def num_reserved_cores(num_workers: int) -> int:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Disable the garbage collector: during an import it takes a quarter of the time and finds hardly anything."""
+    """Disable the garbage collector inside: in an import it takes a quarter of the time and finds hardly anything."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -165,6 +162,7 @@ class EngineProcesses:
         return self._engine
 
     async def _give_up(self, starting: "asyncio.Future[Any]") -> None:
+        """Kill the processes until the start in its thread has ended. An engine that started anyway is for `aclose`."""
         while not starting.done():
             await anyio.to_thread.run_sync(self._kill)
             await asyncio.wait([starting], timeout=0.5)
@@ -176,6 +174,7 @@ class EngineProcesses:
         await run_shielded(self._aclose(), "vLLM engine stops")
 
     async def _aclose(self) -> None:
+        """Stop the engine, if it was started; then in any case close the log and delete the folder."""
         try:
             if self._engine is not None:
                 await self._stop(self._engine)
@@ -183,6 +182,7 @@ class EngineProcesses:
             await asyncio.to_thread(self._close)
 
     async def _stop(self, engine: Any) -> None:
+        """Shut the engine down, wait for its tasks and close its sockets. vLLM's log of its death is suppressed."""
         resources = engine.engine_core.resources
         tasks = [task for task in (engine.output_handler, resources.output_queue_task) if task]
         log = logging.getLogger("vllm.v1.engine.async_llm")
@@ -203,6 +203,7 @@ class EngineProcesses:
         return f"the engine's process is gone (exit code {codes})" + (f": {reason}" if reason else "")
 
     def _start(self, engine_args: Mapping[str, Any], stat_loggers: list[Callable[..., Any]]) -> Any:
+        """Start the engine in the parent thread, wait, and return it; if it fails, raise our error, with the reason."""
         import_vllm()
         remove_left_behind(SCRATCH)
         with _environment({}) as environment:
@@ -237,7 +238,7 @@ class EngineProcesses:
             returning.join()
 
     def _give_back_once_spawned(self, borrowed: ExitStack, others: set[BaseProcess], num_processes: int) -> None:
-        """Restore environment and spawning as soon as the processes exist, long before the engine has started."""
+        """Keep the processes once they exist; then, or when the start ends, restore environment and spawning."""
         with borrowed:
             while len(self._processes) < num_processes and not self._is_started.wait(SPAWN_POLL_S):
                 new = set(multiprocessing.active_children()) - others
@@ -256,7 +257,11 @@ class EngineProcesses:
 
 
 def make_config(model: str, engine_args: Mapping[str, Any]) -> Any:
-    """Return vLLM's configuration of an engine, with our defaults for arguments that `engine_args` does not have."""
+    """Return vLLM's configuration of an engine, with our defaults for arguments that `engine_args` does not have.
+
+    On a CPU, "auto" is float32 where the CPU lacks vLLM's choice, unless weights are quantized. Raises
+    ConfigurationError for an unknown argument, and ModelError for a model that vLLM cannot load.
+    """
     vllm = importlib.import_module("vllm")
     logging_config = importlib.import_module("vllm.config.logging").LoggingConfig
     defaults = {

@@ -75,7 +75,7 @@ def _dies_of_seeds(config: "VllmConfig") -> bool:
 
 
 def for_stream(params: "vllm.SamplingParams", *, has_grammar: bool = False) -> "vllm.SamplingParams":
-    """Return a copy for a streamed prompt: vLLM streams tokens only; `AnswerText` handles text and stop texts.
+    """Return a copy for a streamed prompt: cumulative tokens without text or stop texts, which `AnswerText` handles.
 
     has_grammar: whether to keep `structured_outputs`, whose grammar vLLM compiles for each message that has it.
 

@@ -30,6 +30,7 @@ class EngineStats:
         self._kv_use: dict[str, Any] | None = None
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, **ignored: Any) -> None:
+        """Keep the newest KV use and, if steps are kept, append the step. Called by vLLM after each step."""
         if not scheduler_stats:
             return
         self._kv_use = (scheduler_stats.kv_connector_stats or {}).get(KEY, self._kv_use)

@@ -63,6 +63,7 @@ async def stream_then_generate(
 
 
 async def _push(prompts: AsyncIterator[Prompt], stream: TokenStream) -> None:
+    """Push the further prompts. An error, or the lack of a complete prompt, is raised and also fails the stream."""
     try:
         if not stream.is_complete:
             async for prompt in prompts:

@@ -45,10 +45,7 @@ def record_of(output: Any) -> RequestRecord | None:
 
 
 def check_prompt_len(num_tokens: int, max_model_len: int) -> None:
-    """Check the length of a prompt.
-
-    :raises PromptTooLongError: the prompt leaves no room for an answer.
-    """
+    """Raise PromptTooLongError if a prompt of `num_tokens` leaves no room for an answer."""
     if num_tokens >= max_model_len:
         raise PromptTooLongError(
             f"a prompt of {num_tokens} tokens leaves no room for an answer: max_model_len is {max_model_len}"
@@ -131,6 +128,7 @@ class TokenStream:
         return tuple(self._token_ids)
 
     async def _start(self) -> None:
+        """Submit the request, whose inputs are the pushed chunks; raise if the engine is dead or the stream aborted."""
         end = for_stream(self._answer_params)
         end.extra_args = {**(end.extra_args or {}), **EndOfInput().extra_args()}
         # vLLM itself would ask this before the first request. Once it knows the answer, this does not wait.
@@ -188,6 +186,7 @@ class TokenStream:
         params: SamplingParams | None = None,
         draft: Sequence[int] = (),
     ) -> None:
+        """Queue a chunk that makes `new` the prompt. Raises before anything has changed, or succeeds; never waits."""
         from vllm.engine.protocol import StreamingInput
         from vllm.inputs import tokens_input
 
@@ -212,12 +211,14 @@ class TokenStream:
         self._chunks.put_nowait(chunk)
 
     def _check_goes_on(self) -> None:
+        """Raise EngineDeadError if the engine is dead, BackendError if the stream was aborted or has failed."""
         if self._engine.errored:
             raise EngineDeadError(self._why_dead())
         if self._is_aborted or self._error or (self._outputs and isinstance(self._outputs.output, Exception)):
             raise BackendError("the stream has ended: it was aborted or failed; iterating over it says why")
 
     async def _inputs(self) -> AsyncGenerator["StreamingInput", None]:
+        """Yield pushed chunks to vLLM as they come, and end after the complete prompt's."""
         is_last = False
         while not is_last:
             chunk = await self._chunks.get()
@@ -242,7 +243,7 @@ class TokenStream:
             yield event
 
     async def _next_event(self) -> Prefilled | StreamedTokens | None:
-        """Return the next event; None after the end of the answer."""
+        """Return the next event; None after the answer. An error is raised every time; a stop text aborts the rest."""
         async with self._reading:
             event = None
             try:
@@ -266,6 +267,7 @@ class TokenStream:
             return self._outputs.get_nowait() or await self._outputs.get()
 
     def _event(self, output: Any) -> Prefilled | StreamedTokens | None:
+        """Return the new tokens of an output, or `Prefilled`; None for an older prompt. Raise for a dropped stream."""
         (part,) = output.outputs
         ours = (output.kv_transfer_params or {}).get(KEY, {})
         if "error" in ours:
@@ -296,6 +298,7 @@ class TokenStream:
             self._aborting.result()
 
     def _begin_abort(self) -> None:
+        """Mark the stream as aborted; if submitted, abort it in a task, once, and fail an unanswered iteration."""
         self._is_aborted = True
         if self._outputs is None or self._aborting is not None:
             return

@@ -16,7 +16,7 @@ def vllm_errors_translated(why_dead: Callable[[], str]) -> Iterator[None]:
     """Translate errors of vLLM; pass ours through. `why_dead` returns why the engine's process is gone.
 
     :raises EngineDeadError: the engine's process is gone.
-    :raises BackendError: vLLM refused the request, or failed.
+    :raises BackendError: vLLM refused the request, as with any ValueError, or failed.
     """
     from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMError
     from vllm.v1.engine.async_llm import InputStreamError
@@ -39,10 +39,7 @@ def vllm_errors_translated(why_dead: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def vllm_model_errors_translated(model: Path | str) -> Iterator[None]:
-    """Translate the errors of vLLM while it creates the configuration of a model.
-
-    :raises ModelError: vLLM cannot load the model.
-    """
+    """Turn errors of vLLM, while it creates the configuration of a model, into ModelError."""
     try:
         yield
     except (OSError, ValueError, TypeError, ImportError, NotImplementedError) as error:
@@ -51,6 +48,8 @@ def vllm_model_errors_translated(model: Path | str) -> Iterator[None]:
 
 def start_error(error: Exception, model: Path | str, reason: str | None, last_lines: str) -> StreamRagError:
     """Return our error for an engine that did not start.
+
+    BackendError without a reason; ConfigurationError if our scheduler refused or memory is too small; else ModelError.
 
     reason: the exception in the engine's log that ended its process; None if there is none.
     last_lines: the end of that log.

@@ -37,14 +37,14 @@ class Estimates:
         self.step_costs.observe_complete(self._clock.monotonic())
 
     def on_end(self, request: StreamRequest) -> None:
-        """Learn from a request that ends how many drafted tokens hold."""
+        """Learn how many tokens a draft sampled itself, or how many of its draft's tokens an answer accepted."""
         if request.request_class == "draft":
             self.survival.on_draft(request.num_output_tokens - request.log.num_accepted)
         elif request.draft is not None and not request.draft.is_empty:
             self.survival.on_answer(request.log.num_accepted)
 
     def expect_chunks(self, stream: StreamRequest) -> None:
-        """Update whether the stream's prompt is likely to be replaced, and how much of it a step may compute."""
+        """Set `is_replaced`, whether the stream's source is known to replace chunks, and `num_step_tokens`."""
         replaced_every_s = self.forecast.replaced_every_s(stream.source_name)
         stream.is_replaced = replaced_every_s < math.inf
         costs = self.step_costs.at(self._clock.monotonic())

@@ -69,6 +69,7 @@ class StreamingHooks(_Base):
         self.plugin.intake.receive(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Let vLLM schedule a step after our plan; while paused, without one."""
         self.plugin.steps.mark_start()
         if self.pause_state != PauseState.UNPAUSED:
             return super().schedule(throttle_prefills)
@@ -82,6 +83,7 @@ class StreamingHooks(_Base):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: "ModelRunnerOutput"
     ) -> dict[int, "EngineCoreOutputs"]:
+        """Learn from the step, let vLLM process its output, make idle what is done, and add our outputs."""
         step = self.plugin.steps.end_oldest(scheduler_output, model_runner_output)
         if step.prefills:
             self.plugin.executor.forget_stuck()  # the next plan acknowledges streams that got stuck in the meantime
@@ -101,6 +103,7 @@ class StreamingHooks(_Base):
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """Release and record a request that ended, and return the record beside a KV connector's parameters."""
         self.plugin.claims.release(request)
         self.plugin.estimates.on_end(request)
         record = self.plugin.records.end(request)
@@ -108,6 +111,7 @@ class StreamingHooks(_Base):
         return {**(kv_params or {}), KEY: {"record": record}}, ec_params  # next to a KV connector's own parameters
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        """Let vLLM finish these requests, for None all, after removing them from the idle ones."""
         if request_ids is None:
             ids = list(self.requests)
         else:
@@ -116,6 +120,7 @@ class StreamingHooks(_Base):
         return super().finish_requests(ids, finished_status)
 
     def has_requests(self) -> bool:
+        """Whether the engine has work: outputs, requests or, if all wait for memory, a change of the free blocks."""
         if not self.plugin.outbox.is_empty:
             return True
         if self.plugin.executor.is_stuck and not self.has_finished_requests():
@@ -129,6 +134,7 @@ class StreamingHooks(_Base):
         return len(self.requests) > sum(self.get_request_counts()) + len(self.plugin.queues.idle)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Reset vLLM's cache and clear host memory; evict idle and waiting requests if running ones are reset."""
         if reset_running_requests:
             self.plugin.evictions.evict_all((*self.plugin.queues.idle.values(), *self.waiting))
         self.plugin.executor.forget_stuck()  # a request without a prefix hit needs fewer blocks to start
@@ -148,12 +154,14 @@ class StreamingHooks(_Base):
         return request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
 
     def make_spec_decoding_stats(self, *args: Any, request_id: str = "", **kwargs: Any) -> Any:
+        """Count the tokens of a draft that a step verified and accepted, and return vLLM's statistics."""
         request = self.requests[request_id]
         counts = kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"]
         request.log.on_verified(*counts, are_copies=request.draft.is_copying)
         return super().make_spec_decoding_stats(*args, request_id=request_id, **kwargs)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> "SchedulerStats | None":
+        """Return vLLM's statistics, with the use of KV memory if that is reported; None if vLLM makes none."""
         stats = super().make_stats(*args, **kwargs)
         if stats is not None and self.plugin.options.reports_kv_use:
             use = self.plugin.kv_memory.use(self.plugin.queues.idle.values())

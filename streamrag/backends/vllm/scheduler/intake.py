@@ -69,7 +69,7 @@ class Intake:
             self._refuse(request, f"there is a request {request.request_id!r} already", message)
 
     def end_input(self, request_id: str) -> None:
-        """Fail a stream whose input ended before its last chunk."""
+        """Fail a stream whose input ended before its last chunk; others, also unknown ones, go on."""
         stream = self.scheduler.requests.get(request_id)
         # A complete stream gets its answer. vLLM's client sends no end of input for a stream that it has aborted.
         if stream is not None and not stream.is_complete and not stream.is_finished():
@@ -80,6 +80,7 @@ class Intake:
         return request.resumable and request.request_id in self.records.gone_ids
 
     def _open(self, request: Request, message: PromptMessage | None) -> None:
+        """Accept a plain request or a first chunk, or refuse it. A stream with nothing to compute becomes idle."""
         problem = _why_refused(request, message, self.scheduler)
         if problem is None and message is not None and message.index > 0:
             problem = f"chunk {message.index} came, but no chunk 0: it was lost, or the stream has ended"
@@ -102,6 +103,7 @@ class Intake:
         self.queues.make_idle_if_done(stream)
 
     def _add_chunk(self, stream: StreamRequest, request: Request, message: PromptMessage) -> None:
+        """Replace the prompt of a stream by a further chunk's, and queue the stream; a wrong chunk fails it."""
         problem = _why_unfit(stream, request, message) or _why_refused(request, message, self.scheduler)
         if problem:
             self._fail(stream, problem)
@@ -136,7 +138,7 @@ class Intake:
         self.queues.make_idle_if_done(stream)
 
     def _on_complete(self, request: StreamRequest, message: PromptMessage | None) -> None:
-        """Take in that the prompt of a request is complete."""
+        """Give a request with a complete prompt its draft, if drafts are verified. Count the prompt of a non-draft."""
         max_depth = self.scheduler.num_spec_tokens  # 0 for an engine that verifies no drafts
         if max_depth and not request.use_structured_output:
             draft = message.draft if message is not None else ()
@@ -147,7 +149,7 @@ class Intake:
             self.estimates.on_complete()
 
     def _refuse(self, request: Request, problem: str, message: PromptMessage | None = None) -> None:
-        """Fail a request that has not been accepted, or the stream that the chunk belongs to."""
+        """Fail a request before its acceptance, with a record and an error; for a chunk, fail its stream instead."""
         existing = self.scheduler.requests.get(request.request_id)
         if request.resumable and existing is not None and not existing.is_finished():
             self._fail(existing, problem)
@@ -162,6 +164,7 @@ class Intake:
         self.outbox.send_error(stream, problem)
 
     def _adopt(self, request: Request, message: PromptMessage | None) -> StreamRequest:
+        """Convert a request in place to a `StreamRequest`, with times of this host's monotonic clock, and return it."""
         now_s = self.clock.monotonic()
         stream = StreamRequest.adopt(request, message, now_s - (self.clock.wall() - request.arrival_time), now_s)
         stream.prefill_unit = self.kv_memory.prefill_unit

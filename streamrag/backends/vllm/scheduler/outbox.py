@@ -24,7 +24,7 @@ class Outbox:
         return not self._outputs
 
     def acknowledge(self, stream: StreamRequest, *, is_waiting: bool = False) -> None:
-        """Queue a finish for each chunk that has not been acknowledged."""
+        """Queue a finish without tokens for each chunk not yet acknowledged, with the number of computed tokens."""
         for index in range(stream.num_acknowledged, stream.num_messages):
             ours: dict[str, Any] = {"chunk": index, "num_computed": stream.num_computed_tokens}
             if is_waiting:
@@ -52,7 +52,7 @@ class Outbox:
         self._outputs = [(client, output) for client, output in self._outputs if output.request_id != request_id]
 
     def add_to(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
-        """Move all queued outputs into the outputs of a step, by client index, and return these."""
+        """Move all queued outputs in front of the outputs of a step, by client index, and return the latter."""
         queued, self._outputs = self._outputs, []
         for client_index in dict(queued):
             client_outputs = outputs.setdefault(client_index, EngineCoreOutputs())

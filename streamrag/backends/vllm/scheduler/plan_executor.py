@@ -88,7 +88,7 @@ class PlanExecutor:
             self.queues.resubmit(request)
 
     def _limit_to_grant(self, grant: Grant, request: StreamRequest) -> None:
-        """Show vLLM the prompt only up to the end of its grant."""
+        """Show vLLM the prompt only to the end of its grant, or whole if another connector may load all of it."""
         end = self.kv_memory.num_present_tokens(grant.request) + grant.num_tokens
         # A third-party connector looks up all of a complete prompt, and may load more than this step computes.
         is_whole = request.status != RequestStatus.RUNNING and request.is_complete and self.has_their_connector

@@ -45,7 +45,7 @@ class Queues:
             request.status = RequestStatus.WAITING
 
     def make_idle_if_done(self, stream: StreamRequest) -> None:
-        """Move a partial prompt that is computed to its end from vLLM's queues to `idle`, and acknowledge it."""
+        """Move a partial prompt that is computed, with no step in flight, to `idle`, and acknowledge its chunks."""
         if stream.is_complete or stream.num_remaining_tokens > 0 or stream.request_id in self.idle:
             return
         if stream.num_in_flight_tokens > stream.num_stale_output_tokens:
@@ -117,9 +117,9 @@ class Queues:
         self.scheduler.num_waiting_for_streaming_input = 0
 
     def _give_up_slots(self, rest: list[StreamRequest], num_wanted: int) -> list[StreamRequest]:
-        """Make the last `num_wanted` running requests without a grant wait, and return them. Most keep their KV.
+        """Make `num_wanted` running requests without a grant wait: drafts first, then from the end. Return them.
 
-        A request that has output keeps its slot: as a waiting request it would lose the output. A draft is preempted.
+        A draft is preempted. Others with output keep their slots, or they would lose the output. Most keep their KV.
         """
         if num_wanted <= 0:
             return []

@@ -63,6 +63,7 @@ class RecordFile:
             raise ConfigurationError(f"records={str(path)!r} cannot be written; choose another place or permissions")
 
     def write(self, record: RequestRecord) -> None:
+        """Append the record as one JSON line. After an error, which is logged, do nothing any more."""
         if self._is_broken:
             return
         line = msgspec.json.encode(record) + b"\n"

@@ -93,7 +93,7 @@ class StreamRequest(Request):
             self.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
     def propose_tokens(self, most: int, max_model_len: int) -> int:
-        """Propose at most `most` tokens of the draft for verification in the next step. Return their number."""
+        """Propose at most `most` tokens of the draft, if any, for the next step, that fit. Return their number."""
         if self.draft is None:
             return 0
         room = min(self.max_tokens, max_model_len - self.num_prompt_tokens) - self.num_output_tokens
@@ -109,7 +109,7 @@ class StreamRequest(Request):
         return self.record
 
     def end_step_at(self, end: int) -> None:
-        """Have the step that is being planned end at token `end`: in the middle of the prompt, or of a draft."""
+        """Have the step being planned end at token `end`: cut the proposed tokens, or set `step_end` in the prompt."""
         num_known = self.num_all_tokens
         self.spec_token_ids = self.spec_token_ids[: max(end - num_known, 0)]
         if end < num_known:
@@ -117,6 +117,7 @@ class StreamRequest(Request):
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens shown to the scheduler: up to `step_end`, or all but a hidden end of a partial prompt."""
         if self.step_end is not None:
             return self.step_end
         num_tokens = len(self._all_token_ids)
@@ -156,6 +157,7 @@ class StreamRequest(Request):
         return self.lora_request.lora_int_id if self.lora_request else None
 
     def make_view(self, num_blocks: int, is_idle: bool) -> RequestView:
+        """Return the view of this request, with `num_blocks` KV blocks, as the planner sees it."""
         return RequestView(
             request_id=self.request_id,
             arrival_s=self.arrival_s,

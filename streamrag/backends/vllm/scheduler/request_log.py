@@ -81,14 +81,14 @@ class RequestLog:
             self.first_kv_s = now_s
 
     def on_step_end(self, now_s: float, *, is_complete: bool) -> None:
-        """Log the end of a step that computed prompt tokens: with `is_complete`, the last ones of a complete prompt."""
+        """Log a step's end as the time of the first KV, and with `is_complete` of the last, unless these are set."""
         if self.first_kv_s is None:
             self.first_kv_s = now_s
         if is_complete and self.last_kv_s is None:
             self.last_kv_s = now_s
 
     def on_verified(self, num_tokens: int, num_accepted: int, *, are_copies: bool) -> None:
-        """Log a step that verified `num_tokens` tokens, the first `num_accepted` of which were right."""
+        """Add verified tokens, the first `num_accepted` of which were right; copies from the prompt count apart."""
         if are_copies:
             self.num_copies_verified += num_tokens
             self.num_copied += num_accepted
@@ -124,6 +124,7 @@ class RequestLog:
     def end(
         self, outcome: RequestOutcome, now_s: float, num_prompt_tokens: int, num_output_tokens: int
     ) -> RequestRecord:
+        """Return the record of the request: the public fields, with lists as tuples, and these values."""
         values: dict[str, Any] = {name: getattr(self, name) for name in _RECORDED}
         values["holds"] = dict(self.holds)
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}

@@ -75,7 +75,7 @@ class StepPlanner:
         self.rules = self._make_rules()
 
     def plan_step(self) -> PlannedStep:
-        """Order the requests that may run, and plan how many tokens each computes."""
+        """Return a step's plan: which requests compute how many tokens, in the policy's order. Logs why others wait."""
         self.kv_memory.start_step()
         if self.host_memory is not None:
             self.host_memory.start_step(self.steps.start_s)
@@ -145,16 +145,17 @@ class StepPlanner:
         return [rule for rule in rules if rule is not None]
 
     def _is_evicted_kv_kept(self) -> bool:
-        """Whether memory is short, but what prompts that grow would evict now is worth keeping in host memory."""
+        """Whether device memory is short and the KV of all prompts is worth keeping in host memory."""
         if self.host_memory is None or self.kv_memory.num_free_blocks > self._num_free_if_short:
             return False
         requests = self.scheduler.requests
         return self.host_memory.is_worth_keeping(sum(r.num_prompt_tokens for r in requests.values()), len(requests))
 
     def _split_running(self) -> tuple[list[StreamRequest], list[StreamRequest]]:
-        """Split the running requests into those that decode, if all of these fit into the step, and the others.
+        """Split the running requests into those that decode and the others; if the decodes do not fit, all are others.
 
-        Drafts are others, although they decode: whether they compute is for the plan to decide.
+        Drafts are others, although they decode: whether they compute is for the plan to decide. Proposes tokens of
+        drafts, and takes the decodes' blocks from the free ones.
         """
         scheduler, memory = self.scheduler, self.kv_memory
         decoding: list[StreamRequest] = []
@@ -190,7 +191,7 @@ class StepPlanner:
         return all(r.sampling_params.sampling_type is SamplingType.GREEDY for r in self.scheduler.requests.values())
 
     def _verify_drafts(self, decoding: list[StreamRequest], depth: int) -> None:
-        """Propose up to `depth` tokens of each draft, if budget and free blocks allow it beside one token each."""
+        """Propose up to `depth` tokens per draft and take their blocks, as far as budget and free blocks allow."""
         memory, block_size = self.kv_memory, self.kv_memory.smallest_block_size
         num_groups, num_left = len(memory.groups), self.scheduler.max_num_scheduled_tokens - len(decoding)
         for request in decoding:

@@ -53,10 +53,7 @@ CHECKS_WITH_MAMBA: dict[str, Callable[["VllmConfig", set[int]], bool]] = {
 
 
 def check_supported(config: "VllmConfig", kv_cache_config: KVCacheConfig) -> None:
-    """Check the configuration of an engine.
-
-    :raises ConfigurationError: streaming does not support a feature that is switched on.
-    """
+    """Raise ConfigurationError, with all their names, for features in use that streaming does not support."""
     unsupported = [name for name, is_used in CHECKS.items() if is_used(config)]
     if kv_cache_config.has_mamba_layers:
         specs = [spec for group in kv_cache_config.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]

@@ -37,6 +37,7 @@ class CpuCopies:
     def start_step(self) -> None: ...
 
     def save(self, pairs: Pairs, *, is_held: bool) -> None:
+        """Copy device blocks to host slots at once, and add their number and the time to the measurements."""
         began_s = time.perf_counter()
         for cache, pool in self._rows:
             for block, slot in pairs:
@@ -44,6 +45,7 @@ class CpuCopies:
         self._out = self._out.plus(len(pairs), time.perf_counter() - began_s)
 
     def load(self, pairs: Pairs, *, by_layer: bool) -> None:
+        """Copy host slots to device blocks at once, and add their number and the time to the measurements."""
         began_s = time.perf_counter()
         for cache, pool in self._rows:
             for slot, block in pairs:
@@ -89,12 +91,14 @@ class CudaCopies:
         self._timers: deque[tuple[bool, int, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def start_step(self) -> None:
+        """Forget the last step's loads, and let the computation wait for its held saves."""
         self._loaded.clear()
         if self._held is not None:
             torch.cuda.current_stream().wait_event(self._held)
             self._held = None
 
     def save(self, pairs: Pairs, *, is_held: bool) -> None:
+        """Queue copies of device blocks to host slots. The computation waits for these, unless they are held."""
         compute = torch.cuda.current_stream()
         self._out.wait_stream(compute)
         began = _event(self._out)
@@ -110,6 +114,7 @@ class CudaCopies:
             compute.wait_event(ended)
 
     def load(self, pairs: Pairs, *, by_layer: bool) -> None:
+        """Queue copies of host slots to device blocks. The computation waits for all of them, unless `by_layer`."""
         compute = torch.cuda.current_stream()
         self._in.wait_stream(compute)
         began = _event(self._in)
@@ -132,6 +137,7 @@ class CudaCopies:
         torch.cuda.current_stream().wait_stream(self._in)  # includes layers that the forward left out
 
     def take_measured(self) -> tuple[Measured, Measured]:
+        """Return and reset blocks and seconds, out and in, of copies that have ended; leave the others."""
         out, into = Measured(), Measured()
         while self._timers and self._timers[0][3].query():
             is_out, num_blocks, began, ended = self._timers.popleft()

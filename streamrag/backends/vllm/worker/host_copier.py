@@ -41,7 +41,7 @@ class HostCopier:
         return slot < self.num_slots
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Register the KV of each layer, of which several layers may share one. vLLM calls this once.
+        """Make the pool and the copies for the KV of each layer, once where layers share one. vLLM calls this once.
 
         :raises ConfigurationError: the bytes of a block are not contiguous.
         """
@@ -61,7 +61,7 @@ class HostCopier:
         self._copies = CudaCopies(layers) if is_cuda else CpuCopies(layers)
 
     def _make_pool(self, *, is_pinned: bool) -> torch.Tensor:
-        """Allocate host memory, halving `num_slots` until the allocation succeeds."""
+        """Return host memory for `num_slots` blocks. While that fails, halve the number, even to 0; warn at the end."""
         reason = None
         while True:
             try:
@@ -81,7 +81,7 @@ class HostCopier:
         return pool
 
     def save(self, copies: HostCopies) -> None:
-        """Save blocks, before the step overwrites any."""
+        """Save the blocks that the step may overwrite, then the held ones. Failures are reported, not raised."""
         if self._copies is not None:
             self._copies.start_step()
         if copies.saves:
@@ -90,6 +90,7 @@ class HostCopier:
             self._save(copies.held_saves, is_held=True)
 
     def _save(self, pairs: Pairs, *, is_held: bool) -> None:
+        """Save blocks whose slots exist. Report each slot as saved or failed; log an error, after which all failed."""
         good = [(block, slot) for block, slot in pairs if self.has_slot(slot, is_load=False)]
         try:
             if good:
@@ -103,7 +104,7 @@ class HostCopier:
         self._report.failed += [slot for _, slot in pairs if slot not in saved]
 
     def load(self, copies: HostCopies, *, by_layer: bool) -> None:
-        """Load blocks, before the forward. With `by_layer`, the forward waits for each layer in `wait_for_layer`."""
+        """Load blocks before the forward, which waits per layer if `by_layer`. Failed blocks are noted, not raised."""
         good = [(slot, block) for slot, block in copies.loads if self.has_slot(slot, is_load=True)]
         try:
             if good:
@@ -129,7 +130,7 @@ class HostCopier:
         return failed
 
     def take_report(self) -> CopyReport | None:
-        """Return and reset the report; None if there is nothing to report."""
+        """Return and reset the report, with times and a reduced number of slots; None if there is nothing to report."""
         report, self._report = self._report, CopyReport()
         if self._copies is not None:
             out, into = self._copies.take_measured()
@@ -152,7 +153,7 @@ class HostCopier:
 def _rows(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
     """Return a layer's KV as bytes, one row per block. The KV is [blocks, heads, tokens, content], in any stride order.
 
-    A block of the scheduler may be several blocks of the attention kernel.
+    A block may be several blocks of the attention kernel. Raises ConfigurationError if its bytes are not contiguous.
     """
     blocks = group_kernel_blocks(cache, num_blocks)
     size = blocks[0].numel()
@@ -166,11 +167,7 @@ def _rows(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 def _host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
-    """Allocate `num_bytes` of host memory, pinned for copies if `is_pinned`.
-
-    :raises MemoryError: less memory is available.
-    :raises RuntimeError: torch cannot allocate or CUDA cannot pin it.
-    """
+    """Allocate host memory, pinned if `is_pinned`. Raise MemoryError if less is available, RuntimeError on failure."""
     available = importlib.import_module("psutil").virtual_memory().available
     if num_bytes > available:
         raise MemoryError(f"{num_bytes:,} bytes of {available:,} available")
@@ -181,7 +178,7 @@ def _host_memory(num_bytes: int, *, is_pinned: bool) -> torch.Tensor:
 
 
 def _pin(memory: torch.Tensor) -> None:
-    """Pin host memory. Raises RuntimeError if CUDA cannot."""
+    """Pin host memory for copies; if CUDA cannot, raise RuntimeError, and clear the error that CUDA would repeat."""
     from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 
     try:

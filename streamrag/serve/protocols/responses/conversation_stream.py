@@ -50,9 +50,9 @@ class ConversationStream:
         return self._newest is None
 
     async def extend(self, turns: Sequence[Turn], *, is_complete: bool) -> ConversationPrompt:
-        """Return the prompt of the conversation, which a background task sends; on errors, keep the last one.
+        """Set the newest prompt to the conversation's and return it; on errors, keep the last. Another task sends it.
 
-        is_complete: whether answers are wanted.
+        is_complete: whether answers are wanted; otherwise only the partial prompt is sent.
         """
         max_tokens = self.params.max_tokens if is_complete else 1
         prompt = await in_thread(self._tokenizer, lambda: self._conversation.encode(turns, max_tokens=max_tokens))
@@ -61,7 +61,7 @@ class ConversationStream:
         return prompt
 
     async def events(self) -> AsyncGenerator[QueryEvent, None]:
-        """Yield the events of the answer; the last one is `Answered`. Raises BackendError if the engine fails."""
+        """Yield and report the answer's tokens, then `Answered`, or raise BackendError. Only report prefill."""
         first_token_s: float | None = None
         chunks: list[AnswerChunk] = []
         async with (
@@ -85,7 +85,7 @@ class ConversationStream:
         yield answered
 
     async def _prompts(self) -> AsyncGenerator[Prompt, None]:
-        """Yield the newest prompt whenever it has changed, and report it; the complete one is the last."""
+        """Yield and report the newest prompt whenever it has changed; the complete one is always yielded, and last."""
         sent: tuple[int, ...] = ()
         is_complete = False
         while not is_complete:

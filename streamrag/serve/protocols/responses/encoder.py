@@ -38,7 +38,7 @@ class ResponseEncoder:
         return self._num_events > 0
 
     def begin(self) -> list[ServerEvent]:
-        """Return the events of an admitted request."""
+        """Return the first events of a response, "created" and "in_progress", both without output."""
         response = {**self.response, "output": []}
         return [
             self._event("response.created", response=response),
@@ -46,7 +46,7 @@ class ResponseEncoder:
         ]
 
     def encode(self, event: QueryEvent) -> list[ServerEvent]:
-        """Return the events that `event` adds."""
+        """Return the events for the start or end of retrieval, text, or the answer; none for other events."""
         match event:
             case RetrievalStarted(query=query):
                 return self._begin_search(query)
@@ -65,7 +65,7 @@ class ResponseEncoder:
         return [self._event("response.completed", response=self.response)]
 
     def fail(self, failure: Failure) -> list[ServerEvent]:
-        """Return the last events of a failed response."""
+        """Return the last event of a failed response, whose search and message are marked as failed and incomplete."""
         if self._search is not None and self._search["status"] != "completed":
             self._search["status"] = "failed"
         if self._message is not None:
@@ -75,6 +75,7 @@ class ResponseEncoder:
         return [self._event("response.failed", response=self.response)]
 
     def _begin_search(self, query: str) -> list[ServerEvent]:
+        """Add a search to the output, and return its first events."""
         search_id, status = f"fs_{uuid.uuid4().hex}", "in_progress"
         self._search = {
             "id": search_id,
@@ -93,6 +94,7 @@ class ResponseEncoder:
         return events
 
     def _end_search(self) -> list[ServerEvent]:
+        """Complete the search, with its results if wanted, and return its last events; none without a search."""
         if self._search is None:
             return []
         self._search["status"] = "completed"
@@ -104,6 +106,7 @@ class ResponseEncoder:
         ]
 
     def _begin_message(self) -> list[ServerEvent]:
+        """Add an empty message to the output, and return its first events; none if there is one."""
         if self._message is not None:
             return []
         message_id, status = f"msg_{uuid.uuid4().hex}", "in_progress"
@@ -176,6 +179,7 @@ class ResponseEncoder:
 
 
 def _response(request: CheckedRequest, model: str) -> dict[str, Any]:
+    """Return the response object of a request that begins: in progress, without output and usage."""
     body, params = request.body, request.params
     return {
         "id": request.id,
@@ -206,6 +210,7 @@ def _response(request: CheckedRequest, model: str) -> dict[str, Any]:
 
 
 def _usage(usage: TokenUsage, num_cached: int) -> dict[str, Any] | None:
+    """Return the numbers of tokens in the protocol's form, or None if one of them is unknown."""
     if usage.num_prompt_tokens is None or usage.num_output_tokens is None:
         return None
     return {
@@ -218,6 +223,7 @@ def _usage(usage: TokenUsage, num_cached: int) -> dict[str, Any] | None:
 
 
 def _result(number: int, chunk: Chunk) -> dict[str, Any]:
+    """Return a chunk as a search result, with its passage number."""
     return {
         "file_id": file_id(chunk),
         "filename": file_name(chunk),

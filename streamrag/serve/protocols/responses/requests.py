@@ -77,7 +77,7 @@ class ResponseRequest(BaseModel):
         return sampling(default, max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p)
 
     def check(self, *, is_socket: bool) -> None:
-        """Check that the service supports the request. Raises RequestError if it does not."""
+        """Raise RequestError for the first field that is unsupported, too large, or permitted on a WebSocket only."""
         text_format = (self.text or {}).get("format")
         choice = self.tool_choice
         choice_type = choice.get("type") if isinstance(choice, dict) else choice
@@ -104,7 +104,10 @@ class ResponseRequest(BaseModel):
                 raise RequestError(f"{name}: it has more than {MAX_TOOLS:,} characters", param=name)
 
     def turns(self) -> tuple[Turn, ...]:
-        """Return the messages of the input. Raises RequestError if it has items other than messages."""
+        """Return the messages of the input as turns; a string is a user's, and no input has none.
+
+        Raises RequestError for items other than messages, except results of earlier searches, which are left out.
+        """
         if self.input is None:
             return ()
         if isinstance(self.input, str):

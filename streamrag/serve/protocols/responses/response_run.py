@@ -73,7 +73,7 @@ class ResponseRun:
         await self._send_all(self.encoder.begin())
 
     async def follow(self, events: AsyncIterator[QueryEvent]) -> None:
-        """Encode and send these events; keep the complete answer, whose events `finish` sends."""
+        """Send the encoded events, after `begin` if needed; `keep` the complete answer, whose events `finish` sends."""
         async for event in events:
             if not self.encoder.has_begun:
                 await self.begin()
@@ -95,7 +95,7 @@ class ResponseRun:
         await self._send_all(events)
 
     def keep(self, *more: Turn) -> None:
-        """Pass on the response's state, whose conversation ends with these turns."""
+        """Pass the response as JSON, and the conversation with these turns at its end, to `keep`, if there is one."""
         if self._on_complete is not None:
             request = self.request
             response = encode_json(self.encoder.response).encode()

@@ -56,7 +56,7 @@ class ResponseSocket(Frames):
         self._streams: dict[str | None, SocketStream] = {}
 
     async def run(self) -> None:
-        """Serve the socket until the client leaves or reads too slowly."""
+        """Queue requests in their streams until the client leaves or reads too slowly; then forget unstored states."""
         try:
             async with self.open() as tasks:
                 while (frame := await self.next(CreateEvent)) is not None:
@@ -69,7 +69,7 @@ class ResponseSocket(Frames):
             self.states.forget(self.caller.client, self)
 
     def _stream(self, stream_id: str | None, tasks: TaskGroup) -> "SocketStream":
-        """Return the stream of this id, started if new. An idle one ends for it; without one, it is refused."""
+        """Return the stream of this id, or start it. If there are too many, end an idle one, or raise RequestError."""
         if stream_id in self._streams:
             return self._streams[stream_id]
         most = self.service.limits.max_queries_per_client
@@ -121,7 +121,7 @@ class SocketStream:
                     response = await self._answer(response)
 
     async def _answer(self, response: ResponseRun) -> ResponseRun | None:
-        """Answer a request. If the next request ends it before its answer, return that one."""
+        """Answer one request, or send its error. If the next request ends it before its answer, return that one."""
         following: ResponseRun | None = None
         try:
             if response.request.brings_context:
@@ -136,7 +136,10 @@ class SocketStream:
         return following
 
     async def _answer_from_conversation(self, response: ResponseRun) -> ResponseRun | None:
-        """Prepare prompts until a request wants the answer. Return the first request that cannot use them, if any."""
+        """Prepare prompts until a request wants the answer, and send it. Return the first request that cannot use them.
+
+        Returns None after the answer, or if the next request does not come in time.
+        """
         first = response.request
         async with self._service.open(
             self._socket.caller,
@@ -159,7 +162,10 @@ class SocketStream:
                 return None
 
     async def _prepare(self, response: ResponseRun, stream: ConversationStream) -> None:
-        """Set the conversation, and complete a response without an answer. Only the first prompt's error is raised."""
+        """Set the conversation, and complete a response without an answer. Raise only the first prompt's error.
+
+        Errors of later prompts are sent, and leave the last prompt in place.
+        """
         is_first = stream.is_empty
         try:
             prompt = await stream.extend(response.request.conversation, is_complete=False)
@@ -194,7 +200,10 @@ class SocketStream:
         reader.result()
 
     async def _next(self, reader: Reader | None = None) -> ResponseRun | None:
-        """Return the next request, or None after the idle timeout if `reader` is open. Raises `reader`'s error."""
+        """Return the next request, or None if `reader` is done or idle for too long. Raises `reader`'s error.
+
+        Invalid requests are answered with errors on the way.
+        """
         if reader is not None:
             reader.add_done_callback(lambda _: self._wake.set())
         while True:
@@ -225,7 +234,7 @@ class SocketStream:
         return ResponseRun(request, self._service.model_name, keep=keep, send=socket.send)
 
     async def _send_error(self, error: Exception) -> None:
-        """Fail the current response if it has begun; otherwise send an error frame for it. Without one, only log."""
+        """Fail the current response if it has begun, else send an error frame for it, if any; log internal errors."""
         failure = failure_of(error)
         if failure.status == 500:
             log.error("a request failed", exc_info=error)

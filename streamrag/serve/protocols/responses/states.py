@@ -109,6 +109,7 @@ class StateStore:
         self._remove(next(key for key in self._states if key[0] == client))
 
     def _remove(self, key: "_Key") -> None:
+        """Remove a state, and from the counts its size and that of turns that the client's other states lack."""
         state, _ = self._states.pop(key)
         client = key[0]
         self._num_states[client] -= 1

@@ -83,7 +83,7 @@ async def append_data(service: Service, served: ServedSession, request: Data) ->
     """Append all of the data or none, and return version, total number of dropped chunks, and whether it was flushed.
 
     Raises RequestError if the session is closed, if the service has no logs to flush, or if the data are in the session
-    but could not be written to disk.
+    but could not be written to disk. The log checks all chunks before the first is appended.
     """
     if request.flush and served.log is None:
         raise RequestError("this service does not store sessions: it has no session_log_dir", param="flush")
@@ -112,7 +112,7 @@ async def append_data(service: Service, served: ServedSession, request: Data) ->
 async def answer_events(
     service: Service, caller: Caller, served: ServedSession, question: QuestionBody
 ) -> AsyncGenerator[QueryEvent, None]:
-    """Yield the events of a question until it is answered. Raises the error for a closed session if it is closed."""
+    """Admit a question and yield its events until it is answered; raise `closed_error` if the session is closed."""
     params = service.cap_params(
         sampling(service.params, max_tokens=question.max_tokens, temperature=question.temperature, seed=question.seed)
     )

@@ -96,6 +96,7 @@ class _Handlers:
         return Response(status_code=204)
 
     async def replace_system(self, request: Request) -> Response:
+        """Set the session's system text, and respond with 202 and the first version that has it."""
         body = await read_body(request, SystemText)
         served = await self._find(request)
         try:
@@ -109,12 +110,14 @@ class _Handlers:
         return JSONResponse(await append_data(self._service, await self._find(request), body), 202)
 
     async def data(self, request: Request) -> Response:
+        """Respond with the newest data of the window, at most `MAX_DATA`, that are newer than version `behind`."""
         served = await self._find(request)
         behind = parse_id(request.query_params.get("behind", "0"), "behind")
         data = await served.session.newest(behind=behind, at_most=MAX_DATA)
         return JSONResponse({"data": [{"version": version, "text": text} for version, text in data]})
 
     async def ask(self, request: Request) -> Response:
+        """Answer a question with the values of the answer, or with SSE of all events if `stream` is set."""
         body = await read_body(request, QuestionBody)
         answer = aclosing(answer_events(self._service, request.scope[CALLER], await self._find(request), body))
 
@@ -129,6 +132,7 @@ class _Handlers:
         return JSONResponse(event_values(Answered(0.0, whole))["answer"])
 
     async def watch(self, request: Request) -> Response:
+        """Watch a question under the path's name, greedily, by default with `WATCH_TOKENS`; respond with 201."""
         body = await read_body(request, WatchedQuestion)
         max_tokens = WATCH_TOKENS if body.max_tokens is None else body.max_tokens
         params = self._service.cap_params(sampling(self._service.params, max_tokens=max_tokens, temperature=0.0))
@@ -142,6 +146,7 @@ class _Handlers:
         return Response(status_code=204)
 
     async def events(self, request: Request) -> Response:
+        """Respond with the session's state and its events after Last-Event-ID, as SSE, until it is closed."""
         served = await self._find(request)
         last = parse_id(request.headers.get("last-event-id", "0"), "Last-Event-ID")
 
@@ -155,6 +160,7 @@ class _Handlers:
         return await respond_with_events(request, self._service, produce)
 
     async def connect(self, socket: WebSocket) -> None:
+        """Run the session's WebSocket as one of its readers, or refuse it with an error frame."""
         caller = socket.scope[CALLER]
         with ExitStack() as stack:
             try:

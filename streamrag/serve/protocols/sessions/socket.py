@@ -74,7 +74,7 @@ class SessionSocket(Frames):
         """The events of questions that have ended, but whose last frame was not sent yet."""
 
     async def run(self, last_event_id: int) -> None:
-        """Serve the socket until the client leaves or reads too slowly, or the session ends."""
+        """Send events and serve the client's frames until it leaves or reads too slowly, or the session ends."""
         async with self.open() as tasks:
             tasks.start_soon(self._send_events, last_event_id)
             while (frame := await self.next(Frame)) is not None:
@@ -112,7 +112,7 @@ class SessionSocket(Frames):
             raise RequestError(what, status=429, code="too_many_asks")
 
     async def _answer(self, question: AskFrame) -> None:
-        """Answer a question and send its events; the last one is the answer, an error or "cancelled"."""
+        """Answer a question and send its events, if it streams; the last is the answer, an error or "cancelled"."""
         scope, has_ended = self._questions[question.id]
         last: dict[str, Any] = {"type": "cancelled", "id": question.id}
         try:
@@ -135,7 +135,10 @@ class SessionSocket(Frames):
         has_ended.set()
 
     async def _send_events(self, last_event_id: int) -> None:
-        """Send the session's state and its events; close the socket when the session ends or the key is revoked."""
+        """Send the session's state and its events, except those that a newer one has overtaken.
+
+        Closes the socket if the key is revoked, and when the session ends, after the last frames of its questions.
+        """
         await self.send({"type": "session", **encode_state(self._served)})
         num_before = self._served.num_events
         try:

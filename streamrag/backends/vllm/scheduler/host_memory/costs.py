@@ -78,7 +78,7 @@ class HostCosts:
             self.price.observe_chunk(num_computed, num_valid)
 
     def on_resume(self, request: StreamRequest, match: Match, now_s: float) -> None:
-        """Record that an evicted request runs again in this step, restored from `match`."""
+        """Record the restore of an evicted request that runs again, by loading or recomputing; others are ignored."""
         if not request.was_evicted:
             return
         start, num_blocks, comparison, _ = match
@@ -100,7 +100,7 @@ class HostCosts:
             self._recomputing[request.request_id] = _Recomputation(entry, first, first + record.num_tokens)
 
     def on_saves_sent(self, request: StreamRequest, num_blocks: int, num_together: int) -> None:
-        """Record that blocks of an evicted request are sent to host memory, as part of `num_together` blocks."""
+        """Record that blocks of an evicted request are sent, and their share of the expected time of `num_together`."""
         together_s = self.price.save_s(num_together) if self.price is not None else 0.0
         entry = _Entry(request.log, len(request.log.preemptions) - 1)
         request.log.on_saves_sent(entry.index, num_blocks * self._block_size, together_s * num_blocks / num_together)
@@ -118,7 +118,7 @@ class HostCosts:
     def on_step_end(
         self, parts: Sequence[tuple[str, StepPart]], duration_s: float, copies_s: float, *, waited_for_copies: bool
     ) -> None:
-        """Record that a step took `duration_s`, and its copies `copies_s`; whether it waited for some."""
+        """Report a step and its copies to the price; add its time, by share, to recomputations, and log ended ones."""
         computed = [part for _, part in parts]
         compute_s = duration_s
         if self.price is not None:

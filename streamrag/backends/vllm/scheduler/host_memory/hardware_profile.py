@@ -41,7 +41,7 @@ def _assume_model_shape(facts: EngineFacts, config: "VllmConfig") -> ModelShape:
 
 
 def _find_profile(options: SchedulerOptions, config: "VllmConfig", block_bytes: int) -> StepProfile:
-    """Return the profile that the options name, if it fits the engine; without a name, one assumed from data sheets."""
+    """Return the profile that the options name, or raise if it does not fit; without a name, one from data sheets."""
     facts = engine_facts(config)
     if options.profile is None:
         return default_profile(

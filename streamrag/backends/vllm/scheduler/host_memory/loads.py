@@ -33,7 +33,7 @@ class LoadsInFlight:
         return set().union(*(suspects.blocks for suspects in self._in_flight))
 
     def on_step(self, request_ids: Iterable[str], keys: Mapping[int, Any]) -> None:
-        """Register a step that computes `request_ids` and loads `keys`, by device block."""
+        """Register a step, its loads `keys` by device block, and what its requests compute from uncertain blocks."""
         suspects = Suspects(keys, set(keys), set())
         suspect_ids = suspects.blocks | self.uncertain_blocks()
         for request_id in request_ids if suspect_ids else ():

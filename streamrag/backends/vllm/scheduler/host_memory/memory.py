@@ -66,7 +66,7 @@ class HostMemory:
         return self.choice.evict(num_blocks, num_blocks - num_saved, self._now_s)
 
     def is_worth_keeping(self, num_tokens: int, num_requests: int) -> bool:
-        """Whether there is room for the KV of so many tokens, and for a request of mean size copying costs less."""
+        """Whether 1.5 times host memory holds `num_tokens`, and for a request of mean size copying costs less."""
         num_blocks = num_tokens // self._block_size
         if num_blocks > MOST_OVERCOMMITTED * self.pool.num_slots:
             return False
@@ -83,7 +83,7 @@ class HostMemory:
             request.released_blocks.add(block_id)
 
     def on_chunk(self, request: StreamRequest, num_computed: int, num_shared: int) -> None:
-        """Release KV of a changed prompt. `num_computed` tokens were computed; the first `num_shared` are unchanged."""
+        """Release KV that a new prompt lacks: `num_computed` tokens were computed, `num_shared` are unchanged."""
         if num_computed:
             self.costs.on_chunk(num_computed, min(num_computed, num_shared))
         if self.pool.keys_of(request.request_id):
@@ -96,6 +96,7 @@ class HostMemory:
         self._unwritten[request.request_id] = request
 
     def on_step_end(self, step: SchedulerOutput, output: KVConnectorOutput | None, duration_s: float) -> None:
+        """End the oldest step in flight; if it computed tokens, report its parts, its time and that of copies."""
         self._in_flight.on_step_end()
         if step.num_scheduled_tokens:
             report = output.kv_connector_worker_meta if output else None
@@ -105,7 +106,7 @@ class HostMemory:
             self.costs.on_step_end(list(parts_of(step)), duration_s, copies_s, waited_for_copies=waited_for_copies)
 
     def on_failed_loads(self, block_ids: set[int]) -> Suspects:
-        """Return the KV that is wrong, in later steps too, because loads of the step that just ended failed."""
+        """Drop and return the KV that is wrong, in later steps too, because loads of the last ended step failed."""
         wrong = self._in_flight.suspects_if_failed(block_ids)
         self.num_failed += len(wrong.keys)
         self.costs.on_failed_copies()
@@ -125,7 +126,10 @@ class HostMemory:
         return min(request.num_computed_tokens // self._block_size, len(request.block_hashes))
 
     def look_up(self, request: StreamRequest, num_local: int) -> Match | None:
-        """Return the KV after the first `num_local` tokens, which the prefix cache has; None if nothing was lost."""
+        """Return the match in host memory after `num_local` cached tokens; 0 tokens to load if computing costs less.
+
+        None if host memory has nothing and the request was never evicted, or if the request may not read caches.
+        """
         if num_local:
             self._prefix_hits.add(request.request_id)
         start, end = num_local // self._block_size, (request.num_tokens - 1) // self._block_size
@@ -152,7 +156,7 @@ class HostMemory:
             self._loads.append((slot, block.block_id, key))
 
     def take_copies(self, step: SchedulerOutput) -> HostCopies:
-        """Return the copies of this step. Called last: vLLM makes no further lookups for the step."""
+        """Choose this step's saves and write-through; return them with the loads. vLLM makes no further lookups."""
         uncertain = self._in_flight.uncertain_blocks()
         num_saved_of: Counter[StreamRequest] = Counter()
         saves = list(self._saves(step, uncertain, num_saved_of)) if self._released else []
@@ -170,6 +174,7 @@ class HostMemory:
         return HostCopies(saves, [(slot, block_id) for slot, block_id, _ in loads], held_saves)
 
     def on_report(self, report: CopyReport) -> None:
+        """Make saved blocks valid, free failed slots, shrink the pool to `num_slots`, and report the times."""
         if report.num_slots is not None:
             self.pool.limit(report.num_slots)
         for slot in report.saved:
@@ -183,6 +188,7 @@ class HostMemory:
         self.costs.on_copied(report.num_blocks_out, report.out_s, report.num_blocks_in, report.in_s)
 
     def on_finish(self, request: StreamRequest) -> None:
+        """Release the blocks of a request that ended, and forget all that was registered for it."""
         self.pool.release(request.request_id)
         self.costs.on_finish(request.request_id)
         self._unwritten.pop(request.request_id, None)
@@ -195,7 +201,7 @@ class HostMemory:
     def _saves(
         self, step: SchedulerOutput, uncertain: set[int], num_saved_of: Counter[StreamRequest]
     ) -> Iterator[tuple[int, int]]:
-        """Yield (block, slot) for released blocks that are wanted and that this step overwrites; count by request."""
+        """Yield (block, slot) of wanted released blocks that the step overwrites, but no uncertain ones; count them."""
         for block_id in _blocks_in(step):
             released = self._released.get(block_id)
             if released is None:
@@ -214,7 +220,7 @@ class HostMemory:
                     yield block_id, slot
 
     def _is_wanted(self, released: _Released) -> bool:
-        """Whether its request is still without that KV, and its prompt still has that block."""
+        """Whether its request is unfinished and still without that KV, and the prompt still has that block."""
         request, index = released.request, released.position
         if request.is_finished() or request.num_computed_tokens > index * self._block_size:
             return False

@@ -85,6 +85,7 @@ class Evictions:
         return DROPPED if self.host_memory is None else self.host_memory.compare(request)
 
     def _is_affected(self, request: StreamRequest, wrong: Suspects) -> bool:
+        """Whether an unfinished request holds a wrong block, or has computed from one."""
         if request.is_finished():
             return False
         (block_ids,) = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
@@ -92,7 +93,7 @@ class Evictions:
         return request.request_id in wrong.requests or not wrong.blocks.isdisjoint(block_ids)
 
     def _restart(self, request: StreamRequest) -> None:
-        """Drop all KV of a request, and the output of its steps in flight."""
+        """Drop all KV of a request, and the output of its steps in flight. A running one waits again."""
         self.claims.release(request)
         request.view = None
         if request.num_computed_tokens:

@@ -56,6 +56,7 @@ class LaterHits:
         return found if found and self._may_take(request) else ()
 
     def _may_take(self, request: StreamRequest) -> bool:
+        """Whether the request is a stream, or plain ones are included, may read the cache, and waits or runs."""
         if not (request.is_stream or self.includes_plain):
             return False
         if request.skip_reading_prefix_cache or has_prompt_logprobs(request) or request.has_encoder_inputs:
@@ -69,7 +70,7 @@ class LaterHits:
         return max(num_blocks - num_held, 0) + sum(block.ref_cnt == 0 for block in found)
 
     def take(self, request: StreamRequest, found: Sequence[KVCacheBlock]) -> None:
-        """Add `found` to the blocks of `request`, which runs next. Nothing may be allocated since the lookup."""
+        """Put `found` after the full blocks of `request`, which runs next. Nothing was allocated after the lookup."""
         start = request.num_computed_tokens // self._block_size
         self._pool.touch(found)
         blocks = self._group.req_to_blocks[request.request_id]

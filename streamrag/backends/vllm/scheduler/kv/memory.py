@@ -85,14 +85,14 @@ class KvMemory:
         return view._replace(num_cached_tokens=self._hit(view).num_tokens)
 
     def _may_hit(self, view: RequestView) -> bool:
-        """Whether a lookup could find anything. For most waiting requests not even the first block is cached."""
+        """Whether a lookup could find anything. With one kind of blocks and no host memory, the first one decides."""
         if self._host_memory is not None or len(self.groups) > 1:
             return True
         hashes = self._requests[view.request_id].block_hashes
         return bool(hashes) and self._manager.block_pool.get_cached_block(hashes[0], [0]) is not None
 
     def _hit(self, view: RequestView) -> "_Hit":
-        """Look up what the caches have for a request that holds no KV, at most once per step."""
+        """Return what the caches have for a request without KV, looked up once per step. Corrects `num_kept_tokens`."""
         if view.request_id not in self._hits:
             request = self._requests[view.request_id]
             blocks, num_local, _ = self._manager.get_computed_blocks(request)
@@ -105,6 +105,7 @@ class KvMemory:
         return self._hits[view.request_id]
 
     def num_present_tokens(self, request: RequestView) -> int:
+        """Return how many leading tokens a request holds, or finds in caches, so that they are not computed."""
         if not request.num_blocks:
             return self._hit(request).num_tokens
         found = self._find_later_hits(request)
@@ -113,7 +114,7 @@ class KvMemory:
         return (request.num_computed_tokens // self.smallest_block_size + len(found)) * self.smallest_block_size
 
     def _find_later_hits(self, request: RequestView) -> Sequence[KVCacheBlock]:
-        """Return the cached blocks after those that the request holds, looked up at most once per step."""
+        """Return cached blocks after the request's own, looked up once per step; none with output, or without room."""
         if self.later_hits is None or request.has_output:
             return ()
         if request.request_id not in self._found:
@@ -132,7 +133,7 @@ class KvMemory:
         return self.later_hits.num_needed(request, found, num_tokens) + self._manager.watermark_blocks
 
     def take_later_hits(self, view: RequestView) -> bool:
-        """Add the later hits found in this step to a request. Return whether there are any."""
+        """Add the later hits found in this step, if any, to a request. Return whether there are any."""
         found = self._found.get(view.request_id)
         if not found:
             return False
@@ -141,12 +142,14 @@ class KvMemory:
         return True
 
     def _next_block(self, request: RequestView, num_tokens: int) -> Hashable | None:
+        """Return the hash of the block after `num_tokens` tokens; None if it is not full, or caches are not read."""
         vllm_request = self._requests[request.request_id]
         index = num_tokens // self.smallest_block_size
         is_full = index < len(vllm_request.block_hashes) and not vllm_request.skip_reading_prefix_cache
         return vllm_request.block_hashes[index] if is_full else None
 
     def num_blocks_needed(self, request: RequestView, num_tokens: int) -> int:
+        """Return how many blocks must be free to compute `num_tokens` more; to be admitted, the whole prompt's."""
         vllm_request = self._requests[request.request_id]
         if found := self._found.get(request.request_id):
             return self._num_needed_with(vllm_request, found, self.num_present_tokens(request) + num_tokens)
@@ -170,6 +173,7 @@ class KvMemory:
         return num_needed + self._manager.watermark_blocks
 
     def _num_to_allocate(self, request: StreamRequest, hit: "_Hit", num_tokens: int, *, is_whole: bool) -> int:
+        """Return how many free blocks vLLM takes until a request with this hit has `num_tokens` tokens."""
         num_tokens = min(num_tokens, self._scheduler.max_model_len)
         return self._manager.coordinator.get_num_blocks_to_allocate(
             request_id=request.request_id,
