@@ -1,11 +1,9 @@
-"""An adapter for LiveKit Agents.
+"""An adapter for LiveKit Agents. Needs the extra `livekit`.
 
-    model = StreamragLLM(pipeline)
-    session = AgentSession(llm=model, stt=..., tts=...)
-    model.follow(session)
-    await session.start(agent=Agent(instructions="You answer callers of a print shop."), room=room)
-
-Needs the extra `livekit`.
+model = StreamragLLM(pipeline)
+session = AgentSession(llm=model, stt=..., tts=...)
+model.follow(session)
+await session.start(agent=Agent(instructions="You answer callers of a print shop."), room=room)
 """
 
 import asyncio

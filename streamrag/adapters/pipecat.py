@@ -1,11 +1,9 @@
-"""An adapter for Pipecat.
+"""An adapter for Pipecat. Needs the extra `pipecat`.
 
-    service = StreamragLLMService(pipeline)
-    context = LLMContextAggregatorPair(LLMContext())
-    service.follow(context.user())
-    processors = [transport.input(), stt, context.user(), service, tts, transport.output(), context.assistant()]
-
-Needs the extra `pipecat`.
+service = StreamragLLMService(pipeline)
+context = LLMContextAggregatorPair(LLMContext())
+service.follow(context.user())
+processors = [transport.input(), stt, context.user(), service, tts, transport.output(), context.assistant()]
 """
 
 from collections.abc import Iterator
