@@ -9,10 +9,11 @@ await session.start(agent=Agent(instructions="You answer callers of a print shop
 import asyncio
 import time
 from collections.abc import Coroutine, Iterator
+from contextlib import suppress
 from typing import Any, Unpack
 
 from streamrag.adapters.voice_listener import VoiceListener, token_counts
-from streamrag.errors import MissingDependencyError, install_line
+from streamrag.errors import BackendError, MissingDependencyError, install_line
 from streamrag.open_questions import ListenOptions
 from streamrag.pipeline import Pipeline
 
@@ -50,7 +51,9 @@ class StreamragLLM(llm.LLM):
 
     @property
     def model(self) -> str:
-        return self._pipeline.backend.model.name
+        with suppress(BackendError):  # before the start
+            return self._pipeline.backend.model.name
+        return str(super().model)
 
     @property
     def provider(self) -> str:

@@ -14,7 +14,7 @@ agents = pytest.importorskip("livekit.agents", reason="livekit-agents is not ins
 from livekit.agents import stt  # noqa: E402
 from livekit.agents.voice.io import AudioInput, TextOutput  # noqa: E402
 
-from streamrag import Append, Chunk, Pipeline, Prompt, SourceError, Turn  # noqa: E402
+from streamrag import Append, Chunk, OpenAIBackend, Pipeline, Prompt, SourceError, Turn  # noqa: E402
 from streamrag.adapters.livekit import StreamragLLM  # noqa: E402
 from streamrag.errors import ConfigurationError  # noqa: E402
 from streamrag.open_questions import WaitForWords  # noqa: E402
@@ -180,7 +180,9 @@ async def test_retrieval_and_prefill_begin_while_the_user_speaks_and_the_commit_
         assert call.screen.answers == ["By its scope."]
         call.recognizer.say(BEGIN, (INTERIM, "cancel it"))  # in the same conversation as what is committed
         await until(lambda: len(source.queries) == 2)
-        call.recognizer.say((FINAL, "cancel it"), (FINAL, "twice?"), END)
+        call.recognizer.say((FINAL, "cancel it"), (INTERIM, "two times"))
+        await until(lambda: source.queries[-1] == "cancel it two times")
+        call.recognizer.say((FINAL, "twice?"), END)
         await until(lambda: len(call.screen.answers) == 2)
     assert source.queries[:2] == [QUESTION, "cancel it"]
     first, second = complete(backend)
@@ -320,6 +322,11 @@ async def test_a_stream_that_is_closed_at_any_moment_leaves_nothing(after_s: flo
                     pass
         await model.aclose()
         assert (pipeline.num_queries, backend.num_requests, source.num_streams) == (0, 0, 0)
+
+
+def test_a_pipeline_that_is_not_started_has_a_model_that_is_not_known() -> None:
+    pipeline = Pipeline(ScriptedSource([]), OpenAIBackend("http://127.0.0.1:1/v1", "model"))
+    assert StreamragLLM(pipeline).model == "unknown"
 
 
 def test_the_example_retrieves_before_the_turn_ends() -> None:
