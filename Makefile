@@ -26,6 +26,10 @@ test: .venv/installed check ## types, style and all tests but the long ones
 test-long: .venv/installed ## the tests that take minutes: the whole demo
 	$(RUN) -m pytest -m long
 
+voice: .venv-voice/installed ## the adapters for LiveKit Agents and Pipecat, in an environment of their own, .venv-voice; two minutes
+	.venv-voice/bin/python -m pytest -q tests/adapters/test_voice_listener.py tests/adapters/test_livekit.py tests/adapters/test_pipecat.py
+	.venv-voice/bin/python -m pytest -q tests/test_docs.py -k voice
+
 check: .venv/installed ## types and style
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -204,7 +208,10 @@ bench-classes: .venv/installed ## what request classes, a budget and grouped pre
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/session_classes.py --json experiments/results/session_classes.json
 
 clean: ## remove what the targets made
-	rm -rf .venv .uv .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-voice .uv .demo build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .venv/installed: pyproject.toml scripts/install.sh
 	scripts/install.sh
+
+.venv-voice/installed: pyproject.toml scripts/install.sh
+	scripts/install.sh voice

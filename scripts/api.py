@@ -27,7 +27,9 @@ MODULES = [
     "streamrag.adapters.haystack",
     "streamrag.adapters.langchain",
     "streamrag.adapters.llamaindex",
+    "streamrag.adapters.livekit",
     "streamrag.adapters.mcp",
+    "streamrag.adapters.pipecat",
 ]
 
 PAGES = {
@@ -95,7 +97,9 @@ PURPOSES = {
     "haystack": "Use streamrag in Haystack, and Haystack's retrievers in streamrag.",
     "langchain": "Use streamrag in LangChain, and LangChain's retrievers in streamrag.",
     "llamaindex": "Use streamrag in LlamaIndex, and LlamaIndex's retrievers in streamrag.",
+    "livekit": "Use a pipeline as the LLM of a LiveKit agent.",
     "mcp": "Use the tools and resources of MCP servers as sources.",
+    "pipecat": "Use a pipeline as the LLM service of a Pipecat bot.",
 }
 """What the page of each other module is for."""
 

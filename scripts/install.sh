@@ -1,5 +1,6 @@
 #!/bin/sh
 # Makes .venv with streamrag, all its parts, a CPU build of vLLM and the development tools. Linux x86-64.
+# `scripts/install.sh voice` makes .venv-voice instead, with LiveKit Agents, Pipecat and what their tests need.
 # uv does the work: from PATH if it is there, else in a small environment of its own, .uv.
 set -eu
 cd "$(dirname "$0")/.."
@@ -14,6 +15,14 @@ fi
 # Settings for pip hold for uv too.
 export UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS:-}}"
 [ -z "${PIP_INDEX_URL:-}" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}"
+
+if [ "${1:-}" = voice ]; then # not in .venv: Pipecat wants an older protobuf than all else there
+    tools="hypothesis mypy pytest pytest-asyncio pytest-timeout pytest-xdist"
+    $uv venv --quiet --allow-existing --python 3.11 .venv-voice
+    $uv pip install --quiet --python .venv-voice --no-sources --editable '.[livekit,pipecat]' $tools
+    touch .venv-voice/installed
+    exit
+fi
 
 # DiskANN's wheels end at Python 3.11.
 $uv venv --quiet --allow-existing --python 3.11 .venv

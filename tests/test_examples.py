@@ -25,11 +25,13 @@ SHORT = [
     "langchain_chain",
     "langchain_retriever",
     "langgraph_agent",
+    "livekit_agent",
     "llamaindex_query_engine",
     "mcp_source",
     "merged_sources",
     "open_question",
     "own_source",
+    "pipecat_bot",
     "search_the_web",
     "postgres_search",
 ]
@@ -74,6 +76,13 @@ def test_own_source() -> None:
         "[2] T-103: A new printer.",
     ]
     assert sum("known already" in line for line in lines) == 3
+
+
+def test_the_examples_of_voice_frameworks_are_tested_where_these_are_installed() -> None:
+    """`make voice` runs "livekit_agent.py" and "pipecat_bot.py", without what this file imports."""
+    for name in ("livekit", "pipecat"):
+        tests = EXAMPLES.parent / "tests" / "adapters" / f"test_{name}.py"
+        assert f"examples/{name}_" in tests.read_text()
 
 
 def test_open_question() -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import json
 import re
@@ -22,6 +23,13 @@ pytestmark = pytest.mark.usefixtures("without_garbage_collection")
 PACKAGE = ROOT / "streamrag"
 FOR_USERS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "api").glob("*.md"))]
 EXAMPLES = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb"))
+ABSENT = {
+    name
+    for name in MODULES
+    for framework in ("livekit", "pipecat")
+    if name.endswith(f".{framework}") and importlib.util.find_spec(framework) is None
+}
+"""Adapters for frameworks that have an environment of their own, in which `make voice` imports them."""
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -47,8 +55,18 @@ def imported(code: str) -> Iterator[tuple[str, str | None]]:
         yield from ((module, name) for module, name in found if module.split(".")[0] == "streamrag")
 
 
+def public_names(module: str) -> list[str]:
+    if module not in ABSENT:
+        return list(importlib.import_module(module).__all__)
+    code = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+    assigned = [
+        node for node in code.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    return list(ast.literal_eval(assigned[0].value))
+
+
 def is_public(module: str, name: str | None) -> bool:
-    return module in MODULES and (name is None or name in importlib.import_module(module).__all__)
+    return module in MODULES and (name is None or name in public_names(module))
 
 
 def test_only_public_modules_have_an_all() -> None:
@@ -56,7 +74,7 @@ def test_only_public_modules_have_an_all() -> None:
     assert sorted(found) == sorted(MODULES)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", sorted({*MODULES} - ABSENT))
 def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
     module = importlib.import_module(name)
     assert sorted(module.__all__) == sorted(set(module.__all__))
@@ -69,11 +87,13 @@ def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
 
 def test_the_reference_has_every_public_name() -> None:
     headings = set(re.findall(r"^## (\w+)$", "".join(p.read_text() for p in (ROOT / "docs/api").glob("*.md")), re.M))
-    named = {public for name in MODULES for public in importlib.import_module(name).__all__}
+    named = {public for name in MODULES if name not in ABSENT for public in importlib.import_module(name).__all__}
     assert named - headings - {"__version__"} == set()
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if hasattr(importlib.import_module(name), "_HOMES")])
+@pytest.mark.parametrize(
+    "name", [name for name in MODULES if name not in ABSENT and hasattr(importlib.import_module(name), "_HOMES")]
+)
 def test_names_that_load_their_modules_are_known_to_type_checkers(name: str) -> None:
     module = importlib.import_module(name)
     typed = {
