@@ -146,7 +146,8 @@ async def test_many_partial_questions_cost_one_place_and_only_the_newest_counts(
 
 
 async def test_partial_questions_are_charged_like_others() -> None:
-    async with serving(limits=AHEAD, overlap=True) as served, talking(served) as talk:
+    limits = Limits(max_retrievals_ahead=5, max_prompt_tokens_per_minute=3000)
+    async with serving(limits=limits, overlap=True) as served, talking(served) as talk:
         await talk.send("open")
         for country in ("Italy", "France", "Norway"):
             await talk.send("partial", question=f"What is the capital of {country}", is_final=True)
