@@ -119,7 +119,7 @@ class OpenQuestion:
         self._max_retrievals = max_retrievals
         self._uses_all = passages == "all"
         self._idle_s = idle_s
-        self._on_event = on_event
+        self._on_event = on_event or (lambda event: None)
         self.num_retrievals = 0
         """Number of queries ahead so far."""
         self.num_unused_tokens = 0
@@ -243,10 +243,8 @@ class OpenQuestion:
         task.add_done_callback(self._ending.discard)
 
 
-def observed(answer: AnswerStream, on_event: OnEvent | None) -> AnswerStream:
+def observed(answer: AnswerStream, on_event: OnEvent) -> AnswerStream:
     """Return an answer whose query is that of this unstarted one; each event goes to `on_event` first."""
-    if on_event is None:
-        return answer
 
     def start(emit: Emit) -> "asyncio.Task[Answer]":
         async def observe(event: QueryEvent) -> None:

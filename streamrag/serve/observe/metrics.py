@@ -70,8 +70,8 @@ KV = {
 """Gauges, by field of `KvUse`."""
 
 AHEAD = {
-    "num_begun": ("queries_ahead_begun", "Queries ahead, for questions that were still being asked"),
-    "num_used": ("queries_ahead_used", "Queries ahead that became the query of a committed question"),
+    "num_begun": ("queries_ahead_begun", "Queries ahead that began"),
+    "num_used": ("queries_ahead_used", "Queries ahead that a committed question used"),
     "num_unused_tokens": ("queries_ahead_unused_tokens", "Prompt tokens computed for the others"),
 }
 """Counters, by field of `QueriesAhead`."""

@@ -161,6 +161,7 @@ export class Flow {
         break;
       case "committed":
         this._askedS = at;
+        this._overlap.textContent = `Retrieval began ${seconds(at)} before you asked. `;
         break;
       case "chunk_arrived":
         this._line.tick("retrieval", at);
@@ -203,7 +204,7 @@ export class Flow {
     const num = this._bars.numPrefilled;
     if (num) {
       const all = `of the prompt’s ${count(this._numTokens)} ${this._unit}`;
-      this._overlap.textContent = `When retrieval ended, ${count(num)} ${all} had been prefilled.`;
+      this._overlap.append(`When retrieval ended, ${count(num)} ${all} had been prefilled.`);
     }
   }
 

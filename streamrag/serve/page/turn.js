@@ -5,7 +5,7 @@ import { Flow } from "./flow.js";
 import { askForKey } from "./key.js";
 import { Passages } from "./passages.js";
 import { inWords } from "./stream.js";
-import { element, plain, seconds } from "./text.js";
+import { element, plain } from "./text.js";
 
 let numTurns = 0;
 
@@ -83,9 +83,6 @@ export class Turn {
       case "context_changed":
         this._context.splice(values.splice.at, values.splice.num_removed, ...values.splice.chunks);
         this.passages.order(this._context);
-        break;
-      case "committed":
-        if (values.at_s) this.passages.note(`Retrieval began ${seconds(values.at_s)} before you asked.`);
         break;
       case "document_skipped":
         this.passages.note(`Skipped ${values.uri}: ${values.reason}`);
