@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -16,7 +17,7 @@ from streamrag.serve import Limits
 from streamrag.serve.observe.metrics import Metrics
 from streamrag.serve.protocols import ask_socket
 from streamrag.testing import ScriptedBackend
-from tests.serve.serving import CHUNKS, PARIS, Serving, serving
+from tests.serve.serving import CHUNKS, PARIS, ROME, Serving, serving
 from tests.serve.test_metrics import scrape
 
 GIVE_UP_S = 20.0
@@ -40,6 +41,13 @@ class Talk:
             while not frames or frames[-1]["type"] not in last:
                 frames.append(json.loads(await self.socket.recv()))
         return frames
+
+    async def frames_of(self, id: str) -> list[dict[str, Any]]:
+        """Return the frames with this id, up to its answer."""
+        frames = await self.frames("answered")
+        while frames[-1]["id"] != id:
+            frames += await self.frames("answered")
+        return [frame for frame in frames if frame.get("id") == id]
 
     async def next(self, *types: str) -> dict[str, Any]:
         return (await self.frames(*types))[-1]
@@ -352,6 +360,38 @@ async def test_a_dead_engine_and_a_stop_end_partial_questions() -> None:
         await talk.next("chunk_arrived")
         await served.service.aclose()
         assert (await talk.next("error"))["status"] == 503
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_frames_in_any_order_leave_nothing_behind_and_the_last_question_is_answered(seed: int) -> None:
+    chance = random.Random(seed)
+    limits = Limits(max_retrievals_ahead=3, max_queries_per_client=1, deadline_s=5)
+    steps = [Append(PARIS), 0.01, Append(ROME), 0.01]
+    async with serving(steps, limits=limits, overlap=True) as served:
+        async with talking(served) as talk:
+            for _ in range(40):
+                id = chance.choice("ab")
+                match chance.choice(["open", "open", "partial", "partial", "partial", "commit", "cancel"]):
+                    case "open":
+                        await talk.send("open", id=id, max_tokens=3)
+                    case "partial":
+                        text = chance.choice([QUESTION, "What is the capital of Italy?", "Why", ""])
+                        await talk.send("partial", id=id, question=text, is_final=chance.random() < 0.5)
+                    case "commit":
+                        await talk.send("commit", id=id, question=chance.choice([QUESTION, "Who?"]))
+                    case "cancel":
+                        await talk.send("cancel", id=id)
+                await asyncio.sleep(chance.choice([0, 0, 0.01, 0.03]))
+            for id in "ab":
+                await talk.send("cancel", id=id)
+            await freed(served)
+            await talk.send("open", id="last", max_tokens=5)
+            await talk.send("partial", id="last", question=QUESTION, is_final=True)
+            await talk.send("commit", id="last", question=QUESTION)
+            frames = [frame for frame in await talk.frames_of("last") if frame["type"] == "tokens_generated"]
+            assert "".join(frame["text"] for frame in frames) == "It is"
+        await freed(served)
+        assert all(outcome in ("answered", "left") for _, outcome in served.watcher.ended)
 
 
 async def test_keys_hold() -> None:

@@ -138,6 +138,9 @@ async def test_a_service_that_is_full_says_when_to_come_again_and_searches_meanw
     limits = Limits(max_retrievals_ahead=5, max_queries=1)
     async with serving([waits, *CHUNKS], limits=limits) as served, browsing(served.url) as seen:
         async with served.http.stream("POST", "/v1/ask", json={"question": "First?"}):
+            await seen.page.get_by_label("Question", exact=True).press_sequentially("What is the capital", delay=20)
+            await asyncio.sleep(0.3)
+            assert served.watcher.refused == [("anonymous", "listen", "queries")], "not at each key"
             await seen.ask()
             await expect(seen.page.get_by_role("alert")).to_contain_text("1 queries are open")
             again = seen.page.get_by_role("button", name=re.compile("Ask again"))

@@ -61,8 +61,11 @@ export class Listener {
   }
 
   _fail(error) {
-    if (this._asked) this._asked.reject(error);
-    else [this._pausedMs, this._pausedKey] = [performance.now(), key.get()];
+    this._asked?.reject(error);
+    if (!this._asked) {
+      [this._pausedMs, this._pausedKey] = [performance.now(), key.get()];
+      this._socket?.close();
+    }
     this._forget();
   }
 
