@@ -382,8 +382,10 @@ async def test_frames_in_any_order_leave_nothing_behind_and_the_last_question_is
                     case "cancel":
                         await talk.send("cancel", id=id)
                 await asyncio.sleep(chance.choice([0, 0, 0.01, 0.03]))
-            for id in "ab":
+            for id in ("a", "b", "none"):
                 await talk.send("cancel", id=id)
+            while (await talk.next("error")).get("id") != "none":
+                pass  # until all of these frames were served
             await freed(served)
             await talk.send("open", id="last", max_tokens=5)
             await talk.send("partial", id="last", question=QUESTION, is_final=True)
