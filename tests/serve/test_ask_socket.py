@@ -294,6 +294,7 @@ BAD_FRAMES: list[tuple[dict[str, object] | str, str | None]] = [
     ({"type": "partial", "id": "q", "question": "x" * (ask_socket.MAX_PARTIAL + 1)}, "q"),
     ({"type": "partial", "id": "q", "question": "x" * (1 << 20)}, None),
     ({"type": "open", "id": "q", "temperature": -1}, "q"),
+    ({"type": "open", "id": "q", "deadline_s": 0}, "q"),
     ({"type": "open", "id": "q", "question": "x"}, "q"),
     ({"type": "open", "id": "x" * 1000}, None),
 ]

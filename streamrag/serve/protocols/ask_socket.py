@@ -50,6 +50,7 @@ log = logging.getLogger("streamrag.serve")
 class OpenFrame(QueryRequest):
     type: Literal["open"]
     id: Id
+    deadline_s: float | None = Field(default=None, gt=0)  # counted from the commit
 
 
 class PartialFrame(StrictModel):
@@ -121,6 +122,7 @@ class AskSocket(Frames):
                     await self.send_error(error, frame[0].root.id)
 
     async def _send_frames(self) -> None:
+        """Send the frames of questions in their order, until cancelled."""
         async for frame in self._unsent:
             await self.send(frame)
 
