@@ -119,6 +119,7 @@ def demo_settings(folder: Path, *, with_model: bool) -> dict[str, Any]:
         "source.sentences": NUM_SENTENCES,
         "prompt.system": TEMPLATE.system,
         "prompt.max_context_tokens": MAX_CONTEXT_TOKENS,
+        "limits.max_retrievals_ahead": 5,
     }
     model_settings = {
         "model.name": str(folder / "model"),

@@ -16,15 +16,18 @@ from streamrag.errors import ConfigurationError, StreamRagError
 from streamrag.open_questions.held_source import FoundPassages, HeldSource
 from streamrag.open_questions.queries_ahead import QueriesAhead
 from streamrag.open_questions.rules import QuestionRule, WaitForWords
-from streamrag.query.answer_stream import AnswerStream
+from streamrag.query.answer_stream import AnswerStream, Emit
 from streamrag.query.options import QueryOptions
 from streamrag.sources.merged import MergedSource
 from streamrag.support.tasks import cancel_and_wait, wait_shielded
 from streamrag.support.validation import CountOrZero, Flag, Seconds, SecondsOrZero, Text, check, validated
-from streamrag.telemetry import PrefillProgressed, QueryEvent
+from streamrag.telemetry import Answer, PrefillProgressed, QueryEvent
 
 Ask: TypeAlias = Callable[[Source, str], AnswerStream]
 """A function that returns the answer to a question from a source, unstarted."""
+
+OnEvent: TypeAlias = Callable[[QueryEvent], None]
+"""A function that is called in the query's task with each event when it occurs. It must not raise."""
 
 
 class ListenOptions(QueryOptions, total=False):
@@ -39,6 +42,8 @@ class ListenOptions(QueryOptions, total=False):
     "all", with those that the queries ahead have found."""
     idle_s: float
     """Seconds after which a query ahead is stopped if the question is neither changed nor committed; 30 by default."""
+    on_event: OnEvent | None
+    """Called with each event of the queries ahead and of the answer's query when it occurs; none by default."""
 
 
 WAIT_S: TypeAdapter[float | None] = TypeAdapter(SecondsOrZero | None)
@@ -91,6 +96,7 @@ class OpenQuestion:
     max_retrievals: most queries ahead; 0 for none.
     passages: whether only passages of the committed question's "own" retrieval may stand in the context, or "all".
     idle_s: seconds after which a query ahead is stopped if the question is neither changed nor committed.
+    on_event: called with each event of the queries ahead and of the answer's query when it occurs.
     """
 
     @validated
@@ -104,6 +110,7 @@ class OpenQuestion:
         max_retrievals: CountOrZero = 5,
         passages: Literal["own", "all"] = "own",
         idle_s: Seconds = 30.0,
+        on_event: OnEvent | None = None,
     ) -> None:
         self._ask = ask
         self._source = source
@@ -112,6 +119,7 @@ class OpenQuestion:
         self._max_retrievals = max_retrievals
         self._uses_all = passages == "all"
         self._idle_s = idle_s
+        self._on_event = on_event or (lambda event: None)
         self.num_retrievals = 0
         """Number of queries ahead so far."""
         self.num_unused_tokens = 0
@@ -124,6 +132,11 @@ class OpenQuestion:
         self._answer: AnswerStream | None = None
         self._ending: set[asyncio.Task[None]] = set()
         self._is_closed = False
+
+    @property
+    def text_ahead(self) -> str:
+        """The partial question that a query ahead runs for; empty if none does."""
+        return self._ahead.text if self._ahead else ""
 
     async def __aenter__(self) -> Self:
         return self
@@ -149,7 +162,7 @@ class OpenQuestion:
                 return
             self._timer.cancel()
         self._text = text
-        retrieved = self._ahead.text if self._ahead else ""
+        retrieved = self.text_ahead
         wait_s: float | None = 0.0 if is_final else check("the rule's result", self._rule(text, retrieved), WAIT_S)
         is_new = bool(text.strip()) and text != retrieved
         self._timer = asyncio.create_task(
@@ -174,7 +187,7 @@ class OpenQuestion:
             self._answer, self._ahead = self._ahead.answer, None
         else:
             self._drop()
-            self._answer = self._ask(self._source_with_found(), text)
+            self._answer = observed(self._ask(self._source_with_found(), text), self._on_event)
         return self._answer
 
     async def aclose(self) -> None:
@@ -216,7 +229,7 @@ class OpenQuestion:
             return
         held = HeldSource(self._source_with_found())
         with suppress(StreamRagError):
-            answer = self._ask(held, text)
+            answer = observed(self._ask(held, text), self._on_event)
             await answer.__aenter__()
             self._queries_ahead.begin()
             self.num_retrievals += 1
@@ -238,6 +251,19 @@ class OpenQuestion:
         task = asyncio.create_task(stream.aclose(), name="streamrag open question ends")
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+
+
+def observed(answer: AnswerStream, on_event: OnEvent) -> AnswerStream:
+    """Return an answer whose query is that of this unstarted one; each event goes to `on_event` first."""
+
+    def start(emit: Emit) -> "asyncio.Task[Answer]":
+        async def observe(event: QueryEvent) -> None:
+            on_event(event)
+            await emit(event)
+
+        return answer._start_query(observe)
+
+    return AnswerStream(start)
 
 
 def num_computed(events: Iterable[QueryEvent]) -> int:

@@ -16,12 +16,12 @@ from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.observe import live, metrics
 from streamrag.serve.observe.logs import QUERY_OF_ERROR
 from streamrag.serve.page import routes as page
-from streamrag.serve.protocols import ask, chat, mcp, retrieve, streams
+from streamrag.serve.protocols import ask, ask_socket, chat, mcp, retrieve, streams
 from streamrag.serve.protocols.responses import routes as responses
 from streamrag.serve.protocols.sessions import routes as sessions
 from streamrag.serve.service import Service
 
-PROTOCOLS = (chat, metrics, live, mcp, sessions, ask, retrieve, streams, page, responses)
+PROTOCOLS = (chat, metrics, live, mcp, sessions, ask, ask_socket, retrieve, streams, page, responses)
 """Modules whose `routes(service)` returns the routes of one protocol."""
 
 log = logging.getLogger("streamrag.serve")

@@ -30,6 +30,9 @@ class Limits(Checked):
     max_prompt_tokens_per_minute: int = Field(
         default=1_000_000, ge=1, description="prompt tokens of one client in a minute; a fifteenth of that at once"
     )
+    max_retrievals_ahead: int = Field(
+        default=0, ge=0, description="retrievals for one question while it is still being asked; 0 for none"
+    )
     max_tokens: int = Field(default=1024, ge=1, description="tokens of one answer, even if the client asks for more")
     deadline_s: float = Field(default=120.0, gt=0, description="seconds from a query's admission to its last token")
     stream_s: float = Field(default=900.0, gt=0, description="the same for streams, whose client brings the context")

@@ -52,6 +52,10 @@ class OpenQuery:
     def note(self, event: QueryEvent) -> None:
         """Report an event to admission and to the observers. `Answered` also sets `answer` and `is_answered`."""
         self.place.follow(event)
+        self.report(event)
+
+    def report(self, event: QueryEvent) -> None:
+        """Report an event to the observers only. `Answered` also sets `answer` and `is_answered`."""
         if isinstance(event, Answered):
             self.answer, self.is_answered = event.answer, True
         self.observer.query_event(self.query, event)

@@ -15,6 +15,8 @@ from streamrag.core import Backend, Mode, ModelInfo, Progress, SamplingParams, S
 from streamrag.core.lifecycle import start_all
 from streamrag.errors import PipelineClosedError
 from streamrag.modes import PromptTemplate
+from streamrag.open_questions import OpenQuestion, QueriesAhead
+from streamrag.open_questions.question import OnEvent
 from streamrag.pipeline import Pipeline
 from streamrag.query.options import QueryOptions
 from streamrag.serve.admission import Admission
@@ -24,7 +26,7 @@ from streamrag.serve.limits import Limits
 from streamrag.serve.observe.observer import Interface, Observer, Observers, ServedQuery
 from streamrag.serve.open_queries import Caller, OpenQueries
 from streamrag.support.tasks import cancel_and_wait, run_shielded
-from streamrag.telemetry import QueryEvent
+from streamrag.telemetry import QueryEvent, RetrievalStarted
 
 STOPPING = "the service is stopping"
 
@@ -151,6 +153,11 @@ class Service:
         return self._engine.num_restarts
 
     @property
+    def queries_ahead(self) -> QueriesAhead | None:
+        """The counts of queries for questions that are still being asked; None before the first of these."""
+        return self._pipeline.queries_ahead
+
+    @property
     def queries(self) -> list[ServedQuery]:
         """The open queries, oldest first."""
         return [each.query for each in self._queries]
@@ -242,6 +249,42 @@ class Service:
             opened = await stack.enter_async_context(place)
             events = await stack.enter_async_context(stream)
             yield await stack.enter_async_context(aclosing(opened.noted(events)))
+
+    @asynccontextmanager
+    async def listen(
+        self, caller: Caller, text: str, on_event: OnEvent, options: QueryOptions
+    ) -> AsyncIterator[OpenQuestion]:
+        """Admit a question that is still being asked, `text` so far, for the length of the block, and give it.
+
+        Each event of its queries is charged when it occurs, and then `on_event` is called with it. The observers get
+        the events of the answer's query only. `deadline_s` of the options is left to the caller.
+
+        :raises NotAdmittedError: the question is not admitted.
+        :raises StreamRagError: as `Pipeline.stream` does.
+        """
+        params = self.cap_params(options.get("params", self.params))
+        effective: Any = {**self._options, **options, "params": params}
+        effective.pop("deadline_s", None)
+        events: list[QueryEvent] = []  # of the newest query, until they are reported
+
+        def follow(event: QueryEvent) -> None:
+            opened.place.follow(event)
+            if isinstance(event, RetrievalStarted):
+                opened.query.text, opened.query.started_s = event.query, time.monotonic() - event.at_s
+                events.clear()
+            events.append(event)
+            if question.is_committed:
+                for each in events:
+                    opened.report(each)
+                events.clear()
+            on_event(event)
+
+        most = self.limits.max_retrievals_ahead
+        question = self._pipeline.listen(max_retrievals=most, on_event=follow, **effective)
+        first = first_question(options.get("history", ()))
+        place = self.open(caller, "listen", text, max_tokens=params.max_tokens, first_question=first)
+        async with place as opened, question:
+            yield question
 
     def _make_pipeline(self, source: Source) -> Pipeline:
         """Return a pipeline with the service's options and backend, which owns only the service's own source."""

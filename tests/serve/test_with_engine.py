@@ -27,6 +27,7 @@ from streamrag.serve.observe.metrics import Metrics
 from streamrag.telemetry import PrefillProgressed
 from streamrag.testing import Step
 from tests.backends.tools.tool_model import call, make_tool_llama
+from tests.serve import test_ask_socket as ask_socket
 from tests.serve import test_session_socket as session_socket
 from tests.serve.raw import FINISH, OPEN, append, raw
 from tests.serve.responses.talking import client_of, talking
@@ -51,7 +52,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         lambda query: STEPS.get(query, CHUNKS),
         backend=backend,
         params=SamplingParams(max_tokens=24, ignore_eos=True),
-        limits=Limits(max_tokens=1500),
+        limits=Limits(max_tokens=1500, max_retrievals_ahead=5),
         observers=[Metrics(), Live()],
         on_engine_death="restart",
         tool_parser=ToolCallParser("hermes"),
@@ -68,6 +69,35 @@ async def unfinished(served: Serving, num: int = 0) -> None:
     """Until the engine has so many requests: it hears of an abort between two of its steps."""
     while await served.backend.num_unfinished_requests() != num:
         pass
+
+
+# ------------------------------------------------------------------------------------- questions still being asked
+
+
+async def test_an_answer_is_the_same_whatever_was_typed_before_and_nothing_stays_in_the_engine(served: Serving) -> None:
+    question = "What is the capital of Norway, and where is it?"
+    other = "What is the capital of Spain, and where?"
+    STEPS[question] = [Append(Chunk(f"Oslo lies in Norway, page {n}. " * 20, f"oslo/{n}")) for n in range(4)]
+    async with ask_socket.talking(served) as talk:
+        answers = []
+        for id, texts in (("a", [question]), ("b", [other]), ("c", [other, question]), ("d", [])):
+            await talk.send("open", id=id)
+            for text in texts:
+                await talk.send("partial", id=id, question=text, is_final=True)
+                await talk.next("retrieval_started")
+                await talk.next("prefill_progressed")
+            await talk.send("commit", id=id, question=question)
+            frames = await talk.frames("answered")
+            at_s = next(frame["at_s"] for frame in frames if frame["type"] == "committed")
+            assert (at_s is not None) == (texts[-1:] == [question])
+            answers.append(frames[-1]["answer"]["text"])
+        await talk.send("open", id="left")
+        await talk.send("partial", id="left", question=other, is_final=True)
+        await talk.next("prefill_progressed")
+    whole = await ask_socket.sse(served, question=question)
+    assert [*answers, whole[-1][1]["answer"]["text"]] == [answers[0]] * 5
+    await unfinished(served)
+    assert served.service.queries == []
 
 
 # ------------------------------------------------------------------------------------------------------------ metrics

@@ -5,6 +5,7 @@ text.
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol, get_args, runtime_checkable
 
 import anyio
@@ -16,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from streamrag.open_questions import QueriesAhead
 from streamrag.records import KvUse, RequestRecord
 from streamrag.serve.observe.observer import Interface, Observer, Phase, QueryOutcome, Refusal, ServedQuery
 from streamrag.serve.service import Service
@@ -67,6 +69,13 @@ KV = {
 }
 """Gauges, by field of `KvUse`."""
 
+AHEAD = {
+    "num_begun": ("queries_ahead_begun", "Queries ahead that began"),
+    "num_used": ("queries_ahead_used", "Queries ahead that a committed question used"),
+    "num_unused_tokens": ("queries_ahead_unused_tokens", "Prompt tokens computed for the others"),
+}
+"""Counters, by field of `QueriesAhead`."""
+
 OTHER = "other"  # label of clients that are not distinguished
 
 
@@ -98,6 +107,7 @@ class Metrics(Observer):
         self._others = [REGISTRY] if with_default_registry else []
         self._clients = None if clients is None else frozenset(clients)
         self._num_restarts = 0
+        self._ahead = QueriesAhead(0)  # counted so far
         self._rendering = anyio.CapacityLimiter(1)
         by_client = () if clients is None else ("client",)
         self.queries = self._counter("queries", "Queries that ended", "interface", "outcome", *by_client)
@@ -107,6 +117,8 @@ class Metrics(Observer):
         self.open_queries = self._gauge("open_queries", "Queries that are open, by what they are doing", "phase")
         self.queued_tokens = self._gauge("queued_tokens", "Tokens of prompts and answers still to be computed")
         self.overlaps = self._counter("overlaps", "Queries that retrieved, by when they were prefilled", "way")
+        self.queries_ahead = self._gauge("queries_ahead", "Queries ahead that run, for questions still being asked")
+        self.ahead = {field: self._counter(*what) for field, what in AHEAD.items()}
         self.total = self._seconds("query", "From a query's admission to its end, however it ended")
         self.times = {field: self._seconds(*what) for field, what in TIMES.items()}
         self.sizes = {field: self._sizes(*what) for field, what in SIZES.items()}
@@ -174,7 +186,7 @@ class Metrics(Observer):
         return await anyio.to_thread.run_sync(generate_latest, registries, limiter=self._rendering)
 
     def _read_state(self, service: Service) -> None:
-        """Set the gauges from the service, and count engine restarts since the last call."""
+        """Set the gauges from the service, and count engine restarts and queries ahead since the last call."""
         phases = [query.progress.phase for query in service.queries]
         for phase in get_args(Phase):
             self.open_queries.labels(phase).set(phases.count(phase))
@@ -182,6 +194,11 @@ class Metrics(Observer):
         self.engine_restarts.inc(service.num_restarts - self._num_restarts)
         self._num_restarts = service.num_restarts
         self.ready.set(service.is_ready)
+        if (ahead := service.queries_ahead) is not None:
+            self.queries_ahead.set(ahead.num_running)
+            for field, counter in self.ahead.items():
+                counter.inc(getattr(ahead, field) - getattr(self._ahead, field))
+            self._ahead = replace(ahead)
 
     def _read_kv(self, use: KvUse) -> None:
         """Set the gauges of KV memory: tokens and requests by state, and the capacities."""

@@ -20,7 +20,9 @@ from streamrag.telemetry import (
     TokensGenerated,
 )
 
-Interface: TypeAlias = Literal["chat", "responses", "websocket", "retrieve", "streams", "ask", "mcp", "sessions"]
+Interface: TypeAlias = Literal[
+    "chat", "responses", "websocket", "retrieve", "streams", "ask", "listen", "mcp", "sessions"
+]
 
 QueryOutcome: TypeAlias = Literal[
     "answered",
@@ -132,7 +134,7 @@ class QueryProgress:
             self.phase = "retrieving"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class ServedQuery:
     """A query of one client, from its admission to its end."""
 
@@ -140,11 +142,13 @@ class ServedQuery:
     interface: Interface
     client: str  # name of the client's key; "anonymous" without keys
     started_s: float
-    """Time of admission, on `time.monotonic`. `at_s` of its events counts from this time, within microseconds."""
-    text: str = field(repr=False)  # The question. Must not be logged unless the operator enables that.
+    """Time of admission, on `time.monotonic`. `at_s` of its events counts from this time, within microseconds.
+
+    For a question that is still being asked, the beginning of its newest retrieval, once there is one."""
+    text: str = field(repr=False)  # The question, or what is retrieved for. Logged only if the operator enables that.
     traceparent: str | None = None  # W3C trace context, as the caller sent it: untrusted text
     tracestate: str | None = None
-    progress: QueryProgress = field(default_factory=QueryProgress, repr=False, compare=False)
+    progress: QueryProgress = field(default_factory=QueryProgress, repr=False)
     """The query's progress, including the event that observers are being notified of."""
 
     @property

@@ -145,7 +145,7 @@ export class Flow {
     this._numTokens = 0; // of the newest prompt
     this._retrieval = this._prefill = this._decode = null;
     this._retrievedS = this._firstS = this._beganMs = null;
-    this._lastS = 0;
+    this._lastS = this._askedS = 0;
     this._frame = 0;
   }
 
@@ -158,6 +158,10 @@ export class Flow {
     switch (name) {
       case "retrieval_started":
         this._retrieval = this._line.begin("retrieval", at);
+        break;
+      case "committed":
+        this._askedS = at;
+        this._overlap.textContent = `Retrieval began ${seconds(at)} before you asked. `;
         break;
       case "chunk_arrived":
         this._line.tick("retrieval", at);
@@ -179,7 +183,7 @@ export class Flow {
         if (this._firstS === null && (values.text || values.token_ids.length)) this._began(at);
         break;
       case "answered":
-        this._times.total.textContent = seconds(at);
+        this._times.total.textContent = seconds(at - this._askedS);
         this._overlap.append(usage(values.answer));
         this.stop();
     }
@@ -200,7 +204,7 @@ export class Flow {
     const num = this._bars.numPrefilled;
     if (num) {
       const all = `of the prompt’s ${count(this._numTokens)} ${this._unit}`;
-      this._overlap.textContent = `When retrieval ended, ${count(num)} ${all} had been prefilled.`;
+      this._overlap.append(`When retrieval ended, ${count(num)} ${all} had been prefilled.`);
     }
   }
 
@@ -209,7 +213,7 @@ export class Flow {
     this._end(this._prefill, at);
     this._line.tick("decode", at, "first");
     this._decode = this._line.begin("decode", at);
-    this._times.first.textContent = seconds(at);
+    this._times.first.textContent = seconds(at - this._askedS);
     if (this._retrievedS !== null) this._times.after.textContent = seconds(at - this._retrievedS);
   }
 

@@ -1,6 +1,7 @@
 // A conversation with the service: each question becomes a turn, with its answer, its passages and its timeline.
 
 import { key } from "./key.js";
+import { Listener } from "./listen.js";
 import { Gone, Refused, ask } from "./stream.js";
 import { isStill, plain } from "./text.js";
 import { Turn } from "./turn.js";
@@ -14,6 +15,8 @@ const field = byId("question");
 const send = byId("send");
 const spoken = byId("spoken");
 
+const listener = composer.dataset.listens === "yes" ? new Listener(showAhead) : null;
+
 let turns = [];
 let current = null; // the turn in progress
 
@@ -21,7 +24,7 @@ let current = null; // the turn in progress
 async function begin(question, instead = null) {
   if (current) return;
   const at = instead ? turns.indexOf(instead) : turns.length;
-  const history = turns.slice(0, at).flatMap((turn) => turn.history);
+  const history = historyOf(turns.slice(0, at));
   const turn = (current = new Turn(question, (failed) => begin(failed.question, failed), spoken));
   for (const each of turns) if (each !== instead) each.fold(true);
   byId("welcome").hidden = true;
@@ -36,8 +39,11 @@ async function begin(question, instead = null) {
   show(true);
   const given = key.get();
   try {
-    const events = ask({ question, history }, given, turn.aborter.signal);
-    for await (const { name, values } of events) turn.event(name, values);
+    if (instead) listener?.drop(); // its history may be another
+    const { signal } = turn.aborter;
+    const asked = listener?.ask(question, signal, (name, values) => turn.event(name, values));
+    if (asked) await asked;
+    else for await (const { name, values } of ask({ question, history }, given, signal)) turn.event(name, values);
     if (!turn.isOver) throw new Gone("the stream ended early");
   } catch (error) {
     if (!turn.isOver) failed(turn, error, given);
@@ -45,9 +51,22 @@ async function begin(question, instead = null) {
     if (current === turn) {
       current = null;
       show(false);
+      listen();
     }
     if (turn.isAnswered) turn.say("End of the answer");
   }
+}
+
+const historyOf = (some) => some.flatMap((turn) => turn.history);
+
+function listen() {
+  if (!current) listener?.type(field.value.trim(), historyOf(turns));
+}
+
+// titles: those of passages found for what is typed, or null.
+function showAhead(titles) {
+  const found = [...new Set(titles ?? [])].map(plain);
+  byId("ahead").textContent = titles && (found.length ? `Found so far: ${found.join(", ")}` : "Searching …");
 }
 
 function failed(turn, error, given) {
@@ -110,6 +129,8 @@ send.addEventListener("click", (event) => {
   if (event.detail < 2) stop(); // ignores the second click of a double click on "Ask"
 });
 
+field.addEventListener("input", listen);
+
 field.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
@@ -135,6 +156,7 @@ byId("afresh").addEventListener("click", () => {
   byId("welcome").hidden = false;
   byId("afresh").hidden = true;
   show(false);
+  listener?.drop();
   field.focus();
 });
 

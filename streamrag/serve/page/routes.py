@@ -43,13 +43,16 @@ HEADERS = {
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the routes of the page, and of its files below /page/."""
-    return [_route(path) for path in sorted(FOLDER.iterdir()) if path.suffix in TYPES]
+    """Return the routes of the page, and of its files below /page/. It listens if there may be retrievals ahead."""
+    listens = service.limits.max_retrievals_ahead > 0
+    return [_route(path, listens) for path in sorted(FOLDER.iterdir()) if path.suffix in TYPES]
 
 
-def _route(path: Path) -> Route:
+def _route(path: Path, listens: bool) -> Route:
     """Return the route of a file, `/` for index.html. Reads it once, here; a client with the same etag gets a 304."""
     content = path.read_bytes()
+    if listens:
+        content = content.replace(b'data-listens="no"', b'data-listens="yes"')
     etag = f'"{hashlib.sha256(content).hexdigest()[:20]}"'
     headers = {**HEADERS, "content-type": TYPES[path.suffix], "etag": etag}
 

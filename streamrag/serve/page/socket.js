@@ -13,6 +13,15 @@ const protocols = (given) => {
   return given ? ["streamrag", `streamrag-key.${coded}`] : ["streamrag"];
 };
 
+// Opens a WebSocket at a path of the service, with the key.
+export function connect(path, search = "") {
+  const url = new URL(path, location.href);
+  url.protocol = url.protocol === "https:" ? "wss:" : "ws:";
+  url.hash = "";
+  url.search = search;
+  return new WebSocket(url, protocols(key.get()));
+}
+
 export class SessionSocket {
   // heard: called with each frame that answers no request. lost: called when the connection is lost, before it
   // reconnects. ended: called once, with the reason, when the session has ended.
@@ -61,11 +70,8 @@ export class SessionSocket {
   }
 
   _connect() {
-    const url = new URL(`v1/sessions/${encodeURIComponent(this._id)}/socket`, location.href);
-    url.protocol = url.protocol === "https:" ? "wss:" : "ws:";
-    url.hash = "";
-    url.search = `last_event_id=${this._lastEvent}`;
-    const socket = (this._socket = new WebSocket(url, protocols(key.get())));
+    const path = `v1/sessions/${encodeURIComponent(this._id)}/socket`;
+    const socket = (this._socket = connect(path, `last_event_id=${this._lastEvent}`));
     socket.addEventListener("message", (event) => this._take(JSON.parse(event.data)));
     socket.addEventListener("close", (event) => this._closed(event));
   }
