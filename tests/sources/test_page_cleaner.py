@@ -85,6 +85,12 @@ async def test_text_that_follows_an_excluded_element_stays(cleaner: WorkerPool) 
     assert (await text_of(cleaner, page)).split() == ["One", "two", "three", "four", "five", "six"]
 
 
+async def test_text_between_comments_stays(cleaner: WorkerPool) -> None:
+    """Vue and Svelte mark with comments what they have rendered on the server."""
+    page = "<body><div><!--[--><p><!--[-->A task group<!--]--></p><!----><pre><!--x-->code</pre><!--]--> ends.</div></body>"
+    assert (await text_of(cleaner, page)).split() == ["A", "task", "group", "```", "code", "```", "ends."]
+
+
 async def test_code_keeps_its_lines_and_indentation(cleaner: WorkerPool) -> None:
     code = "def f():\n    if x:\n\n        return *args*  # no emphasis"
     page = f"<p>Look:</p><div><pre><span>{code}</span></pre></div><p>after</p>"

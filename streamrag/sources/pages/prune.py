@@ -72,6 +72,8 @@ def _truncate(document: Any) -> bool:
 
 def _drop_not_content(document: Any) -> None:
     """Remove comments, elements that are not content, and attributes, except those of `meta` and abbreviations."""
+    # First, so that text behind a comment is its parent's: server-rendered Vue and Svelte have comments around text.
+    etree.strip_elements(document, etree.Comment, etree.ProcessingInstruction, with_tail=False)
     for element in reversed(list(document.iter(etree.Element))):
         if _is_not_content(element):
             element.tag = DROPPED
@@ -81,7 +83,7 @@ def _drop_not_content(document: Any) -> None:
         if long_form:
             element.set("title", long_form)
     # All at once: removing them one by one would copy the preceding text each time.
-    etree.strip_elements(document, DROPPED, etree.Comment, etree.ProcessingInstruction, with_tail=False)
+    etree.strip_elements(document, DROPPED, with_tail=False)
 
 
 def _is_not_content(element: Any) -> bool:
