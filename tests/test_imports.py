@@ -26,7 +26,7 @@ RING = [
     {"sources/crawl", "sources/postgres", "sources/search", "sources/timing"},
     {"sources/index", "sources/pages"},
     {"sources/http", "sources/workers"},
-    {"open_questions", "sessions", "trace"},
+    {"open_questions", "refresh", "sessions", "trace"},
     {"display_text", "trace_context"},
 ]
 CORE = [

@@ -249,9 +249,14 @@ class QueryRun:
     async def _backend_events(self, prompts: QueryPrompts) -> AsyncGenerator[BackendEvent, None]:
         """Yield what the backend yields for the prompts, or at the end a draft that turned out to be the answer."""
         try:
+            backend, refresh = self._backend, self._query.refresh
             async with (
                 aclosing(prompts.stream()) as stream,
-                closing(self._backend.generate(stream, self._query.params)) as events,
+                closing(
+                    refresh.generate(prompts, stream, backend)
+                    if refresh is not None
+                    else backend.generate(stream, self._query.params)
+                ) as events,
             ):
                 async for event in events:
                     yield event
@@ -293,6 +298,7 @@ class QueryRun:
             usage=model.usage(num_prompt, num_output, "".join(chunk.text for chunk in chunks), chunks[-1].usage),
             unit=model.unit,
             alternatives=tuple(answers[index] for index in range(1, len(answers))),
+            stretches=prompts.stretches,
             prompt_logprobs=next((each.prompt_logprobs for each in chunks if each.prompt_logprobs is not None), None),
         )
 
