@@ -1,13 +1,13 @@
 """Queries and their options, validated."""
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 from pydantic import Field, InstanceOf, PlainValidator
 
-from streamrag.core import MAX_INT, Backend, BackendEvent, Prompt, SamplingParams, Turn
+from streamrag.core import MAX_INT, Backend, SamplingParams, Turn
 from streamrag.errors import ConfigurationError
 from streamrag.modes import PromptTemplate
 from streamrag.support.messages import plain_text
@@ -50,13 +50,8 @@ class AnswerRefresh(Protocol):
     def check_query(self, query: "Query") -> None:
         """Raise ConfigurationError if the query has an option that does not work with retrieval in mid-answer."""
 
-    def generate(
-        self, prompts: "QueryPrompts", stream: AsyncGenerator[Prompt, None], backend: Backend
-    ) -> AsyncGenerator[BackendEvent, None]:
-        """Yield the backend's events for `stream`, which are the query's prompts, and for prompts with new context.
-
-        Before it sends a prompt with new context, it replaces `prompts.complete`, and adds to `prompts.stretches`.
-        """
+    def backend_for(self, prompts: "QueryPrompts", backend: Backend) -> Backend:
+        """Return a backend that answers one query by `backend`, and keeps new context and stretches in `prompts`."""
 
 
 @validated

@@ -94,8 +94,8 @@ class QueryPrompts:
         self.first_chunk_s: float | None = None
         self.retrieval_s: float | None = None
         """Time at which retrieval ended; None before."""
-        self.assembler: PromptAssembler | None = None
-        """The assembler of the prompts, once the first one is requested."""
+        self.assembler: PromptAssembler
+        """The assembler of the prompts, assigned when the first one is requested."""
         self.complete: AssembledPrompt | None = None
         """The complete prompt, once it was sent; with retrieval in mid-answer, the newest one."""
         self.stretches: tuple[Stretch, ...] = ()
@@ -150,10 +150,9 @@ class QueryPrompts:
     ) -> Prompt:
         """Report and return the complete prompt with its draft; raise AnswerIsKnownError if a draft is its answer."""
         self.retrieval_s = self.now()
-        is_cut_short = self.cut_short is not None or self.source_error is not None
-        step = await self._in_thread(
-            partial(assembler.assemble, chunks, is_complete=True, is_cut_short=is_cut_short, is_ranked=is_ranked)
-        )
+        self.is_cut_short = self.cut_short is not None or self.source_error is not None
+        options = {"is_complete": True, "is_cut_short": self.is_cut_short, "is_ranked": is_ranked}
+        step = await self._in_thread(partial(assembler.assemble, chunks, **options))
         await self._report_complete(step, assembler.max_context_tokens)
         self.complete = step
         if self._ahead is not None:

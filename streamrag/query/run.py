@@ -249,14 +249,11 @@ class QueryRun:
     async def _backend_events(self, prompts: QueryPrompts) -> AsyncGenerator[BackendEvent, None]:
         """Yield what the backend yields for the prompts, or at the end a draft that turned out to be the answer."""
         try:
-            backend, refresh = self._backend, self._query.refresh
+            refresh = self._query.refresh
+            backend = refresh.backend_for(prompts, self._backend) if refresh else self._backend
             async with (
                 aclosing(prompts.stream()) as stream,
-                closing(
-                    refresh.generate(prompts, stream, backend)
-                    if refresh is not None
-                    else backend.generate(stream, self._query.params)
-                ) as events,
+                closing(backend.generate(stream, self._query.params)) as events,
             ):
                 async for event in events:
                     yield event

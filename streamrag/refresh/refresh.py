@@ -1,16 +1,16 @@
 """The options of retrieval in mid-answer, and what is learned from answer to answer."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from pydantic import TypeAdapter
 
-from streamrag.core import Backend, BackendEvent, Prompt
+from streamrag.core import Backend
 from streamrag.errors import ConfigurationError
 from streamrag.query.options import Query
 from streamrag.query.prompts import QueryPrompts
-from streamrag.refresh.mean_seconds import MeanSeconds
-from streamrag.refresh.refreshed_answer import RefreshedAnswer
+from streamrag.refresh.refreshed_backend import RefreshedBackend
 from streamrag.support.validation import Count, Positive, Text, check, validated
 
 MakeQuery: TypeAlias = Callable[[str, str], str | None]
@@ -19,6 +19,9 @@ retrieval now."""
 
 MAX_QUERY_CHARS = 300
 """Most characters of `latest_text`: some 64 tokens, the stride of PipeRAG."""
+
+DECAY = 0.8
+"""Weight of all earlier observations of a speed at the next one."""
 
 QUERY: TypeAdapter[str | None] = TypeAdapter(Text | None)
 
@@ -33,6 +36,24 @@ def latest_text(question: str, text: str) -> str | None:
     if len(latest) > MAX_QUERY_CHARS:
         latest = latest[-MAX_QUERY_CHARS:].partition(" ")[2] or latest[-MAX_QUERY_CHARS:]
     return latest or None
+
+
+@dataclass(slots=True)
+class MeanSeconds:
+    """The mean seconds per unit of work, in which the newest observations count most."""
+
+    amount: float = 0.0
+    """Units of work that were observed, decayed; 0 before the first observation."""
+    total_s: float = 0.0
+
+    def observe(self, amount: float, seconds: float) -> None:
+        """Record that `amount` units took `seconds`."""
+        self.amount = DECAY * self.amount + amount
+        self.total_s = DECAY * self.total_s + seconds
+
+    def seconds(self, amount: float) -> float:
+        """Return the seconds that `amount` units are expected to take; 0 before the first observation."""
+        return amount * self.total_s / self.amount if self.amount else 0.0
 
 
 class Refresh:
@@ -80,17 +101,14 @@ class Refresh:
         return query if query and query.strip() else None
 
     def check_query(self, query: Query) -> None:
-        """Raise ConfigurationError if the query has options that retrieval in mid-answer cannot have.
-
-        Those are what the engine follows through the whole answer, or computes for one prompt only.
-        """
+        """Raise ConfigurationError for options that concern the whole answer, or its only prompt, in the engine."""
         params = query.params
         given = {
             "answer_ahead": query.answer_ahead,
             "draft": bool(query.draft),
-            "SamplingParams.n above 1": params.n > 1,
-            "SamplingParams.stop": bool(params.stop),
-            "SamplingParams.json_schema": params.json_schema is not None,
+            "n above 1": params.n > 1,
+            "stop": bool(params.stop),
+            "json_schema": params.json_schema is not None,
             "structured_outputs": "structured_outputs" in params.extra,
             "log-probabilities of the prompt": any(name.startswith("prompt_logprob") for name in params.extra),
         }
@@ -99,8 +117,6 @@ class Refresh:
                 f"refresh= does not work with {', '.join(refused)}: leave it out, or retrieve once, without refresh"
             )
 
-    def generate(
-        self, prompts: QueryPrompts, stream: AsyncGenerator[Prompt, None], backend: Backend
-    ) -> AsyncGenerator[BackendEvent, None]:
-        """Yield the events of one answer; see `RefreshedAnswer.events`."""
-        return RefreshedAnswer(self, prompts, backend).events(stream)
+    def backend_for(self, prompts: QueryPrompts, backend: Backend) -> Backend:
+        """Return the backend of one query, whose prompts these are; see `RefreshedBackend`."""
+        return RefreshedBackend(self, prompts, backend)
