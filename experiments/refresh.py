@@ -1,6 +1,6 @@
 """Does retrieval in mid-answer help a small model with questions that need two documents?
 
-    python experiments/refresh.py [--untaught] [--questions N] [--json FILE]
+    python experiments/refresh.py [--taught] [--questions N] [--json FILE]
 
 Sixteen questions about things that do not exist: one document names a person, company or place, another one says what
 is asked of it, under that name only. A search by keywords takes .1 s and finds two documents for a text. An answer is
@@ -11,9 +11,9 @@ four documents   the four documents that are found for the question: what one pa
 refresh          two documents, and in mid-answer at most one more for each retrieval: `Refresh(every_tokens=8)`
 both facts       the two documents that are needed, from the beginning: what the model makes of them
 
-The model is that of `make demo`, in float32 on the real engine. All ways see the same example of an answer in two
-sentences. Tokens are those that the engine computed for prompts, also for requests that were aborted; the pause is the
-time from a new prompt to the next token.
+The model is SmolLM2-135M-Instruct, as published, in float32 on the real engine. Answers have 32 to 48 tokens, because
+it would end after one sentence. Tokens are those that the engine computed for prompts, also for requests that were
+aborted; the pause is the time from a new prompt to the next token.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import re
 import statistics
 import sys
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -36,7 +37,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from streamrag import Chunk, Pipeline, PromptTemplate, RetrieverSource, SamplingParams, Turn, VllmBackend
+from streamrag import Chunk, Pipeline, PromptTemplate, RetrieverSource, SamplingParams, VllmBackend
 from streamrag.bench.provenance import versions
 from streamrag.records import read_records
 from streamrag.refresh import Refresh
@@ -45,13 +46,12 @@ from streamrag.telemetry import ContextRefreshed, RefreshSkipped, TokensGenerate
 from streamrag.testing import make_demo_model
 
 RETRIEVAL_S = 0.1
-PARAMS = SamplingParams(max_tokens=64)
-TEMPLATE = PromptTemplate(system="Answer in two sentences from the documents, each with its number in brackets.")
-HISTORY = (
-    Turn("user", "Question: In which town is the company based that built the Osprey lamp?"),
-    Turn(
-        "assistant", "The Osprey lamp was built by Fenn Brothers [1]. Fenn Brothers is based in the town of Arden [2]."
-    ),
+PARAMS = SamplingParams(max_tokens=48, extra={"min_tokens": 32})
+"""The model would end after its first sentence, also with both facts."""
+
+TEMPLATE = PromptTemplate(
+    system="Answer the question from the documents.",
+    after_context="Question: {question}\nFirst repeat the sentence about it, then the sentence with the answer.",
 )
 WAYS = ("one retrieval", "four documents", "refresh", "both facts")
 WORD = re.compile(r"\w+")
@@ -123,8 +123,9 @@ FREQUENCY = Counter(word for document in DOCUMENTS for word in words(document.te
 def search(text: str, num_documents: int) -> list[Chunk]:
     """Return the documents that share the rarest words with `text`, the best first."""
 
-    def score(document: Chunk) -> float:
-        return sum(math.log(len(DOCUMENTS) / FREQUENCY[word]) for word in words(text) & words(document.text))
+    def score(document: Chunk) -> tuple[float, int]:
+        rarity = sum(math.log(len(DOCUMENTS) / FREQUENCY[word]) for word in words(text) & words(document.text))
+        return rarity, zlib.crc32(document.text.encode())  # so that no question's documents are found by chance
 
     return sorted(DOCUMENTS, key=score, reverse=True)[:num_documents]
 
@@ -164,7 +165,7 @@ async def ask(backend: VllmBackend, asked: TwoHops, way: str, refresh: Refresh) 
     source = RetrieverSource(retriever_of(way, asked))
     async with Pipeline(source, backend, owns_backend=False, template=TEMPLATE, overlap=True) as pipeline:
         options = {"refresh": refresh} if way == "refresh" else {}
-        stream = pipeline.events(asked.question, params=PARAMS, history=HISTORY, **options)
+        stream = pipeline.events(asked.question, params=PARAMS, **options)
         async for event in stream:
             kinds[type(event)] += 1
             if isinstance(event, ContextRefreshed):
@@ -256,12 +257,12 @@ async def run(folder: Path, num_questions: int) -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--untaught", action="store_true", help="the published model, not the one of `make demo`")
+    parser.add_argument("--taught", action="store_true", help="the model of `make demo`, not the published one")
     parser.add_argument("--questions", type=int, default=len(QUESTIONS), metavar="N", help="(%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = make_demo_model(Path(folder) / "model", taught=not arguments.untaught)
+        model = make_demo_model(Path(folder) / "model", taught=arguments.taught)
         rows = asyncio.run(run(model, arguments.questions))
     summary = summarize(rows)
     console.print(table_of(summary))
@@ -270,7 +271,7 @@ def main() -> int:
             "date": date.today().isoformat(),
             "versions": versions(),
             "load": os.getloadavg()[0],
-            "is_taught": not arguments.untaught,
+            "is_taught": arguments.taught,
             "summary": summary,
             "rows": [asdict(row) for row in rows],
         }

@@ -114,7 +114,7 @@ class Refresh:
         }
         if refused := [name for name, is_given in given.items() if is_given]:
             raise ConfigurationError(
-                f"refresh= does not work with {', '.join(refused)}: leave it out, or retrieve once, without refresh"
+                f"refresh= does not work with {', '.join(refused)}: switch that off, or retrieve once, without refresh"
             )
 
     def backend_for(self, prompts: QueryPrompts, backend: Backend) -> Backend:

@@ -321,7 +321,7 @@ async def test_min_tokens_and_the_answer_s_end_count_over_all_stretches() -> Non
 )
 async def test_options_that_concern_the_whole_answer_are_refused(options: dict[str, object], name: str) -> None:
     async with Pipeline(GrowingSource(), HashingBackend()) as pipeline:
-        with pytest.raises(ConfigurationError, match=f"refresh= does not work with {name}: leave it out"):
+        with pytest.raises(ConfigurationError, match=f"refresh= does not work with {name}: switch that off"):
             pipeline.stream(QUESTION, refresh=Refresh(), **options)  # type: ignore[arg-type]
         with pytest.raises(ConfigurationError, match="refresh"):
             pipeline.stream(QUESTION, refresh=True)  # type: ignore[arg-type]
