@@ -211,15 +211,33 @@ async def test_the_query_is_the_latest_text_or_what_a_function_makes_of_it() -> 
     assert latest_text("?", "a" * 400) == "a" * 300
 
 
-async def test_a_retrieval_begins_as_many_tokens_early_as_it_takes_at_most_half_the_stride() -> None:
-    for retrieval_s, lead in ((0.0, (0, 12)), (0.2, (5, 20)), (2.0, (20, 20))):
-        refresh, token_s = Refresh(every_tokens=40, max_retrievals=1), 0.02
-        refresh.retrieval.observe(1, retrieval_s)
-        source = GrowingSource(retrieval_s=0.001)
-        async with Pipeline(source, HashingBackend(pause_s=token_s)) as pipeline:
-            await ask(pipeline, refresh, max_tokens=50)
-        begun = 40 - len(source.queries[1].encode())
-        assert lead[0] <= begun <= lead[1] + 6, (retrieval_s, begun)
+class ClockedBackend(HashingBackend):
+    """Each token takes `token_s` on a clock of its own."""
+
+    token_s, now_s = 0.02, 0.0
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        async for event in super().generate(prompts, params):
+            self.now_s += self.token_s
+            yield event
+
+
+@pytest.mark.parametrize(("retrieval_s", "lead"), [(0.0, 0), (0.19, 10), (2.0, 20)])
+async def test_a_retrieval_begins_as_many_tokens_early_as_it_takes_at_most_half_the_stride(
+    retrieval_s: float, lead: int
+) -> None:
+    texts: list[str] = []
+
+    def make_query(question: str, text: str) -> str:
+        texts.append(text)
+        return text
+
+    refresh = Refresh(every_tokens=40, max_retrievals=1, make_query=make_query)
+    refresh.retrieval.observe(1, retrieval_s)
+    backend = ClockedBackend(pause_s=0)
+    async with Pipeline(GrowingSource(), backend, clock=lambda: backend.now_s) as pipeline:
+        await ask(pipeline, refresh)
+    assert 0 <= 40 - lead - len(texts[0].encode()) <= 3, "but for an incomplete character"
 
 
 async def test_new_context_that_costs_more_than_the_rest_of_the_answer_is_not_used() -> None:
