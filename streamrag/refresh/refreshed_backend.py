@@ -84,7 +84,7 @@ class RefreshedBackend:
                     async for event in events:
                         yield self._noted(event) if isinstance(event, AnswerChunk) else event
                         is_open = isinstance(event, AnswerChunk) and event.finish_reason is None
-                        if is_open and await self._is_refreshed():
+                        if is_open and len(self._token_ids) < params.max_tokens and await self._is_refreshed():
                             break
                     else:
                         return

@@ -325,6 +325,25 @@ async def test_min_tokens_and_the_answer_s_end_count_over_all_stretches() -> Non
     assert len(answer.stretches) > 2
 
 
+class LateEnd(HashingBackend):
+    """Says in a chunk of its own that the answer has ended, as servers do."""
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        async for event in super().generate(prompts, params):
+            if isinstance(event, AnswerChunk) and event.finish_reason is not None:
+                yield replace(event, finish_reason=None)
+                await asyncio.sleep(0.05)
+                event = AnswerChunk("", (), event.finish_reason)
+            yield event
+
+
+async def test_an_answer_of_max_tokens_is_not_continued_though_its_end_is_not_said_yet() -> None:
+    for max_tokens in range(2, 12):
+        async with Pipeline(GrowingSource(retrieval_s=0), LateEnd(pause_s=0.02)) as pipeline:
+            _, answer = await ask(pipeline, Refresh(every_tokens=2, max_retrievals=9), max_tokens=max_tokens)
+        assert (len(answer.token_ids), answer.finish_reason) == (max_tokens, "length")
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [
