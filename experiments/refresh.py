@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from streamrag import Chunk, Pipeline, PromptTemplate, RetrieverSource, SamplingParams, VllmBackend
+from streamrag import Chunk, Pipeline, PromptTemplate, QueryOptions, RetrieverSource, SamplingParams, VllmBackend
 from streamrag.bench.provenance import versions
 from streamrag.records import read_records
 from streamrag.refresh import Refresh
@@ -157,7 +157,7 @@ async def ask(backend: VllmBackend, asked: TwoHops, way: str, refresh: Refresh) 
     pauses, kinds, refreshed_s = list[float](), Counter[type](), math.nan
     source = RetrieverSource(retriever_of(way, asked))
     async with Pipeline(source, backend, owns_backend=False, template=TEMPLATE, overlap=True) as pipeline:
-        options = {"refresh": refresh} if way == "refresh" else {}
+        options: QueryOptions = {"refresh": refresh} if way == "refresh" else {}
         stream = pipeline.events(asked.question, params=PARAMS, **options)
         async for event in stream:
             kinds[type(event)] += 1
