@@ -157,8 +157,8 @@ async def ask(backend: VllmBackend, asked: TwoHops, way: str, refresh: Refresh) 
     pauses, kinds, refreshed_s = list[float](), Counter[type](), math.nan
     source = RetrieverSource(retriever_of(way, asked))
     async with Pipeline(source, backend, owns_backend=False, template=TEMPLATE, overlap=True) as pipeline:
-        options: QueryOptions = {"refresh": refresh} if way == "refresh" else {}
-        stream = pipeline.events(asked.question, params=PARAMS, **options)
+        options: QueryOptions = {"params": PARAMS, "refresh": refresh} if way == "refresh" else {"params": PARAMS}
+        stream = pipeline.events(asked.question, **options)
         async for event in stream:
             kinds[type(event)] += 1
             if isinstance(event, ContextRefreshed):
