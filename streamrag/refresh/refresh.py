@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from streamrag.core import Backend
 from streamrag.errors import ConfigurationError
@@ -80,7 +80,7 @@ class Refresh:
         max_retrievals: Count = 4,
         max_passages: Count = 2,
         max_cost: Positive = 1.0,
-        make_query: MakeQuery = latest_text,
+        make_query: Annotated[MakeQuery, Field()] = latest_text,
     ) -> None:
         self.every_tokens = every_tokens
         self.max_retrievals = max_retrievals

@@ -18,7 +18,7 @@ from streamrag.testing import ScriptedSource
 
 END = 0
 QUESTION = "Wo liegt das?"
-PAUSE_S = 0.002
+PAUSE_S = 0.004
 OFTEN = 4
 
 
@@ -124,6 +124,11 @@ class GrowingSource:
             self.num_streams -= 1
 
 
+def often(**options: object) -> Refresh:
+    """With a short stride, and at any cost, so that slow machines make no difference."""
+    return Refresh(**{"every_tokens": OFTEN, "max_cost": 1e9, **options})  # type: ignore[arg-type]
+
+
 async def ask(
     pipeline: Pipeline, refresh: Refresh | None, max_tokens: int = 60, **options: object
 ) -> tuple[list[QueryEvent], Answer]:
@@ -139,9 +144,9 @@ def of_kind(events: Sequence[QueryEvent], kind: type) -> list[QueryEvent]:
 
 @pytest.mark.parametrize("most", [1, 5])
 async def test_each_stretch_is_the_one_shot_continuation_and_the_text_is_that_of_all_tokens(most: int) -> None:
-    source, backend = GrowingSource(), HashingBackend(most=most)
+    source, backend = GrowingSource(), HashingBackend(most=most, pause_s=0.01 if most > 1 else PAUSE_S)
     async with Pipeline(source, backend) as pipeline:
-        events, answer = await ask(pipeline, Refresh(every_tokens=OFTEN), max_tokens=120)
+        events, answer = await ask(pipeline, often(), max_tokens=120)
     assert len(answer.stretches) == 5, "the first one, and one for each of max_retrievals=4"
     ends = [*(each.first_token for each in answer.stretches[1:]), 120]
     for stretch, end, (prompt, params) in zip(answer.stretches, ends, backend.answering, strict=True):
@@ -164,7 +169,7 @@ async def test_each_stretch_is_the_one_shot_continuation_and_the_text_is_that_of
 async def test_prompts_keep_earlier_passages_with_their_numbers_and_are_prefilled_before_they_are_used() -> None:
     source, backend = GrowingSource(), HashingBackend()
     async with Pipeline(source, backend) as pipeline:
-        events, answer = await ask(pipeline, Refresh(every_tokens=OFTEN, max_retrievals=2))
+        events, answer = await ask(pipeline, often(max_retrievals=2))
     first, second, third = (bytes(prompt.token_ids).decode(errors="replace") for prompt, _ in backend.answering)
     passages, question = first.split(f"Question: {QUESTION}")
     assert second.startswith(passages + "[2]")
@@ -190,7 +195,7 @@ async def test_prompts_keep_earlier_passages_with_their_numbers_and_are_prefille
 async def test_the_query_is_the_latest_text_or_what_a_function_makes_of_it() -> None:
     source = GrowingSource()
     async with Pipeline(source, HashingBackend()) as pipeline:
-        _, answer = await ask(pipeline, Refresh(every_tokens=8, max_retrievals=1))
+        _, answer = await ask(pipeline, often(every_tokens=8, max_retrievals=1))
         assert source.queries[0] == QUESTION
         assert source.queries[1] == answer.stretches[1].query
         assert source.queries[1] in answer.text
@@ -200,7 +205,7 @@ async def test_the_query_is_the_latest_text_or_what_a_function_makes_of_it() -> 
             told.append((question, text))
             return None if len(told) < 3 else "anything"
 
-        _, answer = await ask(pipeline, Refresh(every_tokens=8, max_retrievals=1, make_query=make_query))
+        _, answer = await ask(pipeline, often(every_tokens=8, max_retrievals=1, make_query=make_query))
         assert [question for question, _ in told] == [QUESTION] * 3
         assert all(answer.text.startswith(text) for _, text in told)
         assert source.queries[-1] == "anything"
@@ -232,7 +237,7 @@ async def test_a_retrieval_begins_as_many_tokens_early_as_it_takes_at_most_half_
         texts.append(text)
         return text
 
-    refresh = Refresh(every_tokens=40, max_retrievals=1, make_query=make_query)
+    refresh = often(every_tokens=40, max_retrievals=1, make_query=make_query)
     refresh.retrieval.observe(1, retrieval_s)
     backend = ClockedBackend(pause_s=0)
     async with Pipeline(GrowingSource(), backend, clock=lambda: backend.now_s) as pipeline:
@@ -242,7 +247,7 @@ async def test_a_retrieval_begins_as_many_tokens_early_as_it_takes_at_most_half_
 
 async def test_new_context_that_costs_more_than_the_rest_of_the_answer_is_not_used() -> None:
     source, backend = GrowingSource(), HashingBackend()
-    refresh = Refresh(every_tokens=OFTEN, max_retrievals=1)
+    refresh = often(max_retrievals=1, max_cost=1.0)
     refresh.prefill.observe(1, 60.0)
     async with Pipeline(source, backend) as pipeline:
         events, answer = await ask(pipeline, refresh)
@@ -258,10 +263,10 @@ async def test_new_context_that_costs_more_than_the_rest_of_the_answer_is_not_us
 async def test_what_is_known_already_or_does_not_fit_changes_nothing() -> None:
     same = ScriptedSource([Append(Chunk("Seite", "0.md"))])
     async with Pipeline(same, HashingBackend()) as pipeline:
-        events, answer = await ask(pipeline, Refresh(every_tokens=OFTEN, max_retrievals=2))
+        events, answer = await ask(pipeline, often(max_retrievals=2))
     assert [event.reason for event in events if isinstance(event, RefreshSkipped)] == ["nothing new was found"] * 2
     async with Pipeline(GrowingSource(), HashingBackend()) as pipeline:
-        events, answer = await ask(pipeline, Refresh(every_tokens=OFTEN, max_retrievals=1), max_context_tokens=50)
+        events, answer = await ask(pipeline, often(max_retrievals=1), max_context_tokens=50)
     (skipped,) = of_kind(events, RefreshSkipped)
     assert isinstance(skipped, RefreshSkipped)
     assert "max_context_tokens=50" in skipped.reason
@@ -271,7 +276,7 @@ async def test_what_is_known_already_or_does_not_fit_changes_nothing() -> None:
 async def test_passages_that_do_not_fit_beside_others_are_left_out_and_the_model_s_length_holds() -> None:
     source, backend = GrowingSource(num_chars=900), HashingBackend()
     async with Pipeline(source, backend) as pipeline:
-        _, answer = await ask(pipeline, Refresh(every_tokens=OFTEN, max_cost=1e9), max_tokens=200, reserve_fraction=0)
+        _, answer = await ask(pipeline, often(), max_tokens=200, reserve_fraction=0)
     assert answer.stretches[-1].num_passages == len(answer.citations) > 1
     assert all(len(prompt.token_ids) + params.max_tokens <= 4_000 for prompt, params in backend.answering)
 
@@ -287,7 +292,7 @@ async def test_a_retrieval_or_prefill_that_fails_is_told_and_the_answer_goes_on(
         source, backend = GrowingSource(error=source_error), HashingBackend()
         backend.error = backend_error
         async with Pipeline(source, backend) as pipeline:
-            events, answer = await ask(pipeline, Refresh(every_tokens=OFTEN, max_retrievals=1))
+            events, answer = await ask(pipeline, often(max_retrievals=1))
         (skipped,) = of_kind(events, RefreshSkipped)
         assert isinstance(skipped, RefreshSkipped)
         assert reason in skipped.reason
@@ -308,7 +313,7 @@ async def test_an_answer_without_context_gets_passages_in_place_of_the_note_and_
     ):
         backend = HashingBackend()
         async with Pipeline(source, backend, on_source_error=on_error) as pipeline:  # type: ignore[arg-type]
-            _, answer = await ask(pipeline, Refresh(every_tokens=OFTEN, max_retrievals=1))
+            _, answer = await ask(pipeline, often(max_retrievals=1))
         first, second = (bytes(prompt.token_ids).decode(errors="replace") for prompt, _ in backend.answering)
         assert len(answer.citations) >= 1
         assert "no documents were found" not in second
@@ -319,7 +324,7 @@ async def test_min_tokens_and_the_answer_s_end_count_over_all_stretches() -> Non
     backend = HashingBackend()
     async with Pipeline(GrowingSource(), backend) as pipeline:
         params = SamplingParams(max_tokens=60, extra={"min_tokens": 20, "logprobs": 1})
-        _, answer = await ask(pipeline, Refresh(every_tokens=12, max_retrievals=3), params=params)
+        _, answer = await ask(pipeline, often(every_tokens=12, max_retrievals=3), params=params)
     for stretch, (_, params) in zip(answer.stretches, backend.answering, strict=True):
         assert params.extra == {"min_tokens": max(20 - stretch.first_token, 0), "logprobs": 1}
     assert len(answer.stretches) > 2
@@ -340,7 +345,7 @@ class LateEnd(HashingBackend):
 async def test_an_answer_of_max_tokens_is_not_continued_though_its_end_is_not_said_yet() -> None:
     for max_tokens in range(2, 12):
         async with Pipeline(GrowingSource(retrieval_s=0), LateEnd(pause_s=0.02)) as pipeline:
-            _, answer = await ask(pipeline, Refresh(every_tokens=2, max_retrievals=9), max_tokens=max_tokens)
+            _, answer = await ask(pipeline, often(every_tokens=2, max_retrievals=9), max_tokens=max_tokens)
         assert (len(answer.token_ids), answer.finish_reason) == (max_tokens, "length")
 
 
@@ -362,9 +367,10 @@ async def test_options_that_concern_the_whole_answer_are_refused(options: dict[s
             pipeline.stream(QUESTION, refresh=Refresh(), **options)  # type: ignore[arg-type]
         with pytest.raises(ConfigurationError, match="refresh"):
             pipeline.stream(QUESTION, refresh=True)  # type: ignore[arg-type]
-    for values in ({"every_tokens": 0}, {"max_cost": 0}, {"max_passages": 1.5}, {"max_retrievals": 0}):
-        with pytest.raises(ConfigurationError, match=next(iter(values))):
-            Refresh(**values)  # type: ignore[arg-type]
+    wrong = {"every_tokens": 0, "max_cost": 0, "max_passages": 1.5, "max_retrievals": 0, "make_query": 5}
+    for option, value in wrong.items():
+        with pytest.raises(ConfigurationError, match=option):
+            Refresh(**{option: value})  # type: ignore[arg-type]
 
 
 async def test_a_server_that_takes_only_text_is_refused_before_it_is_asked() -> None:
@@ -380,14 +386,14 @@ async def test_a_retrieval_that_still_runs_when_the_answer_ends_or_the_deadline_
     source, backend = GrowingSource(retrieval_s=0.0), HashingBackend()
     async with Pipeline(source, backend) as pipeline:
         source._retrieval_s = 0.0
-        stream = pipeline.stream(QUESTION, refresh=Refresh(every_tokens=8), params=SamplingParams(max_tokens=40))
+        stream = pipeline.stream(QUESTION, refresh=often(every_tokens=8), params=SamplingParams(max_tokens=40))
         async for _ in stream:
             source._retrieval_s = 60.0
         assert len(stream.result.token_ids) == 40
         assert (len(source.queries), source.num_streams) == (2, 0)
         source._retrieval_s = 0.0
         with pytest.raises(DeadlineExceededError, match="while generating"):
-            await ask(pipeline, Refresh(every_tokens=OFTEN), max_tokens=2_000, deadline_s=0.3)
+            await ask(pipeline, often(), max_tokens=2_000, deadline_s=0.3)
     assert (backend.num_requests, source.num_streams) == (0, 0)
 
 
@@ -420,7 +426,7 @@ async def test_a_question_that_is_still_being_asked_may_have_it_too() -> None:
     params = SamplingParams(max_tokens=60)
     async with (
         Pipeline(source, backend) as pipeline,
-        pipeline.listen(refresh=Refresh(every_tokens=8), params=params) as question,
+        pipeline.listen(refresh=often(every_tokens=8), params=params) as question,
     ):
         await question.partial(QUESTION, is_final=True)
         await anyio.sleep(0.05)
