@@ -151,6 +151,9 @@ bench-depth: .venv/installed ## how many tokens of a draft should a step verify?
 bench-listen: .venv/installed ## questions that are typed or spoken: seconds from the commit to the first and last token; real engine, ten minutes
 	$(RUN) experiments/open_questions.py --json experiments/results/open_questions.json
 
+bench-refresh: .venv/installed ## questions that need two documents: right answers with one retrieval and with retrieval in mid-answer, seconds, tokens; real engine, three minutes
+	$(RUN) experiments/refresh.py --json experiments/results/refresh.json
+
 bench-routes: .venv/installed ## two ways to verify a draft, as speculative tokens and as a prompt: seconds to the whole answer; real engine, three minutes
 	$(RUN) experiments/verification_routes.py --json experiments/results/verification_routes.json
 

@@ -19,6 +19,7 @@ FOLDER = ROOT / "docs" / "api"
 MODULES = [
     "streamrag",
     "streamrag.open_questions",
+    "streamrag.refresh",
     "streamrag.serve",
     "streamrag.sessions",
     "streamrag.telemetry",
@@ -90,6 +91,7 @@ EXAMPLES = {
 PURPOSES = {
     "serve": "Configure and run the HTTP service from Python.",
     "open_questions": "Begin retrieval and prefill while a question is still being asked.",
+    "refresh": "Retrieve again in the middle of an answer.",
     "sessions": "Stream data into a context that stays open, and ask about it.",
     "telemetry": "Observe what pipelines and engines do: events, timings and request records.",
     "trace": "Read, write and describe traces of retrieval.",
@@ -108,6 +110,11 @@ GIVEN = {"AnswerStream", "EventStream", "Session", "TokenStream", "TokenStreams"
 
 INTERNAL = {
     "PromptTemplate.passage_format",
+    "Refresh.backend_for",
+    "Refresh.check_query",
+    "Refresh.prefill",
+    "Refresh.query_after",
+    "Refresh.retrieval",
     "StreamragChatModel.parser",
     "StreamragChatModel.portal",
     "StreamragRetriever.portal",

@@ -22,6 +22,7 @@ __all__ = [
     "Citation",
     "ContextChanged",
     "ContextComplete",
+    "ContextRefreshed",
     "DocumentSkipped",
     "DraftChanged",
     "DraftUse",
@@ -30,11 +31,13 @@ __all__ = [
     "PreemptionRecord",
     "PrefillProgressed",
     "QueryEvent",
+    "RefreshSkipped",
     "RequestRecord",
     "RestoreRecord",
     "RetrievalCutShort",
     "RetrievalStarted",
     "SourceFailed",
+    "Stretch",
     "Timings",
     "TokenUsage",
     "TokensGenerated",
@@ -185,6 +188,42 @@ class TokensGenerated:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextRefreshed:
+    """Passages were added to the prompt in mid-answer. The answer goes on behind the tokens so far."""
+
+    at_s: float
+    query: str
+    """The text that the passages were retrieved for."""
+    chunks: tuple[Chunk, ...]
+    """The new passages, which follow the earlier ones in the prompt."""
+    num_answer_tokens: int
+    """Number of tokens of the answer so far."""
+    num_recomputed: int
+    """Tokens behind the earlier passages that are computed: new passages, question and answer so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshSkipped:
+    """A retrieval in mid-answer ended without a change of the prompt. The answer goes on."""
+
+    at_s: float
+    query: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Tokens of an answer that were generated from one prompt, up to the next stretch or the end of the answer."""
+
+    first_token: int
+    """Place of its first token in `Answer.token_ids`, from 0. The tokens before it stood behind its prompt."""
+    query: str
+    """The text that its newest passages were retrieved for."""
+    num_passages: int
+    """Number of passages of its prompt: the first ones of `Answer.citations`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Timings:
     """Durations of one query, in seconds."""
 
@@ -301,6 +340,9 @@ class Answer:
     """The further answers, if `SamplingParams.n` is above 1."""
     prompt_logprobs: Any = None
     """Log-probabilities of the prompt's tokens, as in `AnswerChunk`; None unless they were requested."""
+    stretches: tuple[Stretch, ...] = ()
+    """The stretches of the answer, in order; empty without `refresh`. `citations`, `num_prompt_tokens`, `usage` and
+    `record` are those of the last one's prompt."""
 
     @property
     def is_in_rank_order(self) -> bool:
@@ -339,6 +381,8 @@ QueryEvent: TypeAlias = (
     | ContextComplete
     | PrefillProgressed
     | DraftChanged
+    | ContextRefreshed
+    | RefreshSkipped
     | TokensGenerated
     | Answered
 )

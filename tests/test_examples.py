@@ -32,6 +32,7 @@ SHORT = [
     "open_question",
     "own_source",
     "pipecat_bot",
+    "refresh_an_answer",
     "search_the_web",
     "postgres_search",
 ]
@@ -90,6 +91,12 @@ def test_open_question() -> None:
     assert retrieved[-1] == "retrieving for 'how do I cancel a task?'"
     assert answer == "Cancel its scope [1]."
     assert re.fullmatch(r"answered within \d\.\d s of the commit", timing)
+
+
+def test_refresh_an_answer() -> None:
+    first, found, last = run("refresh_an_answer.py").splitlines()
+    assert re.fullmatch(r"new, for 'Tessa Quill.*': Tessa Quill was born in Dunmere\.", found)
+    assert first + last == "Tessa Quill designed it [1], and she was born in Dunmere [2]."
 
 
 def test_search_the_web() -> None:

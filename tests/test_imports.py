@@ -26,7 +26,7 @@ RING = [
     {"sources/crawl", "sources/postgres", "sources/search", "sources/timing"},
     {"sources/index", "sources/pages"},
     {"sources/http", "sources/workers"},
-    {"open_questions", "sessions", "trace"},
+    {"open_questions", "refresh", "sessions", "trace"},
     {"display_text", "trace_context"},
 ]
 CORE = [
@@ -42,7 +42,7 @@ CORE = [
 ]
 """What the first page promises: it imports nothing of the ring, and can be read in a day."""
 
-MAX_CORE_LINES = 15_627
+MAX_CORE_LINES = 15_695
 
 LATE = {("pipeline", "sessions"), ("pipeline", "open_questions")}
 """The only imports of the ring in the core: inside functions, for who asks for them."""

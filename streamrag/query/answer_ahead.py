@@ -114,7 +114,7 @@ class AnswerAhead:
         try:
             await asyncio.sleep(self._wait_s)
             async with (
-                aclosing(_only(prompt)) as prompts,
+                aclosing(only(prompt)) as prompts,
                 closing(self._backend.generate(prompts, self._params)) as events,
             ):
                 async for event in events:
@@ -141,5 +141,6 @@ class AnswerAhead:
             await self._emit(DraftChanged(at_s, text, chunks))
 
 
-async def _only(prompt: Prompt) -> AsyncGenerator[Prompt, None]:
+async def only(prompt: Prompt) -> AsyncGenerator[Prompt, None]:
+    """Yield one prompt."""
     yield prompt

@@ -3,15 +3,18 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
-from typing import Annotated, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 from pydantic import Field, InstanceOf, PlainValidator
 
-from streamrag.core import MAX_INT, SamplingParams, Turn
+from streamrag.core import MAX_INT, Backend, SamplingParams, Turn
 from streamrag.errors import ConfigurationError
 from streamrag.modes import PromptTemplate
 from streamrag.support.messages import plain_text
 from streamrag.support.validation import CountOrZero, Flag, Number, Seconds, Text, validated
+
+if TYPE_CHECKING:
+    from streamrag.query.prompts import QueryPrompts
 
 RESERVE_FRACTION = 0.25
 """Default of `reserve_fraction`. In experiments/context_choice.py a third or a half found the answer no more often, and
@@ -40,6 +43,17 @@ def _turns(value: Iterable[Turn]) -> tuple[Turn, ...]:
     return tuple(Turn(turn.role, plain_text(turn.text)) for turn in turns)
 
 
+@runtime_checkable
+class AnswerRefresh(Protocol):
+    """Retrieval in mid-answer: `streamrag.refresh.Refresh`."""
+
+    def check_query(self, query: "Query") -> None:
+        """Raise ConfigurationError if the query has an option that does not work with retrieval in mid-answer."""
+
+    def backend_for(self, prompts: "QueryPrompts", backend: Backend) -> Backend:
+        """Return a backend that answers one query by `backend`, and keeps new context and stretches in `prompts`."""
+
+
 @validated
 @dataclass(frozen=True, slots=True)
 class Query:
@@ -58,6 +72,7 @@ class Query:
     answer_ahead: Flag = False
     draft: Draft = ()
     reserve_fraction: Annotated[Number, Field(ge=0, lt=1)] = RESERVE_FRACTION
+    refresh: InstanceOf[AnswerRefresh] | None = None
 
     def __post_init__(self) -> None:
         if not self.text.strip():
@@ -67,6 +82,8 @@ class Query:
                 f"the query has {len(self.text):,} characters, and {MAX_QUERY_CHARACTERS:,} is the most: "
                 "put a long text to ask about into the history or the source"
             )
+        if self.refresh is not None:
+            self.refresh.check_query(self)
 
 
 class QueryOptions(TypedDict, total=False):
@@ -96,6 +113,8 @@ class QueryOptions(TypedDict, total=False):
     reserve_fraction: float
     """Share of the token budget that is reserved for the most relevant of the chunks that no longer fit, in a context
     that grows chunk by chunk; a quarter by default. With 0, chunks are added whole, in order of arrival."""
+    refresh: AnswerRefresh
+    """Retrieval in mid-answer, a `streamrag.refresh.Refresh`; none by default."""
 
 
 def check_options(options: Mapping[str, object]) -> None:

@@ -42,6 +42,7 @@ from streamrag.telemetry import (
     QueryEvent,
     RetrievalCutShort,
     SourceFailed,
+    Stretch,
 )
 
 if TYPE_CHECKING:
@@ -75,15 +76,17 @@ class QueryPrompts:
         recorder: "TraceRecorder | None",
         ahead: AnswerAhead | None = None,
     ) -> None:
-        self._query = query
+        self.query = query
         self._retrieval = retrieval
+        self.source = retrieval.source
+        """The source of the query."""
         self._source_name = part_name(retrieval.source)
-        self._model = model
+        self.model = model
         self._mode = mode
         self._overlap = overlap
         self._answers_despite_source_error = answers_despite_source_error
-        self._now = now
-        self._emit = emit
+        self.now = now
+        self.emit = emit
         self._recorder = recorder
         self._ahead = ahead
         self._draft = () if why_not_drafted(query, model, overlap) else query.draft
@@ -91,8 +94,12 @@ class QueryPrompts:
         self.first_chunk_s: float | None = None
         self.retrieval_s: float | None = None
         """Time at which retrieval ended; None before."""
+        self.assembler: PromptAssembler
+        """The assembler of the prompts, assigned when the first one is requested."""
         self.complete: AssembledPrompt | None = None
-        """The complete prompt, once it was sent."""
+        """The complete prompt, once it was sent; with retrieval in mid-answer, the newest one."""
+        self.stretches: tuple[Stretch, ...] = ()
+        """The stretches of the answer so far, with retrieval in mid-answer."""
         self.num_drafted = 0
         """Length of the draft that the complete prompt was sent with."""
         self.answer: tuple[AnswerChunk, ...] = ()
@@ -109,24 +116,24 @@ class QueryPrompts:
 
         :raises AnswerIsKnownError: there is an `answer` to the complete prompt, which is not yielded.
         """
-        assembler = await self._in_thread(self._new_assembler)
+        self.assembler = assembler = await self._in_thread(self._new_assembler)
         draft = self._draft
         if isinstance(draft, str):
-            draft = tuple(await self._in_thread(partial(self._model.tokenizer.encode, draft)))
+            draft = tuple(await self._in_thread(partial(self.model.tokenizer.encode, draft)))
         chunks = Context()
         is_ranked = False
         hint: Hint | None = None
         due_s = inf  # for a partial prompt with the newest chunks
         async with (
             aclosing(self._retrieve(assembler)) as retrieved,
-            aclosing(with_timeouts(retrieved, lambda: None if due_s == inf else due_s - self._now())) as events,
+            aclosing(with_timeouts(retrieved, lambda: None if due_s == inf else due_s - self.now())) as events,
         ):
             async for event in events:
                 if event is not None:
                     chunks = await self._add(event, chunks)
                     is_ranked = is_ranked or isinstance(event, Update)  # an Append after an Update keeps the ranking
                     hint, due_s = event.hint, self._due_s(event.hint)
-                if due_s <= self._now():
+                if due_s <= self.now():
                     due_s = inf
                     assemble = partial(assembler.assemble, chunks, is_complete=False, is_ranked=is_ranked)
                     step = await self._in_thread(assemble)
@@ -144,11 +151,10 @@ class QueryPrompts:
     ) -> Prompt:
         """Report and return the complete prompt with its draft, or raise AnswerIsKnownError if a draft is its answer.
         Set `retrieval_s`, `complete`, `num_drafted` and `answer`."""
-        self.retrieval_s = self._now()
-        is_cut_short = self.cut_short is not None or self.source_error is not None
-        step = await self._in_thread(
-            partial(assembler.assemble, chunks, is_complete=True, is_cut_short=is_cut_short, is_ranked=is_ranked)
-        )
+        self.retrieval_s = self.now()
+        self.is_cut_short = self.cut_short is not None or self.source_error is not None
+        options = {"is_complete": True, "is_cut_short": self.is_cut_short, "is_ranked": is_ranked}
+        step = await self._in_thread(partial(assembler.assemble, chunks, **options))
         await self._report_complete(step, assembler.max_context_tokens)
         self.complete = step
         if self._ahead is not None:
@@ -169,12 +175,12 @@ class QueryPrompts:
 
     async def _add(self, event: Append | Update, chunks: Context) -> Context:
         """Return the context after an event; emit its new chunks, update ranks, and note when the first chunk came."""
-        at_s = self._now()
+        at_s = self.now()
         new = event.chunks if isinstance(event, Update) else (event.chunk,)
         for chunk in dict.fromkeys(new):
             if chunk not in chunks:
-                await self._emit(ChunkArrived(at_s, chunk))
-        chunks = chunks.with_chunks(self._fold(chunks, event))
+                await self.emit(ChunkArrived(at_s, chunk))
+        chunks = chunks.with_chunks(self.fold(chunks, event))
         self._update_ranks(event)
         if self.first_chunk_s is None and chunks:
             self.first_chunk_s = at_s
@@ -189,12 +195,12 @@ class QueryPrompts:
             case OverlapChoice("none"):
                 return inf
             case OverlapChoice("delayed", lead_s=float(lead_s)) if end_s is not None:
-                return self._now() + max(end_s - lead_s, 0.0)
-        return self._now()
+                return self.now() + max(end_s - lead_s, 0.0)
+        return self.now()
 
     def _new_assembler(self) -> PromptAssembler:
         """Return an assembler with the query's options, which judges relevance if a share is reserved."""
-        query, model = self._query, self._model
+        query, model = self.query, self.model
         return PromptAssembler(
             model.tokenizer,
             query.template,
@@ -207,7 +213,7 @@ class QueryPrompts:
             reserve_fraction=query.reserve_fraction,
         )
 
-    def _fold(self, chunks: Context, event: Append | Update) -> tuple[Chunk, ...]:
+    def fold(self, chunks: Context, event: Append | Update) -> tuple[Chunk, ...]:
         """Return the mode's new context; raise ConfigurationError if it is no tuple or list of chunks."""
         folded = self._mode.fold(chunks, event)
         if not isinstance(folded, tuple | list) or not all(isinstance(chunk, Chunk) for chunk in folded):
@@ -220,10 +226,10 @@ class QueryPrompts:
             async with aclosing(self._source_events(assembler)) as events:
                 async for event in events:
                     if isinstance(event, Skipped):
-                        await self._emit(DocumentSkipped(self._now(), event.uri, event.reason))
+                        await self.emit(DocumentSkipped(self.now(), event.uri, event.reason))
                     elif isinstance(event, CutShort):
                         self.cut_short = event.reason
-                        await self._emit(RetrievalCutShort(self._now(), event.reason))
+                        await self.emit(RetrievalCutShort(self.now(), event.reason))
                     else:
                         yield event
         except SourceError as error:
@@ -244,30 +250,30 @@ class QueryPrompts:
         async def count_tokens(chunks: Sequence[tuple[int, Chunk]]) -> list[int]:
             return await self._in_thread(partial(assembler.count_tokens, chunks))
 
-        return self._recorder.record(self._query.text, events, count_tokens, tokenizer=self._model.name)
+        return self._recorder.record(self.query.text, events, count_tokens, tokenizer=self.model.name)
 
     async def _record_or_raise(self, failure: SourceError) -> None:
         """Raise the failure, or keep and emit it where the query answers despite it."""
         if not self._answers_despite_source_error:
             raise failure
         self.source_error = failure
-        await self._emit(SourceFailed(self._now(), failure))
+        await self.emit(SourceFailed(self.now(), failure))
 
     async def _report(self, step: AssembledPrompt) -> None:
         """Add up the invalidated tokens, and emit ContextChanged for a prompt."""
         self.num_invalidated += step.num_invalidated
         prompt, included = step.prompt, step.included
         lengths = len(prompt.token_ids), prompt.num_shared, step.num_invalidated
-        await self._emit(ContextChanged(self._now(), len(included), *lengths, included, self._model.unit))
+        await self.emit(ContextChanged(self.now(), len(included), *lengths, included, self.model.unit))
 
     async def _report_complete(self, step: AssembledPrompt, max_context_tokens: int) -> None:
         """Report a complete prompt, and emit what was shortened or left out, and that the context is complete."""
         await self._report(step)
         for kind, affected in ((ChunksShortened, step.shortened), (ChunksLeftOut, step.left_out)):
             if affected:
-                await self._emit(kind(self._now(), affected, max_context_tokens))
-        num_tokens, unit = len(step.prompt.token_ids), self._model.unit
-        await self._emit(ContextComplete(self._now(), len(step.included), num_tokens, step.included, unit))
+                await self.emit(kind(self.now(), affected, max_context_tokens))
+        num_tokens, unit = len(step.prompt.token_ids), self.model.unit
+        await self.emit(ContextComplete(self.now(), len(step.included), num_tokens, step.included, unit))
 
     def _update_ranks(self, event: Append | Update) -> None:
         """Rank an update's passages from 1, in place of all ranks; later appends follow. Without one, rank nothing."""
@@ -279,4 +285,4 @@ class QueryPrompts:
             self._rank_of.setdefault(passage_key(chunk), len(self._rank_of) + 1)
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        return await in_thread(self._model.tokenizer, function)
+        return await in_thread(self.model.tokenizer, function)

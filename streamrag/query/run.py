@@ -254,9 +254,11 @@ class QueryRun:
     async def _backend_events(self, prompts: QueryPrompts) -> AsyncGenerator[BackendEvent, None]:
         """Yield the backend's events for the prompts. If a draft is the answer, ignore errors and yield its chunks."""
         try:
+            refresh = self._query.refresh
+            backend = refresh.backend_for(prompts, self._backend) if refresh else self._backend
             async with (
                 aclosing(prompts.stream()) as stream,
-                closing(self._backend.generate(stream, self._query.params)) as events,
+                closing(backend.generate(stream, self._query.params)) as events,
             ):
                 async for event in events:
                     yield event
@@ -298,6 +300,7 @@ class QueryRun:
             usage=model.usage(num_prompt, num_output, "".join(chunk.text for chunk in chunks), chunks[-1].usage),
             unit=model.unit,
             alternatives=tuple(answers[index] for index in range(1, len(answers))),
+            stretches=prompts.stretches,
             prompt_logprobs=next((each.prompt_logprobs for each in chunks if each.prompt_logprobs is not None), None),
         )
 
