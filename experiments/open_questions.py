@@ -194,6 +194,8 @@ async def measure(folder: Path, num_questions: int, sources: Sequence[str]) -> l
             first_s, last_s, num_unused, token_ids = await ask(pipeline, INPUTS[how](question, rng), way, question)
             num = source.num_retrievals - num_before
             rows.append(Row(name, how, way, question, first_s, last_s, num, num_unused, token_ids))
+            if not console.is_terminal:
+                console.print(f"{name}, {how}, {way}: first token {first_s:.2f} s, last {last_s:.2f} s: {question}")
     return rows
 
 
