@@ -163,8 +163,9 @@ class Pipeline:
     def session(self, **options: Unpack["SessionOptions"]) -> "Session":
         """Return a new session: context that streams in while it is open, and questions about it; see `Session`.
 
-        Use it as an async context manager, inside the pipeline's. Entering it raises TooManySessionsError if it exceeds
-        the pipeline's `session_limits`. For the options see `SessionOptions`. Raises PipelineClosedError if closed.
+        Use the session as an async context manager, inside the pipeline's; entering the session raises
+        TooManySessionsError if it exceeds the pipeline's `session_limits`. See `SessionOptions` for the options; None
+        counts as not given. Raises PipelineClosedError if the pipeline is closed.
         """
         from streamrag.sessions.limits import SessionLimits, SessionRegistry
         from streamrag.sessions.session import Session

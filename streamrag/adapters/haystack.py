@@ -268,7 +268,8 @@ class HaystackSource:
     async def _rankings(
         self, query: str, reader: PassageReader
     ) -> AsyncGenerator[list[Document] | tuple[Chunk, ...], None]:
-        """Yield the results of `_fused` for a `MultiRetriever`, or else the retriever's; then those of each ranker."""
+        """Yield the retriever's documents, or the results of `_fused` if it is a `MultiRetriever`. Then, for each
+        ranker in turn, yield the documents that it returns for those of the component before."""
         documents: list[Document] = []
         if isinstance(getattr(self._retriever, "retrievers", None), dict):  # as the experimental MultiRetriever
             fused = self._fused(query, reader)

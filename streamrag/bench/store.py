@@ -99,7 +99,7 @@ class CellStore:
         return next((path for path in candidates if path.exists()), None)
 
     def write(self, result: CellResult) -> Path:
-        """Write a result atomically, one with steps beside one without, and return its `path`.
+        """Write a result atomically, and return its `path`. A result with steps has another path than one without.
 
         :raises ConfigurationError: the file cannot be written.
         """

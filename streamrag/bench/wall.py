@@ -123,7 +123,8 @@ async def play_cell(
     keep_steps: bool = False,
     progress: CellProgress = _ignore_progress,
 ) -> CellResult:
-    """Clear the engine's records, but no cache, replay the load, and return the result with floors by `profile`."""
+    """Clear the engine's records, but no cache, replay the load, and return the result with floors by `profile`. Raises
+    BackendError if the engine is deadlocked, but not by vLLM's own sessions, which leave queries unfinished."""
     num_steps_before = len(client.steps)
     client.records.clear()
     start_s = asyncio.get_running_loop().time()

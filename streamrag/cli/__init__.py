@@ -47,7 +47,8 @@ class _Stop:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Handle SIGTERM and SIGHUP like SIGINT in the block, unless they are ignored, as by `nohup`, or handled."""
+        """Handle SIGTERM and SIGHUP like SIGINT in the block, except one that is ignored, as under `nohup`, or has a
+        handler."""
         handled = [s for s in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_DFL]
         for number in handled:
             signal.signal(number, self._like_ctrl_c)

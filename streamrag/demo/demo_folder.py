@@ -94,7 +94,8 @@ def build_site(docs: Path, site: Path) -> int:
 
 
 def _rewrite_link(link: re.Match[str], docs: Path) -> str:
-    """Return a link to a page of the site or of the web; for a file outside the site, return only its text."""
+    """Return the HTML link for the site: a file directly in `docs`, even a missing one, becomes .html with its
+    fragment; a link to the web or within the page is unchanged; of a link to any other file, only the text is left."""
     file, fragment, text = link.groups()
     if "://" in file or not file:
         return link[0]

@@ -52,7 +52,8 @@ class ChunkForecast:
         return expected_s if expected_s > now_s else 2 * now_s - request.last_chunk_s
 
     def replaced_every_s(self, source_name: str) -> float:
-        """Return the mean seconds in which `source_name` replaces a whole prompt; infinity if it appends or is new."""
+        """Return the mean seconds in which a source replaces one prompt's worth of tokens; infinity if the source is
+        new, or if it appends: keeps `SURE_SHARE` of its prompts or more, on average."""
         habits = self._habits.get(source_name)
         if habits is None or habits.kept_share >= SURE_SHARE:
             return math.inf

@@ -48,10 +48,11 @@ class Pace:
     def num_step_tokens(self, replaced_every_s: float, overhead: float | None) -> int | None:
         """Return the most tokens per step of a prompt that is replaced once in `replaced_every_s` seconds.
 
-        `overhead` is that of a step, in tokens. With s tokens per step and t seconds per token, a replacement wastes
-        half a step on average, s t^2 / (2 `replaced_every_s`) per token; overhead h costs h t / s. The sum is least at
-        s = sqrt(2 h `replaced_every_s` / t), bounded by `FEWEST_REPLACED_TOKENS` and `max_tokens`. For a prompt that
-        only grows (infinite time), and before a step was observed, return `max_tokens`.
+        `overhead`, that of a step in tokens, counts as `FEWEST_TOKENS` if it is None or less. With s tokens per step
+        and t seconds per token, a replacement wastes half a step on average, s t^2 / (2 `replaced_every_s`) per token;
+        overhead h costs h t / s. The sum is least at s = sqrt(2 h `replaced_every_s` / t), bounded by
+        `FEWEST_REPLACED_TOKENS` and `max_tokens`. For a prompt that only grows (infinite time), before a step was
+        observed, and if `max_tokens` is None, return `max_tokens`.
         """
         if self._max_tokens is None or not self._token_s or replaced_every_s == math.inf:
             return self._max_tokens

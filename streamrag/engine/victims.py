@@ -27,7 +27,8 @@ class Victims:
     def choose(self, num_blocks: int, after: int) -> tuple[list[RequestView], int]:
         """Return the first victims that together free `num_blocks`, or all, and how many blocks they do free.
 
-        Victims are idle requests, those behind position `after` in the order from its end, and offered ones before it.
+        Victims are first the idle requests, then the requests of the order from its end down to the position behind
+        `after`, then the offered requests at `after` or before.
         """
         victims: list[RequestView] = []
         num_freed = 0

@@ -71,7 +71,8 @@ class Reservation:
         return max(self._num_prompt - self._num_computed, 0) + max(self._num_answer, 0)
 
     def follow(self, event: QueryEvent) -> None:
-        """Update the claim from an event; charge a new prompt's unshared tokens, less those that were expected."""
+        """Update the claim's queued tokens from an event. Charge the client for a new prompt's unshared tokens, for the
+        first prompt less all tokens that were expected; this charge may be negative."""
         match event:
             case ContextChanged():
                 self._charge(event.num_tokens - event.num_shared - self._num_expected)

@@ -143,7 +143,8 @@ class OpenQueries:
         return not self._admission.is_draining
 
     def engine_died(self, error: EngineDeadError) -> None:
-        """Stop admitting queries, and abort all but retrievals: the engine may have left some without an error."""
+        """Stop admitting queries, and abort all open ones with `error`, because the engine may have left some without
+        one. Queries of the interface "retrieve" go on: they do not need the engine."""
         self._admission.is_ready = False
         for each in self:
             if each.query.interface != "retrieve":

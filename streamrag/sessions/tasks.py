@@ -33,7 +33,7 @@ class SessionTasks:
         return task
 
     async def aclose(self) -> None:
-        """Cancel all tasks, which then raise PipelineClosedError, as later ones do, and wait until they have ended."""
+        """Cancel all tasks and wait for their end; these, and any started later, raise PipelineClosedError."""
         self._is_closed = True
         try:
             await asyncio.sleep(0)  # a task must have started to raise the right error

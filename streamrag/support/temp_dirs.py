@@ -65,7 +65,8 @@ def _create_and_lock(path: Path) -> int | None:
 
 
 def _lock(file: int, path: Path) -> bool:
-    """Try to lock an open file or folder; return whether it works and `path` still names it. OSError without locks."""
+    """Try to lock an open file or folder; return whether that succeeds and `path` still names the file or folder.
+    Raises OSError if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(file), path.lstat())

@@ -118,7 +118,8 @@ class _Names(dict[str, Any]):
 
 
 def _adapter(hint: Any) -> TypeAdapter[Any]:
-    """Return a strict adapter; for a class with a configuration of its own, one with that."""
+    """Return a strict adapter for a type; for a class whose configuration pydantic lets only the class itself set (a
+    model or dataclass), one with that configuration, strict or not."""
     try:
         return TypeAdapter(hint, config=STRICT)
     except PydanticUserError:  # a dataclass or a model has its own configuration

@@ -107,6 +107,7 @@ class LineReader:
     def lines(self) -> Iterator[bytes]:
         """Yield all lines with newlines, the last one perhaps incomplete; at the end, set `is_cut_off`.
 
+        `is_cut_off` is whether the compressed stream was truncated; an incomplete line in a plain file does not set it.
         Raises TraceError if the file cannot be read, is damaged, or exceeds a limit, and MissingDependencyError.
         """
         path, num_lines = self._path, 0

@@ -186,7 +186,8 @@ class _Assembly:
         return query
 
     def _chunk(self, key: str, score: float | None) -> TracedChunk:
-        """Return the chunk of this key, with this score if there is one; raise TraceError if it is not defined."""
+        """Return the chunk that this session defined as `key`, with `score`, or its own score if that is None. Raises
+        TraceError if the session has not defined it."""
         chunk = self._chunks.get(key)
         if chunk is None:
             raise TraceError(f"chunk {key!r} is used before its definition in this session")

@@ -110,8 +110,9 @@ class TraceRecorder:
     ) -> AsyncGenerator[SourceEvent, None]:
         """Record each event with its time, then yield it unchanged; at any end, record the outcome and its time.
 
-        The reason of a `CutShort` is recorded at the end. Closing this generator closes `events` too. If too many
-        events are unwritten, wait for the disk. Only `aclose` raises an error of writing.
+        A `CutShort` is not recorded when it comes: its reason is recorded at the end, beside the outcome. Closing this
+        generator closes `events` too. If too many events are unwritten, wait for the disk. Only `aclose` raises an
+        error of writing.
 
         tokenizer: the name of the tokenizer that `count_tokens` uses.
 

@@ -251,9 +251,10 @@ class _Member:
 
 
 def _kind(found_by: Any) -> Callable[[_Query, Any], AsyncGenerator[SourceEvent, None]] | None:
-    """Return the method of `_Query` that yields such a component's events; `make` for any other callable, else None.
+    """Return the method of `_Query` that yields the events of the component `found_by`; `make` for any other callable.
 
-    Components are recognised by attributes, because not all classes are in langchain-core.
+    Returns None for anything else. Components are recognised by attributes, because not all classes are in
+    langchain-core.
     """
     if _has(found_by, "alazy_load"):
         return _Query.load

@@ -212,9 +212,10 @@ class McpResourceSource(_McpSource):
         self._watch_s = watch_s
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an `Update` or `Skipped` after reading each resource, and after each change of texts in `watch_s`.
+        """Read the resources, whose URIs have the query in place of `{query}`; yield an `Update` or `Skipped` for each.
 
-        A resource that can no longer be read is a `Skipped`, and keeps its texts. If the subscription is lost, yield a
+        After that, until `watch_s` seconds after subscribing, yield one for each change of a resource's texts. A
+        resource that can no longer be read is a `Skipped`, and keeps its texts. If the subscription is lost, yield a
         `CutShort`; if the server closes it in order, just end.
 
         :raises SourceError: no resource can be read, the connection is lost meanwhile, the server does not answer in

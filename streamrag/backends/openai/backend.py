@@ -115,12 +115,12 @@ class OpenAIBackend:
 
     @started_once
     async def start(self, progress: Progress) -> None:
-        """Connect to the server, find its model and tokenizer, and test whether it accepts token ids. Sets `model`.
-
-        If that fails or is cancelled, the connections are closed again.
+        """Connect to the server, find the wanted or only model, and set `model`, the facts about it. Take the given
+        tokenizer, else the server's, and test whether the server accepts token ids; without a tokenizer, count
+        characters. If the start fails or is cancelled, the connections are closed again.
 
         :raises ServerError: when the server cannot be reached or refuses.
-        :raises ConfigurationError: when the server does not have the model, or the model's length is unknown.
+        :raises ConfigurationError: when the wanted model, or exactly one, is not served, or its length is unknown.
         """
         progress(f"connecting to {self._url}")
         try:

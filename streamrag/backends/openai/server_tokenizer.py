@@ -69,7 +69,8 @@ class ServerTokenizer:
         self._begin: list[int] = []
 
     async def start(self) -> None:
-        """Find the tokens before every text by encoding a probe with and without them; ServerError if that fails."""
+        """Find the tokens that the server puts before every text, by encoding a probe with and without special tokens.
+        Raises ServerError if a request fails, or the probe's tokens are not among those with special ones."""
         bare = (await self._encode(PROBE))[:MAX_PROBE_TOKENS]
         whole = (await self._encode(PROBE, adds_special=True))[:MAX_PROBE_TOKENS]
         places = [place for place in range(len(whole)) if whole[place : place + len(bare)] == bare]

@@ -186,7 +186,7 @@ class EngineReplica:
         self._heard_s[caller_id] = self._clock()
 
     def end_abandoned(self) -> None:
-        """End the streams of callers without a heartbeat for `SILENT_S`, and forget callers without streams."""
+        """End the streams of callers without a heartbeat for `SILENT_S`, and forget every caller that has no stream."""
         deadline_s = self._clock() - SILENT_S
         for stream in self._streams.values():
             if self._heard_s[stream.caller_id] < deadline_s:

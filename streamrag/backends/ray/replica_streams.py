@@ -103,9 +103,9 @@ class NewestPrompt:
         raise BackendError("the prompts ended without a complete one")
 
     async def after(self, number: int) -> Prompt:
-        """Return the newest prompt, once its number is greater than `number`.
+        """Wait until the number of the newest prompt is greater than `number`, and return this prompt.
 
-        :raises BaseException: as `prompts` did, if no such prompt came before.
+        :raises BaseException: reading `prompts` failed, or ended without a complete prompt, before such a prompt came.
         """
         while self.number <= number:
             if self.pulling.done():
@@ -162,9 +162,10 @@ class ReplicaStreams:
     async def generate(
         self, prompts: AsyncIterator[Prompt], params: SamplingParams
     ) -> AsyncGenerator[BackendEvent, None]:
-        """Yield the events of an answer, as `Backend.generate` does; a query's drafts are made in the query's replica.
+        """Yield the events of an answer, as `Backend.generate` does. A query's drafts are made in that query's replica.
 
-        :raises BackendError: a replica was lost after the first token, or too many were; or as the engine's backend.
+        :raises BackendError: a replica was lost with a draft or after the first token, or too many were lost; or as the
+            engine's backend.
         """
         of_query = _place_of_query.get()
         async with aclosing(NewestPrompt(prompts)) as newest:

@@ -209,7 +209,8 @@ async def _steps_of(
 
 
 async def _beside_s(client: EngineClient, token_ids: list[int]) -> float:
-    """Send one request to the idle engine; return the seconds to its first token, minus the model's seconds."""
+    """Send one request to the idle engine, and return the seconds to its first token, less the seconds of its steps.
+    Raises BackendError if the engine does not report the steps soon."""
     clock, num_before = asyncio.get_running_loop().time, len(client.steps)
     start_s = clock()
     await answer(client, "alone", token_ids, 1)

@@ -125,7 +125,8 @@ def compare(digests: Iterable[Digest]) -> list[LoadComparison]:
 
 
 def _comparison(load: CellSettings, groups: dict[tuple[str, float | None], list[Digest]]) -> LoadComparison:
-    """Return a load's comparison: each group as a pool, variants ordered by arm, rates ascending after None."""
+    """Return a load's comparison: each group's digests as a pool, ordered by seed; the variants, ordered by arm; and
+    the rates, ascending after None."""
     pools = {
         key: Pool(tuple(sorted(digests, key=lambda digest: digest.settings.seed))) for key, digests in groups.items()
     }

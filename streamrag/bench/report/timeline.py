@@ -53,7 +53,8 @@ def make_timeline(result: CellResult) -> dict[str, Any]:
 
 
 def _engine_events(result: CellResult) -> Iterator[TimelineEvent]:
-    """Yield the engine's tracks: a slice for each step, and tracks for copies in each direction that has some."""
+    """Yield the engine's tracks: one with a slice for each step, and, for each direction in which something was copied,
+    one with a slice for each copy."""
     simulated = " (simulated)" if result.settings.clock == "virtual" else ""
     yield _named("process", f"engine{simulated}", ENGINE)
     yield _named("thread", "steps", ENGINE, STEPS)

@@ -87,9 +87,9 @@ class ServerExaminer:
 
     @classmethod
     async def of(cls, backend: OpenAIBackend, num_prompt_tokens: int, clock: Clock) -> "ServerExaminer":
-        """Return an examiner for contexts of `num_prompt_tokens`, or of 4 characters per token without a tokenizer.
+        """Return an examiner for contexts of `num_prompt_tokens`; without a tokenizer, a token counts as 4 characters.
 
-        :raises ConfigurationError: with `ROOM`, contexts exceed the model length.
+        :raises ConfigurationError: a context and `ROOM` more tokens exceed the model's length.
         """
         model = backend.model
         counts_tokens = model.unit == "tokens"

@@ -43,7 +43,8 @@ class SizedSteps(TokenRule):
         return num_tokens
 
     def on_grant(self, candidate: Candidate) -> None:
-        """Shorten the length left, close the step at its end, and count awaited prompts that wait or are ready."""
+        """Subtract a grant from the length left, and close the step when that is used up. Count an awaited prompt as no
+        longer waiting, and as ready if the grant completes it. Do nothing in a step without a limit."""
         if self._limiting_costs is None:
             return
         request, num_present, num_tokens = candidate.request, candidate.num_present, candidate.num_allowed

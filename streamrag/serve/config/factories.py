@@ -116,9 +116,10 @@ def _make_cluster(make_application: Callable[[], Any], replicas: ReplicaSettings
 def name_on_ray(settings: Settings) -> str:
     """Return the prefix of the names of the service's engines and sources on Ray.
 
-    This is `replicas.name`; by default "streamrag", on a cluster with an address followed by host name and port.
-    It must be unique on a cluster, because a service takes over the replicas of its name and ends them with itself. It
-    must be the same after a restart, so that the service takes over the replicas that it has left behind.
+    This is `replicas.name`; by default "streamrag", on a cluster with an address followed by host name and port. The
+    prefix must be unique on a cluster, because a service takes over the replicas of its name and ends them with itself.
+    The prefix must be the same after a restart, so that the service takes over the replicas that it has left behind;
+    port 0 prevents that, because a new random token then replaces the port.
     """
     replicas, port = settings.replicas, settings.server.port
     if replicas.name is not None or replicas.address is None:

@@ -32,12 +32,13 @@ OnFailure: TypeAlias = Callable[[Failure], Sequence[ServerSentEvent]]
 async def respond(
     request: Request, produce: Produce, *, on_failure: OnFailure, send_timeout_s: float, receive: Receive | None = None
 ) -> Response:
-    """Return a response that sends what `produce` writes, once there is a first event.
+    """Start `produce`, wait for its first event, and return a response that sends this event and all later ones.
 
-    An error before the first event, which must come, is raised here; a later one is sent as the events of `on_failure`.
-    `produce` waits while `MAX_UNSENT` events are unsent. It is cancelled if the client leaves, before the first event
-    with ClientDisconnect, or reads nothing for `send_timeout_s`. `receive`, by default the request's own, is an ASGI
-    `receive` that reports that the client has left.
+    An error of `produce` before the first event is raised here, as is RuntimeError if `produce` ends without an event.
+    A later error is sent as the events of `on_failure`. `produce` waits while `MAX_UNSENT` events are unsent, and is
+    cancelled if the client leaves, or reads nothing for `send_timeout_s`. If the client leaves before the first event,
+    ClientDisconnect is raised here. `receive`, by default the request's own, is an ASGI `receive` that reports that the
+    client has left.
     """
     send, events = anyio.create_memory_object_stream[ServerSentEvent](MAX_UNSENT)
     has_begun = False

@@ -168,7 +168,8 @@ class Tracing(Observer):
         traced.span.end(traced.at_ns(now_s))
 
     def _end_attributes(self, progress: QueryProgress, outcome: QueryOutcome, answer: Answer | None) -> dict[str, Any]:
-        """Return the last attributes of a query's span: outcome, counts, times, permitted text; None if unknown."""
+        """Return the last attributes of a query's span: outcome, counts, times, and the answer's text if that is
+        permitted. A value that is unknown is None."""
         record = None if answer is None else answer.record
         return {
             "streamrag.outcome": outcome,

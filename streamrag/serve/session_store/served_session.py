@@ -117,8 +117,8 @@ class ServedSession:
     async def read(self, after: int, caller: Caller) -> AsyncGenerator[SessionEvent, None]:
         """Yield the events after the id `after` as they occur, until the session is closed.
 
-        A "gap" event replaces those that are no longer kept, unless `after` is 0. An `after` that no event has yet
-        belongs to another session; then all kept events are read.
+        If some of these events are no longer kept, a "gap" event replaces them, unless `after` is 0. If `after` is
+        greater than the id of any event, it is from another session, and all kept events are yielded.
 
         :raises RequestError: the caller's key is no longer valid.
         """

@@ -171,7 +171,8 @@ class LogFile:
         self._connection = self._connect()
 
     def _connect(self) -> sqlite3.Connection:
-        """Return a connection, and record the status of the files beside the database."""
+        """Return a connection, and record the status of the files beside the database. Raises as the module's
+        `_connect`, which checks that the database is the log of a session."""
         connection = _connect(self.path)
         beside = (_beside(self.path, suffix) for suffix in SIDECARS)
         self._statuses |= {path: path.lstat() for path in beside if path.exists()}
@@ -181,7 +182,8 @@ class LogFile:
         return self.path in self._statuses and is_same(self._statuses[self.path], self.path)
 
     def _disconnect(self) -> None:
-        """Close the connection, if there is one. Delete our files beside a database that was removed or replaced."""
+        """Close the connection, if there is one. If the database was removed or replaced, first delete the files beside
+        it that `_connect` recorded and that are still the same files, because SQLite would leave them."""
         if self._connection is None:
             return
         if not self._is_ours():  # if the database was removed or replaced, SQLite leaves the files beside it
@@ -207,9 +209,10 @@ def read_header(path: Path) -> SessionHeader:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Return a connection, for any thread, with our settings to the database of a log. Closes it after an error.
+    """Return a connection, for any thread, to the database of a log, with our settings. Closes it after an error.
 
-    :raises OSError, SessionLogError, sqlite3.Error: the file cannot be opened, is not a log, or is of a newer version.
+    :raises SessionLogError: the database is not that of a log, is too large, or is of a newer version.
+    :raises OSError, sqlite3.Error: the file cannot be opened.
     """
     _check_files(path)
     connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)

@@ -108,8 +108,9 @@ class SessionLog:
         return contents
 
     def start(self, system: str, window_tokens: int, slide_share: float, contents: LogContents | None) -> None:
-        """Start the task that writes the log, with the header of `contents`, or with a new one if that is None, but
-        with the given window and share. Raises as `check_system` does. Call `wait_for_attempt` before `next_event`."""
+        """Start the task that writes the log, with the header of `contents`, or a new one if that is None, but with the
+        given window and share. The header reserves numbers of events: await `wait_for_attempt`, the first attempt to
+        write it, before `next_event`. Raises as `check_system` does."""
         self.check_system(system)
         header = SessionHeader(system, window_tokens, slide_share, self._owner) if contents is None else contents.header
         self._header = replace(header, window_tokens=window_tokens, slide_share=slide_share)

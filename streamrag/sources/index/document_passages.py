@@ -257,9 +257,10 @@ def _read_html(body: bytes) -> tuple[str, list[Block]]:
 
 
 def _html_blocks(root: Any) -> Iterator[Block]:
-    """Yield a block for each run of text in the same innermost paragraph-like element; list items begin with "- ".
+    """Yield a block for each run of text in the same innermost element of `PARAGRAPHS`; list items begin with "- ".
 
-    White space is collapsed, except in `pre`. A `dt` is a heading below h6, at its depth of nested `dl`.
+    White space is collapsed, except in `pre`. A row of a table is one block. The `list_depth` of a block is the number
+    of `dl` around its element; a `dt` is a heading, of level 6 plus that number. root: an element of Beautiful Soup.
     """
     from bs4.element import NavigableString, PreformattedString
 

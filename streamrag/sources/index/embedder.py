@@ -78,7 +78,8 @@ def find_model(option: str, name: str) -> ModelPlace:
 
 
 def load_model(option: str, location: str, *, num_threads: int, device: str | None) -> Any:
-    """Load a sentence-transformers model: for the option "reranker" a CrossEncoder, else a SentenceTransformer.
+    """Load a sentence-transformers model: for the option "reranker" a CrossEncoder, else a SentenceTransformer. Unless
+    `location` is a folder, asks the hub first; if the hub does not give the model, loads an earlier download.
 
     :raises LookupError: neither this machine nor the hub has it.
     """

@@ -108,7 +108,8 @@ class PageCleaner:
             return read_sitemap(job, body, self._stem) if job["kind"] == "xml" else self._answer(job, body)
 
     def _answer(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
-        """Return the page's `url`, `title`, `num_passages`, relevant `passages`, ranked `links`, and `is_cut`."""
+        """Read the page (`body`, cache or browser); return its `url` after redirects, `title`, `num_passages` with
+        irrelevant ones, relevant `passages` as [headings, blocks], ranked `links`, and `is_cut`."""
         content = self._load_or_read(job, body)
         passages = split_markdown(content.text[:MAX_CONTENT_CHARS])
         is_cut = content.is_cut or len(content.text) > MAX_CONTENT_CHARS or len(passages) > MAX_PASSAGES

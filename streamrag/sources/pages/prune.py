@@ -106,9 +106,10 @@ def _is_not_content(element: Any) -> bool:
 
 
 def _is_empty(element: Any) -> bool:
-    """Whether an element has no text after its dropped children are removed; if so, move its white space to its tail.
+    """Whether an element has no text, and no children but dropped ones that nothing follows, not even white space.
 
-    crawl4ai does the same, but in quadratic time. White space in `pre` or `code` is text.
+    Its own white space is text only inside an ancestor `pre` or `code`; the white space of an empty element becomes a
+    space before the element's tail. The root is never empty. crawl4ai does the same, but in quadratic time.
     """
     if any(child.tag != DROPPED or child.tail for child in element.iterchildren(etree.Element)):
         return False

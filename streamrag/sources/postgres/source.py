@@ -228,8 +228,9 @@ class PgVectorSource:
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield an `Update` for each stage that changes the best passages; end with a `CutShort` if a stage times out.
 
-        The search by words is left out if the query is embedded before its rows are found. A `Skipped` is yielded for a
-        passage of more than 20,000 characters, which is truncated.
+        The passages of each stage replace those of the stage before. The search by words, which comes first, is left
+        out if it fails or if the query is embedded first. A `Skipped` is yielded for a passage of more than 20,000
+        characters, which is truncated.
 
         :raises ConfigurationError: the source is not started.
         :raises SourceError: the server, the connection or the search failed, no connection was free in time, or a stage

@@ -47,9 +47,9 @@ class BestSentences:
     async def select(self, passages: Sequence[Chunk]) -> tuple[Chunk, ...]:
         """Return the `num_sentences` best sentences of all `passages`, without repetitions within a document.
 
-        Of equal scores, the sentence of the earlier passage comes first. If the best sentence is not in the first
-        passage, the scorer contradicts the ranking, and `passages` are returned whole: see docs/hybrid-search.md. So
-        they are if there is no sentence.
+        Of equal scores, the sentence of the earlier passage comes first. `passages` are returned whole if they have no
+        sentence. They are, too, if the best sentence is not in the first passage, because the scorer then contradicts
+        the ranking: see docs/hybrid-search.md.
         """
         for passage in passages:
             if passage not in self._scored:

@@ -209,10 +209,11 @@ class VllmBackend:
     async def generate(
         self, prompts: AsyncIterator[Prompt], params: SamplingParams
     ) -> AsyncGenerator[BackendEvent, None]:
-        """Prefill each prompt when it arrives, and yield `Prefilled`; then yield the answer to the complete one.
+        """Prefill each prompt when it arrives; yield `Prefilled` if it is computed while the newest, then the answer.
 
-        For several answers, the complete prompt is a request of its own. With `prompt_logprobs`, no partial prompt is
-        prefilled. Parameters are checked before the first prompt is read.
+        For several answers, the complete prompt is a request of its own. With the strategy "warming", each prompt is,
+        except partial ones that add little. With `prompt_logprobs`, no partial prompt is prefilled. Parameters are
+        checked before the first prompt is read.
 
         :raises PromptTooLongError: when a prompt leaves no room for an answer.
         :raises ConfigurationError: when vLLM does not know a parameter, or a streamed prompt cannot have it.

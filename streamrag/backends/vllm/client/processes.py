@@ -206,9 +206,10 @@ class EngineProcesses:
         return f"the engine's process is gone (exit code {codes})" + (f": {reason}" if reason else "")
 
     def _start(self, engine_args: Mapping[str, Any], stat_loggers: list[Callable[..., Any]]) -> Any:
-        """Start the engine in the parent thread, wait, and return it. Raises our error, with a reason from the log.
+        """Configure the engine in this thread, start it in the parent thread, wait until it has started, and return it.
 
-        Until the engine's processes exist, this process's environment is changed, and its children print to the log.
+        Until the engine's processes exist, this process's environment is changed, and its children print to the log. If
+        the start in the parent thread fails, raises our error, with a reason from the log.
         """
         import_vllm()
         remove_left_behind(SCRATCH)

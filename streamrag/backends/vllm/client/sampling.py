@@ -77,7 +77,8 @@ def _dies_of_seeds(config: "VllmConfig") -> bool:
 def for_stream(params: "vllm.SamplingParams", *, has_grammar: bool = False) -> "vllm.SamplingParams":
     """Return a copy for a streamed prompt: cumulative tokens without text or stop texts, which `AnswerText` handles.
 
-    has_grammar: whether to keep `structured_outputs`, whose grammar vLLM compiles for each message that has it.
+    has_grammar: whether to keep `structured_outputs`, whose grammar vLLM compiles for each message that has it;
+        otherwise the copy has none.
 
     :raises ConfigurationError: `params` contain parameters that a streamed prompt cannot have.
     """

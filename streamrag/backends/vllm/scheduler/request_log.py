@@ -57,9 +57,10 @@ class RequestLog:
         self.num_ever_computed = min(self.num_ever_computed, chunk.num_shared)
 
     def on_step(self, start: int, end: int, now_s: float, num_loaded: int = 0) -> None:
-        """Log a step that computes prompt tokens [start, end).
+        """Log a step that computes prompt tokens [start, end), with the times of the first step and the first hit.
 
-        New tokens before `start` were prefix hits, except for `num_loaded` tokens from host memory.
+        Tokens before `start` whose KV was not present at the last event were prefix hits, except for `num_loaded`
+        tokens from host memory. Computed tokens that were also computed at any time before count as recomputed, too.
         """
         if self.scheduled_s is None:
             self.scheduled_s = now_s

@@ -41,7 +41,8 @@ class HostCopier:
         return slot < self.num_slots
 
     def register(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Make the pool and the copies for the KV of each layer, once where layers share one. vLLM calls this once.
+        """Make the pool and the copies for the KV of each layer, once where layers share one, and set `block_bytes`. If
+        host memory is short, lower `num_slots`, even to 0, and log a warning. vLLM calls this method once.
 
         :raises ConfigurationError: the bytes of a block are not contiguous.
         """

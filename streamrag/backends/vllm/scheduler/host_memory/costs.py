@@ -78,9 +78,10 @@ class HostCosts:
             self.price.observe_chunk(num_computed, num_valid)
 
     def on_resume(self, request: StreamRequest, match: Match, now_s: float) -> None:
-        """Log the restore of an evicted request that runs again, by loading or recomputing, with its expected cost.
+        """Log a restore, with its expected cost, at each start of a request that was ever evicted.
 
-        Its duration is logged when it ends. Ignores requests that were never evicted or have no full block to restore.
+        A restore loads or recomputes; its duration is logged at its end. Ignores a request without a full block to
+        restore behind its prefix hit.
         """
         if not request.was_evicted:
             return

@@ -153,7 +153,8 @@ class KvMemory:
     def num_blocks_needed(self, request: RequestView, num_tokens: int) -> int:
         """Return how many blocks must be free for a request to compute `num_tokens` more.
 
-        If the request must be admitted, they include vLLM's watermark, and the whole prompt if vLLM reserves for that.
+        If the request must be admitted, as a running one that takes later hits must again, the number includes vLLM's
+        watermark, and is enough for the whole prompt if vLLM reserves for that.
         """
         vllm_request = self._requests[request.request_id]
         if found := self._found.get(request.request_id):
