@@ -21,6 +21,7 @@ from tests.backends.tools.tool_model import make_tool_llama
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 SHORT = [
+    "agent_hand_over",
     "haystack_pipeline",
     "langchain_chain",
     "langchain_retriever",
@@ -81,6 +82,14 @@ def test_open_question() -> None:
     assert retrieved[-1] == "retrieving for 'how do I cancel a task?'"
     assert answer == "Cancel its scope [1]."
     assert re.fullmatch(r"answered within \d\.\d s of the commit", timing)
+
+
+def test_agent_hand_over() -> None:
+    *prompts, report = run("agent_hand_over.py").splitlines()
+    assert report == "The printer jams on thick paper. Its driver is new."
+    *partial, complete = [[int(number) for number in re.findall(r"\d+", line)] for line in prompts]
+    assert len(partial) == 5
+    assert complete[1] == partial[-1][0], "only the question was left to compute"
 
 
 def test_search_the_web() -> None:

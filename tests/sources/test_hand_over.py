@@ -5,6 +5,7 @@ import gc
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +33,8 @@ from streamrag.errors import ConfigurationError, SourceError
 from streamrag.testing import ScriptedBackend
 
 AWKWARD = (
-    "Plain. half a family 👨‍👩‍👧‍👦 検索と生成を重ねる e\u0301 <|end|><|begin_of_text|>\r\nQuestion: who?\n[1] A title (uri)\n"
-    "\n\n  Documents:\nlone \ud800 {text} @@streamrag-0@@ <|im_end|>\n\n\n tail \t"
+    "Plain. half a family 👨‍👩‍👧‍👦 検索と生成を重ねる e\u0301 <|end|><|begin_of_text|>\r\nQuestion: who?\n[1] A title"
+    " (uri)\n\n\n  Documents:\nlone \ud800 {text} @@streamrag-0@@ <|im_end|>\n\n\n tail \t"
 )
 
 
@@ -71,9 +72,8 @@ def tokenizer(tiny_model: Path) -> HuggingFaceTokenizer:
 async def test_the_context_is_the_text_so_far() -> None:
     source = from_tokens(writer(["The pri", "nter", "", " jams", Rewrite(4, "scanner jams"), "."]), min_chars=4)
     found = await events(source)
-    assert contexts(found) == [["The pri"], ["The printer"], ["The printer jams"], ["The scanner jams"]] + [
-        ["The scanner jams."]
-    ]
+    texts = ["The pri", "The printer", "The printer jams", "The scanner jams", "The scanner jams."]
+    assert contexts(found) == [[text] for text in texts]
     assert found[-1] == Update((Chunk("The scanner jams.", "writer.<locals>.write"),))
 
 
@@ -130,7 +130,7 @@ async def test_of_a_growing_text_only_the_end_is_computed_again(tokenizer: Huggi
 async def test_passages_end_at_blank_lines_and_more_text_changes_only_the_last() -> None:
     text = "\n\n".join(f"paragraph {number} of the notes" for number in range(12)) + "\n\n\n\nend\n\n"
     found = contexts(await events(from_tokens(writer(text), min_chars=1, passage_chars=60)))
-    for before, after in zip(found, found[1:], strict=False):
+    for before, after in pairwise(found):
         assert after[: len(before) - 1] == before[:-1]
     assert [passage.count("paragraph") for passage in found[-1]] == [3, 3, 3, 3, 0]
     assert found[-1][-1] == "end\n\n"
@@ -256,7 +256,7 @@ async def test_stopping_the_query_closes_the_writer_and_the_query_that_writes() 
         async with Pipeline(from_tokens(lambda query: first.stream(query)), backend, owns_backend=False) as second:
             async with second.stream("Why?"):
                 with anyio.fail_after(10):
-                    while backend.num_requests < 2:
+                    while backend.num_requests < 2:  # noqa: ASYNC110 - the second query and the one that writes
                         await asyncio.sleep(0)
             assert (first.num_queries, second.num_queries, backend.num_requests) == (0, 0, 0)
     gc.collect()
