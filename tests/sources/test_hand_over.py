@@ -196,8 +196,8 @@ async def test_what_was_written_before_an_error_counts() -> None:
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
-        (b"bytes", "w wrote bytes b'bytes', and not a str"),
-        (None, "w wrote None, and not"),
+        (b"bytes", "w wrote bytes b'bytes', not a str"),
+        (None, "w wrote None, not a str"),
         (SimpleNamespace(text=5), "w wrote SimpleNamespace"),
         (Rewrite(6, "x"), "w rewrites from character 6 on, and wrote 5"),
     ],

@@ -7,7 +7,7 @@ The context is the text so far, in passages. Each `Update` replaces it, and the 
 token that changed. So the complete prompt is that of the whole text, whatever the pieces were.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -116,28 +116,20 @@ class TextSource:
             return piece
         text = piece if isinstance(piece, str) else getattr(piece, "text", None)
         if not isinstance(text, str):
-            raise SourceError(
-                f"{self.name} wrote {describe_result(piece)}, and not a str, a Rewrite, or a text's object"
-            )
+            raise SourceError(f"{self.name} wrote {describe_result(piece)}, not a str, Rewrite or object with a text")
         return Rewrite(num_chars, plain_text(text))
 
     def _update(self, text: str) -> Update:
-        """Return the update that makes the passages of this text the context."""
-        passages = enumerate(_passages(text, self.passage_chars))
-        return Update(tuple(Chunk(passage, self.name, self.title, number) for number, passage in passages))
-
-
-def _passages(text: str, min_chars: int) -> Iterator[str]:
-    """Yield the text's passages, which end at the first blank line behind `min_chars`. More text changes only the last.
-
-    A break of two or more newlines belongs to no passage.
-    """
-    begin = 0
-    while (end := text.find("\n\n", begin + min_chars)) >= 0:
-        yield text[begin:end]
-        begin = len(text) - len(text[end:].lstrip("\n"))
-    if begin < len(text):
-        yield text[begin:]
+        """Return the update to the text's passages, without the newlines that end them. More text changes the last."""
+        chunks, begin = list[Chunk](), 0
+        while begin < len(text):
+            end = text.find("\n\n", begin + self.passage_chars)
+            end = len(text) if end < 0 else end
+            chunks.append(Chunk(text[begin:end], self.name, self.title, len(chunks)))
+            begin = end
+            while text.startswith("\n", begin):
+                begin += 1
+        return Update(tuple(chunks))
 
 
 def _read_once(pieces: AsyncIterable[Any]) -> Callable[[str], AsyncIterator[Any]]:
