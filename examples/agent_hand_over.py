@@ -5,35 +5,35 @@ python examples/agent_hand_over.py
 """
 
 import asyncio
-from typing import Any
+from typing import TypedDict
 
 from langgraph.graph import START, StateGraph
 
-from streamrag import Pipeline, RetrieverSource, from_tokens
-from streamrag.telemetry import ContextChanged
+from streamrag import AnswerStream, Pipeline, RetrieverSource, from_tokens
 from streamrag.testing import ScriptedBackend
 
 BACKEND = ScriptedBackend("The printer jams on thick paper. Its driver is new.")  # or one VllmBackend for both
 RESEARCHER = Pipeline(RetrieverSource(lambda query: ["T-101: it jams.", "T-103: a new driver."]), BACKEND)
 
 
-def research(state: dict[str, Any]) -> dict[str, Any]:
-    return state | {"notes": RESEARCHER.stream(f"What is known? {state['question']}")}  # an iterator: nobody waits
+class State(TypedDict, total=False):
+    question: str
+    notes: AnswerStream  # still being written
+    report: str
 
 
-async def write(state: dict[str, Any]) -> dict[str, Any]:
+async def write(state: State) -> State:
     source = from_tokens(state["notes"], name="notes", min_chars=16)
-    async with Pipeline(source, BACKEND, owns_backend=False) as writer, writer.events(state["question"]) as events:
-        async for event in events:
-            if isinstance(event, ContextChanged):
-                print(f"{event.num_tokens} tokens of prompt, {event.num_shared} of them known already")
-    return state | {"report": events.result.text}
+    async with Pipeline(source, BACKEND, owns_backend=False) as writer:
+        return {"report": "".join([chunk.text async for chunk in writer.stream(state["question"])])}
 
 
 async def main() -> None:
-    graph: Any = StateGraph(dict).add_sequence([research, write]).add_edge(START, "research").compile()
+    graph = StateGraph(State).add_node("write", write).add_edge("research", "write").add_edge(START, "research")
+    graph.add_node("research", lambda state: {"notes": RESEARCHER.stream(f"What is known? {state['question']}")})
     async with RESEARCHER:
-        print((await graph.ainvoke({"question": "Why does it jam?"}))["report"])
+        print((await graph.compile().ainvoke({"question": "Why does it jam?"}))["report"])
+    print("its prompts:", *(f"{p.num_shared} of {len(p.token_ids)} tokens known" for p in BACKEND.prompts[0]), sep="\n")
 
 
 asyncio.run(main())

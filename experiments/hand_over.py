@@ -2,7 +2,7 @@
 
     python experiments/hand_over.py [--model FOLDER] [--questions N] [--json FILE]
 
-The model of `make demo`, in float32 on the real engine, is used twice: it writes 150 or 600 tokens about two passages
+The model of `make demo`, in float32 on the real engine, is used twice: it writes 150 or 400 tokens about two passages
 of this documentation, and is then asked a question about what it wrote. One does not wait for the other with
 `from_tokens`, which sends an update of the second prompt whenever there are `min_chars` new characters; "wait" gives it
 the whole text when its last token is there. Each begins with an empty prefix cache, in random order.
@@ -37,8 +37,8 @@ from streamrag.bench.provenance import versions
 from streamrag.support.files import write_atomic
 from streamrag.testing import ScriptedSource, make_demo_model
 
-LENGTHS = (40, 80)
-WAYS: tuple[int | None, ...] = (None, 4, 16, 64, 256)
+LENGTHS = (150, 400)
+WAYS: tuple[int | None, ...] = (None, 16, 64, 256)
 """Values of `min_chars`; None waits for the whole text."""
 SECONDS = ("first_s", "gap_s", "total_s")
 NUM_PASSAGES = 2

@@ -85,11 +85,11 @@ def test_open_question() -> None:
 
 
 def test_agent_hand_over() -> None:
-    *prompts, report = run("agent_hand_over.py").splitlines()
+    report, _, *prompts = run("agent_hand_over.py").splitlines()
     assert report == "The printer jams on thick paper. Its driver is new."
     *partial, complete = [[int(number) for number in re.findall(r"\d+", line)] for line in prompts]
     assert len(partial) == 5
-    assert complete[1] == partial[-1][0], "only the question was left to compute"
+    assert complete[0] == partial[-1][1], "only the question was left to compute"
 
 
 def test_search_the_web() -> None:
