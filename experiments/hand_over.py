@@ -1,6 +1,6 @@
 """How much sooner does a second model begin to answer if the first one's text streams into its prompt?
 
-    python experiments/hand_over.py [--model FOLDER] [--questions N] [--json FILE]
+    python experiments/hand_over.py [--model FOLDER] [--questions N] [--minutes M] [--json FILE]
 
 The model of `make demo`, in float32 on the real engine, is used twice: it writes 150 or 400 tokens about two passages
 of this documentation, and is then asked a question about what it wrote. One does not wait for the other with
@@ -92,21 +92,20 @@ async def hand_over(
     return Row(num_written, way, question, *seconds, *counts, notes.result.token_ids, answer.token_ids)
 
 
-async def measure(model: Path, num_questions: int) -> list[Row]:
-    """Hand over the text about `num_questions` pairs of passages, in all lengths and ways."""
+async def measure(model: Path, num_questions: int, max_s: float) -> list[Row]:
+    """Hand over the text about `num_questions` pairs of passages, in all lengths and ways, none after `max_s`."""
     rng, chunks, rows = random.Random(0), passages(), list[Row]()
     found = [list(map(Append, rng.sample(chunks, NUM_PASSAGES))) for _ in range(num_questions)]
     backend = VllmBackend(model, max_model_len=2048, dtype="float32")
     await backend.start(lambda line: None)
     try:
         await hand_over(backend, found[0], 0, min(LENGTHS), WAYS[-1])  # is not counted
-        asked = [
-            (question, num_written, way)
-            for num_written, question in product(LENGTHS, range(num_questions))
-            for way in rng.sample(WAYS, len(WAYS))
-        ]
-        for question, num_written, way in track(asked, "handing over", console=console, transient=True):
-            rows.append(await hand_over(backend, found[question], question, num_written, way))
+        begun_s = time.monotonic()
+        asked = list(product(LENGTHS, range(num_questions)))
+        for num_written, question in track(asked, "handing over", console=console, transient=True):
+            if time.monotonic() - begun_s < max_s:
+                for way in rng.sample(WAYS, len(WAYS)):
+                    rows.append(await hand_over(backend, found[question], question, num_written, way))
     finally:
         await backend.aclose()
     return rows
@@ -115,7 +114,7 @@ async def measure(model: Path, num_questions: int) -> list[Row]:
 def summarize(rows: Sequence[Row]) -> list[dict[str, float | None]]:
     """Return the medians of each length and way, what each saved in its pairs, and how many tokens were the same."""
     summary = []
-    for num_written, way in product(LENGTHS, WAYS):
+    for num_written, way in product(sorted({row.num_written for row in rows}), WAYS):
         waits = {row.question: row for row in rows if (row.num_written, row.min_chars) == (num_written, None)}
         of_way = [row for row in rows if (row.num_written, row.min_chars) == (num_written, way)]
         pairs = [(waits[row.question], row) for row in of_way]
@@ -145,11 +144,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="that of `make demo`; made anew by default")
     parser.add_argument("--questions", type=int, default=6, metavar="N", help="(%(default)s)")
+    parser.add_argument("--minutes", type=float, default=math.inf, metavar="M", help="after which nothing new begins")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or make_demo_model(Path(folder, "model"))
-        rows = asyncio.run(measure(model, arguments.questions))
+        rows = asyncio.run(measure(model, arguments.questions, 60 * arguments.minutes))
     summary = summarize(rows)
     console.print(table_of(summary))
     if arguments.json:
