@@ -42,7 +42,7 @@ def from_tokens(
     *,
     name: Text = "",
     title: Text = "",
-    min_chars: Count = 64,
+    min_chars: Count = 256,
     passage_chars: Count = 2_000,
     max_chars: Count = 400_000,
 ) -> "TextSource":
