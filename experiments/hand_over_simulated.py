@@ -97,9 +97,9 @@ async def hand_over(device: str, num_written: int, min_chars: int | None) -> Row
             async for _ in events:
                 first_s = now() if math.isnan(first_s) else first_s
         answer = events.result
-    seconds = (written_s - begun_s, first_s - written_s, first_s - begun_s)
+    first_ms, gap_ms, total_ms = 1e3 * (written_s - begun_s), 1e3 * (first_s - written_s), 1e3 * (first_s - begun_s)
     num_prompts = len(answer.record.chunks) if answer.record else 0
-    return Row(device, num_written, min_chars, *(1e3 * each for each in seconds), num_prompts, answer.num_prompt_tokens)
+    return Row(device, num_written, min_chars, first_ms, gap_ms, total_ms, num_prompts, answer.num_prompt_tokens)
 
 
 def table_of(rows: Sequence[Row]) -> Table:
