@@ -154,6 +154,10 @@ bench-listen: .venv/installed ## questions that are typed or spoken: seconds fro
 bench-refresh: .venv/installed ## questions that need two documents: right answers with one retrieval and with retrieval in mid-answer, seconds, tokens; real engine, three minutes
 	$(RUN) experiments/refresh.py --json experiments/results/refresh.json
 
+bench-hand-over: .venv/installed ## one model's text streams into the next prompt: seconds between them, by how often it is sent; real engine, then GPUs simulated; ten minutes
+	$(RUN) experiments/hand_over.py --json experiments/results/hand_over.json
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/hand_over_simulated.py --json experiments/results/hand_over_simulated.json
+
 bench-routes: .venv/installed ## two ways to verify a draft, as speculative tokens and as a prompt: seconds to the whole answer; real engine, three minutes
 	$(RUN) experiments/verification_routes.py --json experiments/results/verification_routes.json
 

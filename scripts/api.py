@@ -43,7 +43,8 @@ PAGES = {
     "sources": (
         "Sources",
         "Retrieve from the web or from your own function, combine sources, and send updates late.",
-        "WebSource RetrieverSource from_passages from_rankings search_engine MergedSource ReplaySource DelayedUpdates",
+        "WebSource RetrieverSource from_passages from_rankings from_tokens Rewrite search_engine MergedSource "
+        "ReplaySource DelayedUpdates",
     ),
     "search": (
         "Searching your documents",

@@ -78,6 +78,8 @@ if TYPE_CHECKING:
     from streamrag.sources.crawl.web import WebSource as WebSource
     from streamrag.sources.generators import from_passages as from_passages
     from streamrag.sources.generators import from_rankings as from_rankings
+    from streamrag.sources.hand_over.text_source import Rewrite as Rewrite
+    from streamrag.sources.hand_over.text_source import from_tokens as from_tokens
     from streamrag.sources.index.build import build_index as build_index
     from streamrag.sources.index.changes import add_documents as add_documents
     from streamrag.sources.index.changes import remove_documents as remove_documents
@@ -120,6 +122,7 @@ _NAMES = {
     "streamrag.sources.crawl.web": "WebSource",
     "streamrag.sources.timing.delayed_updates": "DelayedUpdates",
     "streamrag.sources.generators": "from_passages from_rankings",
+    "streamrag.sources.hand_over.text_source": "Rewrite from_tokens",
     "streamrag.sources.index.build": "build_index",
     "streamrag.sources.index.changes": "add_documents remove_documents",
     "streamrag.sources.index.generation": "IndexSummary",

@@ -21,6 +21,7 @@ from tests.backends.tools.tool_model import make_tool_llama
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 SHORT = [
+    "agent_hand_over",
     "haystack_pipeline",
     "langchain_chain",
     "langchain_retriever",
@@ -97,6 +98,14 @@ def test_refresh_an_answer() -> None:
     first, found, last = run("refresh_an_answer.py").splitlines()
     assert re.fullmatch(r"new, for 'Tessa Quill.*': Tessa Quill was born in Dunmere\.", found)
     assert first + last == "Tessa Quill designed it [1], and she was born in Dunmere [2]."
+
+
+def test_agent_hand_over() -> None:
+    report, _, *prompts = run("agent_hand_over.py").splitlines()
+    assert report == "The printer jams on thick paper. Its driver is new."
+    *partial, complete = [[int(number) for number in re.findall(r"\d+", line)] for line in prompts]
+    assert len(partial) == 5
+    assert complete[0] == partial[-1][1], "only the question was left to compute"
 
 
 def test_search_the_web() -> None:

@@ -23,7 +23,7 @@ RING = [
     {"adapters", "bench", "demo", "testing"},
     {"backends/ray"},
     {"backends/measured", "backends/simulated", "backends/tools", "routing"},
-    {"sources/crawl", "sources/postgres", "sources/search", "sources/timing"},
+    {"sources/crawl", "sources/hand_over", "sources/postgres", "sources/search", "sources/timing"},
     {"sources/index", "sources/pages"},
     {"sources/http", "sources/workers"},
     {"open_questions", "refresh", "sessions", "trace"},
@@ -63,6 +63,7 @@ SHARED_BY_PROCESS: dict[str, set[str]] = {
 # In `sources`, what the modules of each folder may import beside modules that stand in no folder.
 BENEATH_FOLDER: dict[str, set[str]] = {
     "crawl": {"pages", "http", "workers"},
+    "hand_over": set(),
     "http": set(),
     "index": {"workers"},
     "pages": {"http", "workers"},

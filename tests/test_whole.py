@@ -12,7 +12,18 @@ import pytest_asyncio
 sys.path.insert(0, str(Path(__file__).parent / "sources"))
 from website import Website
 
-from streamrag import Append, Chunk, Pipeline, SamplingParams, Turn, VectorSource, VllmBackend, WebSource
+from streamrag import (
+    AnswerStream,
+    Append,
+    Chunk,
+    Pipeline,
+    SamplingParams,
+    Turn,
+    VectorSource,
+    VllmBackend,
+    WebSource,
+    from_tokens,
+)
 from streamrag.cli.conversation import ChatHistory
 from streamrag.query.answer_stream import EventStream
 from streamrag.sources.index.build import build_index
@@ -134,6 +145,35 @@ async def test_streaming_and_waiting_give_the_same_answer_with_its_sources(
         assert len(streaming.token_ids) == 16
         assert streaming.is_exact
         await nothing_is_left(pipeline, backend, site, before)
+
+
+@pytest.mark.parametrize("min_chars", [1, 32])
+async def test_the_text_that_one_model_writes_gives_the_answer_of_the_whole_text(
+    min_chars: int, backend: VllmBackend, site: Website
+) -> None:
+    async def whole(stream: AnswerStream) -> AsyncIterator[str]:
+        yield "".join([chunk.text async for chunk in stream])
+
+    before = tasks()
+    notes = ScriptedSource([Append(Chunk(page(1), "printer"))])
+    async with Pipeline(notes, backend, owns_backend=False) as writer:
+        answers, texts = [], []
+        for is_streaming in (True, False):
+            assert await backend.reset_prefix_cache()
+            written = writer.stream(QUERY, params=SamplingParams(max_tokens=100, ignore_eos=True))
+            source = from_tokens(written if is_streaming else whole(written), name="notes", min_chars=min_chars)
+            async with Pipeline(source, backend, owns_backend=False, overlap=True) as reader:
+                stream = reader.stream(QUERY, params=PARAMS)
+                _ = [chunk async for chunk in stream]
+            answers.append(stream.result)
+            texts.append(written.result.text)
+        streaming, waiting = answers
+        assert texts[0] == texts[1] == streaming.citations[0].text
+        assert streaming.citations == waiting.citations
+        assert streaming.token_ids == waiting.token_ids
+        assert streaming.record is not None
+        assert len(streaming.record.chunks) > 5
+        await nothing_is_left(writer, backend, site, before)
 
 
 PHASES = {
