@@ -47,7 +47,7 @@ from rich.table import Table
 from streamrag import Pipeline, SamplingParams, VllmBackend, WebSource
 from streamrag.bench.provenance import versions
 from streamrag.core import Source, SourceEvent
-from streamrag.demo.demo_folder import MAX_MODEL_LEN, TEMPLATE, prepare_demo
+from streamrag.demo.demo_folder import MAX_CONTEXT_TOKENS, MAX_MODEL_LEN, TEMPLATE, prepare_demo
 from streamrag.query.answer_stream import AnswerStream
 from streamrag.support.files import write_atomic
 
@@ -153,8 +153,10 @@ async def ask(
     """
     params = SamplingParams(max_tokens=MAX_TOKENS)
     if way == WAYS[0]:
-        return (*await read(answer := pipeline.stream(question, params=params)), 0, answer.result.token_ids)
-    async with pipeline.listen(params=params, answer_ahead=way == WAYS[2]) as asked:
+        answer = pipeline.stream(question, params=params, max_context_tokens=MAX_CONTEXT_TOKENS)
+        return (*await read(answer), 0, answer.result.token_ids)
+    is_ahead = way == WAYS[2]
+    async with pipeline.listen(params=params, max_context_tokens=MAX_CONTEXT_TOKENS, answer_ahead=is_ahead) as asked:
         for text, pause_s, is_final in partials:
             await asked.partial(text, is_final=is_final)
             await asyncio.sleep(pause_s)
