@@ -133,7 +133,8 @@ class ScriptedBackend:
         self.is_started = False
 
     async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
-        """Record each prompt and yield Prefilled, after `hold` if set; then yield n answers in turn, by characters."""
+        """Record each prompt, wait for the event `hold` if there is one, and yield Prefilled; after the last prompt,
+        yield `n` answers one after the other, in chunks of one character."""
         received: list[Prompt] = []
         self.prompts.append(received)
         self.num_requests += 1

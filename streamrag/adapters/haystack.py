@@ -158,7 +158,8 @@ class StreamragGenerator:
         yield self._outputs(events.result, documents)
 
     def _streamed(self, event: TokensGenerated, number: int) -> StreamingChunk:
-        """Return a piece of the answer for callbacks, with the model's name; number 0 is marked as the start."""
+        """Return a piece of the answer for callbacks, with the model's name and, for the last piece, the finish reason.
+        Piece `number` 0 is marked as the start."""
         return StreamingChunk(
             event.text,
             meta={"model": self._pipeline.backend.model.name},
@@ -357,7 +358,8 @@ def _chunks(found: Sequence[Document] | tuple[Chunk, ...], reader: PassageReader
 
 
 def _chunk(document: Document, reader: PassageReader) -> Chunk:
-    """Return a chunk with the document as its `origin`. Its uri is the first of `URIS` in the meta, else the id."""
+    """Return a chunk with the document as its `origin`. The chunk's uri is the value of the first key in `URIS`
+    for which the document's meta has a value, else the document's id."""
     meta = document.meta
     uri = next((meta[key] for key in URIS if meta.get(key)), document.id)
     chunk = reader.chunk(

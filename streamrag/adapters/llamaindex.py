@@ -118,7 +118,8 @@ class StreamragQueryEngine(PortalOwner, BaseQueryEngine):
         return {}
 
     def _query(self, query_bundle: QueryBundle) -> Response | StreamingResponse:
-        """Return a response, with `streaming` when retrieval is complete, else with all text; report a query event."""
+        """Return a response: with `streaming`, as soon as retrieval is complete; else with the whole text. Report a
+        query event, which ends when the response is returned."""
         with self._event(query_bundle) as event:
             nodes: list[NodeWithScore] = []
             metadata: dict[str, Any] = {}

@@ -161,8 +161,9 @@ class _Simulation:
     def _scheduler_options(self) -> dict[str, Any]:
         """Return our scheduler's options: policy, eviction and, if KV is copied, host blocks and profile.
 
-        For arms other than streaming, return {}. The settings' own options take precedence. Only the default of
-        host memory is limited to a multiple of the KV cache.
+        For arms other than streaming, return {}. The `scheduler_options` of the settings take precedence. The host
+        blocks are those that fit `host_kv_bytes` or, by default, `HOST_KV_BYTES`; only by default they are at most
+        `MOST_TIMES_DEVICE` times the blocks of the KV cache.
         """
         settings = self._settings
         if settings.arm != "streaming":

@@ -48,8 +48,9 @@ def run_cell(
 ) -> CellResult:
     """Run one cell on a real engine, and return its result. The run takes as long as the load.
 
-    :raises ConfigurationError: the settings are for virtual time, or vLLM rejects them.
-    :raises BackendError: the engine is deadlocked, but not by vLLM's own sessions, which leave queries unfinished.
+    :raises ConfigurationError: the settings are not for a real engine, or they or the trace are unusable.
+    :raises BackendError: the engine is deadlocked. If vLLM's own sessions are deadlocked, the result counts the
+        unfinished queries instead.
     """
     model = _checked_model(settings)
     queries = make_load(settings, trace or load_trace(settings))
@@ -124,7 +125,7 @@ async def play_cell(
     progress: CellProgress = _ignore_progress,
 ) -> CellResult:
     """Clear the engine's records, but no cache, replay the load, and return the result with floors by `profile`. Raises
-    BackendError if the engine is deadlocked, but not by vLLM's own sessions, which leave queries unfinished."""
+    BackendError if the engine is deadlocked; if vLLM's own sessions are, the result counts unfinished queries."""
     num_steps_before = len(client.steps)
     client.records.clear()
     start_s = asyncio.get_running_loop().time()

@@ -39,7 +39,7 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_search_arguments(search: "argparse._ArgumentGroup") -> None:
-    """Add the options of a search in an index."""
+    """Add the options of how to search: embedder, hybrid, rerank, sentences and k, but not the index to search."""
     add = search.add_argument
     about = "the index's embedding model, if not the default; its code is loaded, so name only models you trust"
     add("--embedder", metavar="NAME", help=about)

@@ -103,9 +103,10 @@ class _Text:
         return is_next
 
     def find(self, anchor: Sequence[int]) -> bool:
-        """Move behind the next run of the tokens `anchor`, or else behind the first. Return False if there is none.
+        """Move behind the next run of the `NUM_ANCHOR` tokens `anchor`, or else behind the first run.
 
-        A search takes microseconds in a text of any length; the first one sorts its runs of tokens.
+        Return False, and stay, if there is none, or if `anchor` is shorter, as at the beginning of an answer. A search
+        takes microseconds in a text of any length; the first one sorts the text's runs of tokens.
         """
         if len(anchor) < NUM_ANCHOR or len(self._tokens) < NUM_ANCHOR:
             return False

@@ -183,7 +183,8 @@ class LongestPrefixPolicy(Policy):
         return first + (by_prefix if math.isinf(self.k) else self._rounds(by_age, by_prefix))
 
     def _rounds(self, by_age: list[RequestView], by_prefix: list[RequestView]) -> list[RequestView]:
-        """Merge two orders of the same requests: the first of each round from `by_age`, the others from `by_prefix`."""
+        """Merge two orders of the same requests in rounds of `k`, of which earlier admissions may have begun the first.
+        The first request of each round comes from `by_age`, the others from `by_prefix`."""
         oldest, longest = iter(by_age), iter(by_prefix)
         order: dict[str, RequestView] = {}
         while len(order) < len(by_age):

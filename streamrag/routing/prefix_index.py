@@ -62,8 +62,9 @@ class PrefixIndex:
         self._most_blocks_of[replica_id] = (num_kv_tokens or UNKNOWN_KV_TOKENS) // self.block_size
 
     def hold(self, keys: Sequence[int], replica_id: str) -> None:
-        """Record that the replica holds the first of these `keys`, as many as it may; evict its least recently used
-        others beyond that, and those of the replicas with most blocks beyond the total limit."""
+        """Record that the replica holds the first of these `keys`, up to its capacity and its share of `max_blocks`;
+        evict its least recently used keys beyond that. Then, while all together hold more than `max_blocks`, evict the
+        least recently used key of the replica that holds most."""
         blocks = self._blocks_of.setdefault(replica_id, OrderedDict())
         most = self._most_blocks_of.get(replica_id, UNKNOWN_KV_TOKENS // self.block_size)
         most = min(most, self._max_blocks // len(self._blocks_of))

@@ -195,9 +195,10 @@ class Admission:
             raise NotAdmittedError(message, "tokens", self._wait_s(math.ceil(share * len(self._places))))
 
     def _queued_before(self, client: str, is_ahead: bool) -> int:
-        """Count queued tokens, capping each other client at an even share so that none can starve the rest.
+        """Count all clients' queued tokens, but of each other client at most an even share of `max_queued_tokens`.
 
-        For a query that is computed ahead, count only this client's other queries that are computed ahead.
+        This cap keeps a client from starving the others. For a query that is computed ahead, count only this client's
+        other queries that are computed ahead.
         """
         queued = Counter({client: 0})
         for place in self._places:

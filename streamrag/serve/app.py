@@ -85,7 +85,7 @@ def _status_routes(service: Service) -> list[BaseRoute]:
 
 
 async def _respond_to_error(request: Request, error: Exception) -> Response:
-    """Return the error in OpenAI's form; log it if it is internal, or a 502 that the log of queries does not have."""
+    """Return the error in OpenAI's form. Log an internal error, and a 502 unless the log of queries has logged it."""
     failure = failure_of(error)
     is_logged = hasattr(error, QUERY_OF_ERROR)  # by the log of queries
     if failure.outcome == "internal_error" or (failure.status == 502 and not is_logged):

@@ -198,7 +198,8 @@ class SessionData:
             yield version
 
     async def drops(self) -> AsyncGenerator[DataDropped, None]:
-        """Yield events for data that are dropped from now on; at the end of ingestion, raise as `check_open` does."""
+        """Yield one event for all data dropped within a short time, from now on. Raise as `check_open` does: at once if
+        the session is not open, else after the last event, when ingestion has ended."""
         self.check_open()
         async with aclosing(self._drops.read()) as drops:
             async for dropped in drops:

@@ -75,7 +75,7 @@ class SessionPrompts:
         return replace(chunk, **self._hidden)
 
     def pieces(self, numbered: Sequence[Numbered]) -> list[WindowChunk]:
-        """Return each chunk's number, and the tokens of its passage in the prompt."""
+        """Encode each chunk as its passage in the prompt, and return the number of each with its tokens, in order."""
         return [
             WindowChunk(each.number, tuple(self._assembler.encode_passage(each.number, each.chunk)))
             for each in numbered

@@ -67,7 +67,8 @@ async def read_in_thread(iterable: Iterable[Any], threads: Threads) -> list[Any]
 
 
 def read_all(iterable: Iterable[Any], is_stopped: threading.Event) -> list[Any]:
-    """Return the items, or those read until `is_stopped` is set; SourceError for more than `MAX_LAZY` lazy ones."""
+    """Return all items. Of an iterable without a length, return only those read until `is_stopped` is set, and raise
+    SourceError if there are more than `MAX_LAZY`."""
     if not is_lazy(iterable):
         return list(iterable)
     items: list[Any] = []

@@ -77,9 +77,10 @@ class StagedSource:
             )
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield an update after each stage in order, or a `Skipped` if it failed.
+        """Yield an update after each stage in order, or a `Skipped` if the stage failed.
 
-        Stages start together, but one that takes documents starts after those before it, with their last documents.
+        Stages that take only the query start together. A stage that takes documents starts when all stages before it
+        have ended, with the list of the last that returned one.
 
         :raises SourceError: all stages failed.
         """

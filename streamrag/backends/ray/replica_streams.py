@@ -146,8 +146,8 @@ class ReplicaStreams:
         self._max_replays = max_replays
 
     async def touch(self) -> None:
-        """Send a heartbeat to the replicas in use, and wait at most `TOUCH_S` for each. Ignores errors: the reader of a
-        stream notices a lost replica."""
+        """Send a heartbeat to all replicas in use at the same time, and wait at most `TOUCH_S` in all. Ignore errors:
+        the reader of a stream notices a lost replica."""
         calls = [  # each with a timeout, so that one that hangs does not delay the next round
             asyncio.wait_for(self.replicas.touch(each, self.caller_id), TOUCH_S) for each in self.chooser.in_use()
         ]

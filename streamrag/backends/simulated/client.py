@@ -154,9 +154,10 @@ class SimulatedClient:
     async def session(
         self, query_id: str, chunks: AsyncIterator[tuple[Sequence[int], int]]
     ) -> AsyncGenerator[tuple[int, ...], None]:
-        """Push each chunk into one of vLLM's own sessions, and yield all answers' tokens. Closing aborts the request.
+        """Push all chunks into one of vLLM's own sessions, which answers each, and yield the new tokens of each output.
 
-        `chunks` are pairs of tokens and the number of answer tokens, at least 1. An error of the iterator is raised.
+        `chunks` are pairs of tokens and the number of answer tokens, at least 1. An error of `chunks` is raised.
+        Closing the generator aborts the request.
         """
         with self._opened(query_id) as (request_id, outputs):
             num_unanswered, is_all_sent = 0, False

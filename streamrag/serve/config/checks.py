@@ -157,7 +157,8 @@ def _model(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
 
 
 def _engines(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield the problems of replicas (no Ray, no embedded vLLM, a shared log, bad options) and an unwritable log."""
+    """Yield the problems of the log (unwritable), of replicas of engines or sources (no Ray), and of replicas of
+    engines (a model on a server, a shared log file, a bad router, bad options)."""
     log_path, replicas = settings.engine.log_path, settings.replicas
     if log_path is not None and not os.access(log_path.parent, os.W_OK):
         yield Problem(loaded.where("engine", "log_path"), f"nothing can be written to {log_path.parent}")

@@ -180,7 +180,8 @@ class Crawl:
     def cut_short(self) -> CutShort | None:
         """Return a CutShort with all reasons why pages may be missing, in our own words; None if there is no reason.
 
-        Unread sitemaps count only if there is a place left, and further pages of their host are wanted.
+        Reasons are time, costly or truncated pages, abandoned hosts, servers that asked to wait, and unread sitemaps if
+        a place is left and more pages of their host are wanted. Reaching `max_pages` or `max_depth` is no reason.
         """
         # Without a free place, more URLs would not have brought more pages.
         is_wanted = self._frontier.is_wanted if self._frontier.num_places else lambda url: False

@@ -72,8 +72,9 @@ class Frontier:
             self._start_hosts.add(target.host)
 
     def choose(self, links: Iterable[str], depth: int) -> Iterator[Target]:
-        """Yield the new and wanted links that have a place, to be launched one by one; queue those without a place.
+        """Yield the new and wanted links that have a place; queue those without one, and mark the queued as visited.
 
+        The caller must `launch` each link before the next: `launch` marks the link as visited, and takes its place.
         Yield nothing beyond `max_depth`, and stop once `MAX_WAITING` links wait.
         """
         for url in links:

@@ -57,9 +57,9 @@ def _check(urls: object) -> Iterable[object]:
 
 
 def _usable(urls: list[object]) -> tuple[list[str], list[Skipped]]:
-    """Return the distinct usable URLs, normalized, and a Skipped for each other.
+    """Return the usable URLs, normalized and without duplicates, and a Skipped for each unusable one.
 
-    If all are unusable, raise UnsafeUrlError if that is the reason for each, else SourceError. No URLs are no error.
+    If there are only unusable ones, raise UnsafeUrlError if all are unsafe, else SourceError. No URLs are no error.
     """
     usable: dict[str, None] = {}
     unusable: list[Skipped] = []

@@ -134,7 +134,8 @@ def read_documents(
     report: Callable[[int], None],
     read_pdf: ReadPdf,
 ) -> Iterator[tuple[Document, list[str]]]:
-    """Yield the documents at `paths` with their passages; add unusable files to `skipped`, and the lost pages of a PDF.
+    """Yield each document at `paths` with its passages. Add to `skipped` each unusable file with the reason, and each
+    PDF that is yielded without some of its pages.
 
     report: called before each file with the number of files before it.
     """

@@ -39,10 +39,11 @@ class PrunedPage(NamedTuple):
 
 
 def prune(url: str, html: str) -> PrunedPage:
-    """Return the page's HTML without attributes and elements that are no content, all links, and if it was truncated.
+    """Return the page's content as HTML, the links to pages in the whole page, and whether the page was truncated.
 
-    crawl4ai's own `excluded_tags` lose the text after an excluded element, and its links lack trailing slashes and the
-    links of excluded elements. Raises MemoryError if lxml cannot parse the page.
+    The HTML keeps no attributes but those of `meta` and the titles of `abbr`. Links in dropped elements are included,
+    links to files such as `.zip` are not. crawl4ai's own `excluded_tags` lose the text after an excluded element, and
+    its links lack trailing slashes and the links of excluded elements. Raises MemoryError if lxml cannot parse.
     """
     # As bytes: in a str, lxml first searches for an XML declaration, with a regular expression quadratic in spaces.
     parser = lxml_html.HTMLParser(encoding="utf-8")
@@ -71,7 +72,7 @@ def _truncate(document: Any) -> bool:
 
 
 def _drop_not_content(document: Any) -> None:
-    """Remove comments, elements that are not content, and attributes, except those of `meta` and abbreviations."""
+    """Remove comments, elements that are not content, and attributes but those of `meta` and the titles of `abbr`."""
     # First, so that text behind a comment is its parent's: server-rendered Vue and Svelte have comments around text.
     etree.strip_elements(document, etree.Comment, etree.ProcessingInstruction, with_tail=False)
     for element in reversed(list(document.iter(etree.Element))):
@@ -87,9 +88,10 @@ def _drop_not_content(document: Any) -> None:
 
 
 def _is_not_content(element: Any) -> bool:
-    """Whether an element is dropped: by its tag or role, as a header or aside outside the content, hidden, or empty.
+    """Whether an element is dropped: by its tag or role, hidden by an attribute, or empty but for dropped children.
 
-    Also a heading's link to itself. Other class names and ids do not matter.
+    An aside outside `main`, a header outside `main` and `article`, a `meta` outside the head, and elements of the class
+    `headerlink` are dropped too. Other classes and ids do not matter. Judge all children before their parent.
     """
     tag, attributes = element.tag, element.attrib
     return bool(

@@ -145,10 +145,11 @@ class Link:
     async def run(self, work: Callable[[Connection], Awaitable[T]], settings: dict[str, str], *, timeout_s: float) -> T:
         """Run `work` in a transaction with these server settings, and return its result.
 
-        Cancelling this cancels the statement in the server. Errors of `work` that are not the driver's go up unchanged.
+        Cancelling the call cancels the statement in the server. Errors of `work` propagate, but those of the driver,
+        the network or the encoding of texts become one of these:
 
         :raises StatementTimeoutError: a statement took longer than `timeout_s`.
-        :raises SourceError: the connection or `work` failed otherwise, or the pool is closed.
+        :raises SourceError: there was any other such error, or the pool is closed or was closed meanwhile.
         """
         if self._pool is None:
             raise SourceError(f"{self._address}: the source is closed")

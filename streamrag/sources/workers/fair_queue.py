@@ -133,7 +133,8 @@ class FairQueue(Generic[T]):
             self._waiters[share] = others
 
     def _serve(self) -> None:
-        """Give free items to waiting jobs: first `_next_share`, in it the least used part, then by arrival."""
+        """Give free items to waiting jobs, one by one: to the query that `_next_share` returns, there to the part,
+        such as a host, that has used the least time, and there to the job that arrived first."""
         self._update_level()
         while self._free and not self._is_closed and (share := self._next_share()):
             waiter = min(

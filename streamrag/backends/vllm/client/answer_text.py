@@ -51,7 +51,8 @@ class AnswerText:
         self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
 
     def add(self, token_ids: Sequence[int], finish_reason: str | None) -> TextPiece:
-        """Return the text of new tokens up to a stop text. `finish_reason` is the engine's, or None before the end."""
+        """Return the text of new tokens up to a stop text, the number of tokens up to there, and whether there was one.
+        Hold back text that may begin a stop text. `finish_reason` is the engine's, or None before the end."""
         num_tokens, stop_text = len(token_ids), None
         for number, token_id in enumerate(token_ids, start=1):  # one at a time, as in vLLM
             is_stop_token = finish_reason == "stop" and number == num_tokens

@@ -49,7 +49,8 @@ _environment_lock = threading.Lock()  # global, as the environment is
 
 
 def check_can_start(model: Path | str) -> None:
-    """Check what can be checked without importing vLLM, which takes seconds. A name on the hub is not checked.
+    """Check what can be checked without importing vLLM, which takes seconds. A name on the hub is not checked, and
+    neither is a path that does not exist.
 
     :raises MissingDependencyError: when vLLM is not installed.
     :raises UnsupportedVersionError: when another series is installed.

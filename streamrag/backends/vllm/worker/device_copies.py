@@ -37,7 +37,8 @@ class CpuCopies:
     def start_step(self) -> None: ...
 
     def save(self, pairs: Pairs, *, is_held: bool) -> None:
-        """Copy device blocks to host slots at once, and add their number and the time to the measurements."""
+        """Copy device blocks to host slots at once, and add their number and the time to the measurements.
+        `is_held`, whether requests hold the blocks during the step, makes no difference here."""
         began_s = time.perf_counter()
         for cache, pool in self._rows:
             for block, slot in pairs:

@@ -86,8 +86,8 @@ class ConversationStream:
         yield answered
 
     async def _prompts(self) -> AsyncGenerator[Prompt, None]:
-        """Yield and report the newest prompt whenever it has changed, and at last the complete one, for which
-        `ContextComplete` is reported too."""
+        """Report `ContextChanged` for the newest prompt, then yield it, whenever it has changed. At last do so for the
+        complete prompt, even if unchanged, and also report `ContextComplete` before it is yielded."""
         sent: tuple[int, ...] = ()
         is_complete = False
         while not is_complete:

@@ -122,7 +122,8 @@ class SocketStream:
                     response = await self._answer(response)
 
     async def _answer(self, response: ResponseRun) -> ResponseRun | None:
-        """Answer one request, or send its error. Return the request, if any, that ended it before its answer."""
+        """Answer one request or, if it only prepares a prompt, also later requests that extend it; send any error.
+        Return the first request that cannot use the prompt, which becomes the current one; None if there is none."""
         following: ResponseRun | None = None
         try:
             if response.request.brings_context:
