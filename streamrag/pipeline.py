@@ -154,7 +154,9 @@ class Pipeline:
 
         if self.queries_ahead is None:
             self.queries_ahead = QueriesAhead(max(1, self.max_concurrent_queries // 2))
-        return open_question(self._stream_from, self.source, self.queries_ahead, {"overlap": self.overlap, **options})
+        if options.get("overlap") is None:
+            options["overlap"] = self.overlap
+        return open_question(self._stream_from, self.source, self.queries_ahead, options)
 
     def _stream_from(self, source: Source, query: str, options: QueryOptions) -> AnswerStream:
         """Return the answer to `query` from this source, whose retrieval is recorded only if it is the pipeline's."""
@@ -277,9 +279,10 @@ class Pipeline:
         """Return the query's new task; raise PipelineClosedError, or TooManyQueriesError if `when_full` refuses it."""
         if self._is_closed:
             raise PipelineClosedError("this pipeline has been closed: make a new one, or ask before leaving its block")
-        if self._refuses and self.num_queries >= self.max_concurrent_queries:
+        num_queries = sum(not task.done() and not task.cancelling() for task in self._queries)
+        if self._refuses and num_queries >= self.max_concurrent_queries:
             raise TooManyQueriesError(
-                f"{self.num_queries} queries are running, and max_concurrent_queries={self.max_concurrent_queries}: "
+                f"{num_queries} queries are running, and max_concurrent_queries={self.max_concurrent_queries}: "
                 'try again later, raise it, or let queries wait with when_full="wait"'
             )
         run = QueryRun(

@@ -1,10 +1,12 @@
 """The sources of queries ahead, and of the answer if it uses what these have found."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from streamrag.core import Append, Chunk, Source, SourceEvent, Update, part_name
+from streamrag.modes.context import passage_key
 from streamrag.query.retrieval import Retrieval
 
 
@@ -19,6 +21,8 @@ class HeldSource:
         self.committed = asyncio.Event()
         self.chunks: list[Chunk] = []
         """The passages that it has found so far."""
+        self.is_dropped = False
+        """Whether its query is being stopped, and is of no interest any more."""
         self._source = source
 
     async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
@@ -40,15 +44,27 @@ class HeldSource:
             raise failure
 
 
-class FoundPassages:
-    """A source of passages that were found before, which arrive at once."""
+class WithFound:
+    """A source whose context also has passages that were found before: in front of appended ones, behind updated ones.
 
-    name = "found before the commit"
+    Errors of the source are raised as without them.
+    """
 
-    def __init__(self, chunks: Iterable[Chunk]) -> None:
-        self._chunks = tuple(chunks)
+    def __init__(self, source: Source, found: Sequence[Chunk]) -> None:
+        self.name = part_name(source)
+        self._source = source
+        self._found = found
 
     async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
-        """Append each passage; the question does not matter."""
-        for chunk in self._chunks:
+        """Append the found passages; then yield the source's events, updates with the found passages that they lack."""
+        known = {passage_key(chunk) for chunk in self._found}
+        for chunk in self._found:
             yield Append(chunk)
+        async with aclosing(Retrieval(self._source, query).events()) as events:
+            async for event in events:
+                if isinstance(event, Update):
+                    own = {passage_key(chunk) for chunk in event.chunks}
+                    rest = (chunk for chunk in self._found if passage_key(chunk) not in own)
+                    yield replace(event, chunks=(*event.chunks, *rest))
+                elif not isinstance(event, Append) or passage_key(event.chunk) not in known:
+                    yield event

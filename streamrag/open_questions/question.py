@@ -5,7 +5,7 @@ query ahead                ░░░░░░░░░░░░░░░░░�
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
 
@@ -13,13 +13,12 @@ from pydantic import TypeAdapter
 
 from streamrag.core import Chunk, Source
 from streamrag.errors import ConfigurationError, StreamRagError
-from streamrag.open_questions.held_source import FoundPassages, HeldSource
+from streamrag.open_questions.held_source import HeldSource, WithFound
 from streamrag.open_questions.queries_ahead import QueriesAhead
 from streamrag.open_questions.rules import QuestionRule, WaitForWords
 from streamrag.query.answer_stream import AnswerStream, Emit
 from streamrag.query.options import QueryOptions
-from streamrag.sources.merged import MergedSource
-from streamrag.support.tasks import cancel_and_wait, wait_shielded
+from streamrag.support.tasks import wait_shielded
 from streamrag.support.validation import CountOrZero, Flag, Seconds, SecondsOrZero, Text, check, validated
 from streamrag.telemetry import Answer, PrefillProgressed, QueryEvent
 
@@ -60,12 +59,15 @@ def open_question(
 
     :raises ConfigurationError: an option is unknown, cannot work, or is `deadline_s`.
     """
+    options = cast(ListenOptions, {name: value for name, value in options.items() if value is not None})
     if "deadline_s" in options:  # it would begin before the question is known
         raise ConfigurationError(
             f"deadline_s={options['deadline_s']!r} is no option of listen(): use asyncio.timeout around the answer"
         )
     own: dict[str, Any] = {name: value for name, value in options.items() if name in OWN_OPTIONS}
     of_query = cast(QueryOptions, {name: value for name, value in options.items() if name not in OWN_OPTIONS})
+    if isinstance(history := of_query.get("history"), Iterator):  # each query reads it
+        of_query["history"] = tuple(history)
     stream_from(source, "?", of_query)  # raises for options that cannot work
 
     def ask(held: Source, text: str) -> AnswerStream:
@@ -157,13 +159,14 @@ class OpenQuestion:
         :raises StreamRagError: the question is committed or closed, or the rule gives no valid number.
         """
         self._check_open()
-        if self._timer is not None:
-            if text == self._text and not is_final and not self._timer.done():
-                return
-            self._timer.cancel()
-        self._text = text
+        is_running = self._timer is not None and not self._timer.done()
+        if is_running and text == self._text and not is_final:
+            return
         retrieved = self.text_ahead
         wait_s: float | None = 0.0 if is_final else check("the rule's result", self._rule(text, retrieved), WAIT_S)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._text = text
         is_new = bool(text.strip()) and text != retrieved
         self._timer = asyncio.create_task(
             self._follow(text, wait_s if is_new else None), name="streamrag open question"
@@ -193,11 +196,12 @@ class OpenQuestion:
     async def aclose(self) -> None:
         """Stop the query ahead and the answer, if they still run, and wait until they have ended. Idempotent."""
         self._is_closed = True
-        if self._timer is not None:
-            await cancel_and_wait([self._timer])
         self._drop()
         if self._answer is not None:
             self._end(self._answer)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._ending.add(self._timer)
         if self._ending:
             await wait_shielded(list(self._ending))
 
@@ -208,7 +212,7 @@ class OpenQuestion:
 
     def _source_with_found(self) -> Source:
         """Return the source, with the passages that were found by queries ahead if these may be used."""
-        return MergedSource(self._source, FoundPassages(self._found)) if self._found else self._source
+        return WithFound(self._source, self._found) if self._found else self._source
 
     async def _follow(self, text: str, wait_s: float | None) -> None:
         """After `wait_s`, unless None or `max_retrievals` is reached, replace the query ahead by one for this text.
@@ -219,6 +223,8 @@ class OpenQuestion:
             await asyncio.sleep(wait_s)
             if self.num_retrievals < self._max_retrievals:
                 self._drop()
+                if self._ending:
+                    await asyncio.wait(self._ending)  # the one before gives its place back first
                 await self._begin(text)
         await asyncio.sleep(self._idle_s)
         self._drop()
@@ -228,29 +234,37 @@ class OpenQuestion:
         if not self._queries_ahead.may_begin():
             return
         held = HeldSource(self._source_with_found())
+
+        def on_event(event: QueryEvent) -> None:
+            if not held.is_dropped:
+                self._on_event(event)
+
         with suppress(StreamRagError):
-            answer = observed(self._ask(held, text), self._on_event)
+            answer = observed(self._ask(held, text), on_event)
             await answer.__aenter__()
             self._queries_ahead.begin()
             self.num_retrievals += 1
             self._ahead = _QueryAhead(text, held, answer)
 
     def _drop(self) -> None:
-        """Stop any query ahead in the background; count its tokens, and keep its passages if `passages` is "all"."""
+        """Begin to stop any query ahead; count its tokens, and keep its passages if `passages` is "all"."""
         if self._ahead is not None:
             num_tokens = num_computed(self._ahead.answer.take_events())
             self.num_unused_tokens += num_tokens
-            self._queries_ahead.drop(num_tokens)
             if self._uses_all:
                 self._found = list(dict.fromkeys([*self._found, *self._ahead.source.chunks]))
-            self._end(self._ahead.answer)
+            self._ahead.source.is_dropped = True
+            ended = self._end(self._ahead.answer)
+            ended.add_done_callback(lambda _: self._queries_ahead.drop(num_tokens))
             self._ahead = None
 
-    def _end(self, stream: AnswerStream) -> None:
-        """Close a stream in a task, for which `aclose` waits."""
+    def _end(self, stream: AnswerStream) -> "asyncio.Task[None]":
+        """Stop a stream, and return the task that waits for its end, as `aclose` does too."""
+        stream.stop()
         task = asyncio.create_task(stream.aclose(), name="streamrag open question ends")
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+        return task
 
 
 def observed(answer: AnswerStream, on_event: OnEvent) -> AnswerStream:

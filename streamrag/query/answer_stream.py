@@ -62,12 +62,16 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
 
     async def aclose(self) -> None:
         """Stop the query, if it still runs, and wait for its end without raising its error. Drop unread events."""
-        if self._task is None:
-            return
-        self._is_stopped = self._is_stopped or not self._task.done()
-        self._task.cancel()
-        self._close_events()
-        await wait_shielded([self._task])
+        self.stop()
+        if self._task is not None:
+            await wait_shielded([self._task])
+
+    def stop(self) -> None:
+        """Begin to stop the query, if it still runs, without waiting for its end. Drop unread events."""
+        if self._task is not None:
+            self._is_stopped = self._is_stopped or not self._task.done()
+            self._task.cancel()
+            self._close_events()
 
     def _ensure_started(self) -> MemoryObjectReceiveStream[QueryEvent]:
         """Start the query at the first call; return its event stream. If starting raises, the next call tries again."""

@@ -4,15 +4,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import anyio
 import pytest
 
-from streamrag import Append, Chunk, Pipeline, Prompt, SamplingParams, TraceRecorder
+from streamrag import Append, Chunk, Pipeline, Prompt, SamplingParams, TraceRecorder, Turn, Update
 from streamrag.core import SourceEvent
 from streamrag.errors import ConfigurationError, PipelineClosedError, SourceError, StreamRagError
 from streamrag.open_questions import WaitForWords, content_words
+from streamrag.open_questions.held_source import WithFound
+from streamrag.telemetry import ChunkArrived, QueryEvent
 from streamrag.testing import ScriptedBackend, ScriptedSource
 from streamrag.trace import read_trace
 from tests.query.test_answer_ahead import DraftingBackend
@@ -51,6 +53,11 @@ async def until(holds: object) -> None:
 
 def complete(backend: ScriptedBackend) -> list[Prompt]:
     return [prompt for prompts in backend.prompts for prompt in prompts if prompt.is_complete]
+
+
+def newest_prompt(backend: ScriptedBackend) -> str:
+    prompts = backend.prompts[-1] if backend.prompts else []
+    return backend.model.tokenizer.decode(prompts[-1].token_ids) if prompts else ""
 
 
 async def one_shot(question: str) -> Prompt:
@@ -138,7 +145,7 @@ async def test_a_draft_is_made_before_the_question_is_committed_and_is_the_answe
 
 async def test_a_question_that_is_never_committed_costs_one_place_for_a_while() -> None:
     source, backend = CountingSource(), ScriptedBackend()
-    async with Pipeline(source, backend) as pipeline, pipeline.listen(rule=AT_ONCE, idle_s=0.05) as question:
+    async with Pipeline(source, backend) as pipeline, pipeline.listen(rule=AT_ONCE, idle_s=1) as question:
         await question.partial("how do I cancel")
         await until(lambda: source.questions and pipeline.num_queries == 0)
         assert backend.num_requests == 0
@@ -297,9 +304,9 @@ async def test_what_queries_ahead_found_may_stand_in_the_context_too() -> None:
         source, backend = PageForEach(), ScriptedBackend("Yes.")
         async with Pipeline(source, backend) as pipeline:
             async with pipeline.listen(rule=AT_ONCE, passages=passages) as question:
-                for number, text in enumerate(("tasks", "streams", "sockets"), start=1):
+                for text in ("tasks", "streams", "sockets"):
                     await question.partial(text)
-                    await until(lambda: len(backend.prompts) == number and backend.prompts[-1])  # noqa: B023
+                    await until(lambda: f"about {text}." in newest_prompt(backend))  # noqa: B023
                 answer = question.commit("files")
                 assert [chunk async for chunk in answer]
             assert source.questions == ["tasks", "streams", "sockets", "files"]
@@ -344,3 +351,103 @@ async def test_a_rule_that_returns_no_seconds_is_refused() -> None:
         async with pipeline.listen(rule=lambda text, retrieved: "soon") as question:  # type: ignore[arg-type, return-value]
             with pytest.raises(ConfigurationError, match="the rule's result='soon'"):
                 await question.partial("tasks")
+
+
+async def test_the_committed_retrieval_fails_as_without_passages_of_others() -> None:
+    source, backend = CountingSource(), ScriptedBackend("Yes.")
+    async with Pipeline(source, backend) as pipeline, pipeline.listen(rule=AT_ONCE, passages="all") as question:
+        await question.partial("tasks")
+        await until(lambda: backend.prompts and backend.prompts[0])
+        source.error = SourceError("the site is down")
+        with pytest.raises(SourceError, match="the site is down"):
+            assert [chunk async for chunk in question.commit("task groups")]
+
+
+async def test_passages_of_others_follow_those_of_an_update() -> None:
+    own = ScriptedSource([Update((Chunk("new", "new.md"), Chunk("both", "both.md")))])
+    source = WithFound(own, [Chunk("both", "both.md"), Chunk("old", "old.md")])
+    events = [event async for event in source.stream("?")]
+    uris = [[chunk.uri for chunk in (event.chunks if isinstance(event, Update) else [event.chunk])] for event in events]  # type: ignore[union-attr]
+    assert uris == [["both.md"], ["old.md"], ["new.md", "both.md", "old.md"]]
+
+
+async def test_a_full_pipeline_that_refuses_has_a_place_for_the_commit_of_its_own_query_ahead() -> None:
+    source, backend = CountingSource(), ScriptedBackend("Yes.")
+    async with Pipeline(source, backend, max_concurrent_queries=1, when_full="refuse") as pipeline:
+        async with pipeline.listen(rule=AT_ONCE) as question:
+            for text in ("tasks", "task groups"):
+                await question.partial(text)
+                await until(lambda text=text: text in source.questions)
+            assert "".join([chunk.text async for chunk in question.commit("streams")]) == "Yes."
+        assert pipeline.queries_ahead is not None
+        assert (pipeline.queries_ahead.num_running, pipeline.queries_ahead.num_begun) == (0, 2)
+
+
+async def test_events_of_a_query_ahead_end_when_another_question_is_committed() -> None:
+    seen: list[str] = []
+
+    class Endless(CountingSource):
+        async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
+            self.questions.append(query)
+            for number in range(1_000 if query == "tasks" else 1):
+                yield Append(Chunk(f"{query} {number}", query))
+                await asyncio.sleep(0)
+
+    def on_event(event: QueryEvent) -> None:
+        if isinstance(event, ChunkArrived):
+            seen.append(event.chunk.uri)
+
+    source = Endless()
+    async with Pipeline(source, ScriptedBackend("Yes.")) as pipeline:
+        async with pipeline.listen(rule=AT_ONCE, on_event=on_event) as question:
+            await question.partial("tasks")
+            await until(lambda: seen)
+            answer = question.commit("streams")
+            num_before = len(seen)
+            assert [chunk async for chunk in answer]
+    assert seen[num_before:] == ["streams"]
+
+
+async def test_closing_that_is_cancelled_stops_everything_too() -> None:
+    source = CountingSource()
+    async with Pipeline(source, ScriptedBackend("Yes.")) as pipeline:
+        for num_turns in range(1, 5):
+            question = pipeline.listen(rule=AT_ONCE)
+            await question.partial("tasks")
+            await until(lambda: source.num_open == 1)
+            closing = asyncio.create_task(question.aclose())
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            closing.cancel()
+            await until(lambda: pipeline.num_queries == 0 and pipeline.queries_ahead.num_running == 0)  # type: ignore[union-attr]
+
+
+async def test_a_rule_that_raises_leaves_the_query_ahead_its_end() -> None:
+    def rule(text: str, retrieved: str) -> float:
+        return 0.0 if text == "tasks" else 1 / 0
+
+    source = CountingSource()
+    async with Pipeline(source, ScriptedBackend()) as pipeline, pipeline.listen(rule=rule, idle_s=0.5) as question:
+        await question.partial("tasks")
+        await until(lambda: source.questions)
+        with pytest.raises(ZeroDivisionError):
+            await question.partial("task groups")
+        await until(lambda: pipeline.num_queries == 0)
+
+
+async def test_options_that_are_none_are_not_given() -> None:
+    source = CountingSource()
+    async with Pipeline(source, ScriptedBackend("Yes.")) as pipeline:
+        options: dict[str, Any] = {"deadline_s": None, "overlap": None, "history": iter([Turn("user", "Hi")])}
+        async with pipeline.listen(rule=AT_ONCE, **options) as question:
+            await question.partial("tasks")
+            await until(lambda: question.num_retrievals)
+            answer = question.commit("tasks")
+            assert [chunk async for chunk in answer]
+    assert answer.result.overlap is not None
+    assert answer.result.overlap.reason == "overlap=True"
+    assert answer.result.num_prompt_tokens > (await num_tokens_without_history())
+
+
+async def num_tokens_without_history() -> int:
+    return len((await one_shot("tasks")).token_ids)
