@@ -228,7 +228,7 @@ async def test_an_error_of_the_query_that_writes_is_a_failure_of_the_source(erro
 async def test_a_configuration_error_of_the_query_that_writes_stays_one() -> None:
     backend = ScriptedBackend("ok", error=ConfigurationError("no"))
     async with Pipeline(RetrieverSource(lambda query: []), backend) as first:
-        with pytest.raises(ConfigurationError, match="^no$"):
+        with pytest.raises(ConfigurationError, match=r"^no$"):
             await events(from_tokens(first.stream("Why?")))
 
 
