@@ -62,7 +62,8 @@ class Refresh:
     Use one for all queries of a pipeline: it learns how long retrieval and prefill take.
 
     every_tokens: tokens of the answer from its beginning, or from the end of the last retrieval, to the next use of a
-        retrieval. The retrieval begins as many tokens earlier as it is expected to take, at most half of them.
+        retrieval. The retrieval begins as many tokens earlier as earlier ones in mid-answer took, at most half of
+        them. The first one with these options measures that, and begins no earlier.
     max_retrievals: most retrievals in one answer.
     max_passages: most passages that one retrieval adds to the prompt: the first ones that are not in it.
     max_cost: most seconds of recomputation for each second that the rest of the answer is expected to take, which is as
@@ -88,7 +89,7 @@ class Refresh:
         self.max_cost = max_cost
         self._make_query = make_query
         self.retrieval = MeanSeconds()
-        """Seconds per retrieval, with the prefill of what it found."""
+        """Seconds per retrieval in mid-answer, with the prefill of what it found."""
         self.prefill = MeanSeconds()
         """Seconds per token of prefill, beside whatever else the engine computes."""
 

@@ -112,8 +112,6 @@ class RefreshedBackend:
             self._first = len(self._token_ids) + len(chunk.token_ids), now_s
         if not prompts.stretches and prompts.complete is not None:
             prompts.stretches = (Stretch(0, prompts.query.text, len(prompts.complete.included)),)
-            if not refresh.retrieval.amount:
-                refresh.retrieval.observe(1, (prompts.retrieval_s or 0.0) - self._begun_s)
         self._token_ids += chunk.token_ids
         self._text += chunk.text
         return replace(chunk, usage=None) if len(prompts.stretches) > 1 else chunk

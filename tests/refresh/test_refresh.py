@@ -245,6 +245,27 @@ async def test_a_retrieval_begins_as_many_tokens_early_as_it_takes_at_most_half_
     assert 0 <= 40 - lead - len(texts[0].encode()) <= 3, "but for an incomplete character"
 
 
+async def test_the_time_in_which_a_question_is_typed_does_not_count_as_retrieval() -> None:
+    texts: list[str] = []
+
+    def make_query(question: str, text: str) -> str:
+        texts.append(text)
+        return text
+
+    backend = ClockedBackend(pause_s=0)
+    options = {"refresh": often(every_tokens=40, make_query=make_query), "params": SamplingParams(max_tokens=60)}
+    async with (
+        Pipeline(GrowingSource(), backend, clock=lambda: backend.now_s) as pipeline,
+        pipeline.listen(**options) as question,  # type: ignore[arg-type]
+    ):
+        await question.partial(QUESTION, is_final=True)
+        await anyio.sleep(0.1)
+        assert question.text_ahead == QUESTION
+        backend.now_s += 60.0
+        _ = [chunk async for chunk in question.commit(QUESTION)]
+    assert len(texts[0].encode()) >= 37, "40 but for an incomplete character"
+
+
 async def test_new_context_that_costs_more_than_the_rest_of_the_answer_is_not_used() -> None:
     source, backend = GrowingSource(), HashingBackend()
     refresh = often(max_retrievals=1, max_cost=1.0)

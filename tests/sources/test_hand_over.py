@@ -29,7 +29,15 @@ from streamrag import (
 )
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.core import SourceEvent
-from streamrag.errors import ConfigurationError, SourceError
+from streamrag.errors import (
+    BackendError,
+    ConfigurationError,
+    DeadlineExceededError,
+    PromptTooLongError,
+    SourceError,
+    StreamRagError,
+    TooManyQueriesError,
+)
 from streamrag.testing import ScriptedBackend
 
 AWKWARD = (
@@ -177,6 +185,16 @@ async def test_a_text_without_end_is_cut_off_and_its_writer_closed() -> None:
     assert not any(isinstance(event, CutShort) for event in await events(exact))
 
 
+async def test_a_rewrite_that_exceeds_the_limit_leaves_the_text_as_it_was() -> None:
+    snapshots = [Rewrite(0, "a" * 40), Rewrite(0, "b" * 50), Rewrite(0, "c" * 60)]
+    for max_chars, last in ((90, "b" * 50), (100, "b" * 50), (150, "c" * 60)):
+        found = await events(from_tokens(writer(snapshots), max_chars=max_chars))
+        assert contexts(found)[-1] == [last]
+        assert isinstance(found[-1], CutShort) == (max_chars < 150)
+    *updates, _ = await events(from_tokens(writer(["abc", Rewrite(3, "def"), "g"]), max_chars=5))
+    assert contexts(updates)[-1] == ["abcde"], "what is only appended is cut off"
+
+
 async def test_what_was_written_before_an_error_counts() -> None:
     async def fails(query: str) -> AsyncIterator[str]:
         yield "first"
@@ -191,6 +209,27 @@ async def test_what_was_written_before_an_error_counts() -> None:
     async with Pipeline(from_tokens(fails, name="fails"), ScriptedBackend("ok")) as pipeline:
         with pytest.raises(SourceError, match="fails failed: LookupError: gone"):
             _ = [chunk async for chunk in pipeline.stream("Why?")]
+
+
+@pytest.mark.parametrize("error", [BackendError, DeadlineExceededError, TooManyQueriesError, PromptTooLongError])
+async def test_an_error_of_the_query_that_writes_is_a_failure_of_the_source(error: type[StreamRagError]) -> None:
+    async with Pipeline(RetrieverSource(lambda query: []), ScriptedBackend("ok", error=error("no"))) as first:
+        source = from_tokens(lambda query: first.stream(query), name="first")
+        async with Pipeline(source, ScriptedBackend("ok"), on_source_error="answer") as second:
+            stream = second.stream("Why?")
+            assert [chunk.text async for chunk in stream] == ["o", "k"]
+    assert [citation.text for citation in stream.result.citations] == ["o"]
+    failure = stream.result.source_error
+    assert str(failure) == f"first failed: {error.__name__}: no"
+    assert isinstance(failure, SourceError)
+    assert isinstance(failure.__cause__, error)
+
+
+async def test_a_configuration_error_of_the_query_that_writes_stays_one() -> None:
+    backend = ScriptedBackend("ok", error=ConfigurationError("no"))
+    async with Pipeline(RetrieverSource(lambda query: []), backend) as first:
+        with pytest.raises(ConfigurationError, match=r"^no$"):
+            await events(from_tokens(first.stream("Why?")))
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,12 @@ async def test_links_that_promise_more_come_first(cleaner: WorkerPool) -> None:
     assert text(answer) != ""
 
 
+async def test_comments_are_no_text_of_links(cleaner: WorkerPool) -> None:
+    page = f"<a href='a'><!--task group-->About</a><a href='b'>{'<!--[-->' * 30}<b>Task <!----> groups</b><!--]--></a>"
+    answer = await clean(cleaner, page, "How do I cancel a task group?")
+    assert [link.rpartition("/")[2] for link in answer["links"]] == ["b", "a"]
+
+
 async def test_links_are_relative_to_the_base_that_the_page_declares(cleaner: WorkerPool) -> None:
     page = '<head><base href="/v2/"></head><body><a href="a">A</a></body>'
     assert (await clean(cleaner, page))["links"] == ["http://docs.example/v2/a"]

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrag.core import Chunk, CutShort, SourceEvent, Update
-from streamrag.errors import SourceError
+from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.query.retrieval import closing
 from streamrag.sources.generators import GeneratorSource
 from streamrag.sources.passage_reader import describe_result
 from streamrag.sources.user_functions import name_of
-from streamrag.support.messages import plain_text
+from streamrag.support.messages import message_of, plain_text
 from streamrag.support.validation import Count, CountOrZero, Text, validated
 
 
@@ -59,8 +59,8 @@ def from_tokens(
     min_chars: characters that are new or rewritten before the next update.
     passage_chars: characters of a passage before it ends at the next blank line. Passages that do not fit the token
         budget are left out, each as a whole.
-    max_chars: most characters that are read, rewritten ones included. At more, the text is cut off, `write` is closed,
-        and the retrieval is reported as `CutShort`.
+    max_chars: most characters that are read, rewritten ones included. A piece that exceeds them is cut off, or not
+        applied if it replaces text; then `write` is closed, and the retrieval is reported as `CutShort`.
 
     :raises ConfigurationError: `write` is neither a function nor an async iterable, or another value cannot work.
     """
@@ -82,9 +82,10 @@ class TextSource:
     max_chars: int
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
-        """Yield updates with the text so far, and `CutShort` if it is too long. Errors of the writer propagate.
+        """Yield updates with the text so far, and `CutShort` if it is too long. Other errors of the writer propagate.
 
-        :raises SourceError: a piece is no text, rewrites what is not there, or an iterator was read before.
+        :raises SourceError: a piece is no text, rewrites what is not there, or an iterator was read before; or from a
+            StreamRagError of the writer that is no ConfigurationError, such as the BackendError of the query it reads.
         """
         text = sent = ""
         num_same = num_read = 0  # leading characters that `text` and `sent` share; characters of all pieces
@@ -92,17 +93,20 @@ class TextSource:
             try:
                 async for piece in pieces:
                     rewrite = self._rewrite(piece, len(text))
-                    text = text[: rewrite.start] + rewrite.text[: self.max_chars - num_read]
-                    num_same, num_read = min(num_same, rewrite.start), num_read + len(rewrite.text)
+                    num_left, num_read = self.max_chars - num_read, num_read + len(rewrite.text)
                     if num_read > self.max_chars:
+                        text += rewrite.text[:num_left] if rewrite.start == len(text) else ""
                         break
+                    text, num_same = text[: rewrite.start] + rewrite.text, min(num_same, rewrite.start)
                     if text and (not sent or len(text) - num_same >= self.min_chars):
                         yield self._update(text)
                         sent, num_same = text, len(text)
-            except Exception:  # what was written before it failed still counts
+            except Exception as error:  # what was written before it failed still counts
                 if text != sent:
                     yield self._update(text)
-                raise
+                if not isinstance(error, StreamRagError) or isinstance(error, SourceError | ConfigurationError):
+                    raise
+                raise SourceError(f"{self.name} failed: {type(error).__name__}: {message_of(error)}") from error
         if text != sent:
             yield self._update(text)
         if num_read > self.max_chars:

@@ -52,6 +52,8 @@ def prune(url: str, html: str) -> PrunedPage:
     except etree.XMLSyntaxError:  # lxml accepts any HTML, so it is out of memory
         raise MemoryError from None
     is_cut = _truncate(document)
+    # First, so that text behind a comment is its parent's: server-rendered Vue and Svelte have comments around text.
+    etree.strip_elements(document, etree.Comment, etree.ProcessingInstruction, with_tail=False)
     base = next((href for base in document.iter("base") if (href := base.get("href"))), "")
     anchors = {anchor: (anchor.get("href", "#"), _link_text(anchor)) for anchor in document.iter("a")}
     _drop_not_content(document)
@@ -61,7 +63,7 @@ def prune(url: str, html: str) -> PrunedPage:
 
 
 def _truncate(document: Any) -> bool:
-    """Remove all elements after the first `MAX_ELEMENTS`, and return whether there were any."""
+    """Remove all elements after the first `MAX_ELEMENTS`, comments included; return whether there were any."""
     last = next(itertools.islice(document.iter(), MAX_ELEMENTS, None), None)
     if last is None:
         return False
@@ -72,9 +74,10 @@ def _truncate(document: Any) -> bool:
 
 
 def _drop_not_content(document: Any) -> None:
-    """Remove comments, elements that are not content, and attributes but those of `meta` and the titles of `abbr`."""
-    # First, so that text behind a comment is its parent's: server-rendered Vue and Svelte have comments around text.
-    etree.strip_elements(document, etree.Comment, etree.ProcessingInstruction, with_tail=False)
+    """Remove elements that are not content, and attributes but those of `meta` and the titles of `abbr`.
+
+    Comments and processing instructions must have been removed.
+    """
     for element in reversed(list(document.iter(etree.Element))):
         if _is_not_content(element):
             element.tag = DROPPED
