@@ -43,6 +43,8 @@ class OpenQuery:
     is_answered: bool = False
     """Whether it ended well. `note` sets it for `Answered`; code without such an event must set it."""
     aborted_by: StreamRagError | None = None  # the reason why the service cancelled it
+    is_asked: Callable[[], bool] = lambda: True
+    """Whether its question is whole, and not still being asked."""
 
     def abort(self, error: StreamRagError) -> None:
         """Cancel the query. The block of `open` raises the error of the first `abort`."""

@@ -181,10 +181,14 @@ class Service:
     async def aclose(self, *, drain_s: float = 0.0) -> bool:
         """Reject new queries, drain the open ones for up to `drain_s` seconds, abort the rest, and stop everything.
 
-        The drain ends early if the engine is dead. Returns whether no query was aborted. A second call, without
-        `drain_s`, aborts the open queries while the first one drains.
+        Questions that are still being asked are ended at once. The drain ends early if the engine is dead. Returns
+        whether no other query was aborted. A second call, without `drain_s`, aborts the open queries while the first
+        one drains.
         """
         self.admission.is_draining = True
+        for each in self._queries:
+            if not each.is_asked():
+                each.abort(PipelineClosedError(STOPPING))
         waits = [asyncio.create_task(event.wait()) for event in (self._queries.is_empty, self.dead)]
         try:
             await asyncio.wait(waits, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
@@ -204,7 +208,7 @@ class Service:
                 self.dead.set()
             await cancel_and_wait([self._watch_task])
         for each in self._queries:
-            self._has_aborted = True
+            self._has_aborted |= each.is_asked()
             each.abort(PipelineClosedError(STOPPING))
         while self.closers:  # a second call may run concurrently
             await self.closers.pop(0)()
@@ -284,6 +288,7 @@ class Service:
         first = first_question(options.get("history", ()))
         place = self.open(caller, "listen", text, max_tokens=params.max_tokens, first_question=first)
         async with place as opened, question:
+            opened.is_asked = lambda: question.is_committed
             yield question
 
     def _make_pipeline(self, source: Source) -> Pipeline:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -13,7 +14,9 @@ import websockets
 
 from streamrag import Append, BackendError
 from streamrag.errors import EngineDeadError
+from streamrag.open_questions import WaitForWords
 from streamrag.serve import Limits
+from streamrag.serve.admission import Admission
 from streamrag.serve.observe.metrics import Metrics
 from streamrag.serve.protocols import ask_socket
 from streamrag.testing import ScriptedBackend
@@ -143,11 +146,14 @@ async def test_a_question_can_be_committed_at_once_and_each_on_the_socket_has_it
             assert (answered["id"], answered["answer"]["text"]) == (id, "It is Paris [1]."[:most])
 
 
-async def test_many_partial_questions_cost_one_place_and_only_the_newest_counts() -> None:
+async def test_many_partial_questions_cost_one_place_and_only_the_newest_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(WaitForWords, "__call__", lambda self, text, retrieved: 1000.0)
     async with serving(limits=AHEAD, overlap=True) as served, talking(served) as talk:
         await talk.send("open")
         for n in range(300):
-            await talk.send("partial", question=f"What is capital number {n}")
+            await talk.send("partial", question=f"What is capital number {n}", is_final=n == 299)
         await talk.next("prefill_progressed")
         assert served.source.queries == ["What is capital number 299"]
         assert len(served.watcher.started) == len(served.service.queries) == 1
@@ -156,6 +162,7 @@ async def test_many_partial_questions_cost_one_place_and_only_the_newest_counts(
 async def test_partial_questions_are_charged_like_others() -> None:
     limits = Limits(max_retrievals_ahead=5, max_prompt_tokens_per_minute=3000)
     async with serving(limits=limits, overlap=True) as served, talking(served) as talk:
+        served.service.admission._clock = lambda: 1000.0  # no tokens leak
         await talk.send("open")
         for country in ("Italy", "France", "Norway"):
             await talk.send("partial", question=f"What is the capital of {country}", is_final=True)
@@ -167,12 +174,15 @@ async def test_partial_questions_are_charged_like_others() -> None:
         lengths = [len(prompts[-1].token_ids) for prompts in served.backend.prompts]
         assert len(lengths) == 4
         used = served.service.admission._usage["anonymous"]
-        assert used._num_tokens > 0.9 * sum(lengths), "some leaks with time"
+        assert used._num_tokens >= sum(lengths)
         assert len(used.starts_s) == 1
         assert used.prompts[-1] == lengths[-1]
 
 
-async def test_a_refused_partial_question_is_told_once_and_its_commit_is_tried_again() -> None:
+async def test_a_refused_partial_question_is_told_once_and_its_commit_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Admission, "_wait_s", lambda self, num_to_end: 1000.0)
     limits = Limits(max_retrievals_ahead=5, max_queries=1)
     hold = anyio.Event()
     async with serving(limits=limits, backend=ScriptedBackend("It is Paris [1].", hold=hold)) as served:
@@ -229,21 +239,20 @@ async def test_whatever_ends_a_question_frees_everything(way: str, moment: str) 
 async def test_an_idle_question_gives_back_its_place_and_goes_on_with_the_next_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ask_socket, "IDLE_S", 0.1)
+    monkeypatch.setattr(ask_socket, "IDLE_S", 0.5)
     async with serving(limits=AHEAD, overlap=True) as served, talking(served) as talk:
         await talk.send("open", system="Be brief.")
         await talk.send("partial", question=QUESTION, is_final=True)
-        await talk.next("prefill_progressed")
+        await talk.next("retrieval_started")
         await freed(served)
         await talk.send("partial", question=QUESTION, is_final=True)
         await talk.next("retrieval_started")
-        await talk.next("prefill_progressed")
         await talk.send("partial", question=" ")
         await freed(served)
         await talk.send("commit", question=QUESTION)
         await talk.next("answered")
         assert served.source.queries == [QUESTION] * 3
-        assert all("Be brief." in text_of(prompts[-1].token_ids) for prompts in served.backend.prompts)
+        assert all("Be brief." in text_of(prompts[-1].token_ids) for prompts in served.backend.prompts if prompts)
 
 
 def text_of(token_ids: Any) -> str:
@@ -418,12 +427,75 @@ async def test_keys_hold() -> None:
         await freed(served)
 
 
-async def test_a_client_that_does_not_read_is_dropped() -> None:
-    chunks = [Append(PARIS)] * 2
-    backend = ScriptedBackend("x" * 100_000)
-    limits = Limits(max_retrievals_ahead=5, send_timeout_s=0.2, max_tokens=100_000)
-    async with serving(chunks, backend=backend, limits=limits) as served:
-        async with talking(served, max_queue=1) as talk:
-            await talk.send("open", max_tokens=100_000)
-            await talk.send("commit", question=QUESTION)
-            await freed(served)
+@pytest.mark.parametrize(("send_timeout_s", "most_unsent"), [(0.2, 100_000), (1000.0, 100)])
+async def test_a_client_that_does_not_read_is_dropped(
+    send_timeout_s: float, most_unsent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ask_socket, "MAX_UNSENT", most_unsent)
+    backend = ScriptedBackend("x" * 8_000, is_endless=True)
+    limits = Limits(send_timeout_s=send_timeout_s, max_tokens=8_000, max_queued_tokens=10_000_000)
+    async with serving(backend=backend, limits=limits) as served:
+        narrow = socket.socket()
+        narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        narrow.connect((served.http.base_url.host, served.http.base_url.port))
+        async with talking(served, sock=narrow, compression=None) as talk:
+            talk.socket.transport.pause_reading()
+            long_id = "\U0001f600" * 128
+            await talk.send("open", id=long_id, max_tokens=8_000)
+            await talk.send("commit", id=long_id, question=QUESTION)
+            async with asyncio.timeout(GIVE_UP_S):
+                await served.watcher.has_ended.wait()
+            assert served.watcher.ended == [("listen", "left")]
+        await freed(served)
+
+
+async def test_a_cancelled_question_makes_room_for_one_that_is_opened_at_once() -> None:
+    backend = ScriptedBackend("It is Paris [1].", is_endless=True)
+    async with serving(backend=backend, limits=AHEAD) as served, talking(served) as talk:
+        await talk.send("open")
+        await talk.send("commit", question=QUESTION)
+        await talk.next("tokens_generated")
+        await talk.send("cancel")
+        await talk.send("open", id="b")
+        await talk.send("commit", id="b", question=QUESTION)
+        frames = await talk.frames("error", "committed")
+        assert [(frame["type"], frame["id"]) for frame in frames if frame["type"] != "tokens_generated"] == [
+            ("cancelled", "q"),
+            ("committed", "b"),
+        ]
+
+
+async def test_a_commit_before_its_retrieval_has_begun_has_no_time() -> None:
+    limits = Limits(max_retrievals_ahead=5, max_queries=2)
+    async with serving(limits=limits) as served, talking(served) as talk:
+        places = served.service._pipeline._admission
+        for place in range(2):
+            places.acquire_on_behalf_of_nowait(place)
+        await talk.send("open")
+        await talk.send("partial", question=QUESTION, is_final=True)
+        async with asyncio.timeout(GIVE_UP_S):
+            while (ahead := served.service.queries_ahead) is None or not ahead.num_running:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        await talk.send("commit", question=QUESTION)
+        assert (await talk.next("committed"))["at_s"] is None
+        for place in range(2):
+            places.release_on_behalf_of(place)
+        assert (await talk.frames("answered"))[0]["type"] == "retrieval_started"
+
+
+async def test_a_stop_waits_for_answers_and_not_for_questions_that_nobody_has_asked() -> None:
+    hold = anyio.Event()
+    backend = ScriptedBackend("It is Paris [1].", hold=hold)
+    async with serving(backend=backend, limits=AHEAD) as served, talking(served) as asked, talking(served) as talk:
+        await asked.send("open")
+        await asked.send("commit", question=QUESTION)
+        await asked.next("committed")
+        await talk.send("open")
+        await talk.send("partial", question=QUESTION, is_final=True)
+        await talk.next("chunk_arrived")
+        stop = asyncio.create_task(served.service.aclose(drain_s=1000))
+        error = await talk.next("error")
+        assert (error["id"], error["status"]) == ("q", 503)
+        hold.set()
+        await asked.next("answered")
+        assert await stop

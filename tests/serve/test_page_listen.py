@@ -130,6 +130,14 @@ async def test_without_a_socket_questions_are_asked_as_before() -> None:
         await expect(seen.page.locator(".turn")).to_have_count(2)
         await seen.answered("It is Paris [1].")
         assert [query.client for query in served.watcher.started if query.interface == "listen"] == ["alice"]
+        await type_text(seen, "And of Norway, the country?")
+        await started(served, 3)
+        await seen.page.get_by_role("button", name="Forget the API key").click()
+        await freed(served)
+        await type_text(seen, QUESTION)
+        await seen.page.keyboard.press("Enter")
+        await expect(seen.page.get_by_role("alert")).to_have_text("The service requires an API key.")
+        assert len(served.source.queries) == 3
         seen.complaints.clear()  # Chromium's, about the refused handshake
 
 
@@ -139,7 +147,9 @@ async def test_a_service_that_is_full_says_when_to_come_again_and_searches_meanw
     async with serving([waits, *CHUNKS], limits=limits) as served, browsing(served.url) as seen:
         async with served.http.stream("POST", "/v1/ask", json={"question": "First?"}):
             await seen.page.get_by_label("Question", exact=True).press_sequentially("What is the capital", delay=20)
-            await asyncio.sleep(0.3)
+            async with asyncio.timeout(GIVE_UP_S):
+                while not served.watcher.refused:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
             assert served.watcher.refused == [("anonymous", "listen", "queries")], "not at each key"
             await seen.ask()
             await expect(seen.page.get_by_role("alert")).to_contain_text("1 queries are open")
@@ -202,6 +212,28 @@ async def test_a_socket_that_breaks_is_fallen_back_from_or_told_of(when: str) ->
             await expect(seen.page.get_by_role("alert")).to_contain_text(re.compile("connection broke|is back"))
             await seen.page.get_by_role("button", name="Ask again").click()
             await seen.answered("It is Paris [1].")
+
+
+async def test_an_error_that_crosses_the_question_leaves_nothing_behind() -> None:
+    backend = ScriptedBackend(answer="It goes on", is_endless=True)
+    async with serving(backend=backend, limits=AHEAD, overlap=True) as served, browsing(served.url) as seen:
+
+        def handle(route: Any) -> None:
+            server = route.connect_to_server()
+
+            def pass_on(message: str) -> None:
+                server.send(message)
+                if (frame := json.loads(message))["type"] == "commit":
+                    route.send(json.dumps({**frame, "type": "error", "status": 429, "error": {"message": "too many"}}))
+
+            route.on_message(pass_on)
+
+        await seen.page.route_web_socket("**/v1/ask/socket", handle)
+        await type_text(seen, QUESTION)
+        await expect(seen.page.locator("#ahead")).to_contain_text("Found so far")
+        await seen.page.keyboard.press("Enter")
+        await expect(seen.page.get_by_role("alert")).to_contain_text("Too many")
+        await freed(served)
 
 
 @pytest.mark.parametrize("width", [360, 1280])

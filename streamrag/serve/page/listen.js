@@ -18,14 +18,21 @@ export class Listener {
 
   // text: all that is typed so far. history: the earlier turns.
   type(text, history) {
+    if (this._socket && this._key !== key.get()) {
+      this._socket.close();
+      this._socket = null;
+      this._forget();
+    }
     if (!text) return this.drop();
     this._newest = { text, history };
     if (this._socket) return this._send();
     if (performance.now() < this._pausedMs + PAUSE_MS && key.get() === this._pausedKey) return;
-    this._socket = connect("v1/ask/socket");
-    this._socket.addEventListener("open", () => this._send());
-    this._socket.addEventListener("message", (event) => this._take(JSON.parse(event.data)));
-    this._socket.addEventListener("close", () => {
+    const socket = (this._socket = connect("v1/ask/socket"));
+    this._key = key.get();
+    socket.addEventListener("open", () => this._send());
+    socket.addEventListener("message", (event) => this._take(JSON.parse(event.data)));
+    socket.addEventListener("close", () => {
+      if (socket !== this._socket) return; // its key was forgotten
       this._socket = null;
       this._fail(new Gone("the connection broke"));
     });
@@ -39,8 +46,8 @@ export class Listener {
   // Asks the question that was typed, and calls `hear` with the name and the values of each event. Returns a promise
   // that rejects as `ask` throws, or null if the service knows nothing of the question.
   ask(question, signal, hear) {
-    if (!this._id || this._socket?.readyState !== WebSocket.OPEN) {
-      this._forget();
+    if (!this._id || this._socket?.readyState !== WebSocket.OPEN || this._key !== key.get()) {
+      this.drop();
       return null;
     }
     this._show(null);
@@ -61,8 +68,10 @@ export class Listener {
   }
 
   _fail(error) {
-    this._asked?.reject(error);
-    if (!this._asked) {
+    if (this._asked) {
+      this._asked.reject(error);
+      this._put("cancel", {}); // the error may be of an earlier partial question
+    } else {
       [this._pausedMs, this._pausedKey] = [performance.now(), key.get()];
       this._socket?.close();
     }

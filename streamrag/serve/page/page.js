@@ -144,6 +144,7 @@ document.addEventListener("keydown", (event) => {
 
 byId("forget").addEventListener("click", () => {
   key.set(null);
+  listen();
   field.focus();
 });
 

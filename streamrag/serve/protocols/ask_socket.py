@@ -14,7 +14,6 @@ with the next text. A partial text that is refused gets one error; texts before 
 """
 
 import logging
-import math
 import time
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -42,6 +41,7 @@ from streamrag.telemetry import Answered, ContextChanged, QueryEvent, RetrievalS
 IDLE_S = 30.0  # seconds without a change after which a question gives back its place
 PACE_S = 0.05  # seconds between two partial texts that are used; of those that come meanwhile, only the newest is
 RETRY_S = 5.0  # seconds after an error until the next partial text is used, unless the error says when
+MAX_UNSENT = 4096  # frames that are buffered for a slow reader, before its socket is closed
 MAX_PARTIAL = 10_000  # characters of a partial text, whose words are counted at each change
 
 log = logging.getLogger("streamrag.serve")
@@ -109,11 +109,11 @@ class AskSocket(Frames):
         self._service = service
         self._caller = caller
         self._question: SocketQuestion | None = None
-        self._put, self._unsent = anyio.create_memory_object_stream[dict[str, Any]](math.inf)
+        self._unsent, self._frames = anyio.create_memory_object_stream[dict[str, Any]](MAX_UNSENT)
 
     async def run(self) -> None:
         """Serve the client's frames until it leaves or reads too slowly."""
-        async with self._put, self._unsent, self.open() as tasks:
+        async with self._unsent, self._frames, self.open() as tasks:
             tasks.start_soon(self._send_frames)
             while (frame := await self.next(QuestionFrame)) is not None:
                 try:
@@ -123,11 +123,20 @@ class AskSocket(Frames):
 
     async def _send_frames(self) -> None:
         """Send the frames of questions in their order, until cancelled."""
-        async for frame in self._unsent:
+        async for frame in self._frames:
             await self.send(frame)
+
+    def _put(self, frame: dict[str, Any]) -> None:
+        """Send a frame after those before it, without waiting; close the socket if `MAX_UNSENT` are unsent."""
+        try:
+            self._unsent.send_nowait(frame)
+        except anyio.WouldBlock:
+            self.end(1013, "the client does not read what was sent")
 
     async def _serve_frame(self, frame: OpenFrame | PartialFrame | CommitFrame | CancelFrame, tasks: TaskGroup) -> None:
         """Open a question, give it its newest text, or cancel it. Raises RequestError if that is not possible."""
+        if self._question is not None and self._question.scope.cancel_called:
+            await self._question.has_ended.wait()
         question = self._question
         if question is not None and question.is_committed.is_set() and not isinstance(frame, CancelFrame):
             raise RequestError("the last question is being answered", status=409, code="ask_committed")
@@ -163,31 +172,31 @@ class AskSocket(Frames):
                     if question.is_committed.is_set():
                         last = frame
                     else:
-                        self._put.send_nowait(frame)
+                        self._put(frame)
                         with anyio.move_on_after(getattr(error, "retry_after_s", RETRY_S)):
                             await question.is_committed.wait()
         self._question = None
         question.has_ended.set()
-        self._put.send_nowait(last or {"type": "cancelled", "id": question.id})
+        self._put(last or {"type": "cancelled", "id": question.id})
 
     async def _listen(self, question: SocketQuestion) -> dict[str, Any] | None:
         """Hold a place from a text to the answer, and return its frame, or None if the place is given back before."""
         context: tuple[Chunk, ...] = ()
-        began_s = 0.0
+        began, began_s = "", 0.0  # the last retrieval that has begun
         last: dict[str, Any] | None = None
         until_s = anyio.current_time() + self._service.limits.deadline_s
 
         def on_event(event: QueryEvent) -> None:
-            nonlocal context, began_s, last
+            nonlocal context, began, began_s, last
             if isinstance(event, RetrievalStarted):
-                context, began_s = (), time.monotonic() - event.at_s
+                context, began, began_s = (), event.query, time.monotonic() - event.at_s
             frame = {"type": event_name(event), "id": question.id, **event_values(event, context)}
             if isinstance(event, ContextChanged):
                 context = event.chunks
             if isinstance(event, Answered):
                 last = frame  # sent after its place is released, as the client may then ask again
             else:
-                self._put.send_nowait(frame)
+                self._put(frame)
 
         if not question.text.strip() and not question.is_committed.is_set():
             return None
@@ -199,9 +208,9 @@ class AskSocket(Frames):
                 is_blank = not question.text.strip()
                 if is_blank or not await question.changed(min(IDLE_S, until_s - anyio.current_time())):
                     return None
-            at_s = time.monotonic() - began_s if asked.text_ahead == question.text else None
+            at_s = time.monotonic() - began_s if asked.text_ahead == began == question.text else None
             answer = asked.commit(question.text)
-            self._put.send_nowait({"type": "committed", "id": question.id, "at_s": at_s})
+            self._put({"type": "committed", "id": question.id, "at_s": at_s})
             most_s = self._service.limits.deadline_s
             deadline_s = min(question.options.get("deadline_s", most_s), most_s)
             try:
