@@ -241,7 +241,7 @@ def table_of(summary: Sequence[dict[str, str | float]]) -> Table:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(".demo"), help="that of `make demo` (%(default)s)")
-    parser.add_argument("--questions", type=int, default=10, metavar="N", help="(%(default)s)")
+    parser.add_argument("--questions", type=int, default=4, metavar="N", help="(%(default)s)")
     parser.add_argument("--source", choices=SOURCES, action="append", help="only this one; may be given several times")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
     arguments = parser.parse_args()

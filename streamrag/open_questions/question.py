@@ -125,7 +125,7 @@ class OpenQuestion:
         self.num_retrievals = 0
         """Number of queries ahead so far."""
         self.num_unused_tokens = 0
-        """Number of prompt tokens that were computed for queries ahead whose question was not committed."""
+        """Number of prompt tokens that the backend reported as computed for queries ahead that were stopped."""
         self.is_committed = False
         self._text = ""
         self._ahead: _QueryAhead | None = None
