@@ -207,7 +207,14 @@ async def test_damage_costs_a_request_and_no_more(site: Website, store: DiskStor
     await fetch(store, url)
     [path] = files(tmp_path)
     whole = path.read_bytes()
-    damages = [b"", whole[:-1], whole + b"x", whole[:30] + bytes([whole[30] ^ 1]) + whole[31:], b"x" * 100_000, whole[:20]]
+    damages = [
+        b"",
+        whole[:-1],
+        whole + b"x",
+        whole[:30] + bytes([whole[30] ^ 1]) + whole[31:],
+        b"x" * 100_000,
+        whole[:20],
+    ]
     for number, damaged in enumerate(damages, 2):
         path.write_bytes(damaged)
         assert (await fetch(store, url)).body == b"<p>text"
