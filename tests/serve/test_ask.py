@@ -5,10 +5,12 @@ import json
 import pytest
 
 from streamrag import SourceError
+from streamrag.query.options import MAX_DRAFT
 from streamrag.serve import Limits
 from streamrag.serve.failures import RETRIEVAL_FAILED
 from tests.serve.raw import raw
 from tests.serve.serving import CHUNKS, PARIS, serving
+from tests.serve.test_chat import VerifyingBackend
 
 QUESTION = "What is the capital of France?"
 
@@ -48,10 +50,22 @@ async def test_options_reach_the_query() -> None:
     assert json.loads(last)["answer"]["num_output_tokens"] == 5
 
 
+async def test_a_draft_is_that_of_the_answer() -> None:
+    async with serving(backend=VerifyingBackend()) as served:
+        answer = await served.http.post("/v1/ask", json={"question": QUESTION, "draft": "It is Lyon."})
+        complete = served.backend.prompts[-1][-1]
+    assert complete.draft == tuple(map(ord, "It is Lyon."))
+    last = json.loads(answer.text.rstrip().rpartition("data: ")[2])["answer"]
+    assert last["text"] == "It is Paris [1]."
+    assert (last["draft"]["num_verified"], last["draft"]["num_accepted"]) == (5, 3)
+
+
 @pytest.mark.parametrize(
     "body",
     [
         {},
+        {"question": QUESTION, "draft": 5},
+        {"question": QUESTION, "draft": "x" * (MAX_DRAFT + 1)},
         {"question": ""},
         {"question": QUESTION, "max_token": 5},
         {"question": QUESTION, "max_tokens": 0},

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from streamrag.query.options import QueryOptions
+from streamrag.query.options import MAX_DRAFT, QueryOptions
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import StrictModel, read_body
 from streamrag.serve.connections.sse import Write
@@ -21,7 +21,7 @@ from streamrag.serve.protocols.event_encoder import respond_with_events, write_e
 from streamrag.serve.request_fields import SAMPLING, parse_turn, sampling
 from streamrag.serve.service import Service
 
-QUERY_FIELDS = {"max_context_tokens", "deadline_s", "reserve_fraction", "overlap", "answer_ahead"}
+QUERY_FIELDS = {"max_context_tokens", "deadline_s", "reserve_fraction", "overlap", "answer_ahead", "draft"}
 
 
 class QueryRequest(StrictModel):
@@ -40,6 +40,7 @@ class QueryRequest(StrictModel):
     reserve_fraction: float | None = None
     overlap: bool | Literal["auto"] | None = None
     answer_ahead: bool | None = None
+    draft: str | None = Field(default=None, max_length=MAX_DRAFT)
 
     def query_options(self, service: Service) -> QueryOptions:
         """Return the pipeline's options: sampling parameters and history, and of the others those that the client set.
