@@ -36,7 +36,7 @@ ROLES = ("system", "user", "assistant")
 
 
 def _turns(value: Iterable[Turn]) -> tuple[Turn, ...]:
-    """Return turns with plain texts, from an iterable of them or a single one; raise ValueError for anything else."""
+    """Return turns with plain texts, from an iterable of them or a single one; ValueError for other values or roles."""
     turns = tuple(value) if isinstance(value, Iterable) else (value,)
     if not all(isinstance(turn, Turn) and turn.role in ROLES and isinstance(turn.text, str) for turn in turns):
         raise ValueError('must be a sequence of Turn, each with a role of "system", "user" or "assistant" and a text')

@@ -68,8 +68,8 @@ class RefreshedBackend:
         """Yield the events of the backend for `prompts`, then of a new request for each new context.
 
         When new context is ready, and the text so far ends with a whole character, the request is aborted; tokens that
-        it has generated but not yielded are dropped. Closing the iterator, or the end of the answer, stops the
-        retrieval that is running.
+        it has generated but not yielded are dropped, and chunks have no `usage` from then on. Closing the iterator, or
+        the end of the answer, stops the retrieval that is running.
 
         :raises ConfigurationError: the model does not see exactly the tokens that are sent.
         """

@@ -258,7 +258,7 @@ class Service:
     async def listen(
         self, caller: Caller, text: str, on_event: OnEvent, options: QueryOptions
     ) -> AsyncIterator[OpenQuestion]:
-        """Admit a question that is still being asked, `text` so far, for the length of the block, and give it.
+        """Admit a question that is still being asked, `text` so far, as one query while the block runs, and give it.
 
         Each event of its queries is charged when it occurs, and then `on_event` is called with it. The observers get
         the events of the answer's query only. `deadline_s` of the options is left to the caller.

@@ -232,8 +232,9 @@ class Ingestion:
     async def _next(self) -> tuple[Snapshot, bool]:
         """Move the next batch to the window; return the data, and whether the tokens before that batch have changed.
 
-        They change when the window slides, and with a new system text. A new system text waits for no batch limit: its
-        version contains all data that were appended before it. While the tokenizer fails, tries again every `RETRY_S`.
+        A batch is what is appended now, perhaps nothing, up to `MAX_BATCH` chunks, or with a new system text all that
+        was appended before that text. The tokens before change when the window slides, and with a new system text.
+        While the tokenizer fails, tries again every `RETRY_S`.
         """
         number, prompts = self._next_prompts
         batch = self._buffer.take(MAX_BATCH, number)

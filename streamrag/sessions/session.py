@@ -295,7 +295,7 @@ class Session:
         `ask` returns such an answer at once, for the same question and version with the same `answers` or, without
         `answers`, the same `params`.
 
-        answers, with_margin, decisive_margin: see `ask`.
+        answers, with_margin, decisive_margin: see `ask`. Without `answers`, the margin is that of the first token.
         min_interval_s: least seconds between two answers.
         priority: higher ones are answered first; among equals, the one that was answered longest ago.
         name: its key in `watches`; replaces a watch of the same name. A session that resumes from a log restores named

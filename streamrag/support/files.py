@@ -19,7 +19,7 @@ RENAME_EXCHANGE = RENAME_SWAP = 2  # flags of Linux and of macOS
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file atomically, text as UTF-8; raise ConfigurationError, and leave it unchanged, if that fails."""
+    """Replace a file in one step, unsynced, text as UTF-8; an OSError leaves it unchanged, as ConfigurationError."""
     try:
         with atomic_replace(path) as unfinished:
             unfinished.write_bytes(content.encode() if isinstance(content, str) else content)

@@ -117,6 +117,9 @@ class Cluster:
     async def start(self, progress: Progress) -> DeploymentHandle:
         """Return a handle of the replicas, once all initial ones can answer. After an error, all is closed again.
 
+        If the program has initialized Ray already, uses that Ray, and leaves it running.
+
+        :raises AlreadyStartedError: it is started.
         :raises ConfigurationError: there is no such cluster, or it has no room for the replicas.
         :raises BackendError: Ray, or an application in the replicas, cannot be started.
         """

@@ -13,7 +13,7 @@ class DraftPrice(TokenRule):
     """Limits the tokens of a draft to those that take no more time from others than one of its tokens saves its user.
 
     A token that holds saves the overhead of a step. Each token that a step computes delays all other requests in it,
-    and those that wait for its end. Alone, a draft has no limit.
+    and those that wait for its end. Alone, a draft has no limit; beside others it waits while costs are unknown.
 
     estimate_costs: returns the estimated costs of steps; None while they are unknown.
     survival: returns the share of drafted tokens that hold.
@@ -29,7 +29,7 @@ class DraftPrice(TokenRule):
         self._most_length: float | None = None  # computed at the first draft, behind all others
 
     def most_tokens(self, candidate: Candidate) -> float:
-        """Return how many tokens of a draft are worth their cost: 0 if less than one; no limit for other requests."""
+        """Return how many tokens of a draft are worth their cost, 0 if less than one; no limit for other requests."""
         if not candidate.request.is_draft:
             return NO_LIMIT
         if self._most_length is None:

@@ -184,8 +184,9 @@ class Fetcher:
     async def _request(self, url: str, rules: ContentRules, validators: Mapping[str, str]) -> Response:
         """Send one GET, and return the response: a 2xx with its body, or the fields of a redirect or a requested 304.
 
-        Another status, or a redirect without location, is an HttpStatusError; a wrong media type, too many header
-        fields or a reached `max_crawl_bytes` are an UnusablePageError.
+        Another status, or a redirect without location, is an HttpStatusError. An UnusablePageError is a wrong media
+        type, too many header fields, a reached `max_crawl_bytes`, or a body that is damaged, incomplete, compressed
+        otherwise than requested, or over `max_body_bytes` (lenient `rules` cut the body instead).
         """
         self._check_crawl_bytes()
         headers = {"Host": urlsplit(url).netloc, **self._headers, "Accept": rules.accept, **validators}

@@ -101,7 +101,9 @@ class DiskAnnSearcher(IndexSearcher):
     def _search_graph(
         self, graph: Any, num_nodes: int, vector: Any, k: int, complexity: int, beam_width: int
     ) -> tuple[list[int], list[float]]:
-        """Return the nearest nodes and distances up to the first invalid result; IndexCorruptError if too early."""
+        """Return up to `k` nearest nodes and distances: those before a node that does not exist, is repeated, or is
+        nearer than the one before. Raises IndexCorruptError if fewer than min(k, 2) are left.
+        """
         options = {"k_neighbors": k, "complexity": complexity, "beam_width": beam_width}
         result = graph.batch_search(vector[None], **options, num_threads=NUM_DISKANN_THREADS)
         ids, distances = result.identifiers[0].tolist(), result.distances[0].tolist()

@@ -109,7 +109,8 @@ class PageCleaner:
 
     def _answer(self, job: dict[str, Any], body: bytes) -> dict[str, Any]:
         """Read the page (`body`, cache or browser); return its `url` after redirects, `title`, `num_passages` with
-        irrelevant ones, relevant `passages` as [headings, blocks], ranked `links`, and `is_cut`."""
+        irrelevant ones, relevant `passages` as [headings, blocks], ranked `links`, and `is_cut` if it was too long to
+        be read whole."""
         content = self._load_or_read(job, body)
         passages = split_markdown(content.text[:MAX_CONTENT_CHARS])
         is_cut = content.is_cut or len(content.text) > MAX_CONTENT_CHARS or len(passages) > MAX_PASSAGES

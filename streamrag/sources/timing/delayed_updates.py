@@ -20,8 +20,8 @@ class DelayedUpdates(SourceWrapper):
     `overlap="auto"` learns by itself whether to do so; this is for those who know it.
 
     The source's hints say when it expects to end (`Hint.end_s`). An update without this hint is sent at once, such as
-    those of the first query to a source that has not measured its duration yet. The held update is also sent when
-    another kind of event comes, and when the source ends or fails. The final context is the same as without
+    those of the first query to a source that has not measured its duration yet. The held update is also sent before
+    an `Append` or a `CutShort`, and when the source ends or fails. The final context is the same as without
     `DelayedUpdates` in the default mode, `UpdateMode()`.
 
     lead_s: about as long as prefilling the whole context takes: `ttft_after_retrieval_s` with `overlap=False`.

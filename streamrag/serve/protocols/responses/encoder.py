@@ -46,7 +46,10 @@ class ResponseEncoder:
         ]
 
     def encode(self, event: QueryEvent) -> list[ServerEvent]:
-        """Return the events for the start or end of retrieval, text, or the answer; none for other events."""
+        """Return the events for the start or end of retrieval, text, or the answer; none for other events.
+
+        The response's own first events are those of `begin`. A citation comes with the text that completes it.
+        """
         match event:
             case RetrievalStarted(query=query):
                 return self._begin_search(query)

@@ -147,8 +147,11 @@ class _Handlers:
         return Response(status_code=204)
 
     async def events(self, request: Request) -> Response:
-        """Respond with the session's state and its events after Last-Event-ID, as SSE, until the session is closed.
-        Raises RequestError if the session has too many readers."""
+        """Respond with the session's state and its events after Last-Event-ID, or all that are kept, as SSE, until the
+        session is closed. A "gap" event stands for those that are no longer kept.
+
+        :raises RequestError: the session has too many readers.
+        """
         served = await self._find(request)
         last = parse_id(request.headers.get("last-event-id", "0"), "Last-Event-ID")
 

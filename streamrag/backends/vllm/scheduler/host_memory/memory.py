@@ -109,9 +109,9 @@ class HostMemory:
             self.costs.on_step_end(list(parts_of(step)), duration_s, copies_s, waited_for_copies=waited_for_copies)
 
     def on_failed_loads(self, block_ids: set[int]) -> Suspects:
-        """Return the KV that is wrong, in later steps too, because these loads of the last ended step failed.
+        """Return all KV that may be wrong since these loads of the last ended step failed, also of steps in flight.
 
-        Drops the KV of these loads from host memory, and saves none of the wrong blocks.
+        Drops the KV of the failed loads from host memory, and saves none of the wrong blocks.
         """
         wrong = self._in_flight.suspects_if_failed(block_ids)
         self.num_failed += len(wrong.keys)
@@ -210,8 +210,8 @@ class HostMemory:
     ) -> Iterator[tuple[int, int]]:
         """Yield (block, slot) of released blocks that the step overwrites, and track these blocks no more.
 
-        Skips blocks that are uncertain, not wanted, already in host memory, or without a free slot. Adds the number of
-        yielded blocks of each request to `num_saved_of`.
+        Leaves out blocks that keep their KV in the prefix cache, and are tracked on; that are uncertain, not wanted,
+        in host memory already, or without a free slot. Counts yielded blocks by request in `num_saved_of`.
         """
         for block_id in _blocks_in(step):
             released = self._released.get(block_id)
@@ -240,7 +240,7 @@ class HostMemory:
     def _write_through(self, uncertain: set[int]) -> Iterator[tuple[int, int]]:
         """Yield (block, slot) for full blocks that partial prompts hold, oldest first, while there is time and a slot.
 
-        Stops at an uncertain block. Prompts with prefix hits in this step wait for the next one.
+        The first uncertain block ends this for all prompts. Prompts with prefix hits in this step wait for the next.
         """
         pool = self._block_pool
         num_left = self.choice.num_to_write_through(pool.get_num_free_blocks() / pool.num_gpu_blocks)
