@@ -14,7 +14,6 @@ total   seconds from the start to the second one's first token
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import random
@@ -23,18 +22,16 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 from one_user import console, passages
+from results_file import write_results
 from rich.progress import track
 from rich.table import Table
 
 from streamrag import AnswerChunk, Append, Pipeline, SamplingParams, VllmBackend, from_tokens
-from streamrag.bench.provenance import versions
-from streamrag.support.files import write_atomic
 from streamrag.testing import ScriptedSource, make_demo_model
 
 LENGTHS = (150, 400)
@@ -153,15 +150,7 @@ def main() -> int:
     summary = summarize(rows)
     console.print(table_of(summary))
     if arguments.json:
-        as_json = {
-            "command": "make bench-hand-over",
-            "date": date.today().isoformat(),
-            "versions": versions(),
-            "load": os.getloadavg()[0],
-            "summary": summary,
-            "rows": [asdict(row) for row in rows],
-        }
-        write_atomic(arguments.json, json.dumps(as_json, indent=1) + "\n")
+        write_results(arguments.json, summary, rows, command="make bench-hand-over")
     return 0 if all(row["num_equal"] == row["num"] for row in summary) else 1
 
 

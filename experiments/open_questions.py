@@ -21,7 +21,6 @@ equal; a crawl appends pages as they arrive, so its context depends on their tim
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import random
@@ -32,24 +31,22 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 from answer_ahead import ScriptedSource, appended, retrieve
 from documentation_questions import QUESTIONS
+from results_file import write_results
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from streamrag import Pipeline, SamplingParams, VllmBackend, WebSource
-from streamrag.bench.provenance import versions
 from streamrag.core import Source, SourceEvent
 from streamrag.demo.demo_folder import MAX_CONTEXT_TOKENS, MAX_MODEL_LEN, TEMPLATE, prepare_demo
 from streamrag.query.answer_stream import AnswerStream
-from streamrag.support.files import write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 RETRIEVAL_S = 1.5
@@ -251,14 +248,7 @@ def main() -> int:
     summary = summarize(rows)
     console.print(table_of(summary))
     if arguments.json:
-        as_json = {
-            "date": date.today().isoformat(),
-            "versions": versions(),
-            "load": os.getloadavg()[0],
-            "summary": summary,
-            "rows": [asdict(row) for row in rows],
-        }
-        write_atomic(arguments.json, json.dumps(as_json, indent=1) + "\n")
+        write_results(arguments.json, summary, rows)
     return 0 if all(row["num_equal"] == row["num"] for row in summary if row["source"] == "search") else 1
 
 

@@ -18,7 +18,6 @@ aborted; the pause is the time from a new prompt to the next token.
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import random
@@ -29,18 +28,16 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 
+from results_file import write_results
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from streamrag import Chunk, Pipeline, PromptTemplate, QueryOptions, RetrieverSource, SamplingParams, VllmBackend
-from streamrag.bench.provenance import versions
 from streamrag.records import read_records
 from streamrag.refresh import Refresh
-from streamrag.support.files import write_atomic
 from streamrag.telemetry import ContextRefreshed, RefreshSkipped, TokensGenerated
 from streamrag.testing import make_demo_model
 
@@ -261,15 +258,7 @@ def main() -> int:
     summary = summarize(rows)
     console.print(table_of(summary))
     if arguments.json:
-        as_json = {
-            "date": date.today().isoformat(),
-            "versions": versions(),
-            "load": os.getloadavg()[0],
-            "is_taught": arguments.taught,
-            "summary": summary,
-            "rows": [asdict(row) for row in rows],
-        }
-        write_atomic(arguments.json, json.dumps(as_json, indent=1) + "\n")
+        write_results(arguments.json, summary, rows, is_taught=arguments.taught)
     return 0
 
 

@@ -3,7 +3,7 @@
 import argparse
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -147,7 +147,7 @@ def render(values: Mapping[str, Any], *, width: int, height: int = 10_000) -> Re
 
 
 def _head(values: Mapping[str, Any]) -> list[Text]:
-    """Return the lines above the queries: state, limits, rates, known times, newest overlap, memory, and a blank."""
+    """Return the lines above the queries: state, limits, rates, and the lines of `_times_and_overlap` and `_memory`, a blank."""
     state = "[green]ready[/]" if values["is_ready"] else "[red]not ready[/]"
     state = "[yellow]stopping[/]" if values["is_draining"] else state
     minute, total = values["minute"], values["total"]
@@ -179,15 +179,18 @@ def _head(values: Mapping[str, Any]) -> list[Text]:
             f" ({by_reason})" if by_reason else "",
         ),
     ]
+    return [*lines, *_times_and_overlap(values), *_memory(values["kv"]), Text()]
+
+
+def _times_and_overlap(values: Mapping[str, Any]) -> Iterator[Text]:
+    """Yield a line for each of the two times to the first token, and one on the newest overlap, as far as known."""
     for name, label in (("ttft_s", "ttft"), ("ttft_after_retrieval_s", "after retrieval")):
         if values[name]:
-            lines.append(
-                markup("{}: {}", label, ", ".join(f"{share} {_short(at_s)}" for share, at_s in values[name].items()))
-            )
+            shares = ", ".join(f"{share} {_short(at_s)}" for share, at_s in values[name].items())
+            yield markup("{}: {}", label, shares)
     newest = next((query for query in (*values["open"][::-1], *values["ended"]) if query.get("overlap")), None)
     if newest is not None:
-        lines.append(markup("overlap: {}, {}", newest["overlap"], newest["overlap_reason"]))
-    return [*lines, *_memory(values["kv"]), Text()]
+        yield markup("overlap: {}, {}", newest["overlap"], newest["overlap_reason"])
 
 
 def _memory(kv: Mapping[str, Any] | None) -> list[Text]:

@@ -275,7 +275,7 @@ def observed(answer: AnswerStream, on_event: OnEvent) -> AnswerStream:
             on_event(event)
             await emit(event)
 
-        return answer._start_query(observe)
+        return answer.start_query(observe)
 
     return AnswerStream(start)
 

@@ -35,7 +35,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
     """
 
     def __init__(self, start: StartQuery) -> None:
-        self._start_query = start
+        self.start_query = start
         self._task: asyncio.Task[Answer] | None = None
         self._is_stopped = False
         self._answer: Answer | None = None
@@ -84,7 +84,7 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
                     await send.send(event)
 
             try:
-                self._task = self._start_query(emit)
+                self._task = self.start_query(emit)
             except BaseException:
                 send.close()
                 self._close_events()

@@ -6,7 +6,8 @@ import hashlib
 import re
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from urllib.parse import SplitResult, urlsplit
 from weakref import WeakValueDictionary
 
@@ -112,16 +113,22 @@ class Gate:
         except RequestError as error:
             await _refuse(error, scope, receive, send_with_id)
             return
-        self._num_open[caller.client] += 1
-        try:
+        with self._count_open(caller.client):
             if scope["type"] == "http":
                 await self._app(scope, body.receive, send_with_id)
             else:
                 await self._run_socket(scope, receive, send_with_id, caller)
+
+    @contextmanager
+    def _count_open(self, client: str) -> Iterator[None]:
+        """Count a request as one of the client's open ones while the block runs."""
+        self._num_open[client] += 1
+        try:
+            yield
         finally:
-            self._num_open[caller.client] -= 1
-            if not self._num_open[caller.client]:
-                del self._num_open[caller.client]
+            self._num_open[client] -= 1
+            if not self._num_open[client]:
+                del self._num_open[client]
 
     async def _run_socket(self, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
         """Run a WebSocket whose application sees a frame that comes after the key was revoked as a disconnect; then

@@ -26,6 +26,7 @@ from starlette.websockets import WebSocket
 
 from streamrag.core import Chunk
 from streamrag.errors import DeadlineExceededError, StreamRagError
+from streamrag.query.answer_stream import AnswerStream
 from streamrag.query.options import QueryOptions
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import StrictModel
@@ -211,15 +212,19 @@ class AskSocket(Frames):
             at_s = time.monotonic() - began_s if asked.text_ahead == began == question.text else None
             answer = asked.commit(question.text)
             self._put({"type": "committed", "id": question.id, "at_s": at_s})
-            most_s = self._service.limits.deadline_s
-            deadline_s = min(question.options.get("deadline_s", most_s), most_s)
-            try:
-                with anyio.fail_after(deadline_s):
-                    async for _ in answer:
-                        pass
-            except TimeoutError:
-                raise DeadlineExceededError(f"the query's deadline of {deadline_s:g} s passed") from None
+            await self._finish(answer, question)
         return last
+
+    async def _finish(self, answer: AnswerStream, question: SocketQuestion) -> None:
+        """Wait for the end of the answer; DeadlineExceededError after the client's or the service's `deadline_s`."""
+        most_s = self._service.limits.deadline_s
+        deadline_s = min(question.options.get("deadline_s", most_s), most_s)
+        try:
+            with anyio.fail_after(deadline_s):
+                async for _ in answer:
+                    pass
+        except TimeoutError:
+            raise DeadlineExceededError(f"the query's deadline of {deadline_s:g} s passed") from None
 
 
 def routes(service: Service) -> list[BaseRoute]:
