@@ -147,7 +147,7 @@ def render(values: Mapping[str, Any], *, width: int, height: int = 10_000) -> Re
 
 
 def _head(values: Mapping[str, Any]) -> list[Text]:
-    """Return the lines above the queries: state, limits, rates, and the lines of `_times_and_overlap` and `_memory`, a blank."""
+    """Return the lines above the queries: state, limits, rates, `_times_and_overlap`, `_memory`, and a blank."""
     state = "[green]ready[/]" if values["is_ready"] else "[red]not ready[/]"
     state = "[yellow]stopping[/]" if values["is_draining"] else state
     minute, total = values["minute"], values["total"]
