@@ -181,7 +181,7 @@ class Run:
         self._loaded = {block_id for _, block_id in copies.loads} if isinstance(copies, HostCopies) else set()
         if self.pause is None:
             self._check_as_planned(step)
-        self._count_drafts(step)
+        self._check_drafts(step)
         for request_id in step.num_scheduled_tokens:
             client = self.current[request_id]
             client.computed = (client.num_chunks, end_s)
@@ -235,12 +235,15 @@ class Run:
                 is_known = is_lost or counted_on_a_hit or self._plans_evictions or self.scenario.has_mamba
                 check(is_known, f"{name} was to compute to {end} and computes nothing")
 
-    def _count_drafts(self, step: SchedulerOutput) -> None:
+    def _check_drafts(self, step: SchedulerOutput) -> None:
+        """Check that only drafts compute to which the plan granted tokens."""
         computing = [self.scheduler.requests[request_id] for request_id in step.num_scheduled_tokens]
         drafts = [request for request in computing if request.request_class == "draft"]
         self.met["steps of drafts"] += bool(drafts)
         self.met["steps of drafts beside others"] += 0 < len(drafts) < len(computing)
         self.met["drafts that were evicted"] += sum(draft.was_evicted for draft in drafts)
+        is_granted = self.pause is not None or all(draft.request_id in self._planned for draft in drafts)
+        check(is_granted, f"of the drafts {[draft.request_id for draft in drafts]} one computes without a grant")
 
     def _check_overtaken(self, starting: Client) -> None:
         """That no complete prompt that came before this one, and could run, is still to be started."""
