@@ -119,7 +119,6 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         has_host_memory=False,
         has_mamba=True,
-        why_untested="a small model of it has not been run yet",
     ),
     "Qwen3-Next": Architecture(
         "Qwen3NextConfig",
