@@ -13,27 +13,24 @@ drafts. It idles from when a prompt is prefilled until the next one comes.
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from documentation_questions import QUESTIONS
+from results_file import write_results
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from streamrag import Append, Chunk, HybridSource, Pipeline, SamplingParams, Update, VllmBackend
-from streamrag.bench.provenance import versions
 from streamrag.demo.demo_folder import MAX_MODEL_LEN, TEMPLATE, prepare_demo
-from streamrag.support.files import write_atomic
 from streamrag.telemetry import ContextChanged, DraftUse, PrefillProgressed, QueryEvent
 
 NUM_PASSAGES = 5
@@ -226,14 +223,7 @@ def main() -> int:
     show(found)
     console.print(f"the machine's load over the last minute: {load:.0f}, on {os.cpu_count()} cores, our own included")
     if arguments.json:
-        as_json = {
-            "date": date.today().isoformat(),
-            "versions": versions(),
-            "load": load,
-            "loads": found,
-            "rows": [asdict(row) for row in rows],
-        }
-        write_atomic(arguments.json, json.dumps(as_json, indent=1) + "\n")
+        write_results(arguments.json, rows, load=load, loads=found)
     return 0 if all(row["num_equal"] == row["num_pairs"] for row in found.values()) else 1
 
 

@@ -150,7 +150,7 @@ def main() -> int:
     summary = summarize(rows)
     console.print(table_of(summary))
     if arguments.json:
-        write_results(arguments.json, summary, rows, command="make bench-hand-over")
+        write_results(arguments.json, rows, command="make bench-hand-over", summary=summary)
     return 0 if all(row["num_equal"] == row["num"] for row in summary) else 1
 
 

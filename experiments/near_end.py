@@ -10,23 +10,21 @@ knows how long it takes. Ratios are of the same question and turn, not streaming
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import dataclass
 from pathlib import Path
 
 from documentation_questions import QUESTIONS
+from results_file import write_results
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from streamrag import DelayedUpdates, HybridSource, Pipeline, SamplingParams, Source, VllmBackend
-from streamrag.bench.provenance import versions
 from streamrag.demo.demo_folder import (
     MAX_CONTEXT_TOKENS,
     MAX_MODEL_LEN,
@@ -35,7 +33,6 @@ from streamrag.demo.demo_folder import (
     TEMPLATE,
     prepare_demo,
 )
-from streamrag.support.files import write_atomic
 from streamrag.telemetry import Answer
 
 LEAD_S = 0.3
@@ -165,14 +162,7 @@ def main() -> int:
     load = os.getloadavg()[0]
     console.print(f"the machine's load over the last minute: {load:.0f}, on {os.cpu_count()} cores, our own included")
     if arguments.json:
-        as_json = {
-            "date": date.today().isoformat(),
-            "versions": versions(),
-            "load": load,
-            "arms": found,
-            "rows": [asdict(row) for row in rows],
-        }
-        write_atomic(arguments.json, json.dumps(as_json, indent=1) + "\n")
+        write_results(arguments.json, rows, load=load, arms=found)
     return 0 if all(row["num_equal"] == row["num_questions"] for row in found.values()) else 1
 
 

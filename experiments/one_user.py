@@ -11,25 +11,22 @@ streaming, and their median: over 1 is faster with streaming.
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
 import sys
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from results_file import write_results
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from streamrag import Append, Chunk, Pipeline, SamplingParams, Update, VllmBackend
-from streamrag.bench.provenance import versions
 from streamrag.demo.demo_folder import MAX_MODEL_LEN, docs_folder, prepare_demo, written_pages
-from streamrag.support.files import write_atomic
 
 PASSAGE_WORDS, NUM_PASSAGES = 90, 4
 MAX_TOKENS = 4
@@ -195,14 +192,7 @@ def main() -> int:
     show(found)
     console.print(f"the machine's load over the last minute: {load:.0f}, on {os.cpu_count()} cores, our own included")
     if arguments.json:
-        as_json = {
-            "date": date.today().isoformat(),
-            "versions": versions(),
-            "load": load,
-            "loads": found,
-            "rows": [asdict(row) for row in rows],
-        }
-        write_atomic(arguments.json, json.dumps(as_json, indent=1) + "\n")
+        write_results(arguments.json, rows, load=load, loads=found)
     return 0 if all(row["num_equal"] == row["num_pairs"] for row in found.values()) else 1
 
 

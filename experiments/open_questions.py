@@ -248,7 +248,7 @@ def main() -> int:
     summary = summarize(rows)
     console.print(table_of(summary))
     if arguments.json:
-        write_results(arguments.json, summary, rows)
+        write_results(arguments.json, rows, summary=summary)
     return 0 if all(row["num_equal"] == row["num"] for row in summary if row["source"] == "search") else 1
 
 

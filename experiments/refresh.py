@@ -258,7 +258,7 @@ def main() -> int:
     summary = summarize(rows)
     console.print(table_of(summary))
     if arguments.json:
-        write_results(arguments.json, summary, rows, is_taught=arguments.taught)
+        write_results(arguments.json, rows, is_taught=arguments.taught, summary=summary)
     return 0
 
 

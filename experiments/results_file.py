@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -12,8 +12,11 @@ from streamrag.bench.provenance import versions
 from streamrag.support.files import write_atomic
 
 
-def write_results(path: Path, summary: Any, rows: Sequence[Any], **more: Any) -> None:
-    """Write a JSON file: the date, versions, the machine's load, `more`, a summary, and rows, which are dataclasses."""
-    about: Mapping[str, Any] = {"date": date.today().isoformat(), "versions": versions(), "load": os.getloadavg()[0]}
-    results = {**about, **more, "summary": summary, "rows": [asdict(row) for row in rows]}
+def write_results(path: Path, rows: Sequence[Any], **more: Any) -> None:
+    """Write a JSON file: the date, versions, `more`, such as a summary, and rows, which are dataclasses.
+
+    The load is the machine's now, unless `more` has the `load` of another moment.
+    """
+    about = {"date": date.today().isoformat(), "versions": versions(), "load": os.getloadavg()[0]}
+    results = {**about, **more, "rows": [asdict(row) for row in rows]}
     write_atomic(path, json.dumps(results, indent=1) + "\n")
