@@ -13,6 +13,7 @@ STEP_S = 0.010
 TOKEN_S = 0.000_010
 MAX_STEP_TOKENS = 2048
 MAX_SEQUENCES = 32
+AGEING = 0.1  # that of the policy srpf
 
 
 @dataclass(eq=False)
@@ -20,16 +21,25 @@ class _Request:
     rank: int
     num_to_prefill: int = 0
     num_to_generate: int = 0
+    is_complete: bool = False
+    newest_s: float = 0.0
+    """When the newest prompt came."""
     progress: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
     """One item for each finished prefill or generated token."""
+
+    @property
+    def place(self) -> tuple[int, bool, float]:
+        """Place among the prefills; the smallest is served first."""
+        seconds = self.num_to_prefill * TOKEN_S if self.is_complete else 0.0
+        return self.rank, not self.is_complete, seconds + AGEING * self.newest_s
 
 
 class SteppedBackend:
     """Answer each prompt with `max_tokens` letters, in steps that all requests share.
 
     A step lasts 10 ms, and 10 us more for each token that it computes. Decodes come first, then prefills by request
-    class and arrival, as in the service's default policy. If the event loop was late, the next steps follow at once: a
-    real engine does not wait for the process of the service.
+    class, and within a class the shortest first, as in the service's default policy. If the event loop was late, the
+    next steps follow at once: a real engine does not wait for the process of the service.
     """
 
     def __init__(self) -> None:
@@ -61,6 +71,8 @@ class SteppedBackend:
                     request = _Request(RANKS[prompt.request_class])
                     self._requests.append(request)
                 request.num_to_prefill = len(prompt.token_ids) - prompt.num_shared
+                request.is_complete = prompt.is_complete
+                request.newest_s = asyncio.get_running_loop().time()
                 self._has_work.set()
                 await request.progress.get()
                 yield Prefilled(len(prompt.token_ids))
@@ -79,7 +91,7 @@ class SteppedBackend:
         due_s = loop.time()
         while True:
             decoding = [each for each in self._requests if each.num_to_generate][:MAX_SEQUENCES]
-            prefilling = sorted((each for each in self._requests if each.num_to_prefill), key=lambda each: each.rank)
+            prefilling = sorted((each for each in self._requests if each.num_to_prefill), key=lambda each: each.place)
             if not decoding and not prefilling:
                 self._has_work.clear()
                 await self._has_work.wait()

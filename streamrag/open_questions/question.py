@@ -16,17 +16,14 @@ from streamrag.errors import ConfigurationError, StreamRagError
 from streamrag.open_questions.held_source import HeldSource, WithFound
 from streamrag.open_questions.queries_ahead import QueriesAhead
 from streamrag.open_questions.rules import QuestionRule, WaitForWords
-from streamrag.query.answer_stream import AnswerStream, Emit
+from streamrag.query.answer_stream import AnswerStream, OnEvent
 from streamrag.query.options import QueryOptions
 from streamrag.support.tasks import wait_shielded
 from streamrag.support.validation import CountOrZero, Flag, Seconds, SecondsOrZero, Text, check, validated
-from streamrag.telemetry import Answer, PrefillProgressed, QueryEvent
+from streamrag.telemetry import PrefillProgressed, QueryEvent
 
 Ask: TypeAlias = Callable[[Source, str], AnswerStream]
 """A function that returns the answer to a question from a source, unstarted."""
-
-OnEvent: TypeAlias = Callable[[QueryEvent], None]
-"""A function that is called in the query's task with each event when it occurs. It must not raise."""
 
 
 class ListenOptions(QueryOptions, total=False):
@@ -190,7 +187,7 @@ class OpenQuestion:
             self._answer, self._ahead = self._ahead.answer, None
         else:
             self._drop()
-            self._answer = observed(self._ask(self._source_with_found(), text), self._on_event)
+            self._answer = self._ask(self._source_with_found(), text).observe(self._on_event)
         return self._answer
 
     async def aclose(self) -> None:
@@ -240,7 +237,7 @@ class OpenQuestion:
                 self._on_event(event)
 
         with suppress(StreamRagError):
-            answer = observed(self._ask(held, text), on_event)
+            answer = self._ask(held, text).observe(on_event)
             await answer.__aenter__()
             self._queries_ahead.begin()
             self.num_retrievals += 1
@@ -265,19 +262,6 @@ class OpenQuestion:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
         return task
-
-
-def observed(answer: AnswerStream, on_event: OnEvent) -> AnswerStream:
-    """Return an answer whose query is that of this unstarted one; each event goes to `on_event` first."""
-
-    def start(emit: Emit) -> "asyncio.Task[Answer]":
-        async def observe(event: QueryEvent) -> None:
-            on_event(event)
-            await emit(event)
-
-        return answer.start_query(observe)
-
-    return AnswerStream(start)
 
 
 def num_computed(events: Iterable[QueryEvent]) -> int:

@@ -24,7 +24,12 @@ STOPPED = "there is no result: the query was stopped before its end"
 T = TypeVar("T")
 
 Emit: TypeAlias = Callable[[QueryEvent], Awaitable[None]]
+OnEvent: TypeAlias = Callable[[QueryEvent], None]
+"""A function that is called in the query's task with each event when it occurs. It must not raise."""
 StartQuery: TypeAlias = Callable[[Emit], "asyncio.Task[Answer]"]
+
+
+def _ignore(event: QueryEvent) -> None: ...
 
 
 class QueryHandle(AsyncIterator[T], Generic[T]):
@@ -35,11 +40,18 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
     """
 
     def __init__(self, start: StartQuery) -> None:
-        self.start_query = start
+        self._start = start
+        self._on_event: OnEvent = _ignore
         self._task: asyncio.Task[Answer] | None = None
         self._is_stopped = False
         self._answer: Answer | None = None
         self._events: MemoryObjectReceiveStream[QueryEvent] | None = None
+
+    def observe(self, on_event: OnEvent) -> Self:
+        """Call `on_event` with each event of this unstarted query, before the event can be read. Return this handle."""
+        assert self._task is None, "the query has started"
+        self._on_event = on_event
+        return self
 
     @property
     def result(self) -> Answer:
@@ -77,14 +89,16 @@ class QueryHandle(AsyncIterator[T], Generic[T]):
         """Start the query at the first call; return its event stream. If starting raises, the next call tries again."""
         if self._events is None:
             send, self._events = anyio.create_memory_object_stream[QueryEvent](MAX_UNREAD_EVENTS)
+            on_event = self._on_event
 
             async def emit(event: QueryEvent) -> None:
+                on_event(event)
                 # A caller that has left closed the stream; the task's cancellation is on its way.
                 with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
                     await send.send(event)
 
             try:
-                self._task = self.start_query(emit)
+                self._task = self._start(emit)
             except BaseException:
                 send.close()
                 self._close_events()

@@ -12,7 +12,7 @@ question, and gives every question the same answer. Here the pass is at the end 
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, isfinite
 from typing import Any, TypeAlias
@@ -30,6 +30,10 @@ TokenIds: TypeAlias = tuple[int, ...]
 ForwardPass: TypeAlias = Callable[[TokenIds, Sequence[int]], Awaitable[tuple[int | None, Any]]]
 """Runs one pass of the engine: given the tokens behind the prompt and the allowed next tokens, returns the next token
 and the log-probabilities of all allowed ones; None if the engine has none."""
+
+MAX_URGENT_TOKENS = 2_048
+"""Tokens behind the data up to which a question has the urgency of the class `session`, because it takes the engine a
+step. A longer one is ordered among all other prompts, so that nobody overtakes others with a question of any length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +118,14 @@ async def compute_answer(
     tokenizer, answers = snapshot.prompts.tokenizer, question.answers
     choices = await in_thread(tokenizer, partial(encode_answers, tokenizer, answers)) if answers else {}
     token_ids = await in_thread(tokenizer, partial(snapshot.prompts.complete, snapshot.token_ids, question.text))
+    is_short = len(token_ids) - len(snapshot.token_ids) <= MAX_URGENT_TOKENS
+    prompt = Prompt(token_ids, 0, is_complete=True, request_class="session" if is_short else "pool")
     if choices:
-        one_pass = _passes(backend, token_ids, question, choices, builder.chunks)
+        one_pass = _passes(backend, prompt, question, choices, builder.chunks)
         choice = await choose_answer(choices, one_pass, question.decisive_margin)
         await builder.put(AnswerChunk(choice.text, choice.token_ids, "stop"))
         return builder.finish(backend.model, len(token_ids), choice.gap if question.with_margin else None)
-    async with aclosing(_generate(backend, token_ids, question.params_for(), question.draft)) as pieces:
+    async with aclosing(_generate(backend, replace(prompt, draft=question.draft), question.params_for())) as pieces:
         async for chunk in pieces:
             builder.chunks.append(chunk)
             await builder.put(chunk)
@@ -185,7 +191,7 @@ async def choose_answer(
 
 def _passes(
     backend: Backend,
-    token_ids: TokenIds,
+    prompt: Prompt,
     question: Question,
     choices: Mapping[TokenIds, str],
     chunks: list[AnswerChunk],
@@ -196,7 +202,8 @@ def _passes(
 
     async def one_pass(prefix: TokenIds, allowed: Sequence[int]) -> tuple[int | None, Any]:
         params = question.params_for(allowed, with_logprobs=with_logprobs)
-        async with aclosing(_generate(backend, token_ids + prefix, params)) as pieces:
+        longer = replace(prompt, token_ids=prompt.token_ids + prefix)
+        async with aclosing(_generate(backend, longer, params)) as pieces:
             chunks[:] = [chunk async for chunk in pieces]
         first = next((chunk for chunk in chunks if chunk.token_ids), None)
         return (first.token_ids[0], first.logprobs and first.logprobs[0]) if first else (None, None)
@@ -204,13 +211,11 @@ def _passes(
     return one_pass
 
 
-async def _generate(
-    backend: Backend, token_ids: TokenIds, params: SamplingParams, draft: TokenIds = ()
-) -> AsyncGenerator[AnswerChunk, None]:
+async def _generate(backend: Backend, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[AnswerChunk, None]:
     """Send a complete prompt; yield its answer chunks. Raise BackendError if none comes or the last is unfinished."""
     is_finished = False
     async with (
-        aclosing(_one_prompt(token_ids, draft)) as prompts,
+        aclosing(_once(prompt)) as prompts,
         closing(backend.generate(prompts, params)) as events,
     ):
         async for event in events:
@@ -221,8 +226,8 @@ async def _generate(
         raise BackendError("the engine ended without finishing its answer")
 
 
-async def _one_prompt(token_ids: TokenIds, draft: TokenIds) -> AsyncGenerator[Prompt, None]:
-    yield Prompt(token_ids, 0, is_complete=True, request_class="session", draft=draft)
+async def _once(prompt: Prompt) -> AsyncGenerator[Prompt, None]:
+    yield prompt
 
 
 def _gap(logprobs: Any) -> float | None:

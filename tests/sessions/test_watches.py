@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from streamrag import AnswerChunk, ConfigurationError, Pipeline, PipelineClosedError, SamplingParams
+from streamrag.sessions.answer import MAX_URGENT_TOKENS
 from streamrag.testing import ScriptedBackend, ScriptedSource
 from tests.sessions.test_session import Engine, settled
 
@@ -137,12 +138,16 @@ async def test_a_watch_that_is_closed_ends_and_the_others_go_on() -> None:
 
 async def test_the_engine_is_told_who_waits_for_each_request() -> None:
     seen: set[tuple[str, bool]] = set()
+    classes_of_long: set[str] = set()
 
     class Told(Engine):
         async def generate(self, prompts, params):  # type: ignore[no-untyped-def]
             async def noted():  # type: ignore[no-untyped-def]
                 async for prompt in prompts:
-                    seen.add((prompt.request_class, prompt.is_complete))
+                    if len(prompt.token_ids) > MAX_URGENT_TOKENS:
+                        classes_of_long.add(prompt.request_class)
+                    else:
+                        seen.add((prompt.request_class, prompt.is_complete))
                     yield prompt
 
             async for event in super().generate(noted(), params):
@@ -156,7 +161,9 @@ async def test_the_engine_is_told_who_waits_for_each_request() -> None:
         async with pipeline.stream("A query") as answer:
             async for _ in answer:
                 pass
+        await session.ask("Any?" * MAX_URGENT_TOKENS)
     assert seen - {("pool", False)} == {("stream", False), ("session", True), ("pool", True)}
+    assert classes_of_long == {"pool"}, "a long question overtakes nobody"
 
 
 class Counting(Engine):
