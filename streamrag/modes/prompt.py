@@ -9,6 +9,7 @@ same ids as one that is assembled at once.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from streamrag.core import Chunk, Prompt, Tokenizer, Turn, common_prefix_len
 from streamrag.errors import ConfigurationError, PromptTooLongError
@@ -16,6 +17,9 @@ from streamrag.modes.bounds import encode_bounded
 from streamrag.modes.budget import Included, PassageBudget, RelevanceJudge
 from streamrag.modes.conversation import chat_pieces
 from streamrag.modes.passages import PassageFormat
+
+MAX_CACHED_PASSAGES = 1024
+"""Passages of a query whose token ids are kept; with more in one context, each prompt tokenises all of them again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ class PromptAssembler:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._template = template
-        self._passages: dict[tuple[int, Chunk], list[int]] = {}
+        self._encode_passage = lru_cache(MAX_CACHED_PASSAGES)(self.encode_passage)
         self._previous: tuple[int, ...] = ()
         self._fit: list[Included] | None = None  # of the previous prompt, if that was partial
         self._history = tuple(history)
@@ -203,15 +207,8 @@ class PromptAssembler:
         return (*self._encode_messages(pieces, after), *end)
 
     def count_tokens(self, chunks: Sequence[tuple[int, Chunk]]) -> list[int]:
-        """Return the number of tokens of each chunk as the passage of this number, and cache the token ids."""
+        """Return the number of tokens of each chunk as the passage of this number, and cache the newest ones' ids."""
         return [len(self._encode_passage(number, chunk)) for number, chunk in chunks]
-
-    def _encode_passage(self, number: int, chunk: Chunk) -> list[int]:
-        """Return the token ids of a chunk as the passage of this number, and cache them."""
-        key = (number, chunk)
-        if key not in self._passages:
-            self._passages[key] = self.encode_passage(number, chunk)
-        return self._passages[key]
 
     def encode_passage(self, number: int, chunk: Chunk) -> list[int]:
         """Return the token ids of a chunk, or of a too long one's start, as this passage, without caching them."""
