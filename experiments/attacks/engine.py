@@ -18,20 +18,44 @@ AGEING = 0.1  # that of the policy srpf
 
 @dataclass(eq=False)
 class _Request:
-    rank: int
-    num_to_prefill: int = 0
+    max_tokens: int
+    rank: int = 0
+    num_tokens: int = 0
+    num_computed: int = 0
     num_to_generate: int = 0
     is_complete: bool = False
     newest_s: float = 0.0
     """When the newest prompt came."""
-    progress: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
-    """One item for each finished prefill or generated token."""
+    events: asyncio.Queue[BackendEvent | None] = field(default_factory=asyncio.Queue)
+    """What happened; None if there are no more prompts, and none was complete."""
+
+    @property
+    def num_to_prefill(self) -> int:
+        return self.num_tokens - self.num_computed
 
     @property
     def place(self) -> tuple[int, bool, float]:
         """Place among the prefills; the smallest is served first."""
         seconds = self.num_to_prefill * TOKEN_S if self.is_complete else 0.0
         return self.rank, not self.is_complete, seconds + AGEING * self.newest_s
+
+    def update(self, prompt: Prompt, now_s: float) -> None:
+        """Take the next prompt in place of the one before; what both share stays computed, but the last token."""
+        self.rank, self.newest_s, self.is_complete = RANKS[prompt.request_class], now_s, prompt.is_complete
+        self.num_tokens = len(prompt.token_ids)
+        self.num_computed = max(min(self.num_computed, prompt.num_shared, self.num_tokens - 1), 0)
+
+    def prefill(self, num_tokens: int) -> None:
+        """Compute tokens of the prompt."""
+        self.num_computed += num_tokens
+        if num_tokens and not self.num_to_prefill:
+            self.events.put_nowait(Prefilled(self.num_tokens))
+            self.num_to_generate = self.max_tokens if self.is_complete else 0
+
+    def decode(self) -> None:
+        """Generate a token."""
+        self.num_to_generate -= 1
+        self.events.put_nowait(AnswerChunk("a", (97,), None if self.num_to_generate else "length"))
 
 
 class SteppedBackend:
@@ -64,27 +88,31 @@ class SteppedBackend:
             self._stepping = None
 
     async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
-        request: _Request | None = None
+        request = _Request(params.max_tokens)
+
+        async def read() -> None:
+            try:
+                async for prompt in prompts:
+                    request.update(prompt, asyncio.get_running_loop().time())
+                    self._has_work.set()
+            finally:
+                if not request.is_complete:
+                    request.events.put_nowait(None)
+
+        reading = asyncio.create_task(read(), name="prompts of a stepped engine")
+        self._requests.append(request)
         try:
-            async for prompt in prompts:
-                if request is None:
-                    request = _Request(RANKS[prompt.request_class])
-                    self._requests.append(request)
-                request.num_to_prefill = len(prompt.token_ids) - prompt.num_shared
-                request.is_complete = prompt.is_complete
-                request.newest_s = asyncio.get_running_loop().time()
-                self._has_work.set()
-                await request.progress.get()
-                yield Prefilled(len(prompt.token_ids))
-            assert request is not None
-            request.num_to_generate = params.max_tokens
-            self._has_work.set()
-            for number in range(params.max_tokens):
-                await request.progress.get()
-                yield AnswerChunk("a", (97,), "length" if number + 1 == params.max_tokens else None)
+            while (event := await request.events.get()) is not None:
+                yield event
+                if isinstance(event, AnswerChunk) and event.finish_reason:
+                    break
+            if reading.done():
+                reading.result()  # raises what the prompts raised
         finally:
-            if request is not None:
-                self._requests.remove(request)
+            self._requests.remove(request)
+            reading.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await reading
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -106,9 +134,6 @@ class SteppedBackend:
             due_s += STEP_S + (MAX_STEP_TOKENS - num_left) * TOKEN_S
             await asyncio.sleep(max(due_s - loop.time(), 0))
             for request in decoding:
-                request.num_to_generate -= 1
-                request.progress.put_nowait(1)
+                request.decode()
             for request, num_tokens in prefills:
-                request.num_to_prefill = max(request.num_to_prefill - num_tokens, 0)
-                if num_tokens and not request.num_to_prefill:
-                    request.progress.put_nowait(1)
+                request.prefill(min(num_tokens, request.num_to_prefill))

@@ -16,8 +16,8 @@ from streamrag.core.lifecycle import start_all
 from streamrag.errors import PipelineClosedError
 from streamrag.modes import PromptTemplate
 from streamrag.open_questions import OpenQuestion, QueriesAhead
-from streamrag.open_questions.question import OnEvent
 from streamrag.pipeline import Pipeline
+from streamrag.query.answer_stream import OnEvent
 from streamrag.query.options import QueryOptions
 from streamrag.serve.admission import Admission
 from streamrag.serve.connections.fair_share import FairShare

@@ -158,10 +158,10 @@ async def test_the_engine_is_told_who_waits_for_each_request() -> None:
         watch = session.watch("Any?")
         await watch.at_least(1)
         await settled(session)
-        async with pipeline.stream("A query") as answer:
-            async for _ in answer:
-                pass
-        await session.ask("Any?" * MAX_URGENT_TOKENS)
+        for stream in (pipeline.stream("A query"), session.ask("Any?" * MAX_URGENT_TOKENS)):
+            async with stream as answer:
+                async for _ in answer:
+                    pass
     assert seen - {("pool", False)} == {("stream", False), ("session", True), ("pool", True)}
     assert classes_of_long == {"pool"}, "a long question overtakes nobody"
 
