@@ -202,8 +202,7 @@ def test_of_a_damaged_profile_only_errors_of_ours_come(tmp_path: Path) -> None:
         "copies": {"out_points": [[1, 0.1], [2, 0.2]], "in_points": [[1, 0.1]], "block_bytes": 5,
                    "is_overlapped": True},
     }  # fmt: skip
-    paper = {"recompute_latencies": {"16": [1.0, 2.0], "512": [5.0]}, "metadata": {"model_name": "x"}}
-    texts += [json.dumps(table)] * 4 + [json.dumps(paper)]
+    texts += [json.dumps(table)] * 4
 
     def make(chance: random.Random) -> bytes:
         return mutated([json.dumps(json.loads(chance.choice(texts)))], chance)
