@@ -7,7 +7,7 @@
     assert backend.prompts[-1][-1].is_complete  # all prompts of all queries are recorded
 
 `make_tiny_llama` writes a Llama with random weights for `VllmBackend`; its answers are noise. `make_demo_model` writes
-a small model that answers in English, from two installed packages. `StretchedSource` slows another source down.
+a small model that answers in English, from two installed packages.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -29,7 +29,6 @@ from streamrag.core import (
     SourceEvent,
 )
 from streamrag.core.lifecycle import started_once
-from streamrag.sources.timing.stretched_source import StretchedSource
 from streamrag.support.lazy_imports import attributes
 
 if TYPE_CHECKING:
@@ -46,7 +45,6 @@ __all__ = [
     "ScriptedBackend",
     "ScriptedSource",
     "Step",
-    "StretchedSource",
     "make_demo_model",
     "make_tiny_llama",
 ]

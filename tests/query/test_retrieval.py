@@ -17,6 +17,7 @@ from streamrag import (
     AnswerChunk,
     Append,
     Chunk,
+    DelayedUpdates,
     Hint,
     Pipeline,
     Prompt,
@@ -32,7 +33,7 @@ from streamrag.query.answer_stream import AnswerStream
 from streamrag.query.retrieval import Retrieval, closing
 from streamrag.support import tasks as tasks_module
 from streamrag.telemetry import ChunkArrived
-from streamrag.testing import CodePointTokenizer, ScriptedBackend, ScriptedSource, StretchedSource
+from streamrag.testing import CodePointTokenizer, ScriptedBackend, ScriptedSource
 from streamrag.trace.read import read_trace
 from streamrag.trace.recorder import TraceRecorder
 
@@ -51,7 +52,7 @@ class Odd:
         return self._stream(query)
 
 
-async def ask(source: Odd | StretchedSource, **options: Any) -> str:
+async def ask(source: Odd | DelayedUpdates, **options: Any) -> str:
     async with Pipeline(source, ScriptedBackend("ok")) as pipeline:
         return "".join([chunk.text async for chunk in pipeline.stream("Why?", **options)])
 
@@ -74,9 +75,9 @@ async def exits(query: str) -> AsyncIterator[SourceEvent]:
 
 
 @pytest.mark.parametrize("stream", [cancels_itself, awaits_a_cancelled_task, exits])
-@pytest.mark.parametrize("is_stretched", [False, True])
-async def test_a_source_that_cancels_itself_has_failed(stream: Callable[[str], Any], is_stretched: bool) -> None:
-    source = StretchedSource(Odd(stream), factor=1) if is_stretched else Odd(stream)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+async def test_a_source_that_cancels_itself_has_failed(stream: Callable[[str], Any], is_wrapped: bool) -> None:
+    source = DelayedUpdates(Odd(stream), 0.0) if is_wrapped else Odd(stream)
     with anyio.fail_after(20):
         with pytest.raises(SourceError, match=r"Odd failed: a (CancelledError|GeneratorExit), although"):
             await ask(source)
