@@ -183,7 +183,7 @@ def _parse_manifest(folder: Path, text: bytes) -> Manifest:
         raise corrupt(folder, f"its {MANIFEST} is damaged") from error
     if version != FORMAT_VERSION:
         raise IndexMismatchError(
-            f"{folder} has format version {str(version)[:40]}, and this streamrag reads {FORMAT_VERSION}: build it again"
+            f"{folder} has format version {str(version)[:40]}, and streamrag reads {FORMAT_VERSION}: build it again"
         )
     try:
         return Manifest.model_validate(fields)
