@@ -1,13 +1,22 @@
 """Public names whose modules are imported on first use."""
 
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+IMPORT = re.compile(r"^    from (\S+) import (\w+) as \2$", re.MULTILINE)
 
-def attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a module-level `__getattr__` for `package` that imports a name from its module in `homes`, once only."""
+
+def public_names(package: str) -> tuple[list[str], Callable[[str], Any]]:
+    """Return the public names of `package`, and a module-level `__getattr__` that imports each once, on first use.
+
+    They are written once, as type checkers need them: as lines `from MODULE import NAME as NAME` under
+    `if TYPE_CHECKING:` in the package's `__init__.py`, which is read here.
+    """
+    loader: Any = sys.modules[package].__loader__
+    homes = {name: home for home, name in IMPORT.findall(loader.get_source(package))}
 
     def get(name: str) -> Any:
         if name not in homes:
@@ -16,4 +25,4 @@ def attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
         setattr(sys.modules[package], name, value)
         return value
 
-    return get
+    return sorted(homes), get

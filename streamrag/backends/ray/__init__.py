@@ -7,16 +7,12 @@
 `replica_streams`, `replica_chooser`, `replica` and `wire` do not depend on Ray.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from streamrag.support.lazy_imports import public_names
 
 if TYPE_CHECKING:
     from streamrag.backends.ray.backend import RayBackend as RayBackend
 
-
-def __getattr__(name: str) -> Any:
-    """Import the backend on first use, because Ray takes a second to import and may not be installed."""
-    if name != "RayBackend":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from streamrag.backends.ray.backend import RayBackend
-
-    return RayBackend
+if not TYPE_CHECKING:  # Ray takes a second to import, and may not be installed
+    __all__, __getattr__ = public_names(__name__)
