@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 from streamrag.core import AnswerChunk, Backend, Prompt, SamplingParams, Tokenizer
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import BackendError, ConfigurationError
+from streamrag.query.answer_ahead import only
 from streamrag.query.answer_chunks import AnswerChunks
 from streamrag.query.answer_stream import Emit
 from streamrag.query.retrieval import closing
@@ -172,8 +173,9 @@ async def _generate(
 ) -> AsyncGenerator[AnswerChunk, None]:
     """Send a complete prompt; yield its answer chunks. Raise BackendError if none comes or the last is unfinished."""
     is_finished = False
+    prompt = Prompt(token_ids, 0, is_complete=True, request_class="session", draft=draft)
     async with (
-        aclosing(_one_prompt(token_ids, draft)) as prompts,
+        aclosing(only(prompt)) as prompts,
         closing(backend.generate(prompts, params)) as events,
     ):
         async for event in events:
@@ -182,10 +184,6 @@ async def _generate(
                 yield event
     if not is_finished:
         raise BackendError("the engine ended without finishing its answer")
-
-
-async def _one_prompt(token_ids: TokenIds, draft: TokenIds) -> AsyncGenerator[Prompt, None]:
-    yield Prompt(token_ids, 0, is_complete=True, request_class="session", draft=draft)
 
 
 def _gap(logprobs: Any) -> float | None:
