@@ -10,7 +10,7 @@
 
 from typing import TYPE_CHECKING
 
-from streamrag.support.lazy_imports import public_names
+from streamrag.support.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
     from streamrag.serve.app import create_app as create_app
@@ -24,5 +24,4 @@ if TYPE_CHECKING:
     from streamrag.serve.ray_app import ray_application as ray_application
     from streamrag.serve.service import Service as Service
 
-if not TYPE_CHECKING:
-    __all__, __getattr__ = public_names(__name__)
+__all__ = import_lazily(__name__)

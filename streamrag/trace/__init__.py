@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from streamrag.support.lazy_imports import public_names
+from streamrag.support.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
     from streamrag.trace.generate import anns as anns
@@ -23,5 +23,4 @@ if TYPE_CHECKING:
     from streamrag.trace.values import stretched as stretched
     from streamrag.trace.write import write_trace as write_trace
 
-if not TYPE_CHECKING:
-    __all__, __getattr__ = public_names(__name__)
+__all__ = import_lazily(__name__)

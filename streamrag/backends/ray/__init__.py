@@ -9,10 +9,9 @@
 
 from typing import TYPE_CHECKING
 
-from streamrag.support.lazy_imports import public_names
+from streamrag.support.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
     from streamrag.backends.ray.backend import RayBackend as RayBackend
 
-if not TYPE_CHECKING:  # Ray takes a second to import, and may not be installed
-    __all__, __getattr__ = public_names(__name__)
+import_lazily(__name__)  # Ray takes a second to import, and may not be installed

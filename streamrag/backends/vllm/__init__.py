@@ -13,10 +13,9 @@ vLLM before an engine starts.
 
 from typing import TYPE_CHECKING
 
-from streamrag.support.lazy_imports import public_names
+from streamrag.support.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
     from streamrag.backends.vllm.client.backend import VllmBackend as VllmBackend
 
-if not TYPE_CHECKING:  # the engine's own processes never need it
-    __all__, __getattr__ = public_names(__name__)
+import_lazily(__name__)  # the engine's own processes never need it
