@@ -1,7 +1,6 @@
 """Run one query, from admission to its last token."""
 
 import asyncio
-import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, nullcontext
 from dataclasses import replace
@@ -22,7 +21,7 @@ from streamrag.query.retrieval import Retrieval, closing
 from streamrag.records import RequestRecord
 from streamrag.support.clock import Clock
 from streamrag.support.messages import message_of, type_name
-from streamrag.support.tasks import LET_GO_S, cancel_and_wait, is_cancelled
+from streamrag.support.tasks import end_or_leave, is_cancelled
 from streamrag.telemetry import (
     Answer,
     Answered,
@@ -99,8 +98,10 @@ class QueryRun:
             await asyncio.wait([work], timeout=self._query.deadline_s)
         finally:
             is_late = not work.done()
+            phase = self._phase_now().value.partition(":")[0]
+            culprit = f"{part_name(self._source)} or {part_name(self._backend)}"
             try:
-                await self._end(work)
+                await end_or_leave(work, f"a query that was stopped {phase}", culprit)
             finally:  # not in the inner task, which may be left behind
                 if self._has_place:
                     admission.release_on_behalf_of(self)
@@ -109,23 +110,6 @@ class QueryRun:
                 f"the query's deadline of {self._query.deadline_s:g} s passed {self._phase_now().value}"
             )
         return work.result()
-
-    async def _end(self, work: "asyncio.Task[Answer]") -> None:
-        """Cancel the query's task; if it does not end within `LET_GO_S`, leave it behind with a ResourceWarning."""
-        try:
-            await cancel_and_wait([work], at_most_s=LET_GO_S)
-        finally:
-            if not work.done():
-                work.add_done_callback(lambda task: task.cancelled() or task.exception())  # mark it as retrieved
-                phase = self._phase_now().value.partition(":")[0]
-                warnings.warn(
-                    f"a query that was stopped {phase} has not ended within {LET_GO_S:g} s and is left behind: "
-                    f"{part_name(self._source)} or {part_name(self._backend)} swallows CancelledError, or waits, or "
-                    "tokenises, where it cannot be cancelled",
-                    ResourceWarning,
-                    stacklevel=1,
-                    source=self,
-                )
 
     def _phase_now(self) -> _Phase:
         """Return the phase; the end of retrieval begins the last one."""

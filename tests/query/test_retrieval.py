@@ -28,7 +28,6 @@ from streamrag import (
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import BackendEvent, CutShort, ModelInfo, SourceEvent
 from streamrag.errors import BackendError, DeadlineExceededError, PipelineClosedError, SourceError
-from streamrag.query import run as query_module
 from streamrag.query.answer_stream import AnswerStream
 from streamrag.query.retrieval import Retrieval, closing
 from streamrag.support import tasks as tasks_module
@@ -298,7 +297,7 @@ async def test_closing_returns_whatever_a_source_does_with_a_cancellation(
 
 async def test_a_source_that_never_lets_go_is_left_behind_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks_module, "CANCEL_AGAIN_S", 0.05)
-    monkeypatch.setattr(query_module, "LET_GO_S", 0.2)
+    monkeypatch.setattr(tasks_module, "LET_GO_S", 0.2)
     lets_go, reached, left = anyio.Event(), anyio.Event(), anyio.Event()
 
     async def never_lets_go(query: str) -> AsyncIterator[SourceEvent]:
@@ -412,7 +411,7 @@ async def test_a_query_that_is_stopped_does_not_leave_its_thread_in_the_tokenize
 
 
 async def test_what_is_left_behind_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(query_module, "LET_GO_S", 0.05)
+    monkeypatch.setattr(tasks_module, "LET_GO_S", 0.05)
     lets_go, left = anyio.Event(), anyio.Event()
 
     async def holds_on_once(query: str) -> AsyncIterator[SourceEvent]:
