@@ -35,7 +35,7 @@ from streamrag.errors import IndexCorruptError, IndexMismatchError, IndexMissing
 from streamrag.support.bounded_reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
 
 IndexKind: TypeAlias = Literal["diskann", "ivf"]
-FORMAT_VERSION = 2
+FORMAT_VERSION: Literal[2] = 2
 MANIFEST, PASSAGES, DUPLICATES = "manifest.json", "passages.jsonl", "duplicates.jsonl"
 KEYWORDS = "keywords.sqlite"
 VECTORS, NODES, IVF = "vectors.f32", "nodes.i32", "ivf.index"
