@@ -34,7 +34,7 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.retrievers import QueryFusionRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
-from streamrag import Backend, Mode, Pipeline, PromptTemplate, SamplingParams
+from streamrag import Backend, MergedSource, Mode, Pipeline, PromptTemplate, SamplingParams
 from streamrag.adapters.haystack import HaystackSource, StreamragGenerator
 from streamrag.adapters.langchain import StreamragChatModel, from_langchain
 from streamrag.adapters.llamaindex import LlamaIndexSource, StreamragQueryEngine
@@ -288,13 +288,12 @@ def haystack_pipeline(retriever: MultiRetriever, url: str) -> Ask:
 
 
 def haystack_with_streamrag(retriever: MultiRetriever) -> Application:
-    """The same with streamrag."""
+    """The same with streamrag, which fuses the members' results by Haystack's formula."""
 
     @asynccontextmanager
     async def application(backend: Backend) -> AsyncIterator[Ask]:
-        async with Pipeline(
-            HaystackSource(retriever), backend, template=TEMPLATE, owns_backend=False, overlap=True
-        ) as inner:
+        source = MergedSource(*map(HaystackSource, retriever.retrievers.values()))
+        async with Pipeline(source, backend, template=TEMPLATE, owns_backend=False, overlap=True) as inner:
             pipeline = haystack.Pipeline()
             pipeline.add_component("llm", StreamragGenerator(inner, params=SAMPLING))
 

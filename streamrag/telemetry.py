@@ -285,7 +285,7 @@ class Alternative:
     finish_reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """The whole answer to one query."""
 
@@ -295,21 +295,21 @@ class Answer:
     """The text as tokens; empty if a server returns text only."""
     finish_reason: str
     """"stop" or "length"; a server may have other reasons."""
-    citations: tuple[Citation, ...]
+    citations: tuple[Citation, ...] = ()
     """The passages of the prompt, in prompt order."""
-    left_out: tuple[Chunk, ...]
+    left_out: tuple[Chunk, ...] = ()
     """Chunks that did not fit the token budget."""
-    shortened: tuple[Chunk, ...]
+    shortened: tuple[Chunk, ...] = ()
     """Chunks that fit it only in part, whole as they arrived; `citations` has the parts."""
     num_prompt_tokens: int
     """Length of the prompt that was sent, in `unit`. For the tokens that the model read, see `usage`."""
-    num_invalidated: int
+    num_invalidated: int = 0
     """Tokens that were sent to the backend and replaced by a later prompt, over all prompts of the query, in `unit`."""
     is_exact: bool
     """Whether the model saw exactly the tokens of the prompt; False for a server that takes only text."""
-    source_error: SourceError | None
+    source_error: SourceError | None = None
     """The error that ended retrieval early, with `on_source_error="answer"`."""
-    cut_short: str | None
+    cut_short: str | None = None
     """Reason for which retrieval ended early without an error: a time limit, or a busy resource. None if it did not."""
     submitted_s: float
     """When the query was submitted, on the pipeline's clock. The default clock is `time.monotonic`, as in `record`, so

@@ -7,7 +7,7 @@
     assert backend.prompts[-1][-1].is_complete  # all prompts of all queries are recorded
 
 `make_tiny_llama` writes a Llama with random weights for `VllmBackend`; its answers are noise. `make_demo_model` writes
-a small model that answers in English, from two installed packages. `StretchedSource` slows another source down.
+a small model that answers in English, from two installed packages.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -29,24 +29,19 @@ from streamrag.core import (
     SourceEvent,
 )
 from streamrag.core.lifecycle import started_once
-from streamrag.sources.timing.stretched_source import StretchedSource
-from streamrag.support.lazy_imports import attributes
+from streamrag.support.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
     from streamrag.demo.smollm2 import make_demo_model as make_demo_model
     from streamrag.demo.tiny_llama import make_tiny_llama as make_tiny_llama
-else:
-    __getattr__ = attributes(
-        __name__,
-        {"make_demo_model": "streamrag.demo.smollm2", "make_tiny_llama": "streamrag.demo.tiny_llama"},
-    )
+
+import_lazily(__name__)
 
 __all__ = [
     "CodePointTokenizer",
     "ScriptedBackend",
     "ScriptedSource",
     "Step",
-    "StretchedSource",
     "make_demo_model",
     "make_tiny_llama",
 ]

@@ -1,9 +1,10 @@
 """What more than one folder of tests uses."""
 
+import asyncio
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,15 @@ def default_signals() -> Iterator[None]:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of two layers that every test shares; nobody writes into its folder."""
     return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture
+async def nothing_is_left_behind() -> AsyncIterator[None]:
+    """Fails the test if it leaves a task, or (as a ResourceWarning, which is an error) a process, pipe or socket."""
+    before = asyncio.all_tasks()
+    gc.freeze()  # to look only at what the test makes is ten times quicker
+    yield
+    left = {task.get_name() for task in asyncio.all_tasks() - before if task is not asyncio.current_task()}
+    assert left == set()
+    gc.collect()
+    gc.unfreeze()

@@ -13,7 +13,6 @@ from typing import Any
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.routing import Opening, ReplicaState, Router
 from streamrag.routing.basic_routers import ConsistentHash, RoundRobin
-from streamrag.routing.prefix_affinity import PrefixAffinity
 from streamrag.routing.prefix_index import PrefixIndex
 from streamrag.routing.soonest import OPEN_TOKENS, Soonest
 
@@ -21,6 +20,7 @@ from .fleet import FAULTS, Engine, simulate
 from .flowguard import FlowGuard, MendedFlowGuard, Weights
 from .lean import LeanEngine
 from .loads import BLOCK, LOADS
+from .prefix_affinity import PrefixAffinity
 from .queue_routers import PowerOfTwo, ShortestQueue
 
 PROFILE = "a40-llama8b-tp2"

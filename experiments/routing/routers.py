@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from streamrag.routing import ROUTERS, Router
 
 from .flowguard import FlowGuard, MendedFlowGuard
+from .prefix_affinity import PrefixAffinity
 from .queue_routers import PowerOfTwo, ShortestQueue
 
 ALL_ROUTERS: Mapping[str, Callable[..., Router]] = {
@@ -13,4 +14,5 @@ ALL_ROUTERS: Mapping[str, Callable[..., Router]] = {
     "shortest_queue": ShortestQueue,
     "flowguard": FlowGuard,
     "flowguard_mended": MendedFlowGuard,
+    "prefix_affinity": PrefixAffinity,
 }

@@ -8,11 +8,8 @@ pipeline.run({"rag": {"query": "How do I cancel a task group?", "streaming_callb
 Haystack's `pipeline.close()` stops what the components have started.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, closing
-from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from inspect import isawaitable
 from typing import Any, Unpack
@@ -24,12 +21,10 @@ from streamrag.core.lifecycle import started_once
 from streamrag.errors import ConfigurationError, MissingDependencyError, SourceError, install_line
 from streamrag.pipeline import Pipeline
 from streamrag.query.options import QueryOptions, check_options
-from streamrag.sources.fusion import reciprocal_rank_fusion
 from streamrag.sources.passage_reader import PassageReader
 from streamrag.sources.retriever import MAX_CALLS
 from streamrag.sources.threads import Threads
 from streamrag.support.messages import type_name
-from streamrag.support.tasks import cancel_and_wait
 from streamrag.telemetry import Alternative, Answer, ContextComplete, TokensGenerated
 
 try:
@@ -197,9 +192,10 @@ class StreamragGenerator:
 class HaystackSource:
     """A Haystack retriever component as a source.
 
-    Each stage yields an `Update`: every answer of a `MultiRetriever`'s member, fused by reciprocal rank; the
-    retriever's own result; and each of the `rankers` that changes the result. The last update is the context that
-    Haystack would have put into the prompt; meanwhile the model prefills the earlier ones.
+    The retriever's result is an `Update`, and so is that of each of the `rankers` that changes it. The last update is
+    the context that Haystack would have put into the prompt; meanwhile the model prefills the earlier ones. For an
+    update as each member of a `MultiRetriever` answers, put a source for each member into a `MergedSource`, which fuses
+    them by the same formula.
 
     Components without async methods run in threads, which cancelling the query cannot stop. They are warmed up when the
     source starts, and closed with it.
@@ -253,65 +249,26 @@ class HaystackSource:
         reader = PassageReader(self.name)
         before: tuple[Chunk, ...] | None = None
         skipped: set[str] = set()
-        found = self._rankings(query, reader)
-        try:
+        async with aclosing(self._rankings(query)) as found:
             async for documents in found:
                 for document in documents:
-                    if isinstance(document, Document) and document.content is None and document.id not in skipped:
+                    if document.content is None and document.id not in skipped:
                         skipped.add(document.id)
                         yield Skipped(document.id, "it has no text")
-                if (chunks := _chunks(documents, reader)) != before:
+                chunks = tuple(_chunk(document, reader) for document in documents if document.content is not None)
+                if chunks != before:
                     before = chunks
                     yield Update(chunks)
-        finally:
-            await found.aclose()
 
-    async def _rankings(
-        self, query: str, reader: PassageReader
-    ) -> AsyncGenerator[list[Document] | tuple[Chunk, ...], None]:
-        """Yield the retriever's documents, or the results of `_fused` if it is a `MultiRetriever`. Then, for each
-        ranker in turn, yield the documents that it returns for those of the component before."""
-        documents: list[Document] = []
-        if isinstance(getattr(self._retriever, "retrievers", None), dict):  # as the experimental MultiRetriever
-            fused = self._fused(query, reader)
-            try:
-                async for found in fused:
-                    yield found
-                    documents = found if isinstance(found, list) else documents
-            finally:
-                await fused.aclose()
-        else:
-            documents = await self._documents(self._retriever, query=query, **self._inputs)
-            yield documents
+    async def _rankings(self, query: str) -> AsyncGenerator[list[Document], None]:
+        """Yield the retriever's documents. Then, for each ranker in turn, yield the documents that it returns for those
+        of the component before."""
+        documents = await self._documents(self._retriever, query=query, **self._inputs)
+        yield documents
         for ranker in self._rankers:
             inputs = {"query": query} if "query" in ranker.__haystack_input__ else {}
             documents = await self._documents(ranker, documents=documents, **inputs)
             yield documents
-
-    async def _fused(
-        self, query: str, reader: PassageReader
-    ) -> AsyncGenerator[list[Document] | tuple[Chunk, ...], None]:
-        """Run a copy of the retriever; after each member's answer but the last, yield the answers so far.
-
-        The answers are fused to at most `top_k` chunks. Last, yield the list of the retriever's own documents.
-        """
-        came: asyncio.Queue[list[Document] | None] = asyncio.Queue()
-        watched = copy(self._retriever)
-        watched.retrievers = {
-            name: _Watched(partial(self._documents, part), came.put_nowait) for name, part in watched.retrievers.items()
-        }
-        top_k = self._inputs.get("top_k") or getattr(watched, "top_k", None)
-        rankings: list[tuple[Chunk, ...]] = []
-        task = asyncio.create_task(self._documents(watched, query=query, **self._inputs), name="streamrag fusion")
-        task.add_done_callback(lambda _: came.put_nowait(None))
-        try:
-            while (documents := await came.get()) is not None:
-                rankings.append(_chunks(documents, reader))
-                if len(rankings) < len(watched.retrievers):  # otherwise the retriever's own result is next
-                    yield reciprocal_rank_fusion(rankings)[:top_k]
-            yield task.result()
-        finally:
-            await cancel_and_wait([task])
 
     async def _documents(self, part: Any, **inputs: Any) -> list[Document]:
         """Run a component with these inputs, and return its `documents`; raise SourceError if they are no list."""
@@ -329,32 +286,10 @@ class HaystackSource:
         return None
 
 
-@dataclass(frozen=True)
-class _Watched:
-    """A wrapper of a member that reports its answer immediately."""
-
-    ask: Callable[..., Awaitable[list[Document]]]
-    tell: Callable[[list[Document]], None]
-
-    async def run_async(self, **inputs: Any) -> dict[str, list[Document]]:
-        documents = await self.ask(**inputs)
-        self.tell(documents)
-        return {"documents": documents}
-
-
 def _check(part: Any, wanted: str, what: str) -> None:
     """Raise ConfigurationError unless `part` is a component with an input of this name."""
     if isinstance(part, type) or wanted not in getattr(part, "__haystack_input__", ()):
         raise ConfigurationError(f"HaystackSource: {type_name(part)} does not take {wanted!r}, as needed for {what}")
-
-
-def _chunks(found: Sequence[Document] | tuple[Chunk, ...], reader: PassageReader) -> tuple[Chunk, ...]:
-    """Convert documents to chunks, and leave out those without text; chunks stay as they are."""
-    return tuple(
-        each if isinstance(each, Chunk) else _chunk(each, reader)
-        for each in found
-        if isinstance(each, Chunk) or each.content is not None
-    )
 
 
 def _chunk(document: Document, reader: PassageReader) -> Chunk:

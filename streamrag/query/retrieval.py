@@ -1,7 +1,6 @@
 """Run a source in a task of its own, and validate what it yields: a source is foreign code."""
 
 import asyncio
-import warnings
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 from streamrag.core import Append, Chunk, CutShort, Hint, Skipped, Source, SourceEvent, Update, part_name
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.support.messages import is_number, is_whole, plain_text, short_repr, type_name
-from streamrag.support.tasks import cancel_and_wait, is_cancelled
+from streamrag.support.tasks import cancel_and_wait, end_or_leave, is_cancelled
 
 _END = object()
 MAX_COUNT = (1 << 31) - 1  # the largest passage number that a trace can store
@@ -63,17 +62,11 @@ class Retrieval:
         self._is_stopped = True
         if self._task is None:
             return
-        try:
-            await cancel_and_wait([self._task], at_most_s=self._let_go_s)
-        finally:
-            if not self._task.done():
-                warnings.warn(
-                    f"retrieval that was stopped has not ended within {self._let_go_s:g} s and is left behind: "
-                    f"{part_name(self.source)} swallows CancelledError, or waits where it cannot be cancelled",
-                    ResourceWarning,
-                    stacklevel=1,
-                    source=self,
-                )
+        if self._let_go_s is None:
+            await cancel_and_wait([self._task])
+        else:
+            culprit = part_name(self.source)
+            await end_or_leave(self._task, "retrieval that was stopped", culprit, at_most_s=self._let_go_s)
 
     async def _pull(self) -> None:
         """Queue each event when the previous one was used. A cancellation in between is thrown into the source.

@@ -1,12 +1,11 @@
 """Run one query, from admission to its last token."""
 
 import asyncio
-import warnings
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, nullcontext
+from dataclasses import replace
 from enum import Enum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -14,6 +13,7 @@ from streamrag.core import AnswerChunk, Backend, BackendEvent, Mode, Prefilled, 
 from streamrag.errors import BackendError, ConfigurationError, DeadlineExceededError
 from streamrag.modes import AssembledPrompt
 from streamrag.query.answer_ahead import AnswerAhead, why_not_drafted
+from streamrag.query.answer_chunks import AnswerChunks
 from streamrag.query.options import Query
 from streamrag.query.overlap import ALWAYS, NEVER, OverlapChooser, OverlapOutcome
 from streamrag.query.prompts import QueryPrompts
@@ -21,17 +21,14 @@ from streamrag.query.retrieval import Retrieval, closing
 from streamrag.records import RequestRecord
 from streamrag.support.clock import Clock
 from streamrag.support.messages import message_of, type_name
-from streamrag.support.tasks import LET_GO_S, cancel_and_wait, is_cancelled
+from streamrag.support.tasks import end_or_leave, is_cancelled
 from streamrag.telemetry import (
-    Alternative,
     Answer,
     Answered,
     DraftUse,
     PrefillProgressed,
     QueryEvent,
     RetrievalStarted,
-    Timings,
-    TokensGenerated,
 )
 
 if TYPE_CHECKING:
@@ -39,8 +36,6 @@ if TYPE_CHECKING:
 
 
 ALREADY_RUNNING = "aclose(): asynchronous generator is already running"
-
-T = TypeVar("T")
 
 
 class _Phase(Enum):
@@ -103,8 +98,10 @@ class QueryRun:
             await asyncio.wait([work], timeout=self._query.deadline_s)
         finally:
             is_late = not work.done()
+            phase = self._phase_now().value.partition(":")[0]
+            culprit = f"{part_name(self._source)} or {part_name(self._backend)}"
             try:
-                await self._end(work)
+                await end_or_leave(work, f"a query that was stopped {phase}", culprit)
             finally:  # not in the inner task, which may be left behind
                 if self._has_place:
                     admission.release_on_behalf_of(self)
@@ -113,23 +110,6 @@ class QueryRun:
                 f"the query's deadline of {self._query.deadline_s:g} s passed {self._phase_now().value}"
             )
         return work.result()
-
-    async def _end(self, work: "asyncio.Task[Answer]") -> None:
-        """Cancel the query's task; if it does not end within `LET_GO_S`, leave it behind with a ResourceWarning."""
-        try:
-            await cancel_and_wait([work], at_most_s=LET_GO_S)
-        finally:
-            if not work.done():
-                work.add_done_callback(lambda task: task.cancelled() or task.exception())  # mark it as retrieved
-                phase = self._phase_now().value.partition(":")[0]
-                warnings.warn(
-                    f"a query that was stopped {phase} has not ended within {LET_GO_S:g} s and is left behind: "
-                    f"{part_name(self._source)} or {part_name(self._backend)} swallows CancelledError, or waits, or "
-                    "tokenises, where it cannot be cancelled",
-                    ResourceWarning,
-                    stacklevel=1,
-                    source=self,
-                )
 
     def _phase_now(self) -> _Phase:
         """Return the phase; the end of retrieval begins the last one."""
@@ -185,28 +165,18 @@ class QueryRun:
             ahead=ahead,
         )
         async with ahead or nullcontext():
-            chunks, first_token_s = await self._generate(prompts)
-        answers = _join_answers(chunks)
+            chunks = await self._generate(prompts)
+        answers = chunks.finished()
         if answers.keys() != set(range(self._query.params.n)):
             of_n = "" if self._query.params.n == 1 else f": {len(answers)} of n={self._query.params.n} are finished"
             raise BackendError(f"{part_name(self._backend)} ended without finishing its answer{of_n}")
         if prompts.complete is None or prompts.retrieval_s is None:
             raise BackendError(f"{part_name(self._backend)} ended its answer before it had the complete prompt")
-        total_s = self._now()
-        first_token_s = total_s if first_token_s is None else first_token_s
-        timings = Timings(
-            queued_s=queued_s,
-            first_chunk_s=prompts.first_chunk_s,
-            retrieval_s=prompts.retrieval_s,
-            ttft_s=first_token_s,
-            ttft_after_retrieval_s=first_token_s - prompts.retrieval_s,
-            total_s=total_s,
-        )
+        answer = self._answer(chunks, prompts, prompts.complete, queued_s, prompts.retrieval_s)
         if self._query.overlap == "auto":
-            outcome = OverlapOutcome.of(self._overlap.way, timings, has_forecast=prompts.has_forecast)
+            outcome = OverlapOutcome.of(self._overlap.way, answer.timings, has_forecast=prompts.has_forecast)
             self._overlap_chooser.learn(outcome, self._num_running)
-        answer = self._answer(answers, chunks, prompts, prompts.complete, timings)
-        await self._emit(Answered(total_s, answer))
+        await self._emit(Answered(answer.timings.total_s, answer))
         return answer
 
     def _answer_ahead(self) -> AnswerAhead | None:
@@ -225,31 +195,25 @@ class QueryRun:
     def _why_not_drafted(self) -> str | None:
         return why_not_drafted(self._query, self._backend.model, self._overlap)
 
-    async def _generate(self, prompts: QueryPrompts) -> tuple[list[AnswerChunk], float | None]:
-        """Emit prefills and answer 0's tokens; return the chunks of all answers, and when the first token came (None if
-        none did). Raise BackendError for other events."""
-        first_token_s: float | None = None
-        chunks: list[AnswerChunk] = []
+    async def _generate(self, prompts: QueryPrompts) -> AnswerChunks:
+        """Emit prefills and answer 0's tokens; return all answers' chunks. Raise BackendError for other events."""
+        chunks = AnswerChunks(self._backend.model, self._now)
         async with aclosing(self._backend_events(prompts)) as events:
             async for event in events:
                 if is_cancelled():  # the backend swallowed the CancelledError
                     raise asyncio.CancelledError
-                at_s = self._now()
                 if isinstance(event, Prefilled):
-                    await self._emit(PrefillProgressed(at_s, event.num_tokens))
+                    await self._emit(PrefillProgressed(self._now(), event.num_tokens))
                 elif isinstance(event, AnswerChunk):
-                    if first_token_s is None and (event.token_ids or event.text):
-                        first_token_s = at_s
-                    chunks.append(event)
+                    generated = chunks.add(event)
                     if event.index == 0:
-                        values = event.text, event.token_ids, event.finish_reason, event.logprobs
-                        await self._emit(TokensGenerated(at_s, *values))
+                        await self._emit(generated)
                 else:
                     raise BackendError(
                         f"{part_name(self._backend)} failed: it yielded {type_name(event)}, and not an AnswerChunk or "
                         "Prefilled"
                     )
-        return chunks, first_token_s
+        return chunks
 
     async def _backend_events(self, prompts: QueryPrompts) -> AsyncGenerator[BackendEvent, None]:
         """Yield the backend's events for the prompts. If a draft is the answer, ignore errors and yield its chunks."""
@@ -270,39 +234,29 @@ class QueryRun:
 
     def _answer(
         self,
-        answers: dict[int, Alternative],
-        chunks: list[AnswerChunk],
+        chunks: AnswerChunks,
         prompts: QueryPrompts,
         last: AssembledPrompt,
-        timings: Timings,
+        queued_s: float,
+        retrieval_s: float,
     ) -> Answer:
-        """Return answer 0 with its citations, timings, record and usage; the other answers are its alternatives."""
-        model, num_prompt = self._backend.model, len(last.prompt.token_ids)
-        num_output = sum(len(answer.token_ids) for answer in answers.values())
-        return Answer(
-            text=answers[0].text,
-            token_ids=answers[0].token_ids,
-            finish_reason=answers[0].finish_reason,
+        """Return answer 0 with its context, overlap and use of drafts."""
+        answer = chunks.join(
+            num_prompt_tokens=len(last.prompt.token_ids),
+            queued_s=queued_s,
+            first_chunk_s=prompts.first_chunk_s,
+            retrieval_s=retrieval_s,
             citations=prompts.citations(last.included),
             left_out=last.left_out,
             shortened=last.shortened,
-            num_prompt_tokens=num_prompt,
             num_invalidated=prompts.num_invalidated,
-            is_exact=model.is_exact,
             source_error=prompts.source_error,
             cut_short=prompts.cut_short,
             submitted_s=self._submitted_s,
-            timings=timings,
-            record=chunks[-1].record,
             overlap=self._overlap,
-            draft=self._draft_use(prompts, chunks[-1].record),
-            breaks_look_alikes=model.breaks_look_alikes,
-            usage=model.usage(num_prompt, num_output, "".join(chunk.text for chunk in chunks), chunks[-1].usage),
-            unit=model.unit,
-            alternatives=tuple(answers[index] for index in range(1, len(answers))),
             stretches=prompts.stretches,
-            prompt_logprobs=next((each.prompt_logprobs for each in chunks if each.prompt_logprobs is not None), None),
         )
+        return replace(answer, draft=self._draft_use(prompts, answer.record))
 
     def _draft_use(self, prompts: QueryPrompts, record: RequestRecord | None) -> DraftUse | None:
         """Return how many drafted tokens were verified and accepted, or why none; None if drafts were not wanted."""
@@ -316,17 +270,3 @@ class QueryRun:
 
     def _now(self) -> float:
         return self._clock() - self._submitted_s
-
-
-def _join_answers(chunks: Sequence[AnswerChunk]) -> dict[int, Alternative]:
-    """Return the answers by their index, each joined from its chunks; those that are not finished are left out."""
-    parts: defaultdict[int, list[AnswerChunk]] = defaultdict(list)
-    for chunk in chunks:
-        parts[chunk.index].append(chunk)
-    return {
-        index: Alternative(
-            "".join(chunk.text for chunk in part), tuple(i for chunk in part for i in chunk.token_ids), reason
-        )
-        for index, part in parts.items()
-        if (reason := part[-1].finish_reason) is not None
-    }

@@ -5,7 +5,6 @@ from typing import Any
 
 from streamrag.errors import ConfigurationError
 from streamrag.routing.basic_routers import ConsistentHash, RoundRobin
-from streamrag.routing.prefix_affinity import PrefixAffinity
 from streamrag.routing.replica_tracker import ReplicaTracker as ReplicaTracker
 from streamrag.routing.replica_tracker import Report as Report
 from streamrag.routing.router import Opening as Opening
@@ -18,7 +17,6 @@ ROUTERS: Mapping[str, Callable[..., Router]] = {
     "soonest": Soonest,
     "round_robin": RoundRobin,
     "consistent_hash": ConsistentHash,
-    "prefix_affinity": PrefixAffinity,
 }
 
 

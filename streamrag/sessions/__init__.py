@@ -1,7 +1,7 @@
 """Sessions: context that streams in for hours, and questions about it.
 
     append ─▶ Buffer ─▶ Window ─▶ IdleStream        data.py, window.py, ingestion.py: a partial prompt in the engine
-    ask ─▶ cache, in-flight answers ─▶ engine       questions.py, answer.py: a request that shares the stream's KV
+    ask ─▶ cache ─▶ engine                          questions.py, answer.py: a request that shares the stream's KV
     blocks watch ─▶ the same, after each new version  watched_questions.py, concurrency.py log
     log/: the text on disk, in SQLite
 

@@ -17,14 +17,16 @@ from functools import partial
 from math import inf, isfinite
 from typing import Any, TypeAlias
 
-from streamrag.core import AnswerChunk, Backend, ModelInfo, Prompt, SamplingParams, Tokenizer, TokenUsage
+from streamrag.core import AnswerChunk, Backend, Prompt, SamplingParams, Tokenizer
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import BackendError, ConfigurationError
+from streamrag.query.answer_ahead import only
+from streamrag.query.answer_chunks import AnswerChunks
 from streamrag.query.answer_stream import Emit
 from streamrag.query.retrieval import closing
 from streamrag.sessions.ingestion import Snapshot
 from streamrag.sessions.question_options import DECISIVE_MARGIN, Question
-from streamrag.telemetry import Answer, Timings, TokensGenerated
+from streamrag.telemetry import Answer
 
 TokenIds: TypeAlias = tuple[int, ...]
 ForwardPass: TypeAlias = Callable[[TokenIds, Sequence[int]], Awaitable[tuple[int | None, Any]]]
@@ -47,57 +49,6 @@ class ChosenAnswer:
     """Lead over the next best answer, in log-probability; None if unknown, or if there is no other answer."""
 
 
-class _AnswerBuilder:
-    """The pieces of an answer that is being computed, with their times."""
-
-    def __init__(self, snapshot: Snapshot, submitted_s: float, clock: Callable[[], float], emit: Emit) -> None:
-        self._snapshot = snapshot
-        self._submitted_s = submitted_s
-        self._clock = clock
-        self._emit = emit
-        self._waited_s = clock() - submitted_s
-        self._pieces: list[TokensGenerated] = []
-        self._usage: TokenUsage | None = None
-        self.chunks: list[AnswerChunk] = []
-        """Chunks of the newest request."""
-
-    async def put(self, chunk: AnswerChunk) -> None:
-        """Append a piece with its seconds since the submission, keep its usage as the newest, and emit the piece."""
-        at_s = self._clock() - self._submitted_s
-        self._usage = chunk.usage
-        self._pieces.append(TokensGenerated(at_s, chunk.text, chunk.token_ids, chunk.finish_reason))
-        await self._emit(self._pieces[-1])
-
-    def finish(self, model: ModelInfo, num_prompt_tokens: int, gap: float | None) -> Answer:
-        """Return the pieces (at least one) joined, with usage, timings, and the record of the newest request. If none
-        has text or a token, the time to first token is the total time."""
-        total_s = self._clock() - self._submitted_s
-        first_s = next((piece.at_s for piece in self._pieces if piece.text or piece.token_ids), total_s)
-        text = "".join(piece.text for piece in self._pieces)
-        token_ids = tuple(token_id for piece in self._pieces for token_id in piece.token_ids)
-        return Answer(
-            text=text,
-            token_ids=token_ids,
-            finish_reason=self._pieces[-1].finish_reason or "",
-            citations=(),
-            left_out=(),
-            shortened=(),
-            num_prompt_tokens=num_prompt_tokens,
-            num_invalidated=0,
-            is_exact=model.is_exact,
-            source_error=None,
-            cut_short=None,
-            submitted_s=self._submitted_s,
-            timings=Timings(0.0, None, self._waited_s, first_s, first_s - self._waited_s, total_s),
-            record=self.chunks[-1].record if self.chunks else None,
-            breaks_look_alikes=model.breaks_look_alikes,
-            version=self._snapshot.version,
-            gap=gap,
-            usage=model.usage(num_prompt_tokens, len(token_ids), text, self._usage),
-            unit=model.unit,
-        )
-
-
 async def compute_answer(
     backend: Backend,
     snapshot: Snapshot,
@@ -114,23 +65,36 @@ async def compute_answer(
     :raises PromptTooLongError, BackendError: the answer cannot be computed.
     :raises ConfigurationError: the given answers cannot be told apart.
     """
-    builder = _AnswerBuilder(snapshot, submitted_s, clock, emit)
+    waited_s = clock() - submitted_s
     tokenizer, answers = snapshot.prompts.tokenizer, question.answers
     choices = await in_thread(tokenizer, partial(encode_answers, tokenizer, answers)) if answers else {}
     token_ids = await in_thread(tokenizer, partial(snapshot.prompts.complete, snapshot.token_ids, question.text))
     is_short = len(token_ids) - len(snapshot.token_ids) <= MAX_URGENT_TOKENS
     prompt = Prompt(token_ids, 0, is_complete=True, request_class="session" if is_short else "pool")
+    chunks = AnswerChunks(backend.model, lambda: clock() - submitted_s)
+    gap: float | None = None
     if choices:
-        one_pass = _passes(backend, prompt, question, choices, builder.chunks)
+        last: list[AnswerChunk] = []
+        one_pass = _passes(backend, prompt, question, choices, last)
         choice = await choose_answer(choices, one_pass, question.decisive_margin)
-        await builder.put(AnswerChunk(choice.text, choice.token_ids, "stop"))
-        return builder.finish(backend.model, len(token_ids), choice.gap if question.with_margin else None)
-    async with aclosing(_generate(backend, replace(prompt, draft=question.draft), question.params_for())) as pieces:
-        async for chunk in pieces:
-            builder.chunks.append(chunk)
-            await builder.put(chunk)
-    gap = next((_gap(chunk.logprobs) for chunk in builder.chunks if chunk.token_ids), None)
-    return builder.finish(backend.model, len(token_ids), gap)
+        record = last[-1].record if last else None
+        await emit(chunks.add(AnswerChunk(choice.text, choice.token_ids, "stop", record)))
+        gap = choice.gap if question.with_margin else None
+    else:
+        has_token = False
+        prompt = replace(prompt, draft=question.draft)
+        async with aclosing(_generate(backend, prompt, question.params_for())) as pieces:
+            async for chunk in pieces:
+                if chunk.token_ids and not has_token:
+                    has_token, gap = True, _gap(chunk.logprobs)
+                await emit(chunks.add(chunk))
+    return chunks.join(
+        num_prompt_tokens=len(token_ids),
+        retrieval_s=waited_s,
+        submitted_s=submitted_s,
+        version=snapshot.version,
+        gap=gap,
+    )
 
 
 def encode_answers(tokenizer: Tokenizer, answers: Sequence[str]) -> dict[TokenIds, str]:
@@ -215,7 +179,7 @@ async def _generate(backend: Backend, prompt: Prompt, params: SamplingParams) ->
     """Send a complete prompt; yield its answer chunks. Raise BackendError if none comes or the last is unfinished."""
     is_finished = False
     async with (
-        aclosing(_once(prompt)) as prompts,
+        aclosing(only(prompt)) as prompts,
         closing(backend.generate(prompts, params)) as events,
     ):
         async for event in events:
@@ -224,10 +188,6 @@ async def _generate(backend: Backend, prompt: Prompt, params: SamplingParams) ->
                 yield event
     if not is_finished:
         raise BackendError("the engine ended without finishing its answer")
-
-
-async def _once(prompt: Prompt) -> AsyncGenerator[Prompt, None]:
-    yield prompt
 
 
 def _gap(logprobs: Any) -> float | None:

@@ -1,14 +1,13 @@
-"""Answer a session's questions: from the cache, together with an identical question in flight, or by the engine."""
+"""Answer a session's questions: from the cache, or by the engine."""
 
 import asyncio
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable
-from contextlib import aclosing
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, TypedDict
+from typing import TypedDict
 
 from streamrag.core import Backend, SamplingParams, part_name
 from streamrag.errors import ConfigurationError
@@ -19,17 +18,13 @@ from streamrag.sessions.ingestion import Snapshot
 from streamrag.sessions.question_options import DECISIVE_MARGIN, Question
 from streamrag.sessions.tasks import SessionTasks
 from streamrag.support.messages import short_repr
-from streamrag.support.tasks import Broadcast, cancel_and_wait
 from streamrag.support.validation import Seconds, Whole, validated
-from streamrag.telemetry import Answer, Answered, QueryEvent, Timings, TokensGenerated
+from streamrag.telemetry import Answer, Answered, Timings, TokensGenerated
 from streamrag.trace_context import conversation
 
 MAX_ANSWERS = 1024
 MAX_ANSWER_BYTES = 4_000_000
 """Limits of the answer cache."""
-
-Compute: TypeAlias = Callable[[Emit], Coroutine[Any, Any, Answer]]
-"""Computes an answer: emits its pieces, and returns the whole."""
 
 
 class AskOptions(TypedDict, total=False):
@@ -74,8 +69,6 @@ class Questions:
         self._find_ahead = find_ahead
         self.cache = AnswerCache(MAX_ANSWERS, MAX_ANSWER_BYTES)
         """Repeatable answers to the current version."""
-        self.in_flight = InFlightAnswers(clock)
-        """Repeatable answers to any version that are being computed."""
 
     @validated
     def ask(
@@ -129,25 +122,19 @@ class Questions:
         )
 
     async def _answer(self, question: Question, at_least: int, emit: Emit) -> Answer:
-        """Wait for version `at_least`, and answer from the newest: by a watch, the cache, an answer in flight, or anew.
-        Emit the pieces (a single one for a watch or the cache), then Answered, and return the answer. The times
-        are always this call's."""
+        """Wait for version `at_least`, and answer from the newest: by a watch, the cache, or anew. Emit the pieces (a
+        single one for a watch or the cache), then Answered, and return the answer. The times are always this call's."""
         conversation.set(self._conversation_id)  # this task has its own context
         submitted_s = self._clock()
         snapshot = await self._data.at_least(at_least)
-        key = (question.key, question.with_margin)
-        ahead = self._find_ahead(question, snapshot.version) or self.cache.get(key)
+        ahead = self._find_ahead(question, snapshot.version) or self.cache.get((question.key, question.with_margin))
         if ahead is not None:
             after_s = self._clock() - submitted_s
             timings = Timings(0.0, None, 0.0, after_s, after_s, after_s)
             answer = replace(ahead, submitted_s=submitted_s, timings=timings, record=None)
             await emit(TokensGenerated(after_s, answer.text, answer.token_ids, answer.finish_reason))
         else:
-            compute = partial(self._compute_and_cache, snapshot, question, submitted_s)
-            if question.is_repeatable:
-                answer = await self.in_flight.answer((key, snapshot.version), compute, submitted_s, emit)
-            else:
-                answer = await compute(emit)
+            answer = await self._compute_and_cache(snapshot, question, submitted_s, emit)
         await emit(Answered(answer.timings.total_s, answer))
         return answer
 
@@ -193,69 +180,3 @@ class AnswerCache:
     def clear(self) -> None:
         self._answers.clear()
         self._num_bytes = 0
-
-
-class InFlightAnswers:
-    """Coalesces identical questions into one computation (single flight), cancelled when its last caller leaves."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._computations: dict[Hashable, _Computation] = {}
-
-    def __len__(self) -> int:
-        return len(self._computations)
-
-    async def answer(self, key: Hashable, compute: Compute, submitted_s: float, emit: Emit) -> Answer:
-        """Join the computation of `key`, or start it with `compute`; emit all its pieces, and return its answer with
-        this caller's times, or raise its error. If the last caller leaves, the computation is cancelled."""
-        computation = self._computations.get(key)
-        is_own = computation is None
-        if computation is None:
-            computation = self._computations[key] = _Computation(compute)
-        computation.num_callers += 1
-        waited_s, first_s = self._clock() - submitted_s, None
-        try:
-            async with aclosing(computation.pieces()) as pieces:
-                async for piece in pieces:
-                    at_s = self._clock() - submitted_s
-                    first_s = at_s if first_s is None and (piece.text or piece.token_ids) else first_s
-                    await emit(replace(piece, at_s=at_s))
-            answer = computation.task.result()
-        finally:
-            computation.num_callers -= 1
-            if not computation.num_callers:
-                if self._computations.get(key) is computation:  # the next caller starts a new computation
-                    del self._computations[key]
-                await cancel_and_wait([computation.task])
-        if is_own:
-            return answer
-        total_s = self._clock() - submitted_s
-        first_s = total_s if first_s is None else first_s
-        timings = Timings(0.0, None, waited_s, first_s, first_s - waited_s, total_s)
-        return replace(answer, submitted_s=submitted_s, timings=timings)
-
-
-class _Computation:
-    """An answer that is being computed, and its pieces so far."""
-
-    def __init__(self, compute: Compute) -> None:
-        self.num_callers = 0
-        self._pieces: list[TokensGenerated] = []
-        self._news = Broadcast()
-        self.task = asyncio.create_task(compute(self._put), name="streamrag shared answer")
-        self.task.add_done_callback(lambda _: self._news.wake())
-
-    async def pieces(self) -> AsyncGenerator[TokensGenerated, None]:
-        """Yield all pieces from the first on, also those to come, until `task` ends, whose error is not raised here."""
-        num_read = 0
-        while num_read < len(self._pieces) or not self.task.done():
-            if num_read == len(self._pieces):
-                await self._news.wait()
-            for piece in self._pieces[num_read:]:
-                num_read += 1
-                yield piece
-
-    async def _put(self, event: QueryEvent) -> None:
-        assert isinstance(event, TokensGenerated)
-        self._pieces.append(event)
-        self._news.wake()

@@ -84,7 +84,9 @@ async def cancel_and_wait(tasks: Collection["asyncio.Future[Any]"], *, at_most_s
         timer.cancel()
 
 
-async def end_or_leave(task: "asyncio.Future[Any]", what: str, *, at_most_s: float | None = None) -> None:
+async def end_or_leave(
+    task: "asyncio.Future[Any]", what: str, culprit: str = "something", *, at_most_s: float | None = None
+) -> None:
     """Cancel a task of foreign code; leave it, with a ResourceWarning about `what`, after `at_most_s` (`LET_GO_S`)."""
     at_most_s = LET_GO_S if at_most_s is None else at_most_s
     try:
@@ -93,8 +95,8 @@ async def end_or_leave(task: "asyncio.Future[Any]", what: str, *, at_most_s: flo
         if not task.done():
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # marks it as retrieved
             warnings.warn(
-                f"{what} has not ended within {at_most_s:g} s and is left behind: something swallows CancelledError, "
-                "or waits where it cannot be cancelled",
+                f"{what} has not ended within {at_most_s:g} s and is left behind: {culprit} swallows CancelledError, "
+                "or waits, or tokenises, where it cannot be cancelled",
                 ResourceWarning,
                 stacklevel=1,
                 source=task,

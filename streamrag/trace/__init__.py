@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from streamrag.support.lazy_imports import attributes
+from streamrag.support.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
     from streamrag.trace.generate import anns as anns
@@ -23,24 +23,4 @@ if TYPE_CHECKING:
     from streamrag.trace.values import stretched as stretched
     from streamrag.trace.write import write_trace as write_trace
 
-_HOMES = {
-    "Distribution": "streamrag.trace.statistics",
-    "Trace": "streamrag.trace.values",
-    "TraceStatistics": "streamrag.trace.statistics",
-    "TracedAppend": "streamrag.trace.values",
-    "TracedChunk": "streamrag.trace.values",
-    "TracedQuery": "streamrag.trace.values",
-    "TracedSkip": "streamrag.trace.values",
-    "TracedUpdate": "streamrag.trace.values",
-    "anns": "streamrag.trace.generate",
-    "crawler": "streamrag.trace.generate",
-    "describe": "streamrag.trace.statistics",
-    "read_trace": "streamrag.trace.read",
-    "stretched": "streamrag.trace.values",
-    "write_trace": "streamrag.trace.write",
-}
-
-__all__ = [*sorted(_HOMES)]
-
-if not TYPE_CHECKING:
-    __getattr__ = attributes(__name__, _HOMES)
+__all__ = import_lazily(__name__)

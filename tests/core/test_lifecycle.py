@@ -21,7 +21,7 @@ A = Chunk("It rained.", "file:///a")
 PASS_IT_ON = {
     "RerankerPool",
     "_KeywordSearch",
-    "SourceWrapper",
+    "DelayedUpdates",
     "RayBackend",
     "RaySource",
     "Attached",

@@ -54,7 +54,7 @@ INDEX, INDEX_TEST = "streamrag.routing.prefix_index", "tests/routing/test_prefix
 SOONEST, FLOWGUARD = "streamrag.routing.soonest", "experiments.routing.flowguard"
 FLOWGUARD_TEST = "tests/experiments/routing/test_routers.py"
 AFFINITY, SIMPLE, ROUTERS_TEST = (
-    "streamrag.routing.prefix_affinity",
+    "experiments.routing.prefix_affinity",
     "streamrag.routing.basic_routers",
     "tests/routing/test_routers.py",
 )
@@ -925,9 +925,9 @@ MUTANTS = (
     Mutant("prompts do not grow", SOONEST, " + self.growth()", "", 0, ROUTERS_TEST),
     Mutant("the stale are as good", FLOWGUARD, "if is_stale or overload", "if overload", 0, FLOWGUARD_TEST),
     Mutant("the queue counts once", FLOWGUARD, "+ 2 * replica", "+ replica", 0, FLOWGUARD_TEST),
-    Mutant("affinity heeds no queue", AFFINITY, " > self._imbalance:", " > 1e9:", 0, ROUTERS_TEST),
+    Mutant("affinity heeds no queue", AFFINITY, " > self._imbalance:", " > 1e9:", 0, FLOWGUARD_TEST),
     Mutant(
-        "little is enough for affinity", AFFINITY, "best >= self._least_match * num_tokens", "True", 0, ROUTERS_TEST
+        "little is enough for affinity", AFFINITY, "best >= self._least_match * num_tokens", "True", 0, FLOWGUARD_TEST
     ),
     Mutant("sessions are not told apart", SIMPLE, "_mixed(key ^ _number(name))", "_number(name)", 0, ROUTERS_TEST),
 )

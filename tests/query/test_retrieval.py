@@ -17,6 +17,7 @@ from streamrag import (
     AnswerChunk,
     Append,
     Chunk,
+    DelayedUpdates,
     Hint,
     Pipeline,
     Prompt,
@@ -27,12 +28,11 @@ from streamrag import (
 from streamrag.backends.warming import warm_then_generate
 from streamrag.core import BackendEvent, CutShort, ModelInfo, SourceEvent
 from streamrag.errors import BackendError, DeadlineExceededError, PipelineClosedError, SourceError
-from streamrag.query import run as query_module
 from streamrag.query.answer_stream import AnswerStream
 from streamrag.query.retrieval import Retrieval, closing
 from streamrag.support import tasks as tasks_module
 from streamrag.telemetry import ChunkArrived
-from streamrag.testing import CodePointTokenizer, ScriptedBackend, ScriptedSource, StretchedSource
+from streamrag.testing import CodePointTokenizer, ScriptedBackend, ScriptedSource
 from streamrag.trace.read import read_trace
 from streamrag.trace.recorder import TraceRecorder
 
@@ -51,7 +51,7 @@ class Odd:
         return self._stream(query)
 
 
-async def ask(source: Odd | StretchedSource, **options: Any) -> str:
+async def ask(source: Odd | DelayedUpdates, **options: Any) -> str:
     async with Pipeline(source, ScriptedBackend("ok")) as pipeline:
         return "".join([chunk.text async for chunk in pipeline.stream("Why?", **options)])
 
@@ -74,9 +74,9 @@ async def exits(query: str) -> AsyncIterator[SourceEvent]:
 
 
 @pytest.mark.parametrize("stream", [cancels_itself, awaits_a_cancelled_task, exits])
-@pytest.mark.parametrize("is_stretched", [False, True])
-async def test_a_source_that_cancels_itself_has_failed(stream: Callable[[str], Any], is_stretched: bool) -> None:
-    source = StretchedSource(Odd(stream), factor=1) if is_stretched else Odd(stream)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+async def test_a_source_that_cancels_itself_has_failed(stream: Callable[[str], Any], is_wrapped: bool) -> None:
+    source = DelayedUpdates(Odd(stream), 0.0) if is_wrapped else Odd(stream)
     with anyio.fail_after(20):
         with pytest.raises(SourceError, match=r"Odd failed: a (CancelledError|GeneratorExit), although"):
             await ask(source)
@@ -297,7 +297,7 @@ async def test_closing_returns_whatever_a_source_does_with_a_cancellation(
 
 async def test_a_source_that_never_lets_go_is_left_behind_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks_module, "CANCEL_AGAIN_S", 0.05)
-    monkeypatch.setattr(query_module, "LET_GO_S", 0.2)
+    monkeypatch.setattr(tasks_module, "LET_GO_S", 0.2)
     lets_go, reached, left = anyio.Event(), anyio.Event(), anyio.Event()
 
     async def never_lets_go(query: str) -> AsyncIterator[SourceEvent]:
@@ -411,7 +411,7 @@ async def test_a_query_that_is_stopped_does_not_leave_its_thread_in_the_tokenize
 
 
 async def test_what_is_left_behind_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(query_module, "LET_GO_S", 0.05)
+    monkeypatch.setattr(tasks_module, "LET_GO_S", 0.05)
     lets_go, left = anyio.Event(), anyio.Event()
 
     async def holds_on_once(query: str) -> AsyncIterator[SourceEvent]:

@@ -11,6 +11,7 @@ from streamrag import (
     Append,
     AppendMode,
     Chunk,
+    DelayedUpdates,
     Hint,
     Pipeline,
     Prompt,
@@ -22,7 +23,7 @@ from streamrag.core import BackendEvent, Source
 from streamrag.errors import BackendError, ConfigurationError, SourceError
 from streamrag.records import RequestRecord
 from streamrag.telemetry import Alternative, ChunkArrived, TokensGenerated
-from streamrag.testing import ScriptedBackend, ScriptedSource, StretchedSource
+from streamrag.testing import ScriptedBackend, ScriptedSource
 
 A, B, C = (Chunk(text, f"{text[0]}.md") for text in ("alpha", "beta", "gamma"))
 
@@ -77,10 +78,10 @@ class Tickets(ScriptedSource):
     [
         (ScriptedSource([Append(A)]), "ScriptedSource"),
         (Tickets([Append(A)]), "tickets"),
-        (StretchedSource(Tickets([Append(A)]), factor=1), "StretchedSource(tickets)"),
+        (DelayedUpdates(Tickets([Append(A)]), 0.0), "DelayedUpdates(tickets)"),
         (
-            StretchedSource(StretchedSource(Tickets([Append(A)]), factor=1), factor=1),
-            "StretchedSource(StretchedSource(tickets))",
+            DelayedUpdates(DelayedUpdates(Tickets([Append(A)]), 0.0), 0.0),
+            "DelayedUpdates(DelayedUpdates(tickets))",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

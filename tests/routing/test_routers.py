@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 from streamrag.errors import ConfigurationError
 from streamrag.routing import ROUTERS, Opening, make_router
 from streamrag.routing.basic_routers import ConsistentHash, RoundRobin
-from streamrag.routing.prefix_affinity import PrefixAffinity
-from streamrag.routing.prefix_index import PrefixIndex
 from streamrag.routing.soonest import Soonest
 from tests.routing.router_cases import LONG, OPENINGS, OTHER, STATES, check_ranking, replicas
 
@@ -50,30 +48,6 @@ def test_without_a_session_equal_beginnings_go_to_the_same_replica():
     longer = Opening((*LONG.token_ids, 1, 2, 3))
     assert router.rank(LONG, states, 0.0) == router.rank(longer, states[::-1], 0.0)
     assert router.rank(LONG, states, 0.0) != router.rank(OTHER, states, 0.0)
-
-
-# ------------------------------------------------------------------------------------------------------ prefix affinity
-
-
-def test_affinity_follows_the_prefix_whatever_the_queue_as_it_is_shipped():
-    router, (a, b) = PrefixAffinity(), replicas("a", "b")
-    router.routed(LONG, "a")
-    assert router.rank(LONG, [replace(a, num_open=99), b], 0.0)[0] == "a"
-    assert PrefixAffinity.rank(router, OTHER, [a, b], 0.0)[0] == "b", "what nobody holds goes where least is held"
-
-
-def test_affinity_gives_way_to_queues_that_differ_by_more_than_its_threshold():
-    router, (a, b) = PrefixAffinity(imbalance=4), replicas("a", "b")
-    router.routed(LONG, "a")
-    assert router.rank(LONG, [replace(a, num_open=4), b], 0.0)[0] == "a"
-    assert router.rank(LONG, [replace(a, num_open=5), b], 0.0)[0] == "b"
-
-
-def test_less_than_a_tenth_of_a_prompt_does_not_count():
-    router, states = PrefixAffinity(index=PrefixIndex(block_size=1)), replicas("a", "b")
-    router.routed(Opening(tuple(range(10))), "a")
-    assert router.rank(Opening(tuple(range(100))), states, 0.0)[0] == "a"
-    assert router.rank(Opening(tuple(range(101))), states, 0.0)[0] == "b"
 
 
 # ----------------------------------------------------------------------------------------------------------------- ours

@@ -1,7 +1,6 @@
 """Sessions whose text is on disk: closed, killed, torn, damaged, on a full disk."""
 
 import asyncio
-import json
 import os
 import resource
 import shutil
@@ -219,9 +218,6 @@ async def test_what_was_flushed_is_in_the_files_whatever_is_lost_behind_it(tmp_p
         assert await window_of(resumed) == [line(1)]
 
 
-OLD_LOG = {"format": "streamrag-session", "version": 1, "system": "s", "window_tokens": 300, "slide_share": 0.5}
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -229,7 +225,6 @@ OLD_LOG = {"format": "streamrag-session", "version": 1, "system": "s", "window_t
         (b"root:x:0:0", "is no log of a session"),
         (b"\x00" * 4096, "is no log of a session"),
         (b"[" * 100_000 + b"\n", "is no log of a session"),
-        (json.dumps(OLD_LOG).encode() + b"\n", "older streamrag wrote it as text. Move it away"),
         (b"SQLite format 3\0" + b"\xff" * 5000, "is no log of a session|is damaged"),
     ],
 )

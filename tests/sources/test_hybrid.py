@@ -27,7 +27,7 @@ from streamrag.errors import (
 )
 from streamrag.sources.index.build import build_index
 from streamrag.sources.index.changes import add_documents, remove_documents
-from streamrag.sources.index.index_folder import check_index, looks_like_index
+from streamrag.sources.index.index_folder import looks_like_index
 from streamrag.sources.search.hybrid import HybridSource
 from streamrag.sources.workers.pool import WorkerPool
 from streamrag.testing import ScriptedSource
@@ -203,14 +203,13 @@ async def test_a_source_that_is_not_started_says_so(built: Path) -> None:
     await must_be_started(HybridSource(built, embedder=EMBEDDER))
 
 
-async def test_an_index_without_keywords_is_to_be_built_again(index: Path) -> None:
+async def test_an_index_without_keywords_is_damaged(index: Path) -> None:
     (index / "keywords.sqlite").unlink()
     manifest = json.loads((index / "manifest.json").read_text())
     del manifest["files"]["keywords.sqlite"]
     (index / "manifest.json").write_text(json.dumps(manifest))
     assert looks_like_index(index)
-    check_index(index)
-    with pytest.raises(IndexMismatchError, match=r"has no keyword index: .*streamrag index build FOLDER"):
+    with pytest.raises(IndexCorruptError, match=r"does not name keywords\.sqlite\. .*streamrag index build FOLDER"):
         await HybridSource(index, embedder=EMBEDDER).start(lambda line: None)
 
 

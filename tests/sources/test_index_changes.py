@@ -203,19 +203,6 @@ def test_nodes_that_are_not_of_the_passages_are_refused(
         found(index)
 
 
-@pytest.mark.parametrize("index", ["diskann"], indirect=True)
-def test_an_index_of_format_1_is_searched_and_embedded_whole_when_it_changes(index: Path) -> None:
-    manifest = json.loads((index / "manifest.json").read_text())
-    for name in ("vectors.f32", "duplicates.jsonl"):
-        (index / name).unlink()
-        del manifest["files"][name]
-    del manifest["kind"]
-    (index / "manifest.json").write_text(json.dumps(manifest | {"format_version": 1}))
-    assert found(index) == [name for name, _ in exact_ranking(index, QUERY)]
-    assert remove_documents(index, ["0000.txt"], embedder=EMBEDDER).num_embedded == 11
-    assert check_index(index)[0].format_version == 2
-
-
 async def test_a_source_that_has_the_old_index_open_goes_on_with_it(ivf: Path) -> None:
     async with running(IvfSource(ivf, embedder=EMBEDDER, k=12)) as source:
         before = await updates(source, QUERY)

@@ -9,6 +9,7 @@ import pytest
 from streamrag import Append, Chunk, ConfigurationError, CutShort, DelayedUpdates, Hint, Skipped, SourceError, Update
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import SourceEvent
+from streamrag.sources.retriever import RetrieverSource
 from streamrag.testing import ScriptedSource
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")
@@ -76,6 +77,18 @@ async def test_a_query_that_stops_while_something_is_held_back_leaves_nothing() 
         waiting.cancel()
         await asyncio.wait([waiting])
     assert source.num_streams == 0
+
+
+async def test_starting_and_closing_are_passed_on() -> None:
+    inner, lines = ScriptedSource(()), list[str]()
+    source = DelayedUpdates(inner, 1.0)
+    await source.start(lines.append)
+    assert (inner.is_started, lines) == (True, ["scripted source is ready"])
+    await source.aclose()
+    assert not inner.is_started
+    unstartable = DelayedUpdates(RetrieverSource(lambda query: [query]), 1.0)
+    await unstartable.start(lines.append)
+    await unstartable.aclose()
 
 
 @pytest.mark.parametrize("lead_s", [-1, float("inf"), float("nan"), "1", None, True])

@@ -23,7 +23,7 @@ from streamrag.bench.workload import make_load
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.errors import StreamRagError
 from streamrag.records import read_records
-from streamrag.sources.index.index_folder import check_index
+from streamrag.sources.index.index_folder import NEEDED, check_index
 from streamrag.support.bounded_reading import as_dataclass
 from streamrag.trace.read import read_trace
 from streamrag.trace.statistics import describe
@@ -202,8 +202,7 @@ def test_of_a_damaged_profile_only_errors_of_ours_come(tmp_path: Path) -> None:
         "copies": {"out_points": [[1, 0.1], [2, 0.2]], "in_points": [[1, 0.1]], "block_bytes": 5,
                    "is_overlapped": True},
     }  # fmt: skip
-    paper = {"recompute_latencies": {"16": [1.0, 2.0], "512": [5.0]}, "metadata": {"model_name": "x"}}
-    texts += [json.dumps(table)] * 4 + [json.dumps(paper)]
+    texts += [json.dumps(table)] * 4
 
     def make(chance: random.Random) -> bytes:
         return mutated([json.dumps(json.loads(chance.choice(texts)))], chance)
@@ -260,12 +259,12 @@ def test_of_damaged_records_only_errors_of_ours_come(tmp_path: Path) -> None:
 
 def test_of_a_damaged_manifest_only_errors_of_ours_come(tmp_path: Path) -> None:
     entry = {"size_bytes": 0, "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"}
-    names = ["passages.jsonl", "ann_disk.index", "ann_metadata.bin", "ann_pq_compressed.bin", "ann_pq_pivots.bin"]
+    names = sorted(NEEDED["diskann"])
     for name in names:
         (tmp_path / name).touch()
     manifest = {
-        "format_version": 1, "created": "2026-01-01T00:00:00Z", "embedder": "all-MiniLM-L6-v2", "dimension": 3,
-        "probe": [0.1], "num_documents": 1, "num_passages": 1, "passage_words": 9, "graph_degree": 4,
+        "format_version": 2, "kind": "diskann", "created": "2026-01-01T00:00:00Z", "embedder": "all-MiniLM-L6-v2",
+        "dimension": 3, "probe": [0.1], "num_documents": 1, "num_passages": 1, "passage_words": 9, "graph_degree": 4,
         "build_complexity": 5, "packages": {"a": "1"}, "files": dict.fromkeys(names, entry),
     }  # fmt: skip
     path = tmp_path / "manifest.json"

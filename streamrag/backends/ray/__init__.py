@@ -7,16 +7,11 @@
 `replica_streams`, `replica_chooser`, `replica` and `wire` do not depend on Ray.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from streamrag.support.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
     from streamrag.backends.ray.backend import RayBackend as RayBackend
 
-
-def __getattr__(name: str) -> Any:
-    """Import the backend on first use, because Ray takes a second to import and may not be installed."""
-    if name != "RayBackend":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from streamrag.backends.ray.backend import RayBackend
-
-    return RayBackend
+import_lazily(__name__)  # Ray takes a second to import, and may not be installed

@@ -11,16 +11,11 @@ vLLM calls `connector` for copies, in the scheduler's process and in the workers
 vLLM before an engine starts.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from streamrag.support.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
     from streamrag.backends.vllm.client.backend import VllmBackend as VllmBackend
 
-
-def __getattr__(name: str) -> Any:
-    """Import the backend on first use: the engine's own processes never need it."""
-    if name != "VllmBackend":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from streamrag.backends.vllm.client.backend import VllmBackend
-
-    return VllmBackend
+import_lazily(__name__)  # the engine's own processes never need it

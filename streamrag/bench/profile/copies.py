@@ -11,8 +11,8 @@ import torch
 from streamrag.backends.vllm.copy_wire import HostCopies
 from streamrag.backends.vllm.facts import EngineFacts
 from streamrag.backends.vllm.worker.host_copier import HostCopier
+from streamrag.bench.profile.curve_fit import fit_copies
 from streamrag.engine.costs.copy_costs import CopyCosts
-from streamrag.engine.costs.curve_fit import fit_copies
 
 NUM_WARM_UPS, NUM_REPEATS = 1, 5
 MAX_BYTES_CPU, MAX_BYTES_CUDA = 256 << 20, 2 << 30

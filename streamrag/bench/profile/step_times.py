@@ -15,9 +15,9 @@ from statistics import median
 from typing import Protocol
 
 from streamrag.backends.measured.engine import EngineClient, MeasuredStep
+from streamrag.bench.profile.curve_fit import fit_table
 from streamrag.bench.provenance import versions
 from streamrag.bench.workload import Tokens
-from streamrag.engine.costs.curve_fit import fit_table
 from streamrag.engine.costs.step_parts import StepPart
 from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.errors import BackendError

@@ -1,7 +1,6 @@
 """Files of hardware profiles, as JSON objects. Some are shipped with the package, and have names.
 
 {"kind": "table" or "analytic", and the fields of that class in `step_profiles`}
-{"recomputation_latencies": ...}                                                 Stream2LLM's: `paper_profiles`
 """
 
 import json
@@ -11,7 +10,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from streamrag.engine.costs.paper_profiles import is_paper_profile, read_paper_profile
 from streamrag.engine.costs.step_profiles import AnalyticProfile, StepProfile, TableProfile
 from streamrag.errors import ConfigurationError
 from streamrag.support.bounded_reading import as_dataclass, parse_json, read_bytes
@@ -30,27 +28,16 @@ def profile_names() -> list[str]:
 def load_profile(name_or_path: str) -> StepProfile:
     """Return the shipped profile of that name, or the one in a file.
 
-    Files of Stream2LLM's artifact work too: the recompute file alone, or both files with a comma between their paths.
-
     :raises ConfigurationError: there is no profile of that name, or the file is no profile.
     """
     if name_or_path in profile_names():
         text = (resources.files(__package__) / "profiles" / f"{name_or_path}.json").read_text()
         return _from_dict(json.loads(text))
-    paths = [name_or_path] if Path(name_or_path).is_file() else [part.strip() for part in name_or_path.split(",")]
-    values: list[dict[str, Any]] = []
-    for path in paths:
-        if not Path(path).is_file():
-            raise ConfigurationError(f"no profile {path!r}: give a file, or one of {', '.join(profile_names())}")
-        values.append(_read(path))
+    if not Path(name_or_path).is_file():
+        raise ConfigurationError(f"no profile {name_or_path!r}: give a file, or one of {', '.join(profile_names())}")
+    values = read_object(name_or_path)
     try:
-        if any(is_paper_profile(each) for each in values):
-            profile = read_paper_profile(Path(paths[0]).stem, values)
-            _check(profile)
-            return profile
-        if len(values) > 1:
-            raise ValueError("only files of Stream2LLM come in pairs; give one")
-        return _from_dict(values[0])
+        return _from_dict(values)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigurationError(f"{name_or_path} is not a hardware profile: {reason}") from error
@@ -65,7 +52,7 @@ def save_profile(profile: StepProfile, path: Path) -> None:
     write_atomic(path, json.dumps({"kind": kind, **asdict(profile)}, indent=2) + "\n")
 
 
-def _read(path: str) -> dict[str, Any]:
+def read_object(path: str | Path) -> dict[str, Any]:
     """Return a file's JSON object; raise ConfigurationError if the file cannot be read, or has none."""
     try:
         values = parse_json(read_bytes(path))

@@ -3,7 +3,7 @@
 import importlib.util
 import ipaddress
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,47 +31,18 @@ PACKAGES = {
 OTEL_PACKAGES = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
 
 
-def _has_source(*kinds: str) -> Callable[[Settings], bool]:
-    """Return a test whether the settings have a source of one of these kinds."""
-    return lambda settings: not set(kinds).isdisjoint(_source_kinds(settings.source))
-
-
-def _has_vllm(settings: Settings) -> bool:
-    return settings.model.server is None
-
-
-def _may_have_server(settings: Settings) -> bool:
-    """Whether settings of a server may have an effect: one is named, or no model is, so that one may follow."""
-    return settings.model.server is not None or not settings.model.name
-
-
-def _has_replicas(settings: Settings) -> bool:
-    return bool(settings.replicas.number)
-
-
 ON_RAY = {"number", "address", "name", "sources", "max_sources", "source_num_cpus", "place_s"}
 """Settings of [replicas] that have an effect without replicas of the engine."""
 
-RULES: tuple[tuple[str, Sequence[str], Callable[[Settings], bool], str], ...] = (
-    ("source", CRAWL, _has_source("urls"), "is for source.urls, which is not set"),
-    (
-        "source",
-        ("embedder", "k"),
-        _has_source("index", "postgres"),
-        "is for source.index or source.postgres, which is not set",
-    ),
-    ("source", ("hybrid", "rerank", "sentences"), _has_source("index"), "is for source.index, which is not set"),
-    ("source", ("table",), _has_source("postgres"), "is for source.postgres, which is not set"),
-    ("model", ("api_key", "tokenizer", "timeout_s"), _may_have_server, "is for model.server, which is not set"),
-    ("engine", tuple(EngineSettings.model_fields), _has_vllm, "is for an embedded vLLM, and model.server is set"),
-    (
-        "replicas",
-        tuple(ReplicaSettings.model_fields.keys() - ON_RAY),
-        _has_replicas,
-        "is for replicas.number, which is 0",
-    ),
+NEEDS: tuple[tuple[str, Collection[str], Sequence[str]], ...] = (
+    ("source", CRAWL, ["source.urls"]),
+    ("source", ("embedder", "k"), ["source.index", "source.postgres"]),
+    ("source", ("hybrid", "rerank", "sentences"), ["source.index"]),
+    ("source", ("table",), ["source.postgres"]),
+    ("model", ("api_key", "tokenizer", "timeout_s"), ["model.server"]),
+    ("replicas", ReplicaSettings.model_fields.keys() - ON_RAY, ["replicas.number"]),
 )
-"""Sections, settings in them, whether they have an effect, and the complaint if they have none."""
+"""Sections, settings in them, and those of which one must be set for these to have an effect."""
 
 
 def check(loaded: Loaded) -> list[Problem]:
@@ -106,12 +77,22 @@ def permitted_hosts(settings: Settings, *, has_keys: bool) -> frozenset[str] | N
 
 
 def _without_effect(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield a problem for each setting given that has no effect by `RULES`."""
-    for section, names, has_effect, complaint in RULES:
-        if not has_effect(settings):
-            for name in names:
-                if (section, name) in loaded.places:
-                    yield Problem(loaded.where(section, name), complaint)
+    """Yield a problem for each setting given that has no effect by `NEEDS`, or as vLLM's beside a server.
+
+    Without a model, either kind may follow.
+    """
+    given = [(loaded.where(*place), place) for place in loaded.places]
+    for section, names, needed in NEEDS:
+        if any(getattr(getattr(settings, kind), name) for kind, name in (each.split(".") for each in needed)):
+            continue
+        if section != "model" or settings.model.name:
+            complaint = f"is for {' or '.join(needed)}, which is not set"
+            yield from (
+                Problem(where, complaint) for where, place in given if place[0] == section and place[1] in names
+            )
+    if settings.model.server is not None:
+        complaint = "is for an embedded vLLM, and model.server is set"
+        yield from (Problem(where, complaint) for where, place in given if place[0] == "engine")
 
 
 def _source_kinds(source: SourceSettings) -> list[str]:
@@ -167,7 +148,7 @@ def _engines(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
             yield from _packages(loaded.where("replicas", key), [("ray", "ray")])
     if not replicas.number:
         return
-    if not _has_vllm(settings):
+    if settings.model.server is not None:
         yield Problem(loaded.where("replicas", "number"), "is for an embedded vLLM, and model.server is set")
     if log_path is not None:
         what = "is one file, and each replica would write to it"

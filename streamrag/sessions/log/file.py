@@ -23,12 +23,10 @@ from streamrag.sessions.log.contents import (
     write_contents,
 )
 from streamrag.sessions.log.lock import FileLock, is_same
-from streamrag.support.bounded_reading import open_regular
 from streamrag.support.files import sync
 
 APPLICATION_ID = 0x73726C67
 FORMAT_VERSION = 1
-OLD_FORMAT = b'{"format":"streamrag-session"'
 MAX_FILE_BYTES = 256 << 20
 """Most bytes of a log, for writing and reading. Its texts take up to four times as much in memory."""
 MAX_VALUE_BYTES = 16_000_000
@@ -265,20 +263,12 @@ def _translated(path: Path) -> Iterator[None]:
     except (sqlite3.Error, ValueError) as error:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
         if code == sqlite3.SQLITE_NOTADB:
-            message = f"{path} is no log of a session{_old_format(path)}. Nothing was changed"
+            message = f"{path} is no log of a session. Nothing was changed"
         elif isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_CORRUPT:
             message = f"{path} cannot be read: {error}"
         else:
             message = f"{path} is damaged: {error}. Nothing was changed. Move the file away to start a new log"
         raise SessionLogError(message) from error
-
-
-def _old_format(path: Path) -> str:
-    """Return the part of a message for a log that an older streamrag wrote as text; empty for another file."""
-    with suppress(OSError), open_regular(path) as file:
-        if file.read(64).replace(b" ", b"").startswith(OLD_FORMAT):
-            return " that can be read: an older streamrag wrote it as text. Move it away to start a new log"
-    return ""
 
 
 def _execute(connection: sqlite3.Connection, pragmas: tuple[str, ...]) -> None:

@@ -126,7 +126,7 @@ class _OldVectors:
         self.manifest = manifest
         made_with = EmbedderIdentity(manifest.embedder, manifest.dimension, manifest.probe)
         embedder.require(made_with, f"the vectors of {folder}")
-        self.vectors: Any
+        self.vectors: Vectors
         self.centroids: Vectors | None = None
         num_passages, dimension = manifest.num_passages, manifest.dimension
         if manifest.kind == "ivf":
@@ -137,12 +137,10 @@ class _OldVectors:
         else:
             self.vectors = diskann.stored_vectors(folder, num_passages, dimension)
             self._nodes = diskann.stored_nodes(folder, num_passages)
-        self.rows: dict[bytes, int] = {}
-        if self.vectors is not None:
-            keys = [_key(_embedded_text(fields)) for fields in read_passages(folder, PASSAGES)]
-            if len(keys) != num_passages or not _are_units(self.vectors).all():
-                raise corrupt(folder, "its vectors are not those of its passages")
-            self.rows = {key: row for row, key in enumerate(keys)}
+        keys = [_key(_embedded_text(fields)) for fields in read_passages(folder, PASSAGES)]
+        if len(keys) != num_passages or not _are_units(self.vectors).all():
+            raise corrupt(folder, "its vectors are not those of its passages")
+        self.rows = {key: row for row, key in enumerate(keys)}
 
     def nodes(self, numbers: dict[bytes, int]) -> Any:
         """Return the new passage of each node of DiskANN's graph, -1 for a removed one.

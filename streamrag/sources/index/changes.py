@@ -54,7 +54,7 @@ def add_documents(
     passages are embedded. Open sources continue with the old index. Returns the summary of the whole new index. Blocks:
     in a coroutine, use `asyncio.to_thread`.
 
-    Pass `embedder` where `VectorSource` needs it. An index of format 1 has no stored vectors and is embedded whole.
+    Pass `embedder` where `VectorSource` needs it.
 
     :raises ConfigurationError: a path does not exist or is outside `folder`, nothing can be indexed, or an event loop
         runs in this thread.

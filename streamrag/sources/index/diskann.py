@@ -59,7 +59,7 @@ class DiskAnnSearcher(IndexSearcher):
         nodes = stored_nodes(self._path, self.num_passages)
         added = np.setdiff1d(np.arange(self.num_passages), nodes)
         vectors = stored_vectors(self._path, self.num_passages, self.dimension) if len(added) else None
-        if len(added) and (vectors is None or not np.isfinite(vectors := vectors[added]).all()):
+        if vectors is not None and not np.isfinite(vectors := vectors[added]).all():
             raise corrupt(self._path, f"{VECTORS} has no vectors for all passages beside the graph")
         with (self._path / METADATA).open("rb") as file:
             metadata = file.read(METADATA_FIELDS.size)
@@ -195,13 +195,11 @@ def stored_nodes(folder: Path, num_passages: int) -> Any:
     return nodes
 
 
-def stored_vectors(folder: Path, num_passages: int, dimension: int) -> "Vectors | None":
-    """Return an index's vectors in passage order, mapped into memory; None if absent. IndexCorruptError if damaged."""
+def stored_vectors(folder: Path, num_passages: int, dimension: int) -> "Vectors":
+    """Return an index's vectors in passage order, mapped into memory; raise IndexCorruptError if damaged."""
     import numpy as np
 
     path = folder / VECTORS
-    if not path.exists():
-        return None
     if path.stat().st_size != num_passages * dimension * 4:
         raise corrupt(folder, f"{VECTORS} is not of {num_passages} passages")
     return np.memmap(path, np.float32, "r", shape=(num_passages, dimension))

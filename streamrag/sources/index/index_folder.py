@@ -3,6 +3,7 @@
 manifest.json           the parameters of the index, and the size and SHA-256 of the other files
 passages.jsonl          one passage a line, in the order of the vectors
 duplicates.jsonl        passages left out as duplicates, which are needed when their twin is removed
+keywords.sqlite         the keyword index, see `keywords.py`
 
 Kind "diskann":
 vectors.f32             the embedder's vectors, for adding and removing documents
@@ -11,12 +12,9 @@ nodes.i32               the passage of each node of the graph, -1 for a removed 
 ann_disk.index          DiskANN's graph with the full vectors, read at every search
 ann_pq_*.bin            DiskANN's compressed vectors, held in the searcher's memory
 ann_metadata.bin        DiskANN's number of vectors, dimension and metric
-keywords.sqlite         the keyword index, see `keywords.py`; indexes of older versions have none
 
 Kind "ivf":
 ivf.index               faiss's inverted lists with the full vectors, mapped into memory and read at every search
-
-Format 1 had one kind, "diskann", and neither duplicates.jsonl nor vectors.f32.
 """
 
 import hashlib
@@ -37,16 +35,15 @@ from streamrag.errors import IndexCorruptError, IndexMismatchError, IndexMissing
 from streamrag.support.bounded_reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
 
 IndexKind: TypeAlias = Literal["diskann", "ivf"]
-FORMATS = (1, 2)
+FORMAT_VERSION: Literal[2] = 2
 MANIFEST, PASSAGES, DUPLICATES = "manifest.json", "passages.jsonl", "duplicates.jsonl"
 KEYWORDS = "keywords.sqlite"
 VECTORS, NODES, IVF = "vectors.f32", "nodes.i32", "ivf.index"
 DISKANN = {"ann_disk.index", "ann_metadata.bin", "ann_pq_compressed.bin", "ann_pq_pivots.bin"}
-NEEDED: dict[str, set[str]] = {"diskann": {PASSAGES} | DISKANN, "ivf": {PASSAGES, IVF}}
-"""The files that a search of each kind of index needs."""
-OPTIONAL = {DUPLICATES, KEYWORDS, VECTORS, NODES} | {
-    f"ann_disk.index_{name}.bin" for name in ("centroids", "medoids", "max_base_norm")
-}
+COMMON = {PASSAGES, DUPLICATES, KEYWORDS}
+NEEDED: dict[str, set[str]] = {"diskann": COMMON | DISKANN | {VECTORS}, "ivf": COMMON | {IVF}}
+"""The files of each kind of index."""
+OPTIONAL = {NODES} | {f"ann_disk.index_{name}.bin" for name in ("centroids", "medoids", "max_base_norm")}
 """Other files that an index may have, among them DiskANN's for large indexes and other metrics."""
 EMBEDDINGS = ("embedded.json", "embedded.keys", "embedded.f32")
 """Files that stay in a building folder when a build stops: the embedder, the key of each text, the vectors."""
@@ -71,8 +68,8 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    format_version: Literal[1, 2] = 2
-    kind: IndexKind = "diskann"
+    format_version: Literal[2] = FORMAT_VERSION
+    kind: IndexKind
     created: datetime
     embedder: Annotated[str, Field(max_length=1000)]
     """Name for people. It is looked up only if it is the default; see `embedder_of_index`."""
@@ -116,7 +113,7 @@ def looks_like_index(folder: Path) -> bool:
         return False
     # Many programs write a manifest.json or a passages.jsonl: a file of the index library must be there too.
     has_all = any(names >= needed for needed in NEEDED.values())
-    return has_all or (MANIFEST in names and not names <= {MANIFEST, PASSAGES, DUPLICATES, KEYWORDS, VECTORS, NODES})
+    return has_all or (MANIFEST in names and not names <= {MANIFEST, VECTORS, NODES} | COMMON)
 
 
 def sha256_of(path: Path) -> str:
@@ -184,9 +181,9 @@ def _parse_manifest(folder: Path, text: bytes) -> Manifest:
         version = fields["format_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise corrupt(folder, f"its {MANIFEST} is damaged") from error
-    if version not in FORMATS:
+    if version != FORMAT_VERSION:
         raise IndexMismatchError(
-            f"{folder} has format version {str(version)[:40]}, and this streamrag reads 1 and 2: build it again"
+            f"{folder} has format version {str(version)[:40]}, and streamrag reads {FORMAT_VERSION}: build it again"
         )
     try:
         return Manifest.model_validate(fields)
@@ -225,9 +222,7 @@ def with_title(title: str, text: str) -> str:
 
 
 def read_passages(folder: Path, name: str) -> Iterator[StoredPassage]:
-    """Yield the passages of PASSAGES or DUPLICATES, if the file exists. Raises IndexCorruptError for a damaged line."""
-    if not (folder / name).exists():
-        return
+    """Yield the passages of PASSAGES or DUPLICATES. Raises IndexCorruptError for a damaged line."""
     with open_regular(folder / name, follow_links=False) as file:
         for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
             yield _parse_passage(folder, name, line)

@@ -14,10 +14,10 @@ from pydantic import Field
 
 from streamrag.core import Chunk, CutShort, Hint, Progress, Skipped, Source, SourceEvent, Update
 from streamrag.core.lifecycle import start_all, started_once
-from streamrag.errors import ConfigurationError, IndexMismatchError
+from streamrag.errors import ConfigurationError
 from streamrag.query.retrieval import Retrieval
 from streamrag.sources.index.embedder import check_model_name, embedder_of_index
-from streamrag.sources.index.index_folder import KEYWORDS, Manifest, check_index, kind_in_manifest, with_title
+from streamrag.sources.index.index_folder import Manifest, check_index, kind_in_manifest, with_title
 from streamrag.sources.index.keywords import KeywordSearcher
 from streamrag.sources.index.packages import require_package
 from streamrag.sources.index.worker_jobs import NumWorkers, new_pool, run_job, start_and_load
@@ -154,7 +154,7 @@ class HybridSource:
         :raises MissingDependencyError: a package is not installed.
         :raises IndexMissingError: there is no index.
         :raises IndexCorruptError: the index is damaged.
-        :raises IndexMismatchError: another embedder made it, or one that must be named, or it has no keyword index.
+        :raises IndexMismatchError: another embedder made it, or one that must be named.
         :raises ConfigurationError: the embedder or the reranker cannot be loaded.
         :raises WorkerError: a worker cannot start.
         """
@@ -169,11 +169,6 @@ class HybridSource:
         """Check index and packages, or raise as `start`; return manifest, its hash and the reranker's place, if any."""
         manifest, manifest_sha256 = check_index(self._folder)
         require_package("snowballstemmer")
-        if KEYWORDS not in manifest.files:
-            raise IndexMismatchError(
-                f"{self._folder} has no keyword index: it was made by an older streamrag. Search it by vectors alone "
-                f"(--no-hybrid), or build it again:  streamrag index build FOLDER --out {self._folder} --force"
-            )
         if self._reranker is None:
             return manifest, manifest_sha256, None
         embedder = embedder_of_index(self._folder, manifest.embedder, self._embedder)

@@ -1,1 +1,1 @@
-"""Sources that send the events of another source later."""
+"""A source that sends the events of another source later."""

@@ -5,14 +5,13 @@ from contextlib import aclosing
 from dataclasses import replace
 from math import isfinite
 
-from streamrag.core import Skipped, Source, SourceEvent, Update
+from streamrag.core import Progress, Skipped, Source, SourceEvent, Startable, Update, part_name
 from streamrag.query.retrieval import Retrieval, with_timeouts
-from streamrag.sources.timing.wrapper import SourceWrapper
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.validation import SecondsOrZero, validated
 
 
-class DelayedUpdates(SourceWrapper):
+class DelayedUpdates:
     """A source that holds back the updates of `source` until it expects to end in `lead_s`, and then sends the newest.
 
     Prefilling needs no more time than that before the end. Prefilling earlier gains nothing: a later update may
@@ -31,9 +30,24 @@ class DelayedUpdates(SourceWrapper):
 
     @validated
     def __init__(self, source: Source, lead_s: SecondsOrZero, *, clock: Clock = monotonic) -> None:
-        super().__init__(source)
+        self._source = source
         self._lead_s = lead_s
         self._clock = clock
+
+    @property
+    def name(self) -> str:
+        """This class's name with the source's: schedulers learn the timing of each separately."""
+        return f"{type(self).__name__}({part_name(self._source)})"
+
+    async def start(self, progress: Progress) -> None:
+        """Start the source if it is `Startable`."""
+        if isinstance(self._source, Startable):
+            await self._source.start(progress)
+
+    async def aclose(self) -> None:
+        """Close the source if it is `Startable`."""
+        if isinstance(self._source, Startable):
+            await self._source.aclose()
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield the source's events, some of its updates later or never. Closing this closes the source's stream."""

@@ -7,9 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.routing.flowguard import FlowGuard, MendedFlowGuard, Weights, overload, score
+from experiments.routing.prefix_affinity import PrefixAffinity
 from experiments.routing.queue_routers import PowerOfTwo, ShortestQueue
 from experiments.routing.routers import ALL_ROUTERS
-from streamrag.routing import ROUTERS, ReplicaState
+from streamrag.routing import ROUTERS, Opening, ReplicaState
+from streamrag.routing.prefix_index import PrefixIndex
 from tests.routing.router_cases import LONG, OPENINGS, OTHER, STATES, check_ranking, replicas
 
 
@@ -72,3 +74,24 @@ def test_as_published_hits_of_other_prompts_attract_a_query_and_mended_only_its_
     assert mended.rank(LONG, [attractive, right], 0.0)[0] == "right"
     mended.lost("right")
     assert mended.rank(LONG, [attractive, right], 0.0)[0] == "attractive", "of equals the first"
+
+
+def test_affinity_follows_the_prefix_whatever_the_queue_as_it_is_shipped():
+    router, (a, b) = PrefixAffinity(), replicas("a", "b")
+    router.routed(LONG, "a")
+    assert router.rank(LONG, [replace(a, num_open=99), b], 0.0)[0] == "a"
+    assert PrefixAffinity.rank(router, OTHER, [a, b], 0.0)[0] == "b", "what nobody holds goes where least is held"
+
+
+def test_affinity_gives_way_to_queues_that_differ_by_more_than_its_threshold():
+    router, (a, b) = PrefixAffinity(imbalance=4), replicas("a", "b")
+    router.routed(LONG, "a")
+    assert router.rank(LONG, [replace(a, num_open=4), b], 0.0)[0] == "a"
+    assert router.rank(LONG, [replace(a, num_open=5), b], 0.0)[0] == "b"
+
+
+def test_less_than_a_tenth_of_a_prompt_does_not_count():
+    router, states = PrefixAffinity(index=PrefixIndex(block_size=1)), replicas("a", "b")
+    router.routed(Opening(tuple(range(10))), "a")
+    assert router.rank(Opening(tuple(range(100))), states, 0.0)[0] == "a"
+    assert router.rank(Opening(tuple(range(101))), states, 0.0)[0] == "b"

@@ -5,22 +5,20 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams, Turn, common_prefix_len, part_name
+from streamrag.core import Prefilled, Prompt, SamplingParams, Turn, common_prefix_len, part_name
 from streamrag.core.tokenizer_threads import in_thread
 from streamrag.errors import BackendError
 from streamrag.modes.conversation import Conversation, ConversationPrompt
+from streamrag.query.answer_chunks import AnswerChunks
 from streamrag.query.retrieval import closing
 from streamrag.serve.open_queries import OpenQuery
 from streamrag.serve.service import Service
 from streamrag.telemetry import (
-    Answer,
     Answered,
     ContextChanged,
     ContextComplete,
     PrefillProgressed,
     QueryEvent,
-    Timings,
-    TokensGenerated,
 )
 
 
@@ -63,8 +61,7 @@ class ConversationStream:
     async def events(self) -> AsyncGenerator[QueryEvent, None]:
         """Yield and report the answer's tokens, then `Answered`; only report prefill. Raises BackendError if the
         backend fails, or ends without a finish reason."""
-        first_token_s: float | None = None
-        chunks: list[AnswerChunk] = []
+        chunks = AnswerChunks(self._service.model, self._now)
         async with (
             aclosing(self._prompts()) as prompts,
             closing(self._service.backend.generate(prompts, self.params)) as events,
@@ -73,15 +70,18 @@ class ConversationStream:
                 if isinstance(event, Prefilled):
                     self._opened.note(PrefillProgressed(self._now(), event.num_tokens))
                     continue
-                if first_token_s is None and (event.token_ids or event.text):
-                    first_token_s = self._now()
-                chunks.append(event)
-                generated = TokensGenerated(self._now(), event.text, event.token_ids, event.finish_reason)
+                generated = chunks.add(event)
                 self._opened.note(generated)
                 yield generated
-        if not chunks or chunks[-1].finish_reason is None:
+        if not chunks.finished():
             raise BackendError(f"{part_name(self._service.backend)} ended without finishing its answer")
-        answered = Answered(self._now(), self._answer(chunks, first_token_s))
+        answer = chunks.join(
+            num_prompt_tokens=self._num_prompt_tokens,
+            retrieval_s=self._complete_s,
+            num_invalidated=self._num_invalidated,
+            submitted_s=self._start_s,
+        )
+        answered = Answered(answer.timings.total_s, answer)
         self._opened.note(answered)
         yield answered
 
@@ -112,31 +112,3 @@ class ConversationStream:
     def _now(self) -> float:
         """Return the seconds since this stream was made."""
         return time.monotonic() - self._start_s
-
-    def _answer(self, chunks: Sequence[AnswerChunk], first_token_s: float | None) -> Answer:
-        """Join the chunks and figures to an answer without citations: the conversation is the context."""
-        last, model, total_s = chunks[-1], self._service.model, self._now()
-        ttft_s = total_s if first_token_s is None else first_token_s
-        timings = Timings(0.0, None, self._complete_s, ttft_s, ttft_s - self._complete_s, total_s)
-        assert last.finish_reason is not None
-        text = "".join(chunk.text for chunk in chunks)
-        token_ids = tuple(token_id for chunk in chunks for token_id in chunk.token_ids)
-        return Answer(
-            text=text,
-            token_ids=token_ids,
-            finish_reason=last.finish_reason,
-            citations=(),
-            left_out=(),
-            shortened=(),
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_invalidated=self._num_invalidated,
-            is_exact=model.is_exact,
-            source_error=None,
-            cut_short=None,
-            submitted_s=self._start_s,
-            timings=timings,
-            record=last.record,
-            breaks_look_alikes=model.breaks_look_alikes,
-            usage=model.usage(self._num_prompt_tokens, len(token_ids), text, last.usage),
-            unit=model.unit,
-        )

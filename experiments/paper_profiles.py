@@ -1,4 +1,8 @@
-"""Read the latency profiles of Stream2LLM's artifact (github.com/rajveerb/stream2llm).
+"""Make a hardware profile of the latency profiles of Stream2LLM's artifact (github.com/rajveerb/stream2llm).
+
+    .venv/bin/python experiments/paper_profiles.py RECOMPUTE_FILE [SWAP_FILE] --output profile.json
+
+The two kinds of file:
 
     {"recomputation_latencies": {"16": [ms, ...], "32": [...], ...}, "metadata": {...}}
     {"swap_in_latency": {"16": [ms, ...], ...}, "swap_out_latency": {...}, "metadata": {...}}
@@ -9,13 +13,16 @@ left out. The files have neither the capacity of the KV cache nor the bytes of a
 latter.
 """
 
+import argparse
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from streamrag.bench.profile.curve_fit import fit_copies, fit_table
 from streamrag.engine.costs.copy_costs import CopyCosts, CopyPoint
-from streamrag.engine.costs.curve_fit import fit_copies, fit_table
+from streamrag.engine.costs.profile_files import load_profile, read_object, save_profile
 from streamrag.engine.costs.step_profiles import TableProfile
 
 RECOMPUTE, SWAP_IN, SWAP_OUT, METADATA = "recomputation_latencies", "swap_in_latency", "swap_out_latency", "metadata"
@@ -119,3 +126,17 @@ def _copies(values: Mapping[str, Any], block_size: int, block_bytes: int) -> Cop
         return fit_copies({num // block_size: seconds for num, seconds in _latencies(values, name).items()})
 
     return CopyCosts(points(SWAP_OUT), points(SWAP_IN), block_bytes, is_overlapped=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the files, and write the profile, which `load_profile` checks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE")
+    parsed = parser.parse_args(arguments)
+    save_profile(read_paper_profile(parsed.files[0].stem, [read_object(file) for file in parsed.files]), parsed.output)
+    load_profile(str(parsed.output))
+
+
+if __name__ == "__main__":
+    main()

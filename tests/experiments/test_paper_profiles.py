@@ -3,10 +3,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paper_profiles import main, read_paper_profile
 
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import TableProfile, recompute_s
-from streamrag.errors import ConfigurationError
 
 METADATA = {
     "model_name": "meta-llama/Llama-3.1-8B-Instruct",
@@ -32,20 +32,18 @@ SWAP: dict[str, Any] = {
 }
 
 
-def written(folder: Path, **files: Any) -> str:
+def loaded(folder: Path, **files: Any) -> TableProfile:
+    """Write the files, convert them, and load the profile."""
     for name, values in files.items():
         (folder / f"{name}.json").write_text(json.dumps(values))
-    return ",".join(str(folder / f"{name}.json") for name in files)
-
-
-def loaded(names: str) -> TableProfile:
-    profile = load_profile(names)
+    main([*(str(folder / f"{name}.json") for name in files), "--output", str(folder / "profile.json")])
+    profile = load_profile(str(folder / "profile.json"))
     assert isinstance(profile, TableProfile)
     return profile
 
 
 def test_the_recompute_file_gives_the_steps_that_were_measured(tmp_path: Path) -> None:
-    profile = loaded(written(tmp_path, recompute=RECOMPUTE))
+    profile = loaded(tmp_path, recompute=RECOMPUTE)
     for num_tokens in SIZES:
         if num_tokens <= 4_096:
             assert profile.step_s([(num_tokens, 0)]) == pytest.approx(latency_ms(num_tokens) / 1e3, rel=0.01)
@@ -55,20 +53,20 @@ def test_the_recompute_file_gives_the_steps_that_were_measured(tmp_path: Path) -
 
 
 def test_attention_to_what_is_there_costs_what_attention_within_a_step_does(tmp_path: Path) -> None:
-    profile = loaded(written(tmp_path, recompute=RECOMPUTE))
+    profile = loaded(tmp_path, recompute=RECOMPUTE)
     expected_ms = latency_ms(24_000) + 5 * 8 - latency_ms(1)  # six steps of a fixed 8 ms, but for the next token's
     assert recompute_s(profile, 0, 24_000, 4_096) == pytest.approx(expected_ms / 1e3, rel=0.02)
 
 
 def test_latencies_of_more_tokens_than_a_step_takes_are_left_out(tmp_path: Path) -> None:
     # The artifact times one step, which computes no more than the budget.
-    profile = loaded(written(tmp_path, recompute=RECOMPUTE))
+    profile = loaded(tmp_path, recompute=RECOMPUTE)
     assert [num for num, _ in profile.points] == [float(num) for num in SIZES if num <= 4_096]
 
 
 def test_the_swap_file_is_read_beside_it_by_tokens(tmp_path: Path) -> None:
-    for names in (written(tmp_path, recompute=RECOMPUTE, swap=SWAP), written(tmp_path, swap=SWAP, recompute=RECOMPUTE)):
-        copies = loaded(names).copies
+    for files in ({"recompute": RECOMPUTE, "swap": SWAP}, {"swap": SWAP, "recompute": RECOMPUTE}):
+        copies = loaded(tmp_path, **files).copies
         assert copies is not None
         assert copies.in_s(100) == pytest.approx(0.0005 + 1_600 * 2e-6)
         assert copies.out_s(100) == pytest.approx(0.0005 + 1_600 * 3e-6)
@@ -76,7 +74,7 @@ def test_the_swap_file_is_read_beside_it_by_tokens(tmp_path: Path) -> None:
 
 
 def test_one_file_may_hold_both(tmp_path: Path) -> None:
-    assert loaded(written(tmp_path, both={**RECOMPUTE, **SWAP})).copies is not None
+    assert loaded(tmp_path, both={**RECOMPUTE, **SWAP}).copies is not None
 
 
 @pytest.mark.parametrize(
@@ -85,7 +83,6 @@ def test_one_file_may_hold_both(tmp_path: Path) -> None:
         ({"swap": SWAP}, 'one file must have "recomputation_latencies", and 0 have'),
         ({"a": RECOMPUTE, "b": RECOMPUTE}, "and 2 have"),
         ({"a": RECOMPUTE, "b": {"kind": "table"}}, "nothing else"),
-        ({"a": {"kind": "table"}, "b": {"kind": "table"}}, "only files of Stream2LLM come in pairs"),
         ({"a": {"recomputation_latencies": {}}}, "is missing or empty"),
         ({"a": {"recomputation_latencies": {"x": [1]}}}, "'x'"),
         ({"a": {"recomputation_latencies": {"16": []}}}, "'16'"),
@@ -97,12 +94,6 @@ def test_one_file_may_hold_both(tmp_path: Path) -> None:
         ({"a": RECOMPUTE, "b": {"swap_in_latency": SWAP["swap_in_latency"], "metadata": METADATA}}, "swap_out_latency"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_the_reason(tmp_path: Path, files: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"is not a hardware profile: .*{reason}"):
-        load_profile(written(tmp_path, **files))
-
-
-def test_a_file_of_a_pair_that_is_not_there_is_named(tmp_path: Path) -> None:
-    names = written(tmp_path, recompute=RECOMPUTE)
-    with pytest.raises(ConfigurationError, match=r"no profile '.*swap\.json'"):
-        load_profile(f"{names}, {tmp_path / 'swap.json'}")
+def test_what_cannot_be_read_is_refused_with_the_reason(files: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_paper_profile("paper", list(files.values()))

@@ -3,7 +3,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from streamrag.engine.costs.curve_fit import fit_copies, fit_table
+from streamrag.bench.profile.curve_fit import fit_copies, fit_table
 from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.errors import ConfigurationError
 

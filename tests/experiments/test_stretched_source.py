@@ -4,11 +4,11 @@ from contextlib import aclosing
 
 import anyio
 import pytest
+from stretched_source import StretchedSource
 
 from streamrag.core import Append, Chunk, Hint, Skipped, SourceEvent, Update
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.sources.retriever import RetrieverSource
-from streamrag.sources.timing.stretched_source import StretchedSource
 from streamrag.testing import ScriptedSource
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left_behind")

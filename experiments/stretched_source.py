@@ -8,10 +8,9 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from streamrag.core import Append, CutShort, Skipped, Source, SourceEvent, Update
+from streamrag.core import Append, CutShort, Progress, Skipped, Source, SourceEvent, Startable, Update, part_name
 from streamrag.errors import ConfigurationError
 from streamrag.query.retrieval import Retrieval
-from streamrag.sources.timing.wrapper import SourceWrapper
 from streamrag.support.clock import Clock, monotonic
 from streamrag.support.tasks import cancel_and_wait
 from streamrag.support.validation import Number, SecondsOrZero, validated
@@ -20,6 +19,28 @@ MAX_WAITING = 1024  # delayed events; the source then waits
 
 _Arrival: TypeAlias = "tuple[float, SourceEvent | Exception | None]"
 """The arrival time of an event, of an error, or of the end (None)."""
+
+
+class SourceWrapper:
+    """A source that wraps `source`, and starts and closes it."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @property
+    def name(self) -> str:
+        """The wrapper's name with the source's: schedulers learn the timing of each wrapper separately."""
+        return f"{type(self).__name__}({part_name(self._source)})"
+
+    async def start(self, progress: Progress) -> None:
+        """Start the wrapped source if it is `Startable`."""
+        if isinstance(self._source, Startable):
+            await self._source.start(progress)
+
+    async def aclose(self) -> None:
+        """Close the wrapped source if it is `Startable`."""
+        if isinstance(self._source, Startable):
+            await self._source.aclose()
 
 
 class StretchedSource(SourceWrapper):
