@@ -575,7 +575,7 @@ def module_at(package: griffe.Module, path: str) -> griffe.Module:
 
 def public_names(module: griffe.Module) -> list[str]:
     """Return the names in `__all__`, or those that are imported for type checkers only, if all others are lazy."""
-    if "import_lazily" in module.members and module.is_init_module:
+    if "public_names" in module.members:
         return sorted(name for name, member in module.members.items() if member.is_alias and not member.runtime)
     return [str(name) for name in module.exports or ()]
 

@@ -10,7 +10,7 @@ module on first use, so that nothing heavy is imported before it is needed.
 
 from typing import TYPE_CHECKING
 
-from streamrag.support.lazy_imports import import_lazily
+from streamrag.support.lazy_imports import public_names
 from streamrag.support.versions import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -98,8 +98,9 @@ if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder as TraceRecorder
     from streamrag.trace.replay import ReplaySource as ReplaySource
 
-__all__ = [*import_lazily(__name__), "__version__"]
+if not TYPE_CHECKING:  # a type checker that saw it would take any name
+    _names, __getattr__ = public_names(__name__)
+    __all__ = [*_names, "__version__"]
 
-
-def __dir__() -> list[str]:
-    return __all__
+    def __dir__() -> list[str]:
+        return __all__

@@ -29,13 +29,16 @@ from streamrag.core import (
     SourceEvent,
 )
 from streamrag.core.lifecycle import started_once
-from streamrag.support.lazy_imports import import_lazily
+from streamrag.support.lazy_imports import attributes
 
 if TYPE_CHECKING:
     from streamrag.demo.smollm2 import make_demo_model as make_demo_model
     from streamrag.demo.tiny_llama import make_tiny_llama as make_tiny_llama
-
-import_lazily(__name__)
+else:
+    __getattr__ = attributes(
+        __name__,
+        {"make_demo_model": "streamrag.demo.smollm2", "make_tiny_llama": "streamrag.demo.tiny_llama"},
+    )
 
 __all__ = [
     "CodePointTokenizer",

@@ -10,7 +10,7 @@
 
 from typing import TYPE_CHECKING
 
-from streamrag.support.lazy_imports import import_lazily
+from streamrag.support.lazy_imports import public_names
 
 if TYPE_CHECKING:
     from streamrag.serve.app import create_app as create_app
@@ -24,4 +24,5 @@ if TYPE_CHECKING:
     from streamrag.serve.ray_app import ray_application as ray_application
     from streamrag.serve.service import Service as Service
 
-__all__ = import_lazily(__name__)
+if not TYPE_CHECKING:
+    __all__, __getattr__ = public_names(__name__)

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from streamrag.support.lazy_imports import import_lazily
+from streamrag.support.lazy_imports import public_names
 
 if TYPE_CHECKING:
     from streamrag.trace.generate import anns as anns
@@ -23,4 +23,5 @@ if TYPE_CHECKING:
     from streamrag.trace.values import stretched as stretched
     from streamrag.trace.write import write_trace as write_trace
 
-__all__ = import_lazily(__name__)
+if not TYPE_CHECKING:
+    __all__, __getattr__ = public_names(__name__)

@@ -9,9 +9,10 @@
 
 from typing import TYPE_CHECKING
 
-from streamrag.support.lazy_imports import import_lazily
+from streamrag.support.lazy_imports import public_names
 
 if TYPE_CHECKING:
     from streamrag.backends.ray.backend import RayBackend as RayBackend
 
-import_lazily(__name__)  # Ray takes a second to import, and may not be installed
+if not TYPE_CHECKING:  # Ray takes a second to import, and may not be installed
+    __all__, __getattr__ = public_names(__name__)

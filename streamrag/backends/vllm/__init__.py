@@ -13,9 +13,10 @@ vLLM before an engine starts.
 
 from typing import TYPE_CHECKING
 
-from streamrag.support.lazy_imports import import_lazily
+from streamrag.support.lazy_imports import public_names
 
 if TYPE_CHECKING:
     from streamrag.backends.vllm.client.backend import VllmBackend as VllmBackend
 
-import_lazily(__name__)  # the engine's own processes never need it
+if not TYPE_CHECKING:  # the engine's own processes never need it
+    __all__, __getattr__ = public_names(__name__)
