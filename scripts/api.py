@@ -574,9 +574,11 @@ def module_at(package: griffe.Module, path: str) -> griffe.Module:
 
 
 def public_names(module: griffe.Module) -> list[str]:
-    """Return the names in `__all__`, or those that are imported for type checkers only, if all others are lazy."""
-    if "public_names" in module.members:
-        return sorted(name for name, member in module.members.items() if member.is_alias and not member.runtime)
+    """Return the names in `__all__`, or of the module's lazy imports."""
+    if "_NAMES" in module.members:
+        return sorted(" ".join(ast.literal_eval(str(module["_NAMES"].value)).values()).split())
+    if "_HOMES" in module.members:
+        return sorted(str(key).strip("'\"") for key in module["_HOMES"].value.keys)
     return [str(name) for name in module.exports or ()]
 
 

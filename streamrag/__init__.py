@@ -10,7 +10,7 @@ module on first use, so that nothing heavy is imported before it is needed.
 
 from typing import TYPE_CHECKING
 
-from streamrag.support.lazy_imports import public_names
+from streamrag.support.lazy_imports import attributes
 from streamrag.support.versions import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -98,9 +98,52 @@ if TYPE_CHECKING:
     from streamrag.trace.recorder import TraceRecorder as TraceRecorder
     from streamrag.trace.replay import ReplaySource as ReplaySource
 
-if not TYPE_CHECKING:  # a type checker that saw it would take any name
-    _names, __getattr__ = public_names(__name__)
-    __all__ = [*_names, "__version__"]
+_NAMES = {
+    "streamrag.backends.openai": "OpenAIBackend",
+    "streamrag.backends.vllm": "VllmBackend",
+    "streamrag.backends.vllm.client.token_streams": "StreamedTokens TokenStream TokenStreams",
+    "streamrag.core": (
+        "AnswerChunk Append Backend BackendEvent Chunk CutShort Hint Mode ModelInfo Prefilled Progress Prompt "
+        "SamplingParams Skipped Source SourceEvent Startable Tokenizer Turn Update plain_chat"
+    ),
+    "streamrag.engine": "RequestView",
+    "streamrag.errors": (
+        "AlreadyStartedError BackendError ConfigurationError DeadlineExceededError EngineDeadError IndexCorruptError "
+        "IndexExistsError IndexMismatchError IndexMissingError MissingDependencyError ModelError PipelineClosedError "
+        "PromptTooLongError ServerError SessionLogError SessionLogInUseError SourceError StreamRagError "
+        "TooManyQueriesError TooManySessionsError TraceError UnreachableError UnsafeUrlError UnsupportedVersionError "
+        "VectorIndexError WorkerError"
+    ),
+    "streamrag.modes": "AppendMode PromptTemplate UpdateMode",
+    "streamrag.pipeline": "Pipeline",
+    "streamrag.query.answer_stream": "AnswerStream EventStream",
+    "streamrag.query.options": "QueryOptions",
+    "streamrag.sources.crawl.search_engine": "search_engine",
+    "streamrag.sources.crawl.web": "WebSource",
+    "streamrag.sources.timing.delayed_updates": "DelayedUpdates",
+    "streamrag.sources.generators": "from_passages from_rankings",
+    "streamrag.sources.hand_over.text_source": "Rewrite from_tokens",
+    "streamrag.sources.index.build": "build_index",
+    "streamrag.sources.index.changes": "add_documents remove_documents",
+    "streamrag.sources.index.generation": "IndexSummary",
+    "streamrag.sources.merged": "MergedSource",
+    "streamrag.sources.postgres.build": "TableSummary build_table",
+    "streamrag.sources.postgres.source": "PgVectorSource",
+    "streamrag.sources.retriever": "RetrieverSource",
+    "streamrag.sources.search.hybrid": "HybridSource",
+    "streamrag.sources.search.vector": "IvfSource VectorSource index_source",
+    "streamrag.telemetry": "Answer",
+    "streamrag.trace.recorder": "TraceRecorder",
+    "streamrag.trace.replay": "ReplaySource",
+}
+"""The public names of each module, which is imported when one of them is used."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-    def __dir__() -> list[str]:
-        return __all__
+__all__ = [*sorted(_HOMES), "__version__"]
+
+if not TYPE_CHECKING:  # a type checker that saw it would take any name
+    __getattr__ = attributes(__name__, _HOMES)
+
+
+def __dir__() -> list[str]:
+    return __all__

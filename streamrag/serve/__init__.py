@@ -10,7 +10,7 @@
 
 from typing import TYPE_CHECKING
 
-from streamrag.support.lazy_imports import public_names
+from streamrag.support.lazy_imports import attributes
 
 if TYPE_CHECKING:
     from streamrag.serve.app import create_app as create_app
@@ -24,5 +24,20 @@ if TYPE_CHECKING:
     from streamrag.serve.ray_app import ray_application as ray_application
     from streamrag.serve.service import Service as Service
 
+_HOMES = {
+    "Limits": "streamrag.serve.limits",
+    "Live": "streamrag.serve.observe.live",
+    "Metrics": "streamrag.serve.observe.metrics",
+    "QueryLog": "streamrag.serve.observe.logs",
+    "Service": "streamrag.serve.service",
+    "Tracing": "streamrag.serve.observe.tracing",
+    "create_app": "streamrag.serve.app",
+    "log_to": "streamrag.serve.observe.logs",
+    "ray_application": "streamrag.serve.ray_app",
+    "to_otlp": "streamrag.serve.observe.tracing",
+}
+
+__all__ = [*sorted(_HOMES)]
+
 if not TYPE_CHECKING:
-    __all__, __getattr__ = public_names(__name__)
+    __getattr__ = attributes(__name__, _HOMES)

@@ -1,22 +1,13 @@
 """Public names whose modules are imported on first use."""
 
-import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-IMPORT = re.compile(r"^    from (\S+) import (\w+) as \2$", re.MULTILINE)
 
-
-def public_names(package: str) -> tuple[list[str], Callable[[str], Any]]:
-    """Return the public names of `package`, and a module-level `__getattr__` that imports each once, on first use.
-
-    They are written once, as type checkers need them: as lines `from MODULE import NAME as NAME` under
-    `if TYPE_CHECKING:` in the package's `__init__.py`, which is read here.
-    """
-    loader: Any = sys.modules[package].__loader__
-    homes = {name: home for home, name in IMPORT.findall(loader.get_source(package))}
+def attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a module-level `__getattr__` for `package` that imports a name from its module in `homes`, once only."""
 
     def get(name: str) -> Any:
         if name not in homes:
@@ -25,4 +16,4 @@ def public_names(package: str) -> tuple[list[str], Callable[[str], Any]]:
         setattr(sys.modules[package], name, value)
         return value
 
-    return sorted(homes), get
+    return get

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from streamrag.support.lazy_imports import public_names
+from streamrag.support.lazy_imports import attributes
 
 if TYPE_CHECKING:
     from streamrag.trace.generate import anns as anns
@@ -23,5 +23,24 @@ if TYPE_CHECKING:
     from streamrag.trace.values import stretched as stretched
     from streamrag.trace.write import write_trace as write_trace
 
+_HOMES = {
+    "Distribution": "streamrag.trace.statistics",
+    "Trace": "streamrag.trace.values",
+    "TraceStatistics": "streamrag.trace.statistics",
+    "TracedAppend": "streamrag.trace.values",
+    "TracedChunk": "streamrag.trace.values",
+    "TracedQuery": "streamrag.trace.values",
+    "TracedSkip": "streamrag.trace.values",
+    "TracedUpdate": "streamrag.trace.values",
+    "anns": "streamrag.trace.generate",
+    "crawler": "streamrag.trace.generate",
+    "describe": "streamrag.trace.statistics",
+    "read_trace": "streamrag.trace.read",
+    "stretched": "streamrag.trace.values",
+    "write_trace": "streamrag.trace.write",
+}
+
+__all__ = [*sorted(_HOMES)]
+
 if not TYPE_CHECKING:
-    __all__, __getattr__ = public_names(__name__)
+    __getattr__ = attributes(__name__, _HOMES)

@@ -7,12 +7,16 @@
 `replica_streams`, `replica_chooser`, `replica` and `wire` do not depend on Ray.
 """
 
-from typing import TYPE_CHECKING
-
-from streamrag.support.lazy_imports import public_names
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from streamrag.backends.ray.backend import RayBackend as RayBackend
 
-if not TYPE_CHECKING:  # Ray takes a second to import, and may not be installed
-    __all__, __getattr__ = public_names(__name__)
+
+def __getattr__(name: str) -> Any:
+    """Import the backend on first use, because Ray takes a second to import and may not be installed."""
+    if name != "RayBackend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from streamrag.backends.ray.backend import RayBackend
+
+    return RayBackend

@@ -11,12 +11,16 @@ vLLM calls `connector` for copies, in the scheduler's process and in the workers
 vLLM before an engine starts.
 """
 
-from typing import TYPE_CHECKING
-
-from streamrag.support.lazy_imports import public_names
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from streamrag.backends.vllm.client.backend import VllmBackend as VllmBackend
 
-if not TYPE_CHECKING:  # the engine's own processes never need it
-    __all__, __getattr__ = public_names(__name__)
+
+def __getattr__(name: str) -> Any:
+    """Import the backend on first use: the engine's own processes never need it."""
+    if name != "VllmBackend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from streamrag.backends.vllm.client.backend import VllmBackend
+
+    return VllmBackend
