@@ -230,27 +230,20 @@ class Relevance:
         return best
 
     def _bm25(self, texts: Sequence[str]) -> list[float]:
-        return bm25([terms(text, _stem) for text in texts], self._wanted)
-
-
-def bm25(documents: Iterable[Iterable[str]], query: Iterable[str]) -> list[float]:
-    """Return the BM25 score of each document for the query, both as terms, with Lucene's weights, none negative.
-
-    Source: https://en.wikipedia.org/wiki/Okapi_BM25
-    """
-    counts = [Counter(document) for document in documents]
-    lengths = [count.total() for count in counts]
-    mean = sum(lengths) / max(len(lengths), 1) or 1.0
-    wanted = set(query)
-    # Iterate over the terms of each document only: a question may have as many words as a document.
-    present_terms = [sorted(count.keys() & wanted) for count in counts]
-    num_with = Counter(term for present in present_terms for term in present)
-    weights = {term: math.log(1 + (len(counts) - n + 0.5) / (n + 0.5)) for term, n in num_with.items()}
-    scores = []
-    for count, length, present in zip(counts, lengths, present_terms, strict=True):
-        norm = K1 * (1 - B + B * length / mean)
-        scores.append(sum(weights[t] * count[t] * (K1 + 1) / (count[t] + norm) for t in present))
-    return scores
+        """Return each text's BM25 score for the question, with Lucene's weights (en.wikipedia.org/wiki/Okapi_BM25)."""
+        documents = [Counter(terms(text, _stem)) for text in texts]
+        lengths = [document.total() for document in documents]
+        mean = sum(lengths) / max(len(lengths), 1) or 1.0
+        wanted = set(self._wanted)
+        # Iterate over the terms of each document only: a question may have as many words as a document.
+        present_terms = [sorted(document.keys() & wanted) for document in documents]
+        num_with = Counter(term for present in present_terms for term in present)
+        weights = {term: math.log(1 + (len(documents) - n + 0.5) / (n + 0.5)) for term, n in num_with.items()}
+        scores = []
+        for document, length, present in zip(documents, lengths, present_terms, strict=True):
+            norm = K1 * (1 - B + B * length / mean)
+            scores.append(sum(weights[t] * document[t] * (K1 + 1) / (document[t] + norm) for t in present))
+        return scores
 
 
 def _end_of(text: str, max_chars: int) -> int:

@@ -13,12 +13,15 @@ processes import it.
 import codecs
 import functools
 import hashlib
+import math
 import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import snowballstemmer  # type: ignore[import-untyped,unused-ignore]
 from crawl4ai import CrawlerRunConfig, DefaultMarkdownGenerator, LXMLWebScrapingStrategy, NoTableExtraction
+from rank_bm25 import BM25Okapi
 
 from streamrag.query.relevance import split_markdown
 from streamrag.sources.http.disk_store import DiskStore
@@ -50,6 +53,24 @@ GENERATOR = DefaultMarkdownGenerator(
 )
 GENERATOR_ERRORS = ("Error converting HTML to markdown:", "Error in markdown generation:")
 """Beginnings of crawl4ai's output when it fails."""
+
+
+class _Bm25(BM25Okapi):  # type: ignore[misc]
+    """BM25 with Lucene's inverse document frequency, which is never negative.
+
+    Okapi's is negative for a word of more than half of the documents; rank-bm25 replaces that by a quarter of the
+    average, which on a small page is negative too, so that the best passages would come last.
+    Source: https://lucene.apache.org/core/9_11_0/core/org/apache/lucene/search/similarities/BM25Similarity.html
+    """
+
+    def _calc_idf(self, nd: Mapping[str, int]) -> None:
+        for word, num_documents in nd.items():
+            self.idf[word] = math.log(1 + (self.corpus_size - num_documents + 0.5) / (num_documents + 0.5))
+
+
+def bm25(documents: Sequence[Sequence[str]], query: Sequence[str]) -> list[float]:
+    """Return the nonnegative BM25 score of each document for `query`, both as terms."""
+    return [float(score) for score in _Bm25(documents).get_scores(query)] if any(documents) else [0.0] * len(documents)
 
 
 class PageCleaner:
@@ -95,7 +116,7 @@ class PageCleaner:
         is_cut = content.is_cut or len(content.text) > MAX_CONTENT_CHARS or len(passages) > MAX_PASSAGES
         del passages[MAX_PASSAGES:]
         query, stem = job["query"], relevant_stems(job["query"], self._stem)
-        best = select(passages, query, title=content.title, max_chars=job["max_chars"], stem=stem)
+        best = select(passages, query, title=content.title, max_chars=job["max_chars"], score=bm25, stem=stem)
         return {
             "url": content.url,
             "title": content.title,

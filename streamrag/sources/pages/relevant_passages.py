@@ -9,9 +9,10 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
-from streamrag.query.relevance import WORD, Stem, TextPassage, bm25, relevant_terms, terms
+from streamrag.query.relevance import WORD, Stem, TextPassage, relevant_terms, terms
 
 MAX_STEMS = 10_000  # distinct words of a page to stem: takes half a second, and is enough for a book
 MIN_REPEATED_CHARS = 40  # shorter paragraphs ("Example:") may be repeated
@@ -20,6 +21,9 @@ MIN_SCORE = 0.25  # share of the page's best score; below, passages share little
 MAX_TERMS_REQUIRED = 3
 MAX_LINKS = 500
 MAX_LINKS_CHARS = 50_000  # characters of all links together, whose parsing must not block the caller's event loop
+
+ScoreDocuments: TypeAlias = Callable[[Sequence[Sequence[str]], Sequence[str]], Sequence[float]]
+"""A function from documents, as terms, and the query's terms to one score per document."""
 
 
 def relevant_stems(query: str, stem: Stem) -> Stem:
@@ -52,6 +56,7 @@ def select(
     *,
     title: str,
     max_chars: int,
+    score: ScoreDocuments,
     stem: Stem = str,
 ) -> list[TextPassage]:
     """Return the best passages for `query`, with at most `max_chars` together, in page order.
@@ -70,7 +75,7 @@ def select(
     coverage = (sum(term in document or term in in_title for term in wanted) for document in map(set, documents))
     if max(coverage, default=0) < required:
         return []
-    scores = bm25(documents, wanted)
+    scores = score(documents, wanted)
     least = MIN_SCORE * max(scores)
     ranked = sorted(range(len(passages)), key=lambda i: -scores[i])
     return _take_fitting(passages, (i for i in ranked if scores[i] > 0 and scores[i] >= least), max_chars)
