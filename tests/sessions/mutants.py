@@ -109,8 +109,8 @@ MUTANTS = (
     mutant(
         "an answer is labelled with a version that follows",
         ANSWER,
-        "version=self._snapshot.version",
-        "version=self._snapshot.version + 1",
+        "version=snapshot.version",
+        "version=snapshot.version + 1",
         5,
     ),
     mutant(

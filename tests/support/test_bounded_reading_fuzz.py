@@ -268,5 +268,5 @@ def test_of_a_damaged_manifest_only_errors_of_ours_come(tmp_path: Path) -> None:
         "build_complexity": 5, "packages": {"a": "1"}, "files": dict.fromkeys(names, entry),
     }  # fmt: skip
     path = tmp_path / "manifest.json"
-    num_read = fuzz(400, lambda chance: mutated([json.dumps(manifest)], chance), path, lambda _: check_index(tmp_path))
+    num_read = fuzz(600, lambda chance: mutated([json.dumps(manifest)], chance), path, lambda _: check_index(tmp_path))
     assert num_read > 20
