@@ -21,6 +21,7 @@ RING = [
     {"cli"},
     {"serve"},
     {"adapters", "bench", "demo", "testing"},
+    {"backends/lanes"},
     {"backends/ray"},
     {"backends/measured", "backends/simulated", "backends/tools", "routing"},
     {"sources/crawl", "sources/hand_over", "sources/postgres", "sources/search", "sources/timing"},
