@@ -3,7 +3,7 @@
     python experiments/lanes.py [--model FOLDER]
 
 Without a model, a tiny one of random weights is made: the answer means nothing, the work is real. Needs NIXL. Two
-cores show that the hand-over is correct, not that it is fast: both engines share the cores.
+cores show that the transfer of KV is correct, not that it is fast: both engines share the cores.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from rich.console import Console
 
 from streamrag import AnswerChunk, SamplingParams, VllmBackend
 from streamrag.backends.lanes import LanesBackend
-from streamrag.backends.lanes.backend import HandOver
+from streamrag.backends.lanes.backend import KvTransfer
 from streamrag.backends.vllm.client.lane import INSTALL
 from streamrag.core import Backend, Prefilled, Prompt, common_prefix_len
 from streamrag.testing import make_tiny_llama
@@ -82,8 +82,8 @@ async def ask(backend: Backend, pause_s: float = 0.3, *, is_shown: bool = False)
     return token_ids, first_s - complete_s
 
 
-def shown(passed: HandOver, num_bytes: int) -> str:
-    """Describe a hand-over."""
+def shown(passed: KvTransfer, num_bytes: int) -> str:
+    """Describe a transfer of KV."""
     return (
         f"          {passed.prefill_lane} ══▶ {passed.decode_lane}: {passed.num_tokens} tokens in {passed.num_blocks} "
         f"blocks, of which {num_bytes:,} bytes were sent; {1e3 * passed.seconds:.0f} ms until the first token"
@@ -92,9 +92,10 @@ def shown(passed: HandOver, num_bytes: int) -> str:
 
 async def in_lanes(model: Path) -> tuple[int, ...]:
     """Ask twice through two engines, print what happened, and return the first answer."""
-    hand_overs: list[HandOver] = []
+    transfers: list[KvTransfer] = []
     decode = lane(model, "decode")
-    backend = LanesBackend([lane(model, "prefill")], [decode], on_hand_over=hand_overs.append)
+    backend = LanesBackend([lane(model, "prefill")], [decode])
+    backend.on_transfer = transfers.append
     assert decode.stats is not None
     await backend.start(lambda line: None)
     try:
@@ -103,7 +104,7 @@ async def in_lanes(model: Path) -> tuple[int, ...]:
             console.print(f"\n{title}")
             token_ids, _ = await ask(backend, is_shown=True)
             answers.append(token_ids)
-            console.print(shown(hand_overs[-1], decode.stats.num_received_bytes - num_before))
+            console.print(shown(transfers[-1], decode.stats.num_received_bytes - num_before))
             num_before = decode.stats.num_received_bytes
     finally:
         await backend.aclose()

@@ -3,7 +3,7 @@
     python experiments/lanes_simulated.py [--json FILE] [--short]
 
 Each engine has two H200 (`h200-llama8b-tp2`). A query goes to the lane with the fewest open queries. The KV of a
-complete prompt, 128 KiB a token, crosses the links of both its lanes: one hand-over at a time on each link. A decode
+complete prompt, 128 KiB a token, crosses the links of both its lanes: one transfer at a time on each link. A decode
 lane begins with the prompt's last token, as with NIXL; it has no block before, so all are sent. Whatever a decode lane
 evicts comes back at no cost, so loads that fill its memory are not for this simulation.
 
@@ -35,7 +35,7 @@ from streamrag.trace.values import TracedQuery
 
 PROFILE = "h200-llama8b-tp2"
 KV_BYTES_PER_TOKEN = 131_072
-LATENCY_S = 0.001  # of a hand-over: the request to the decode lane, and the beginning of the read; assumed
+LATENCY_S = 0.001  # of a transfer: the request to the decode lane, and the beginning of the read; assumed
 LINKS = {"NVLink": 450e9, "400 Gb/s": 50e9, "100 Gb/s": 12.5e9}
 """Bytes per second."""
 NUMBERS = (2, 4, 8, 16, 32, 64)

@@ -32,7 +32,7 @@ from streamrag.support.validation import Count, CountOrZero, validated
 LATEST_S = LEASE_S / 2
 """Seconds after the end of a prefill in which its KV may be fetched: the decode lane must extend the lease in time."""
 
-TO_HAND_OVER = {"kv_transfer_params": {"do_remote_decode": True}}
+TO_SEND = {"kv_transfer_params": {"do_remote_decode": True}}
 """What tells vLLM's connector that the KV of a request will be fetched, in `extra_args`."""
 
 
@@ -41,7 +41,7 @@ class LaneLostError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
+class KvTransfer:
     """A prompt that passed from a prefill lane to a decode lane."""
 
     prefill_lane: str
@@ -61,7 +61,6 @@ class LanesBackend:
     router: how a lane is chosen: "soonest", "round_robin", "consistent_hash" or "prefix_affinity".
     max_open: most queries in a decode lane at a time. Further ones wait in their prefill lanes.
     max_replays: most times that a query without output is computed again because a lane died.
-    on_hand_over: called with each prompt that has passed to a decode lane.
 
     :raises ConfigurationError: there are not both kinds of lanes, or a backend is not of its kind.
     """
@@ -75,7 +74,6 @@ class LanesBackend:
         router: str = "soonest",
         max_open: Count = 64,
         max_replays: CountOrZero = 3,
-        on_hand_over: Callable[[HandOver], None] | None = None,
     ) -> None:
         make_router(router)  # raises for a name that does not exist
         self._backends: dict[str, VllmBackend] = {}
@@ -88,7 +86,7 @@ class LanesBackend:
         self._router = router
         self._max_open = max_open
         self._max_replays = max_replays
-        self._on_hand_over = on_hand_over
+        self.on_transfer: Callable[[KvTransfer], None] = lambda transfer: None  # called when a decode lane begins
         self._started: Any = None
         self._prefill: Lanes | None = None
         self._decode: Lanes | None = None
@@ -146,7 +144,7 @@ class LanesBackend:
         num_shown = num_lost = 0
         async with aclosing(NewestPrompt(prompts)) as newest:
             while True:
-                attempt = _Attempt(prefill, decode, newest, params, self._on_hand_over)
+                attempt = _Attempt(prefill, decode, newest, params, self.on_transfer)
                 try:
                     async with aclosing(attempt.events()) as events:
                         async for event in events:
@@ -171,13 +169,13 @@ class _Attempt:
         decode: Lanes,
         newest: NewestPrompt,
         params: SamplingParams,
-        on_hand_over: Callable[[HandOver], None] | None,
+        on_transfer: Callable[[KvTransfer], None],
     ) -> None:
         self._prefill = prefill
         self._decode = decode
         self._newest = newest
         self._params = params
-        self._on_hand_over = on_hand_over
+        self._on_transfer = on_transfer
         self._decode_seat: LaneSeat | None = None
 
     async def events(self) -> AsyncGenerator[BackendEvent, None]:
@@ -189,7 +187,7 @@ class _Attempt:
                     # vLLM computes all of such a prompt, so its KV would be fetched in vain.
                     events = self._answer_alone(prompts)
                 else:
-                    params = SamplingParams(max_tokens=1, extra={"extra_args": TO_HAND_OVER})
+                    params = SamplingParams(max_tokens=1, extra={"extra_args": TO_SEND})
                     answer = partial(self._answer, seat)
                     events = stream_then_generate(prompts, seat.backend.streams, params, answer)
                 async with aclosing(events):
@@ -272,9 +270,8 @@ class _Attempt:
             raise LaneLostError(f"{seat.lane} was lost: {error}") from None
 
     def _report(self, prefill: LaneSeat, decode: LaneSeat, stream: TokenStream, seconds: float) -> None:
-        if self._on_hand_over is not None:
-            num_blocks = sum(len(group) for group in stream.kv_transfer.get("remote_block_ids", ()))
-            self._on_hand_over(HandOver(prefill.lane, decode.lane, stream.num_tokens, num_blocks, seconds))
+        num_blocks = sum(len(group) for group in stream.kv_transfer.get("remote_block_ids", ()))
+        self._on_transfer(KvTransfer(prefill.lane, decode.lane, len(stream.token_ids), num_blocks, seconds))
 
 
 def _fetching(params: SamplingParams, transfer: dict[str, Any]) -> SamplingParams:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from streamrag.backends.lanes import LanesBackend
-from streamrag.backends.lanes.backend import HandOver
+from streamrag.backends.lanes.backend import KvTransfer
 from streamrag.backends.vllm import VllmBackend
 from streamrag.core import AnswerChunk, Prompt, SamplingParams, common_prefix_len
 from streamrag.errors import BackendError
@@ -30,7 +30,7 @@ PATIENCE_S = 60
 
 
 @asynccontextmanager
-async def started_lanes(folder: Path, on_hand_over: Callable[[HandOver], None]) -> AsyncIterator[LanesBackend]:
+async def started_lanes(folder: Path, on_transfer: Callable[[KvTransfer], None]) -> AsyncIterator[LanesBackend]:
     """Two lanes of each kind, short of memory."""
     model = make_tiny_llama(folder, hidden_size=128, num_layers=4, num_heads=4)
 
@@ -49,7 +49,8 @@ async def started_lanes(folder: Path, on_hand_over: Callable[[HandOver], None]) 
         )
 
     prefill, decode = [lane("prefill"), lane("prefill")], [lane("decode"), lane("decode")]
-    lanes = LanesBackend(prefill, decode, max_open=2, on_hand_over=on_hand_over)
+    lanes = LanesBackend(prefill, decode, max_open=2)
+    lanes.on_transfer = on_transfer
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_COMPILE_DISABLE", "1")
         patch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")  # as in `real_engine`

@@ -29,19 +29,19 @@ from lane_schedules import run_schedule
 
 from streamrag.backends.lanes import LanesBackend
 from streamrag.backends.lanes import backend as lanes_module
-from streamrag.backends.lanes.backend import HandOver
+from streamrag.backends.lanes.backend import KvTransfer
 from streamrag.backends.vllm import VllmBackend
 from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module"), needs_nixl]
 
-hand_overs: list[HandOver] = []
+transfers: list[KvTransfer] = []
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LanesBackend]:
-    async with started_lanes(tmp_path_factory.mktemp("models") / "model", hand_overs.append) as lanes:
+    async with started_lanes(tmp_path_factory.mktemp("models") / "model", transfers.append) as lanes:
         yield lanes
 
 
@@ -50,11 +50,11 @@ async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lan
 
 async def test_a_prompt_that_grows_is_answered_in_another_engine(backend: LanesBackend) -> None:
     prompt = tokens("append", 300)
-    hand_overs.clear()
+    transfers.clear()
     num_before = num_received_bytes(backend)
     found, last = await answer(backend, growing(prompt[:100], prompt[:250], prompt, pause_s=0.1))
     await check_exact(backend, prompt, found)
-    (passed,) = hand_overs
+    (passed,) = transfers
     assert (passed.num_tokens, passed.num_blocks) == (300, 10)
     assert passed.prefill_lane.startswith("prefill-")
     assert passed.decode_lane.startswith("decode-")
