@@ -22,7 +22,7 @@ from rich.console import Console
 from streamrag import AnswerChunk, SamplingParams, VllmBackend
 from streamrag.backends.lanes import LanesBackend
 from streamrag.backends.lanes.backend import KvTransfer
-from streamrag.backends.vllm.client.lane import INSTALL
+from streamrag.backends.vllm.client.lane_engine import INSTALL
 from streamrag.core import Backend, Prefilled, Prompt, common_prefix_len
 from streamrag.testing import make_tiny_llama
 

@@ -18,7 +18,7 @@ from typing import Any
 from streamrag.backends.lanes.lane_choice import Lanes, LaneSeat
 from streamrag.backends.ray.replica_streams import NewestPrompt
 from streamrag.backends.vllm import VllmBackend
-from streamrag.backends.vllm.client.lane import LEASE_S
+from streamrag.backends.vllm.client.lane_engine import LEASE_S
 from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStream
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams
@@ -33,7 +33,7 @@ LATEST_S = LEASE_S / 2
 """Seconds after the end of a prefill in which its KV may be fetched: the decode lane must extend the lease in time."""
 
 TO_SEND = {"kv_transfer_params": {"do_remote_decode": True}}
-"""What tells vLLM's connector that the KV of a request will be fetched, in `extra_args`."""
+"""Parameters, for `extra_args`, that tell vLLM's connector that the KV of a request will be fetched."""
 
 
 class LaneLostError(Exception):
@@ -103,10 +103,10 @@ class LanesBackend:
         :raises StreamRagError: as `VllmBackend.start`.
         """
         self._started = await start_all(self._backends.values(), progress)
-        self._prefill = self._lanes("prefill", 1 << 30)
-        self._decode = self._lanes("decode", self._max_open)
+        self._prefill = self._make_lanes("prefill", 1 << 30)
+        self._decode = self._make_lanes("decode", self._max_open)
 
-    def _lanes(self, kind: str, max_open: int) -> Lanes:
+    def _make_lanes(self, kind: str, max_open: int) -> Lanes:
         lanes = {name: backend for name, backend in self._backends.items() if name.startswith(kind)}
         return Lanes(lanes, make_router(self._router), max_open=max_open)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrag.backends.vllm.client.lane import INSTALL
+from streamrag.backends.vllm.client.lane_engine import INSTALL
 from streamrag.errors import ConfigurationError, MissingDependencyError, install_line
 from streamrag.routing import make_router
 from streamrag.serve.config.factories import make_backend, make_template, make_tool_parser, replica_options
@@ -163,7 +163,7 @@ def _engines(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
     log_path, replicas = settings.engine.log_path, settings.replicas
     if log_path is not None and not os.access(log_path.parent, os.W_OK):
         yield Problem(loaded.where("engine", "log_path"), f"nothing can be written to {log_path.parent}")
-    yield from _lanes(loaded, settings)
+    yield from _lane_problems(loaded, settings)
     for key in ("number", "sources"):
         if getattr(replicas, key):
             yield from _packages(loaded.where("replicas", key), [("ray", "ray")])
@@ -178,7 +178,7 @@ def _engines(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
     yield from _errors("replicas", lambda: replica_options(replicas))
 
 
-def _lanes(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
+def _lane_problems(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
     """Yield the problems of lanes: no NIXL, a shared log file, replicas."""
     where = loaded.where("engine", "lanes")
     if settings.engine.lanes is None:

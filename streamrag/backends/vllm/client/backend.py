@@ -15,7 +15,7 @@ import anyio.to_thread
 from streamrag.backends.tokenizer import HuggingFaceTokenizer, local_model_path
 from streamrag.backends.vllm.client.arguments import Strategy, draft_args, scheduler_args
 from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
-from streamrag.backends.vllm.client.lane import Lane, lane_args, lane_environment
+from streamrag.backends.vllm.client.lane_engine import Lane, lane_args, lane_environment
 from streamrag.backends.vllm.client.processes import EngineProcesses, import_vllm
 from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
 from streamrag.backends.vllm.client.stats import EngineStats
