@@ -78,10 +78,8 @@ class LanesBackend:
         make_router(router)  # raises for a name that does not exist
         self._backends: dict[str, VllmBackend] = {}
         for kind, backends in (("prefill", prefill), ("decode", decode)):
-            if not backends or any(backend.lane != kind for backend in backends):
-                raise ConfigurationError(
-                    f'{kind}={backends!r}: give at least one VllmBackend(lane="{kind}"), and no other'
-                )
+            if not backends or any(getattr(backend, "lane", None) != kind for backend in backends):
+                raise ConfigurationError(f'{kind}={backends!r} must be one or more VllmBackend(lane="{kind}")')
             self._backends |= {f"{kind}-{number}": backend for number, backend in enumerate(backends)}
         self._router = router
         self._max_open = max_open
@@ -123,10 +121,10 @@ class LanesBackend:
         :raises EngineDeadError: all lanes of a kind are dead.
         :raises BackendError: the backend was not started, or was closed.
         """
-        for lanes in self._running():
+        for lanes in self._started_lanes():
             lanes.alive()
 
-    def _running(self) -> tuple[Lanes, Lanes]:
+    def _started_lanes(self) -> tuple[Lanes, Lanes]:
         if self._prefill is None or self._decode is None:
             raise BackendError("the lanes are not running: they were closed, or not started")
         return self._prefill, self._decode
@@ -139,7 +137,7 @@ class LanesBackend:
         :raises BackendError: a lane died after the first output, too many died before, or none of its kind is left.
         :raises StreamRagError: as `VllmBackend.generate` does.
         """
-        prefill, decode = self._running()
+        prefill, decode = self._started_lanes()
         self._backends[decode.alive()[0]].check_params(params)
         num_shown = num_lost = 0
         async with aclosing(NewestPrompt(prompts)) as newest:

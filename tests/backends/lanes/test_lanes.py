@@ -211,9 +211,10 @@ async def test_an_answer_that_has_shown_tokens_ends_with_an_error() -> None:
 async def test_replays_end() -> None:
     decode = [FakeLane("decode", dies_before=1) for _ in range(3)]
     backend = await started([FakeLane("prefill")], decode, max_replays=1)
-    with pytest.raises(BackendError, match="2 lanes were lost, one after another: decode-1 was lost"):
+    with pytest.raises(BackendError, match=r"2 lanes were lost, one after another: decode-\d was lost"):
         await answer(backend, (5,))
-    decode[2].is_dead = True
+    for lane in decode:
+        lane.is_dead = True
     with pytest.raises(BackendError, match="decode-0: it was killed; decode-1: it was killed; decode-2: "):
         await answer(backend, (5,))
     with pytest.raises(EngineDeadError):

@@ -102,8 +102,8 @@ async def test_blocks_that_the_decode_lane_has_are_not_sent_again(backend: Lanes
 
 async def test_several_answers_and_log_probabilities_of_the_prompt(backend: LanesBackend) -> None:
     prompt = tokens("several", 100)
-    indexes = set()
-    async with aclosing(backend.generate(growing(prompt[:60], prompt), SamplingParams(max_tokens=4, n=3))) as events:
+    indexes, params = set(), SamplingParams(max_tokens=4, n=3, temperature=1.0)
+    async with aclosing(backend.generate(growing(prompt[:60], prompt), params)) as events:
         async for event in events:
             if isinstance(event, AnswerChunk):
                 indexes.add(event.index)
