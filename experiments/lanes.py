@@ -22,8 +22,8 @@ from rich.console import Console
 from streamrag import AnswerChunk, SamplingParams, VllmBackend
 from streamrag.backends.lanes import LanesBackend
 from streamrag.backends.lanes.backend import KvTransfer
-from streamrag.backends.vllm.client.lane_engine import INSTALL
-from streamrag.core import Backend, Prefilled, Prompt, common_prefix_len
+from streamrag.backends.vllm.client.lane_engine import INSTALL, Lane
+from streamrag.core import Prefilled, Prompt, common_prefix_len
 from streamrag.testing import make_tiny_llama
 
 QUESTION = "What do the notes say about prefill?"
@@ -34,19 +34,20 @@ NOTES = [
 ]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if Console().is_terminal else 120)
 
 
-def lane(model: Path, kind: str | None) -> VllmBackend:
+def engine(model: Path, kind: Lane | None) -> VllmBackend:
     """Return an engine with a small KV cache."""
     return VllmBackend(
         model, lane=kind, dtype="float32", kv_cache_bytes=1 << 27, collect_stats=kind == "decode", max_model_len=2_048
     )
 
 
-async def prompts(backend: Backend, pause_s: float) -> AsyncIterator[Prompt]:
+async def prompts(backend: LanesBackend | VllmBackend, pause_s: float) -> AsyncIterator[Prompt]:
     """Yield the prompt as it grows, a note at a time."""
-    tokenizer, before, text = backend.model.tokenizer, (), QUESTION + "\n"
+    tokenizer, text = backend.model.tokenizer, QUESTION + "\n"
+    before: tuple[int, ...] = ()
     for number, note in enumerate(NOTES, start=1):
         text += note * 6
         token_ids = tuple(tokenizer.encode(text))
@@ -55,7 +56,9 @@ async def prompts(backend: Backend, pause_s: float) -> AsyncIterator[Prompt]:
         await asyncio.sleep(pause_s)
 
 
-async def ask(backend: Backend, pause_s: float = 0.3, *, is_shown: bool = False) -> tuple[tuple[int, ...], float]:
+async def ask(
+    backend: LanesBackend | VllmBackend, pause_s: float = 0.3, *, is_shown: bool = False
+) -> tuple[tuple[int, ...], float]:
     """Return the answer's tokens and the seconds from the complete prompt to the first of them."""
     began_s, complete_s, first_s = time.monotonic(), 0.0, 0.0
     token_ids: tuple[int, ...] = ()
@@ -93,8 +96,8 @@ def shown(passed: KvTransfer, num_bytes: int) -> str:
 async def in_lanes(model: Path) -> tuple[int, ...]:
     """Ask twice through two engines, print what happened, and return the first answer."""
     transfers: list[KvTransfer] = []
-    decode = lane(model, "decode")
-    backend = LanesBackend([lane(model, "prefill")], [decode])
+    decode = engine(model, "decode")
+    backend = LanesBackend([engine(model, "prefill")], [decode])
     backend.on_transfer = transfers.append
     assert decode.stats is not None
     await backend.start(lambda line: None)
@@ -114,7 +117,7 @@ async def in_lanes(model: Path) -> tuple[int, ...]:
 
 async def in_one(model: Path) -> tuple[int, ...]:
     """Return the answer of a single engine."""
-    backend = lane(model, None)
+    backend = engine(model, None)
     await backend.start(lambda line: None)
     try:
         token_ids, _ = await ask(backend)
