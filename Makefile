@@ -14,6 +14,9 @@ demo: .venv/installed ## crawl and search real documentation into a real vLLM, s
 demo-ray: .venv/installed ## two replicas on Ray Serve, one killed under load: what is lost, what is asked again; real engines, Linux, two minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/ray_replicas.py demo
 
+demo-lanes: .venv/installed ## one query through two engines: one computes the prompt, the other answers; real engines, needs NIXL, two minutes
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/lanes.py
+
 serve: .venv/installed ## ask streamrag's own documentation in the browser, at http://127.0.0.1:8080/; the first start takes minutes
 	$(RUN) -m streamrag serve --demo
 
@@ -59,6 +62,9 @@ fuzz-serve: .venv/installed ## anything at all sent to the service's interfaces:
 
 fuzz-sessions: .venv/installed ## random sessions on vLLM's client and scheduler: is each answer that of one request? 2,000 loads, minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.sessions.fuzz --first 0 --seeds 2000
+
+fuzz-lanes: .venv/installed ## random queries through two prefill and two decode engines: is each answer that of a fresh request? 200 schedules, needs NIXL, half an hour
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.backends.lanes.lane_schedules --first 0 --seeds 200
 
 mutants: .venv/installed ## breaks the scheduler, and sessions, in one line each, and shows that the fuzz notices
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.engine.mutants
@@ -153,6 +159,9 @@ bench-listen: .venv/installed ## questions that are typed or spoken: seconds fro
 
 bench-refresh: .venv/installed ## questions that need two documents: right answers with one retrieval and with retrieval in mid-answer, seconds, tokens; real engine, three minutes
 	$(RUN) experiments/refresh.py --json experiments/results/refresh.json
+
+bench-lanes: .venv/installed ## lanes beside as many engines that do both, 2 to 64, for three links, simulated: first and last token, time per token; hours; LANES=--short takes minutes
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/lanes_simulated.py $(LANES) --json experiments/results/lanes_simulated.json
 
 bench-hand-over: .venv/installed ## one model's text streams into the next prompt: seconds between them, by how often it is sent; real engine, then GPUs simulated; ten minutes
 	$(RUN) experiments/hand_over.py --json experiments/results/hand_over.json

@@ -55,7 +55,8 @@ PAGES = {
     "backends": (
         "Modes and backends",
         "Fold chunk events into a prompt, and run the model.",
-        "UpdateMode AppendMode VllmBackend OpenAIBackend TokenStreams TokenStream StreamedTokens RequestView",
+        "UpdateMode AppendMode VllmBackend LanesBackend OpenAIBackend TokenStreams TokenStream StreamedTokens "
+        "RequestView",
     ),
     "protocols": (
         "Protocols and events",

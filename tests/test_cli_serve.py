@@ -220,6 +220,12 @@ def test_check_prints_what_holds(
         (("--replicas", "2", "--replicas.max_number", "1"), "number=2 must be from min_number=None to max_number=1"),
         (("--replicas", "2", "--engine.log_path", "/tmp/log"), "option --engine.log_path: is one file, and each"),
         (("--replicas.max_open", "8"), "option --replicas.max_open: is for replicas.number, which is not set"),
+        (("--engine.lanes", "1"), "option --engine.lanes"),
+        (
+            ("--engine.lanes", "1+1", "--engine.log_path", "/tmp/log"),
+            "option --engine.log_path: is one file",
+        ),
+        (("--engine.lanes", "1+1", "--replicas", "2"), "option --engine.lanes: is for engines of the service's own"),
         (("--engine.log_path", "/nowhere/log"), "option --engine.log_path: nothing can be written to /nowhere"),
         (("--observe.otel_endpoint", "collector:4318"), "'collector:4318' is not an http or https address"),
         (("--postgres", "env:NOT_THERE"), "there is no environment variable NOT_THERE"),

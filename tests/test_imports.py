@@ -21,6 +21,7 @@ RING = [
     {"cli"},
     {"serve"},
     {"adapters", "bench", "demo", "testing"},
+    {"backends/lanes"},
     {"backends/ray"},
     {"backends/measured", "backends/simulated", "backends/tools", "routing"},
     {"sources/crawl", "sources/hand_over", "sources/postgres", "sources/search", "sources/timing"},
@@ -42,7 +43,7 @@ CORE = [
 ]
 """What the first page promises: it imports nothing of the ring, and can be read in a day."""
 
-MAX_CORE_LINES = 15_743
+MAX_CORE_LINES = 15_850
 
 LATE = {("pipeline", "sessions"), ("pipeline", "open_questions")}
 """The only imports of the ring in the core: inside functions, for who asks for them."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from streamrag.backends.vllm.client.lane_engine import INSTALL
 from streamrag.errors import ConfigurationError, MissingDependencyError, install_line
 from streamrag.routing import make_router
 from streamrag.serve.config.factories import make_backend, make_template, make_tool_parser, replica_options
@@ -143,6 +144,7 @@ def _engines(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
     log_path, replicas = settings.engine.log_path, settings.replicas
     if log_path is not None and not os.access(log_path.parent, os.W_OK):
         yield Problem(loaded.where("engine", "log_path"), f"nothing can be written to {log_path.parent}")
+    yield from _lane_problems(loaded, settings)
     for key in ("number", "sources"):
         if getattr(replicas, key):
             yield from _packages(loaded.where("replicas", key), [("ray", "ray")])
@@ -155,6 +157,20 @@ def _engines(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
         yield Problem(loaded.where("engine", "log_path"), what, "Leave it out")
     yield from _errors(loaded.where("replicas", "router"), lambda: make_router(replicas.router))
     yield from _errors("replicas", lambda: replica_options(replicas))
+
+
+def _lane_problems(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
+    """Yield the problems of lanes: no NIXL, a shared log file, replicas."""
+    where = loaded.where("engine", "lanes")
+    if settings.engine.lanes is None:
+        return
+    if importlib.util.find_spec("nixl") is None:
+        yield Problem(where, "nixl is not installed", INSTALL)
+    if settings.engine.log_path is not None:
+        what = "is one file, and each lane would write to it"
+        yield Problem(loaded.where("engine", "log_path"), what, "Leave it out")
+    if settings.replicas.number:
+        yield Problem(where, "is for engines of the service's own process, and replicas.number is set")
 
 
 def _texts_and_keys(loaded: Loaded, settings: Settings) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.backends.tools.parser import ToolCallParser
 from streamrag.core import Backend, SamplingParams, Source
-from streamrag.errors import require_modules
+from streamrag.errors import ConfigurationError, require_modules
 from streamrag.modes import PromptTemplate
 from streamrag.routing import make_router
 from streamrag.serve.config.settings import (
@@ -35,13 +35,14 @@ from streamrag.serve.session_store.store import SessionFolder
 if TYPE_CHECKING:
     from streamrag.backends.ray.backend import Connects
     from streamrag.backends.ray.cluster import Cluster
+    from streamrag.backends.vllm import VllmBackend
 
 MAX_COUNTED_CLIENTS = 100
 """Maximum keys whose clients metrics distinguish. With 10,000, each scrape took two seconds of a core and 4 MiB."""
 
 
 def make_backend(model: ModelSettings, engine: EngineSettings) -> Backend:
-    """Return the backend, not started: for a server if the model has one, else an embedded vLLM."""
+    """Return the backend, not started: for a server if the model has one, else an embedded vLLM, or lanes of them."""
     if model.server is not None:
         from streamrag.backends.openai import OpenAIBackend
 
@@ -55,7 +56,37 @@ def make_backend(model: ModelSettings, engine: EngineSettings) -> Backend:
         )
     from streamrag.backends.vllm import VllmBackend
 
-    return VllmBackend(model.name, max_model_len=model.max_model_len, collect_stats=True, **dict(engine))
+    options = {"max_model_len": model.max_model_len, **dict(engine)}
+    lanes = options.pop("lanes")
+    if lanes is None:
+        return VllmBackend(model.name, collect_stats=True, **options)
+    from streamrag.backends.lanes import LanesBackend
+
+    num_prefill, num_decode = map(int, lanes.split("+"))
+    make = partial(_make_lane, model.name, options, num_prefill + num_decode)
+    prefill = [make("prefill", number) for number in range(num_prefill)]
+    return LanesBackend(prefill, [make("decode", num_prefill + number) for number in range(num_decode)])
+
+
+def _make_lane(model: str, options: Mapping[str, Any], num_lanes: int, lane: Any, number: int) -> "VllmBackend":
+    """Return the engine of this number, with its part of the devices in `engine_args.device_ids`, if there are any. A
+    decode lane gets no options of our scheduler.
+
+    :raises ConfigurationError: the devices cannot be divided among the lanes.
+    """
+    from streamrag.backends.vllm import VllmBackend
+
+    engine_args = dict(options["engine_args"])
+    if device_ids := engine_args.get("device_ids"):
+        num_each, rest = divmod(len(device_ids), num_lanes)
+        if rest:
+            raise ConfigurationError(f"device_ids={device_ids} cannot be divided among {num_lanes} lanes")
+        engine_args["device_ids"] = device_ids[number * num_each : (number + 1) * num_each]
+    of_scheduler = (
+        {"policy", "can_partial_evict", "eviction", "host_kv_bytes", "profile"} if lane == "decode" else set()
+    )
+    kept = {name: value for name, value in options.items() if name not in of_scheduler}
+    return VllmBackend(model, lane=lane, **{**kept, "engine_args": engine_args})
 
 
 def make_replicated(

@@ -84,6 +84,11 @@ class EngineSettings(Checked):
 
     strategy: Literal["streaming", "warming"] = Field(default="streaming", description="how it prefills early")
     answer_ahead: bool = Field(default=False, description="draft answers while retrieval runs, and verify the drafts")
+    lanes: str | None = Field(
+        default=None,
+        pattern=r"^[1-9][0-9]?\+[1-9][0-9]?$",
+        description='separate engines for prompts and for answers: "2+1" is two and one',
+    )
     policy: str = Field(default=DEFAULT_POLICY, description="order in which it serves requests")
     can_partial_evict: bool | None = Field(default=None, description="whether partial prompts may preempt others")
     eviction: EvictionMode | None = Field(default=None, description="what happens to the KV of preempted requests")

@@ -15,13 +15,14 @@ import anyio.to_thread
 from streamrag.backends.tokenizer import HuggingFaceTokenizer, local_model_path
 from streamrag.backends.vllm.client.arguments import Strategy, draft_args, scheduler_args
 from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
+from streamrag.backends.vllm.client.lane_engine import Lane, lane_args, lane_environment
 from streamrag.backends.vllm.client.processes import EngineProcesses, import_vllm
 from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
 from streamrag.backends.vllm.client.stats import EngineStats
 from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStreams, check_prompt_len, record_of
 from streamrag.backends.warming import warm_then_generate
-from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams
+from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.core.lifecycle import started_once
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.engine.recompute_or_swap import EvictionMode
@@ -56,6 +57,8 @@ class VllmBackend:
         by measuring the engine's steps.
     answer_ahead: whether the engine verifies drafts of answers, for `Pipeline(answer_ahead=True)`. It then schedules
         synchronously, as on a CPU anyway, and refuses the sampling parameters `min_p` and `logit_bias`.
+    lane: "prefill" for an engine that computes prompts for others, "decode" for one that samples their answers; see
+        `LanesBackend`. NIXL moves the KV, so none goes to host memory. A decode lane runs vLLM's own scheduler.
     max_model_len: most tokens of prompt and answer together. This, and further options that are None, is vLLM's choice.
     dtype: of weights and KV, as vLLM names it. "auto" is vLLM's choice, or float32 on a CPU without instructions
         for that choice, unless the weights are quantized.
@@ -64,8 +67,8 @@ class VllmBackend:
     kv_cache_bytes: size of the KV cache, instead of `gpu_memory_utilization`; by default 4 GiB on a CPU.
     gpu_memory_utilization: the share of the device's memory to use; also of a CPU's.
     seed: of vLLM's random numbers, for requests without a seed.
-    collect_stats: whether the engine reports statistics after each step: `kv_use`, and vLLM's own metrics, which it
-        registers with prometheus_client's default registry.
+    collect_stats: whether the engine reports statistics after each step: `kv_use`, but not of a lane, and vLLM's own
+        metrics, which it registers with prometheus_client's default registry.
     log_path: file for the engine's log. By default a temporary file, which is read when the engine fails.
     engine_args: further arguments of `vllm.AsyncEngineArgs`; they take precedence.
 
@@ -84,6 +87,7 @@ class VllmBackend:
         host_kv_bytes: Count | None = None,
         profile: str | None = None,
         answer_ahead: Flag = False,
+        lane: Lane | None = None,
         max_model_len: Count | None = None,
         dtype: str = "auto",
         max_num_batched_tokens: Count | None = None,
@@ -100,8 +104,9 @@ class VllmBackend:
         self._model_name = str(model)
         self._path = local_model_path(model)
         self._log_path = Path(log_path) if log_path else None
-        self._strategy = strategy
-        self._stats = EngineStats() if collect_stats else None
+        self.lane = lane
+        self._strategy = strategy = "warming" if lane == "decode" else strategy
+        self.stats = EngineStats() if collect_stats else None
         named = {
             "max_model_len": max_model_len,
             "dtype": dtype,
@@ -113,10 +118,10 @@ class VllmBackend:
         }
         args = {name: value for name, value in named.items() if value is not None} | dict(engine_args or {})
         self._answer_ahead = answer_ahead
-        if answer_ahead:
-            args |= draft_args(strategy, args)
+        args |= lane_args(lane, strategy, eviction, answer_ahead, args) if lane else {}
+        args |= draft_args(strategy, args) if answer_ahead else {}
         others = {"eviction": eviction, "host_kv_bytes": host_kv_bytes, "profile": profile}
-        if collect_stats and strategy == "streaming":
+        if collect_stats and strategy == "streaming" and lane is None:  # vLLM's metrics of NIXL take no other values
             others["reports_kv_use"] = True
         self._engine_args = args | scheduler_args(strategy, policy, can_partial_evict, args, **others)
         self._vllm: Any = None
@@ -165,30 +170,22 @@ class VllmBackend:
             make_tokenizer = partial(HuggingFaceTokenizer.of_engine, model, self._engine_args)
             tokenizer = await anyio.to_thread.run_sync(make_tokenizer, abandon_on_cancel=True)
             # With any stat logger, vLLM also registers its own metrics.
-            stats = self._stats
+            stats = self.stats
             stat_loggers = [] if stats is None else [lambda config, index: stats]
-            self._engine = await processes.start(self._engine_args, stat_loggers=stat_loggers)
+            environment = lane_environment(self.lane)
+            self._engine = await processes.start(self._engine_args, environment, stat_loggers=stat_loggers)
             if "generate" not in await self._ask(self._engine.get_supported_tasks()):
                 raise ModelError(f"{self._model_name} does not generate text")
         except BaseException:
             await self.aclose()
             raise
         self._streams = TokenStreams(self._engine, why_dead=self._why_dead) if self._strategy == "streaming" else None
-        cache = self._engine.vllm_config.cache_config
-        model_config = self._engine.vllm_config.model_config
-        max_model_len, dtype = model_config.max_model_len, str(model_config.dtype).removeprefix("torch.")
+        config = self._engine.vllm_config
         # Without a prefix cache there is nothing to warm: no prompt fills a block of this size.
-        self._block_size = cache.block_size if cache.enable_prefix_caching else max_model_len
-        is_on_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
-        self._info = ModelInfo(
-            self._model_name,
-            tokenizer,
-            max_model_len,
-            shares_processors=is_on_cpu,
-            verifies_drafts=self._answer_ahead,
-        )
-        num_kv_tokens = cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size
-        progress(f"ready in {time.monotonic() - began_s:.0f} s, KV cache of {num_kv_tokens:,} tokens, {dtype}")
+        has_cache = config.cache_config.enable_prefix_caching
+        self._block_size = config.cache_config.block_size if has_cache else config.model_config.max_model_len
+        self._info = _model_info(self._model_name, tokenizer, config, verifies_drafts=self._answer_ahead)
+        progress(f"ready in {time.monotonic() - began_s:.0f} s, {_memory(config)}")
 
     async def aclose(self) -> None:
         """Abort all requests and stop the engine's processes. Does nothing if the backend is not started."""
@@ -227,7 +224,8 @@ class VllmBackend:
             block_size = self._block_size if answering.prompt_logprobs is None else self.model.max_model_len
             events = warm_then_generate(prompts, prefill=self._prefill, generate=answer, block_size=block_size)
         elif answering.n > 1:
-            events = stream_then_generate(prompts, self.streams, SamplingParams(max_tokens=1), answer)
+            one_token = SamplingParams(max_tokens=1)
+            events = stream_then_generate(prompts, self.streams, one_token, lambda stream: answer(stream.token_ids))
         else:
             for_stream(answering)  # raises before retrieval begins
             events = stream_then_generate(prompts, self.streams, params)
@@ -237,7 +235,6 @@ class VllmBackend:
 
     async def _prefill(self, token_ids: tuple[int, ...]) -> None:
         """Compute the KV of a prompt, by a request for one token, which is discarded."""
-        # Greedy and without text: the one token is discarded.
         params = self._vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
         async with aclosing(self._request(token_ids, params)) as outputs:
             async for _ in outputs:
@@ -305,7 +302,7 @@ class VllmBackend:
 
         Without open requests there are no further steps, so `running`, `waiting` and `idle` are 0 then.
         """
-        use = self._stats.kv_use() if self._stats is not None and self._engine is not None else None
+        use = self.stats.kv_use() if self.stats is not None and self._engine is not None else None
         if use is None or self._engine.output_processor.get_num_unfinished_requests():
             return use
         nothing = KvHeld(0, 0)
@@ -323,6 +320,10 @@ class VllmBackend:
         """
         self._live_engine()
 
+    def check_params(self, params: SamplingParams) -> None:
+        """Check the parameters of an answer, as `generate` does; ConfigurationError if vLLM refuses them."""
+        to_vllm(params, self._live_engine().vllm_config)
+
     def _live_engine(self) -> Any:
         """Return the engine; raise BackendError if it is not running, EngineDeadError if its processes are gone."""
         if self._engine is None:
@@ -333,3 +334,16 @@ class VllmBackend:
 
     async def _ask(self, question: Coroutine[Any, Any, T]) -> T:
         return await ask_engine(self._engine, question, self._why_dead)
+
+
+def _model_info(name: str, tokenizer: Tokenizer, config: Any, *, verifies_drafts: bool) -> ModelInfo:
+    is_on_cpu = config.device_config.device_type == "cpu"
+    max_model_len = config.model_config.max_model_len
+    return ModelInfo(name, tokenizer, max_model_len, shares_processors=is_on_cpu, verifies_drafts=verifies_drafts)
+
+
+def _memory(config: Any) -> str:
+    """Describe the size of the KV cache, and its dtype."""
+    cache = config.cache_config
+    num_tokens = cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size
+    return f"KV cache of {num_tokens:,} tokens, {str(config.model_config.dtype).removeprefix('torch.')}"

@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -147,17 +148,23 @@ class EngineProcesses:
         self._is_started = threading.Event()
 
     async def start(
-        self, engine_args: Mapping[str, Any], *, stat_loggers: Sequence[Callable[..., Any]] = ()
+        self,
+        engine_args: Mapping[str, Any],
+        environment: Mapping[str, str] = MappingProxyType({}),
+        *,
+        stat_loggers: Sequence[Callable[..., Any]] = (),
     ) -> "AsyncLLM":
         """Start the engine and return it. Not to be called twice. If cancelled, kill the engine's processes and wait.
 
-        `stat_loggers` are factories of vLLM's stat loggers; without one, vLLM counts nothing.
+        `environment` has further environment variables for the engine's processes. `stat_loggers` are factories of
+        vLLM's stat loggers; without one, vLLM counts nothing.
 
         :raises ModelError: when the model cannot be loaded.
         :raises ConfigurationError: when vLLM refuses the arguments, or there is not enough memory.
         :raises BackendError: when the engine fails otherwise.
         """
-        starting = asyncio.ensure_future(anyio.to_thread.run_sync(self._start, engine_args, list(stat_loggers)))
+        start = partial(self._start, engine_args, environment, list(stat_loggers))
+        starting = asyncio.ensure_future(anyio.to_thread.run_sync(start))
         try:
             self._engine = await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -206,7 +213,9 @@ class EngineProcesses:
         reason = self._log.fatal_error()
         return f"the engine's process is gone (exit code {codes})" + (f": {reason}" if reason else "")
 
-    def _start(self, engine_args: Mapping[str, Any], stat_loggers: list[Callable[..., Any]]) -> Any:
+    def _start(
+        self, engine_args: Mapping[str, Any], more: Mapping[str, str], stat_loggers: list[Callable[..., Any]]
+    ) -> Any:
         """Configure the engine in this thread, start it in the parent thread, wait until it has started, and return it.
 
         Until the engine's processes exist, this process's environment is changed, and its children print to the log. If
@@ -223,6 +232,7 @@ class EngineProcesses:
             "VLLM_RPC_BASE_PATH": str(self._folder),
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a program with threads may hang
             "VLLM_NO_USAGE_STATS": "1",
+            **more,
         }
         if isinstance(self._model, Path):
             environment["HF_HUB_OFFLINE"] = "1"

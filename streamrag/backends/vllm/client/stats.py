@@ -26,6 +26,7 @@ class EngineStats:
 
     def __init__(self, *, keeps_steps: bool = False) -> None:
         self.steps: list[MeasuredStep] = []
+        self.num_received_bytes = 0  # KV that a decode lane has fetched, as NIXL counts it
         self._keeps_steps = keeps_steps
         self._kv_use: dict[str, Any] | None = None
 
@@ -33,7 +34,9 @@ class EngineStats:
         """Keep the newest KV use and, if steps are kept, append the step. Called by vLLM after each step."""
         if not scheduler_stats:
             return
-        self._kv_use = (scheduler_stats.kv_connector_stats or {}).get(KEY, self._kv_use)
+        of_connector = scheduler_stats.kv_connector_stats or {}
+        self._kv_use = of_connector.get(KEY, self._kv_use)
+        self.num_received_bytes += sum(of_connector.get("bytes_transferred", ()))
         details = scheduler_stats.iteration_details
         if self._keeps_steps and details:
             num_tokens = details.num_ctx_tokens + details.num_generation_tokens

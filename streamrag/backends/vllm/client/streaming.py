@@ -7,12 +7,11 @@
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStream, TokenStreams
-from streamrag.backends.warming import Generate
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams
 from streamrag.errors import BackendError
 from streamrag.support.tasks import cancel_and_wait
@@ -21,12 +20,16 @@ NO_COMPLETE_PROMPT = "the prompts ended without a complete one"
 
 
 async def stream_then_generate(
-    prompts: AsyncIterator[Prompt], streams: TokenStreams, params: SamplingParams, generate: Generate | None = None
+    prompts: AsyncIterator[Prompt],
+    streams: TokenStreams,
+    params: SamplingParams,
+    generate: Callable[[TokenStream], AsyncGenerator[AnswerChunk, None]] | None = None,
 ) -> AsyncGenerator[BackendEvent, None]:
     """Push each prompt that is not empty when it arrives. Yield how far the newest is prefilled, then the answer.
 
-    With `generate`, for an answer that no stream can give, the stream's own answer is discarded: it ends the prefill,
-    and `generate` finds the KV of the complete prompt in the prefix cache.
+    With `generate`, for an answer that no stream can give, the stream's own answer is discarded: it ends the prefill.
+    `generate` is called with the ended stream, and finds the KV of the complete prompt in the prefix cache, or fetches
+    it by the stream's `kv_transfer`.
 
     Closing the generator aborts the request. Errors of `prompts` are raised here. The caller closes `prompts`.
 
@@ -57,7 +60,7 @@ async def stream_then_generate(
         finally:
             await cancel_and_wait([pushing])
     if generate is not None:
-        async with aclosing(generate(stream.token_ids)) as chunks:
+        async with aclosing(generate(stream)) as chunks:
             async for chunk in chunks:
                 yield replace(chunk, record=stream.record) if chunk.finish_reason else chunk
 

@@ -94,6 +94,8 @@ class TokenStream:
     ) -> None:
         self.record: RequestRecord | None = None
         """The engine's record of the request. Set at the end of the answer, unless a stop text ended it."""
+        self.kv_transfer: dict[str, Any] = {}
+        """Parameters of the engine's KV connector for another engine that fetches the KV. Set at the answer's end."""
         self.is_complete = False
         """Whether the last chunk has been sent."""
         self._engine = engine
@@ -289,6 +291,8 @@ class TokenStream:
             is_newest = ours["chunk"] == self._num_messages - 1
             return Prefilled(ours["num_computed"]) if is_newest else None
         self.record = record_of(output) or self.record
+        if part.finish_reason:
+            self.kv_transfer = {name: of for name, of in (output.kv_transfer_params or {}).items() if name != KEY}
         new = part.token_ids[self._num_answered :]
         logprobs = part.logprobs[self._num_answered :] if part.logprobs else None
         self._num_answered += len(new)

@@ -76,7 +76,9 @@ class PlanExecutor:
                 request.step_end = None
 
     def _update_stuck(self, step: PlannedStep) -> None:
-        has_work = step.plan.grants or step.plan.is_put_off or step.decoding or step.blocked
+        # Requests whose KV a connector loads asynchronously are in no plan; only a step learns that a load has ended.
+        num_loads = len(self.scheduler.kv_holding_waiting)
+        has_work = step.plan.grants or step.plan.is_put_off or step.decoding or step.blocked or num_loads
         is_stuck = not has_work and not self.scheduler.deferred_frees
         self._num_free_when_stuck = self.kv_memory.num_free_blocks if is_stuck else None
 

@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 
+from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.arguments import KV_TRANSFER, default_eviction, kv_transfer_config, scheduler_args
 from streamrag.errors import ConfigurationError
 
@@ -67,3 +68,43 @@ def test_vllm_takes_our_connector() -> None:
     assert config.is_kv_transfer_instance
     # A consumer would get freed blocks late, see KV_TRANSFER.
     assert not config.is_kv_consumer
+
+
+@pytest.mark.parametrize(("lane", "role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
+def test_a_lane_has_vllms_connector(lane: Any, role: str) -> None:
+    args = VllmBackend("model", lane=lane, collect_stats=True)._engine_args
+    assert args["kv_transfer_config"] == {
+        "kv_connector": "NixlConnector",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+    }
+    if lane == "prefill":  # our scheduler, without host memory
+        assert args["additional_config"] == {"streamrag": {"policy": "srpf"}}
+        assert "StreamingScheduler" in args["scheduler_cls"] or args["scheduler_cls"].endswith("streaming_scheduler")
+    else:
+        assert "scheduler_cls" not in args
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lane": "both"}, "lane='both' must be 'prefill' or 'decode'"),
+        ({"lane": "prefill", "eviction": "swap"}, "lane='prefill' and eviction='swap' exclude each other: host memory"),
+        ({"lane": "prefill", "answer_ahead": True}, "answer_ahead=True exclude each other: .* verifies no drafts"),
+        ({"lane": "decode", "answer_ahead": True}, "answer_ahead=True exclude each other: .* verifies no drafts"),
+        ({"lane": "prefill", "strategy": "warming"}, "strategy='warming' exclude each other: .* runs our scheduler"),
+        ({"lane": "decode", "policy": "fcfs"}, "with .warming., vLLM's own scheduler runs"),
+        (
+            {"lane": "decode", "engine_args": {"kv_transfer_config": {"kv_connector": "TheirConnector"}}},
+            "lane='decode' and kv_transfer_config in engine_args exclude each other",
+        ),
+    ],
+)
+def test_what_a_lane_cannot_have_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        VllmBackend("model", **options)
+
+
+def test_a_lane_may_recompute() -> None:
+    args = VllmBackend("model", lane="prefill", eviction="recompute")._engine_args
+    assert args["additional_config"]["streamrag"]["eviction"] == "recompute"

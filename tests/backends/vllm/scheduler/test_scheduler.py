@@ -425,6 +425,42 @@ def test_another_connector_is_asked_about_all_of_a_complete_prompt(bench: Make) 
     assert b.tokens("p") == b.fresh_answer(TOKENS)
 
 
+def test_the_engine_does_not_sleep_while_another_connector_loads(bench: Make) -> None:
+    def with_their_connector(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
+        vllm_config.kv_transfer_config = KVTransferConfig(kv_connector="DecodeBenchConnector", kv_role="kv_both")
+        return streaming_scheduler(vllm_config=vllm_config, **arguments)
+
+    class SlowLoads(V1OracleRunner):
+        """A load is ready after five steps without one."""
+
+        num_steps = 0
+
+        def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+            self.num_steps += 1
+            ended = {"p"} if self.num_steps == 5 else set()
+            return replace(super().execute(step), kv_connector_output=KVConnectorOutput(finished_recving=ended))
+
+    b = bench()
+    shape = b.engine.shape
+    runner = SlowLoads(shape.num_blocks, shape.block_size, 1_000, shape.is_async)
+    b.engine = SimulatedEngine(shape, runner, always(1.0), with_their_connector)
+    b.scheduler = b.engine.scheduler
+    b.scheduler.connector.get_num_new_matched_tokens = lambda request, num: (4, True)
+    b.scheduler.connector.update_state_after_alloc = lambda *args: None
+    b.plain("p", len(TOKENS))
+    b.step()
+    assert b.scheduler.requests["p"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    for _ in range(3):
+        assert b.engine.has_work
+        b.step()
+    b.step()
+    assert b.scheduler.finished_recving_kv_req_ids == {"p"}
+    b.scheduler.requests["p"].num_computed_tokens = 0  # nothing was written: they are computed after all
+    b.scheduler.connector.get_num_new_matched_tokens = lambda request, num: (0, False)
+    b.run()
+    assert b.tokens("p") == b.fresh_answer(TOKENS)
+
+
 SHAPE = EngineShape(num_blocks=10, block_size=4, max_model_len=40)
 
 

@@ -1,0 +1,278 @@
+"""A backend of prefill lanes, which compute prompts while these grow, and of decode lanes, which sample the answers.
+
+    prompts        ──P1────P2──────P3 (complete)
+    prefill lane     [P1, P2, P3 when they arrive]         one token ends the prompt, and is dropped
+    NIXL                                          ══▶      KV, except blocks that the decode lane has
+    decode lane                                      [───▶ AnswerChunk, AnswerChunk, ...
+
+A query for which no decode lane has room waits with its prompt still open: its KV stays in the prefill lane, which may
+evict it, and no lease runs. A lane that dies is not used again until the backend is restarted.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from streamrag.backends.lanes.lane_choice import Lanes, LaneSeat
+from streamrag.backends.ray.replica_streams import NewestPrompt
+from streamrag.backends.vllm import VllmBackend
+from streamrag.backends.vllm.client.lane_engine import LEASE_S
+from streamrag.backends.vllm.client.streaming import stream_then_generate
+from streamrag.backends.vllm.client.token_streams import TokenStream
+from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams
+from streamrag.core.lifecycle import start_all, started_once
+from streamrag.errors import BackendError, ConfigurationError, EngineDeadError
+from streamrag.routing import make_router
+from streamrag.support.clock import monotonic
+from streamrag.support.tasks import run_shielded
+from streamrag.support.validation import Count, CountOrZero, validated
+
+LATEST_S = LEASE_S / 2
+"""Seconds after the end of a prefill in which its KV may be fetched: the decode lane must extend the lease in time."""
+
+TO_SEND = {"kv_transfer_params": {"do_remote_decode": True}}
+"""Parameters, for `extra_args`, that tell vLLM's connector that the KV of a request will be fetched."""
+
+
+class LaneLostError(Exception):
+    """A lane has died, or a lease may have ended. Not visible outside this package."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvTransfer:
+    """A prompt that passed from a prefill lane to a decode lane."""
+
+    prefill_lane: str
+    decode_lane: str
+    num_tokens: int
+    num_blocks: int  # KV blocks in the prefill lane; the decode lane fetches those that it does not have
+    seconds: float  # from the end of the prefill to the first output of the decode lane
+
+
+class LanesBackend:
+    """Engines that compute prompts, and others that sample the answers. KV moves between them over NIXL.
+
+    All lanes must have the same model, dtype and block size. Drafts of answers are not verified.
+
+    prefill: backends made with `VllmBackend(lane="prefill")`.
+    decode: backends made with `VllmBackend(lane="decode")`.
+    router: how a lane is chosen: "soonest", "round_robin", "consistent_hash" or "prefix_affinity".
+    max_open: most queries in a decode lane at a time. Further ones wait in their prefill lanes.
+    max_replays: most times that a query without output is computed again because a lane died.
+
+    :raises ConfigurationError: there are not both kinds of lanes, or a backend is not of its kind.
+    """
+
+    @validated
+    def __init__(
+        self,
+        prefill: Sequence[Any],
+        decode: Sequence[Any],
+        *,
+        router: str = "soonest",
+        max_open: Count = 64,
+        max_replays: CountOrZero = 3,
+    ) -> None:
+        make_router(router)  # raises for a name that does not exist
+        self._backends: dict[str, VllmBackend] = {}
+        for kind, backends in (("prefill", prefill), ("decode", decode)):
+            if not backends or any(getattr(backend, "lane", None) != kind for backend in backends):
+                raise ConfigurationError(f'{kind}={backends!r} must be one or more VllmBackend(lane="{kind}")')
+            self._backends |= {f"{kind}-{number}": backend for number, backend in enumerate(backends)}
+        self._router = router
+        self._max_open = max_open
+        self._max_replays = max_replays
+        self.on_transfer: Callable[[KvTransfer], None] = lambda transfer: None  # called when a decode lane begins
+        self._started: Any = None
+        self._prefill: Lanes | None = None
+        self._decode: Lanes | None = None
+
+    @property
+    def model(self) -> ModelInfo:
+        """The model of all lanes; raises BackendError before the start."""
+        return self._backends["prefill-0"].model
+
+    @started_once
+    async def start(self, progress: Progress) -> None:
+        """Start the engines of all lanes. If one fails, close the others.
+
+        :raises StreamRagError: as `VllmBackend.start`.
+        """
+        self._started = await start_all(self._backends.values(), progress)
+        self._prefill = self._make_lanes("prefill", 1 << 30)
+        self._decode = self._make_lanes("decode", self._max_open)
+
+    def _make_lanes(self, kind: str, max_open: int) -> Lanes:
+        lanes = {name: backend for name, backend in self._backends.items() if name.startswith(kind)}
+        return Lanes(lanes, make_router(self._router), max_open=max_open)
+
+    async def aclose(self) -> None:
+        """Stop all engines. Does nothing if the backend is not started."""
+        started, self._started, self._prefill, self._decode = self._started, None, None, None
+        self.is_started = False
+        if started is not None:
+            await run_shielded(started.aclose(), "lanes close")
+
+    def check_health(self) -> None:
+        """Check that a lane of each kind runs.
+
+        :raises EngineDeadError: all lanes of a kind are dead.
+        :raises BackendError: the backend was not started, or was closed.
+        """
+        for lanes in self._started_lanes():
+            lanes.alive()
+
+    def _started_lanes(self) -> tuple[Lanes, Lanes]:
+        if self._prefill is None or self._decode is None:
+            raise BackendError("the lanes are not running: they were closed, or not started")
+        return self._prefill, self._decode
+
+    async def generate(
+        self, prompts: AsyncIterator[Prompt], params: SamplingParams
+    ) -> AsyncGenerator[BackendEvent, None]:
+        """Prefill each prompt when it arrives, in one prefill lane, and answer the complete one in a decode lane.
+
+        :raises BackendError: a lane died after the first output, too many died before, or none of its kind is left.
+        :raises StreamRagError: as `VllmBackend.generate` does.
+        """
+        prefill, decode = self._started_lanes()
+        self._backends[decode.alive()[0]].check_params(params)
+        num_shown = num_lost = 0
+        async with aclosing(NewestPrompt(prompts)) as newest:
+            while True:
+                attempt = _Attempt(prefill, decode, newest, params, self.on_transfer)
+                try:
+                    async with aclosing(attempt.events()) as events:
+                        async for event in events:
+                            if isinstance(event, AnswerChunk):
+                                num_shown += max(len(event.token_ids), bool(event.text))
+                            yield event
+                    return
+                except LaneLostError as error:
+                    num_lost += 1
+                    if num_shown:
+                        raise BackendError(f"{error}, after {num_shown} tokens were shown: ask again") from None
+                    if num_lost > self._max_replays:
+                        raise BackendError(f"{num_lost} lanes were lost, one after another: {error}") from None
+
+
+class _Attempt:
+    """An attempt to answer a query, in one prefill lane and one decode lane."""
+
+    def __init__(
+        self,
+        prefill: Lanes,
+        decode: Lanes,
+        newest: NewestPrompt,
+        params: SamplingParams,
+        on_transfer: Callable[[KvTransfer], None],
+    ) -> None:
+        self._prefill = prefill
+        self._decode = decode
+        self._newest = newest
+        self._params = params
+        self._on_transfer = on_transfer
+        self._decode_seat: LaneSeat | None = None
+
+    async def events(self) -> AsyncGenerator[BackendEvent, None]:
+        """Yield the events of the answer; raise LaneLostError if a lane dies, and else as its backend does."""
+        seat = await self._prefill.take(await self._newest.after(0))
+        try:
+            async with aclosing(self._prompts()) as prompts:
+                if self._params.extra.get("prompt_logprobs") is not None:
+                    # vLLM computes all of such a prompt, so its KV would be fetched in vain.
+                    events = self._answer_alone(prompts)
+                else:
+                    params = SamplingParams(max_tokens=1, extra={"extra_args": TO_SEND})
+                    answer = partial(self._answer, seat)
+                    events = stream_then_generate(prompts, seat.backend.streams, params, answer)
+                async with aclosing(events):
+                    async for event in events:
+                        yield event
+        except EngineDeadError as error:
+            raise LaneLostError(f"{seat.lane} was lost: {error}") from None
+        finally:
+            self._prefill.leave(seat)
+            if self._decode_seat is not None:
+                self._decode.leave(self._decode_seat)
+
+    async def _prompts(self) -> AsyncGenerator[Prompt, None]:
+        """Yield the newest prompt whenever there is a new one. Yield the complete one when a decode lane has room for
+        it, and until then as a partial prompt."""
+        number = 0
+        while True:
+            prompt = replace(await self._newest.after(number), num_shared=0)  # prompts may have been skipped
+            number = self._newest.number
+            if prompt.is_complete:
+                self._decode_seat = self._decode.take_now(prompt)
+                if self._decode_seat is None:
+                    yield replace(prompt, is_complete=False)
+                    self._decode_seat = await self._decode.take(prompt)
+                yield prompt
+                return
+            yield prompt
+
+    async def _answer_alone(self, prompts: AsyncIterator[Prompt]) -> AsyncGenerator[BackendEvent, None]:
+        """Answer the complete prompt in a decode lane, which computes it too."""
+        async for prompt in prompts:
+            if prompt.is_complete:
+                async with aclosing(self._decoded(prompt, self._params)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+
+    async def _answer(self, prefill: LaneSeat, stream: TokenStream) -> AsyncGenerator[AnswerChunk, None]:
+        """Yield the answer to a computed prompt from the decode lane, which fetches its KV.
+
+        :raises LaneLostError: the decode lane died, or the KV was computed too long ago.
+        """
+        record, seat, ended_s = stream.record, self._decode_seat, monotonic()
+        assert record is not None
+        assert seat is not None
+        # The reader of the events may have paused. Both clocks are this host's.
+        if ended_s - record.finished_s > LATEST_S:
+            raise LaneLostError(f"{prefill.lane} may have given up the KV {ended_s - record.finished_s:.0f} s later")
+        prompt = Prompt(stream.token_ids, 0, is_complete=True)
+        self._prefill.computed(prefill, prompt)
+        params, transfer = self._params, stream.kv_transfer
+        if params.n > 1:  # KV can be fetched once, and each answer is a request: they find it in the prefix cache
+            async with aclosing(self._decoded(prompt, _fetching(SamplingParams(max_tokens=1), transfer))) as chunks:
+                async for _ in chunks:
+                    pass
+        else:
+            params = _fetching(params, transfer)
+        is_first = True
+        async with aclosing(self._decoded(prompt, params)) as chunks:
+            async for chunk in chunks:
+                if is_first:
+                    is_first = False
+                    self._decode.computed(seat, prompt)
+                    self._report(prefill, seat, stream, monotonic() - record.finished_s)
+                yield chunk
+
+    async def _decoded(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[AnswerChunk, None]:
+        """Yield the answer to a complete prompt from the decode lane; raise LaneLostError if that dies."""
+        seat = self._decode_seat
+        assert seat is not None
+
+        async def only() -> AsyncIterator[Prompt]:
+            yield prompt
+
+        try:
+            async with aclosing(seat.backend.generate(only(), params)) as events:
+                async for event in events:
+                    if isinstance(event, AnswerChunk):
+                        yield event
+        except EngineDeadError as error:
+            raise LaneLostError(f"{seat.lane} was lost: {error}") from None
+
+    def _report(self, prefill: LaneSeat, decode: LaneSeat, stream: TokenStream, seconds: float) -> None:
+        num_blocks = sum(len(group) for group in stream.kv_transfer.get("remote_block_ids", ()))
+        self._on_transfer(KvTransfer(prefill.lane, decode.lane, len(stream.token_ids), num_blocks, seconds))
+
+
+def _fetching(params: SamplingParams, transfer: dict[str, Any]) -> SamplingParams:
+    """Return the parameters with those of the KV connector, by which vLLM fetches the KV of the prompt."""
+    extra_args = {**(params.extra.get("extra_args") or {}), "kv_transfer_params": transfer}
+    return replace(params, extra={**params.extra, "extra_args": extra_args})

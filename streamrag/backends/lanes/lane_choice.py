@@ -1,0 +1,96 @@
+"""Chooses a lane for a query, with a router of `streamrag.routing`, and tracks which lanes have room."""
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from streamrag.backends.ray.replica_chooser import ReplicaCandidate, ReplicaChooser
+from streamrag.backends.vllm import VllmBackend
+from streamrag.core import Prompt
+from streamrag.errors import BackendError, EngineDeadError
+from streamrag.routing import Router
+from streamrag.support.clock import monotonic
+from streamrag.support.tasks import Broadcast
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSeat:
+    """The place of a query in a lane, until `Lanes.leave`."""
+
+    lane: str
+    backend: VllmBackend
+    query_id: str
+
+
+class Lanes:
+    """The lanes of one kind.
+
+    lanes: the engines by name.
+    max_open: most queries in a lane at a time.
+    """
+
+    def __init__(self, lanes: Mapping[str, VllmBackend], router: Router, *, max_open: int) -> None:
+        self._lanes = dict(lanes)
+        self._max_open = max_open
+        self._chooser = ReplicaChooser(router, clock=monotonic)
+        self._turn = asyncio.Lock()
+        self._left = Broadcast()
+
+    def take_now(self, prompt: Prompt) -> LaneSeat | None:
+        """Take a seat for a query with this prompt; return None while all lanes are full, or others wait.
+
+        :raises BackendError: no lane is alive.
+        """
+        return None if self._turn.locked() else self._take(prompt)
+
+    async def take(self, prompt: Prompt) -> LaneSeat:
+        """Wait for a seat, behind those who wait already, and take it.
+
+        :raises BackendError: no lane is alive.
+        """
+        async with self._turn:
+            while (seat := self._take(prompt)) is None:
+                await self._left.wait()
+            return seat
+
+    def leave(self, seat: LaneSeat) -> None:
+        """Give up a seat, and wake the queries that wait for one."""
+        self._chooser.ended(seat.query_id)
+        self._left.wake()
+
+    def computed(self, seat: LaneSeat, prompt: Prompt) -> None:
+        """Record that the lane has computed or fetched this complete prompt, for the router."""
+        self._chooser.computed(seat.query_id, prompt.token_ids, seat.lane)
+
+    def alive(self) -> list[str]:
+        """Return the names of the lanes whose engine runs.
+
+        :raises EngineDeadError: none does.
+        """
+        errors = {name: _death(backend) for name, backend in self._lanes.items()}
+        if all(errors.values()):
+            raise EngineDeadError("; ".join(f"{name}: {error}" for name, error in errors.items()))
+        return [name for name, error in errors.items() if error is None]
+
+    def _take(self, prompt: Prompt) -> LaneSeat | None:
+        """Take a seat in the best lane that has room. Lanes that are not candidates are forgotten by the router."""
+        try:
+            candidates = [ReplicaCandidate(name, self._max_open, {}) for name in self.alive()]
+        except EngineDeadError as error:
+            raise BackendError(f"no lane is left: {error}") from None
+        query_id = uuid.uuid4().hex
+        ranked = self._chooser.ticket(query_id, prompt).rank(candidates)
+        if not ranked:
+            self._chooser.ended(query_id)
+            return None
+        return LaneSeat(ranked[0], self._lanes[ranked[0]], query_id)
+
+
+def _death(backend: VllmBackend) -> BackendError | None:
+    """Return why the engine does not run; None if it does."""
+    try:
+        backend.check_health()
+    except BackendError as error:
+        return error
+    return None

@@ -1,0 +1,275 @@
+"""Lanes without engines: who waits, what is computed again, and what ends with an error."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from streamrag.backends.lanes import LanesBackend
+from streamrag.backends.lanes import backend as lanes_module
+from streamrag.backends.lanes.backend import KvTransfer
+from streamrag.backends.vllm import VllmBackend
+from streamrag.backends.vllm.client.token_streams import StreamedTokens
+from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams
+from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, SourceError
+from streamrag.serve.config.factories import make_backend
+from streamrag.serve.config.layers import load
+from streamrag.support.clock import monotonic
+
+
+class FakeStream:
+    def __init__(self, lane: "FakeLane") -> None:
+        self.token_ids: tuple[int, ...] = ()
+        self.is_complete = False
+        self.kv_transfer: dict[str, Any] = {}
+        self.record: Any = None
+        self._lane = lane
+        self._changed = asyncio.Event()
+        self._error: BaseException | None = None
+
+    async def update(self, token_ids: Any, *, is_complete: bool, **ignored: Any) -> None:
+        self._lane.prompts.append((tuple(token_ids), is_complete))
+        self.token_ids, self.is_complete = tuple(token_ids), is_complete
+        self._changed.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._changed.set()
+
+    async def events(self) -> AsyncGenerator[Prefilled | StreamedTokens, None]:
+        while not self.is_complete:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._error is not None:
+                raise self._error
+            self._lane.check_health()
+            yield Prefilled(len(self.token_ids) - 1)
+        self.kv_transfer = {"do_remote_prefill": True, "remote_block_ids": [[3, 4]]}
+        self.record = SimpleNamespace(finished_s=monotonic())
+        yield StreamedTokens("", (9,), None, "length")
+
+
+class FakeLane:
+    """An engine that answers with the tokens 1, 2 and 3, and dies when told."""
+
+    def __init__(self, lane: str, *, dies_before: int | None = None) -> None:
+        self.lane = lane
+        self.prompts: list[tuple[tuple[int, ...], bool]] = []
+        self.params: list[SamplingParams] = []
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+        self.is_dead = False
+        self.model = "the model"
+        self._dies_before = dies_before
+
+    async def start(self, progress: Any) -> None: ...
+    async def aclose(self) -> None: ...
+    def check_params(self, params: SamplingParams) -> None: ...
+
+    def check_health(self) -> None:
+        if self.is_dead:
+            raise EngineDeadError("it was killed")
+
+    @property
+    def streams(self) -> Any:
+        return self
+
+    @asynccontextmanager
+    async def open(self, token_ids: Any, params: SamplingParams, **options: Any) -> AsyncIterator[FakeStream]:
+        self.check_health()
+        self.params.append(params)
+        stream = FakeStream(self)
+        await stream.update(token_ids, is_complete=options["is_complete"])
+        yield stream
+
+    async def generate(self, prompts: Any, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
+        self.check_health()
+        self.params.append(params)
+        self.prompts += [(prompt.token_ids, prompt.is_complete) async for prompt in prompts]
+        await self.goes_on.wait()
+        for number in (1, 2, 3):
+            if number == self._dies_before:
+                self.is_dead = True
+            self.check_health()
+            yield AnswerChunk(str(number), (number,), "length" if number == 3 else None)
+
+
+async def started(prefill: list[FakeLane], decode: list[FakeLane], **options: Any) -> LanesBackend:
+    backend = LanesBackend(prefill, decode, router="round_robin", **options)
+    await backend.start(lambda line: None)
+    return backend
+
+
+async def growing(*prompts: tuple[int, ...]) -> AsyncIterator[Prompt]:
+    for number, prompt in enumerate(prompts, start=1):
+        yield Prompt(prompt, 0, is_complete=number == len(prompts))
+        await asyncio.sleep(0)
+
+
+async def answer(backend: LanesBackend, *prompts: tuple[int, ...], params: SamplingParams | None = None) -> list[str]:
+    async with aclosing(backend.generate(growing(*prompts), params or SamplingParams())) as events:
+        return [event.text async for event in events if isinstance(event, AnswerChunk)]
+
+
+async def settled() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def test_a_prompt_goes_to_a_prefill_lane_and_its_kv_to_a_decode_lane() -> None:
+    prefill, decode, passed = FakeLane("prefill"), FakeLane("decode"), []
+    backend = await started([prefill], [decode])
+    backend.on_transfer = passed.append
+    assert backend.model == "the model"
+    extra = {"extra_args": {"theirs": 1}}
+    assert await answer(backend, (5,), (5, 6), params=SamplingParams(top_k=3, extra=extra)) == ["1", "2", "3"]
+    assert prefill.prompts[-1] == ((5, 6), True)
+    assert prefill.params[0].max_tokens == 1
+    assert prefill.params[0].extra == {"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
+    assert decode.prompts == [((5, 6), True)]
+    assert decode.params[0].top_k == 3
+    assert decode.params[0].extra["extra_args"] == {
+        "theirs": 1,
+        "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[3, 4]]},
+    }
+    (one,) = passed
+    assert isinstance(one, KvTransfer)
+    assert (one.prefill_lane, one.decode_lane, one.num_tokens, one.num_blocks) == ("prefill-0", "decode-0", 2, 2)
+    await backend.aclose()
+    with pytest.raises(BackendError, match="not running"):
+        await answer(backend, (5,))
+
+
+async def test_kv_is_fetched_once_for_several_answers_and_not_for_log_probabilities_of_the_prompt() -> None:
+    prefill, decode = FakeLane("prefill"), FakeLane("decode")
+    backend = await started([prefill], [decode])
+    await answer(backend, (5,), params=SamplingParams(n=2))
+    fetching, answering = decode.params
+    assert fetching.max_tokens == 1
+    assert "kv_transfer_params" in fetching.extra["extra_args"]
+    assert (answering.n, answering.extra) == (2, {})
+    num_prefilled = len(prefill.prompts)
+    await answer(backend, (5,), (5, 6), params=SamplingParams(extra={"prompt_logprobs": 0}))
+    assert len(prefill.prompts) == num_prefilled
+    assert decode.prompts[-1] == ((5, 6), True)
+
+
+async def test_a_query_waits_with_an_open_prompt_until_a_decode_lane_has_room() -> None:
+    prefill, decode = FakeLane("prefill"), FakeLane("decode")
+    backend = await started([prefill], [decode], max_open=1)
+    decode.goes_on.clear()
+    asking = [asyncio.create_task(answer(backend, (number,))) for number in range(3)]
+    await settled()
+    assert [prompt for prompt in prefill.prompts if prompt[1]] == [((0,), True)]
+    assert {prompt for prompt in prefill.prompts if not prompt[1]} == {((1,), False), ((2,), False)}
+    asking[1].cancel()
+    await settled()
+    decode.goes_on.set()
+    assert await asking[0] == await asking[2] == ["1", "2", "3"]
+    assert [prompt[0] for prompt in decode.prompts] == [(0,), (2,)]
+    assert await answer(backend, (7,)) == ["1", "2", "3"]
+
+
+async def test_a_query_without_output_is_computed_again_when_a_lane_dies() -> None:
+    prefill = [FakeLane("prefill"), FakeLane("prefill")]
+    decode = [FakeLane("decode", dies_before=1), FakeLane("decode")]
+    backend = await started(prefill, decode)
+    prefill[0].is_dead = True
+    assert await answer(backend, (5,), (5, 6)) == ["1", "2", "3"]
+    assert [lane.is_dead for lane in decode] == [True, False]
+    assert [len([p for p in lane.prompts if p[1]]) for lane in prefill] == [0, 2]
+    backend.check_health()
+
+
+async def test_a_prefill_lane_that_dies_with_an_open_prompt_loses_nothing() -> None:
+    prefill = [FakeLane("prefill"), FakeLane("prefill")]
+    backend = await started(prefill, [FakeLane("decode")])
+    goes_on = asyncio.Event()
+
+    async def prompts() -> AsyncIterator[Prompt]:
+        yield Prompt((5,), 0, is_complete=False)
+        await goes_on.wait()
+        yield Prompt((5, 6), 1, is_complete=True)
+
+    events = backend.generate(prompts(), SamplingParams())
+    assert await anext(events) == Prefilled(0)
+    prefill[0].is_dead = True
+    goes_on.set()
+    assert [event.text async for event in events if isinstance(event, AnswerChunk)] == ["1", "2", "3"]
+    assert prefill[1].prompts[-1] == ((5, 6), True)
+
+
+async def test_an_answer_that_has_shown_tokens_ends_with_an_error() -> None:
+    backend = await started([FakeLane("prefill")], [FakeLane("decode", dies_before=3), FakeLane("decode")])
+    with pytest.raises(BackendError, match="decode-0 was lost: it was killed, after 2 tokens were shown: ask again"):
+        await answer(backend, (5,))
+
+
+async def test_replays_end() -> None:
+    decode = [FakeLane("decode", dies_before=1) for _ in range(3)]
+    backend = await started([FakeLane("prefill")], decode, max_replays=1)
+    with pytest.raises(BackendError, match=r"2 lanes were lost, one after another: decode-\d was lost"):
+        await answer(backend, (5,))
+    for lane in decode:
+        lane.is_dead = True
+    with pytest.raises(BackendError, match="decode-0: it was killed; decode-1: it was killed; decode-2: "):
+        await answer(backend, (5,))
+    with pytest.raises(EngineDeadError):
+        backend.check_health()
+
+
+async def test_kv_whose_lease_may_have_ended_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = FakeLane("prefill")
+    backend = await started([prefill], [FakeLane("decode")], max_replays=0)
+    monkeypatch.setattr(lanes_module, "LATEST_S", -1.0)
+    with pytest.raises(BackendError, match="prefill-0 may have given up the KV"):
+        await answer(backend, (5,))
+
+
+async def test_errors_of_the_prompts_are_raised() -> None:
+    backend = await started([FakeLane("prefill")], [FakeLane("decode")])
+
+    async def failing() -> AsyncIterator[Prompt]:
+        yield Prompt((5,), 0, is_complete=False)
+        raise SourceError("no pages")
+
+    with pytest.raises(SourceError, match="no pages"):
+        async for _ in backend.generate(failing(), SamplingParams()):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "options", "message"),
+    [
+        ([], ["decode"], {}, r'prefill=\[\] must be one or more VllmBackend\(lane="prefill"\)'),
+        (["prefill"], ["prefill"], {}, r'must be one or more VllmBackend\(lane="decode"\)'),
+        (["prefill"], [None], {}, r'must be one or more VllmBackend\(lane="decode"\)'),
+        (["prefill"], ["decode"], {"router": "best"}, "no router 'best'"),
+        (["prefill"], ["decode"], {"max_open": 0}, "max_open=0"),
+    ],
+)
+def test_wrong_lanes_are_refused(prefill: list[Any], decode: list[Any], options: Any, message: str) -> None:
+    lanes = ([VllmBackend("model", lane=lane) for lane in lanes] for lanes in (prefill, decode))
+    with pytest.raises(ConfigurationError, match=message):
+        LanesBackend(*lanes, **options)
+
+
+def test_a_service_has_lanes_by_one_word() -> None:
+    def lanes_of(**options: Any) -> list[VllmBackend]:
+        given = {"model.name": "org/model", **{f"engine.{name}": value for name, value in options.items()}}
+        settings = load(None, {}, given).settings
+        backend = make_backend(settings.model, settings.engine)
+        assert isinstance(backend, LanesBackend)
+        return list(backend._backends.values())
+
+    lanes = lanes_of(lanes="2+1", policy="fcfs", max_num_seqs=8)
+    assert [lane.lane for lane in lanes] == ["prefill", "prefill", "decode"]
+    assert [lane._engine_args["max_num_seqs"] for lane in lanes] == [8, 8, 8]
+    assert lanes[0]._engine_args["additional_config"]["streamrag"]["policy"] == "fcfs"
+    on_devices = lanes_of(lanes="1+1", engine_args='{"device_ids": [0, 1, 2, 3], "tensor_parallel_size": 2}')
+    assert [lane._engine_args["device_ids"] for lane in on_devices] == [[0, 1], [2, 3]]
+    with pytest.raises(ConfigurationError, match="cannot be divided among 3 lanes"):
+        lanes_of(lanes="2+1", engine_args='{"device_ids": [0, 1]}')
