@@ -84,6 +84,9 @@ bench-engine: .venv/installed ## what a step and an update cost, then time to th
 bench-validity: .venv/installed ## the same loads on the real engine and on its simulation: do they agree? twenty minutes
 	$(RUN) experiments/validity.py --json experiments/results/validity.json
 
+bench-advice: .venv/installed ## does a replay on the real engine confirm the advice of `streamrag advise` within 20 %? three traces, ten minutes
+	$(RUN) experiments/advice.py --json experiments/results/advice.json
+
 bench-eviction: .venv/installed ## recompute, swap or what costs less, under memory pressure, simulated: hours, resumable
 	$(RUN) experiments/eviction.py --json experiments/results/eviction.json
 

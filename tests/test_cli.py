@@ -107,7 +107,8 @@ COMMANDS = [
     "top",
     "doctor",
 ]
-COMMANDS += ["bench simulate", "bench run", "bench report", "bench timeline"]
+COMMANDS += ["bench simulate", "bench run", "bench report", "bench timeline", "bench public", "bench compare", "advise"]
+OPTIONAL = {"doctor", "serve", "profile", "bench timeline", "bench public", "top"}  # they need no argument
 
 
 @pytest.mark.parametrize("command", ["", "index", "trace", "bench", *COMMANDS])
@@ -137,7 +138,7 @@ def test_who_retrieves_needs_no_package_of_a_service() -> None:
     assert run.stdout.splitlines() == ["WebSource", "HybridSource", "VectorSource"]
 
 
-@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"doctor", "serve", "profile", "bench timeline", "top"}))
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - OPTIONAL))
 def test_the_usage_names_what_must_be_given(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(command.split())

@@ -16,6 +16,7 @@ import nbformat
 import pytest
 
 from scripts.notebook import NOTEBOOK, executed
+from streamrag.bench.advice.logs import read_log
 from tests.backends.tools.tool_model import make_tool_llama
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -192,6 +193,17 @@ def test_langchain_retriever() -> None:
     *found, answer = run("langchain_retriever.py").splitlines()
     assert found == ["found T-101", "found T-103"]
     assert answer == "T-101 The printer on floor 2 jams when the paper is thick."
+
+
+def test_langchain_log(tmp_path: Path) -> None:
+    assert len((EXAMPLES / "langchain_log.py").read_text().splitlines()) < 60
+    log = tmp_path / "langchain.jsonl"
+    log.write_text(run("langchain_log.py"))
+    trace = read_log(log, usual_tokens=250)
+    assert [[len(query.events), query.num_output_tokens] for query in trace.queries] == [[8, None], [8, None]]
+    for query in trace.queries:
+        first, *_, last = query.events
+        assert 0.1 < first.at_s < last.at_s <= query.end_s
 
 
 def test_langchain_chain() -> None:

@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from streamrag.bench.cell import CellProgress, CellResult, CellSettings
+from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.store import CellStore, cell_key
 from streamrag.errors import StreamRagError
 from streamrag.support.parent_death import end_with_parent
@@ -62,13 +62,13 @@ class CellFailed:
 CellEvent: TypeAlias = CellStarted | CellProgressed | CellFinished | CellFailed
 
 
-def run_cell(settings: CellSettings, *, keep_steps: bool, progress: CellProgress) -> CellResult:
-    """Run one cell in this process, in virtual or wall time, and return its result."""
+def run_cell(settings: CellSettings, **options: Any) -> CellResult:
+    """Run one cell in this process, in virtual or wall time, with these options, and return its result."""
     if settings.clock == "virtual":
         from streamrag.bench import simulate as clock  # imports vLLM: seconds
     else:
         from streamrag.bench import wall as clock  # type: ignore[no-redef]
-    return clock.run_cell(settings, keep_steps=keep_steps, progress=progress)
+    return clock.run_cell(settings, **options)
 
 
 def run_cells(

@@ -18,6 +18,7 @@ COMMANDS = {
     "record": "record retrieval to a trace, to replay it later",
     "trace": "show or generate traces",
     "bench": "compare ways of serving a load, simulated or on the real engine",
+    "advise": "say what streaming would save, from a log of retrieval",
     "demo-model": "make a small English model for experiments",
     "top": "watch a running service",
     "profile": "measure the time to recompute and copy KV on this machine",

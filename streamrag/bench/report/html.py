@@ -51,7 +51,7 @@ def cell(value: Figure | float | None, unit: str = "") -> Cell:
     return Cell(text if text == "–" else text + unit, small, is_number=True)
 
 
-def render(**values: Any) -> str:
+def render(template: str = "report.html", **values: Any) -> str:
     """Return the page as HTML, each text on one line and sanitized. Raises MissingDependencyError without Jinja."""
     require_modules("bench", "jinja2")
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -65,7 +65,7 @@ def render(**values: Any) -> str:
         lstrip_blocks=True,
     )
     templates.filters["base64"] = lambda svg: b64encode(svg.encode()).decode()
-    return templates.get_template("report.html").render(values)
+    return templates.get_template(template).render(values)
 
 
 def _finalize(value: object) -> object:

@@ -41,6 +41,19 @@ def draw_ccdf(comparison: LoadComparison) -> str:
     return as_svg(figure)
 
 
+def draw_distributions(values_of: Sequence[tuple[str, bool, Sequence[float]]], label: str) -> str:
+    """Return an SVG of the CCDF of each run's values, given its name and whether it is simulated: dashed, if so."""
+    figure, (panel,) = make_panels(1, 3.5)
+    for number, (name, is_simulated, values) in enumerate(values_of):
+        style = {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[1 if is_simulated else 0]}
+        _ccdf(panel, values, label=for_picture(name), linewidth=1.6, **style)
+    _share_axis(panel, max([1, *(len(values) for _, _, values in values_of)]))
+    plain_log_ticks(panel.xaxis)
+    panel.set_xlabel(f"{label} (seconds)")
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8.5)
+    return as_svg(figure)
+
+
 def draw_ttft_by_qps(comparison: LoadComparison) -> str | None:
     """Return an SVG of mean and P95 of both times to the first token by rate; None for fewer than two rates."""
     rates = [qps for qps in comparison.qps if qps is not None]

@@ -18,6 +18,7 @@ from streamrag.bench.report.verdict import Verdict, verdicts
 from streamrag.bench.runner import CellFailed, CellProgressed, CellStarted, run_cell, run_cells
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, Slos, digest, parse_slos, summarise
+from streamrag.cli.bench import public
 from streamrag.cli.bench.display import CellsView, print_comparison, print_verdicts
 from streamrag.cli.bench.options import DESCRIPTION, EPILOG, VERBS, grid_of
 from streamrag.cli.output import Output
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         verb = verbs.add_parser(name, help=what)
         add_options(verb)
         verb.set_defaults(run=runs.get(name, _run_grid))
+    public.add_verbs(verbs)
 
 
 def _run_grid(arguments: argparse.Namespace) -> int:

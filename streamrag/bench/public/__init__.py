@@ -1,0 +1,1 @@
+"""The public benchmark of streamed input: statistics.json ─▶ workload ─▶ engines, server ─▶ results ─▶ page."""
