@@ -157,8 +157,9 @@ bench-ahead: .venv/installed ## answers drafted while retrieval runs: seconds to
 bench-depth: .venv/installed ## how many tokens of a draft should a step verify? ten policies; real engine, then simulated; twenty minutes
 	$(RUN) experiments/speculation_depth.py --json experiments/results/speculation_depth.json --plot docs/speculation-depth.png
 
-bench-listen: .venv/installed ## questions that are typed or spoken: seconds from the commit to the first and last token; real engine, ten minutes
+bench-listen: .venv/installed ## questions that are typed or spoken: seconds from the commit to the first and last token; real engine, then who pays under load, simulated; quarter of an hour
 	$(RUN) experiments/open_questions.py --json experiments/results/open_questions.json
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/open_questions_simulated.py --json experiments/results/open_questions_simulated.json
 
 bench-refresh: .venv/installed ## questions that need two documents: right answers with one retrieval and with retrieval in mid-answer, seconds, tokens; real engine, three minutes
 	$(RUN) experiments/refresh.py --json experiments/results/refresh.json
