@@ -9,24 +9,28 @@ A query for which no decode lane has room waits with its prompt still open: its 
 evict it, and no lease runs. A lane that dies is not used again until the backend is restarted.
 """
 
+import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from streamrag.backends.lanes.lane_choice import Lanes, LaneSeat
+import anyio
+
+from streamrag.backends.lanes.lane_choice import Lanes, LaneSeat, check_same
 from streamrag.backends.ray.replica_streams import NewestPrompt
 from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.lane_engine import LEASE_S
 from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStream
-from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Prompt, SamplingParams
+from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Prefilled, Progress, Prompt, SamplingParams
 from streamrag.core.lifecycle import start_all, started_once
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError
 from streamrag.routing import make_router
 from streamrag.support.clock import monotonic
-from streamrag.support.tasks import run_shielded
+from streamrag.support.tasks import cancel_and_wait, run_shielded
 from streamrag.support.validation import Count, CountOrZero, validated
 
 LATEST_S = LEASE_S / 2
@@ -37,7 +41,7 @@ TO_SEND = {"kv_transfer_params": {"do_remote_decode": True}}
 
 
 class LaneLostError(Exception):
-    """A lane has died, or a lease may have ended. Not visible outside this package."""
+    """A lane has died. Not visible outside this package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +58,11 @@ class KvTransfer:
 class LanesBackend:
     """Engines that compute prompts, and others that sample the answers. KV moves between them over NIXL.
 
-    All lanes must have the same model, dtype and block size. Drafts of answers are not verified.
+    All lanes must have the same model, `max_model_len`, dtype and block size. Drafts of answers are not verified.
 
     prefill: backends made with `VllmBackend(lane="prefill")`.
     decode: backends made with `VllmBackend(lane="decode")`.
-    router: how a lane is chosen: "soonest", "round_robin", "consistent_hash" or "prefix_affinity".
+    router: how a lane is chosen: "soonest", "round_robin" or "consistent_hash".
     max_open: most queries in a decode lane at a time. Further ones wait in their prefill lanes.
     max_replays: most times that a query without output is computed again because a lane died.
 
@@ -98,9 +102,15 @@ class LanesBackend:
     async def start(self, progress: Progress) -> None:
         """Start the engines of all lanes. If one fails, close the others.
 
+        :raises ConfigurationError: the lanes differ in what they must have in common.
         :raises StreamRagError: as `VllmBackend.start`.
         """
         self._started = await start_all(self._backends.values(), progress)
+        try:
+            check_same({name: backend.lane_facts for name, backend in self._backends.items()})
+        except ConfigurationError:
+            await self.aclose()
+            raise
         self._prefill = self._make_lanes("prefill", 1 << 30)
         self._decode = self._make_lanes("decode", self._max_open)
 
@@ -144,7 +154,7 @@ class LanesBackend:
             while True:
                 attempt = _Attempt(prefill, decode, newest, params, self.on_transfer)
                 try:
-                    async with aclosing(attempt.events()) as events:
+                    async with aclosing(_read_ahead(attempt.events())) as events:
                         async for event in events:
                             if isinstance(event, AnswerChunk):
                                 num_shown += max(len(event.token_ids), bool(event.text))
@@ -178,23 +188,14 @@ class _Attempt:
 
     async def events(self) -> AsyncGenerator[BackendEvent, None]:
         """Yield the events of the answer; raise LaneLostError if a lane dies, and else as its backend does."""
-        seat = await self._prefill.take(await self._newest.after(0))
         try:
             async with aclosing(self._prompts()) as prompts:
-                if self._params.extra.get("prompt_logprobs") is not None:
-                    # vLLM computes all of such a prompt, so its KV would be fetched in vain.
-                    events = self._answer_alone(prompts)
-                else:
-                    params = SamplingParams(max_tokens=1, extra={"extra_args": TO_SEND})
-                    answer = partial(self._answer, seat)
-                    events = stream_then_generate(prompts, seat.backend.streams, params, answer)
-                async with aclosing(events):
+                # vLLM computes all of a prompt for its log-probabilities, so its KV would be fetched in vain.
+                is_alone = self._params.extra.get("prompt_logprobs") is not None
+                async with aclosing((self._answer_alone if is_alone else self._answer_both)(prompts)) as events:
                     async for event in events:
                         yield event
-        except EngineDeadError as error:
-            raise LaneLostError(f"{seat.lane} was lost: {error}") from None
         finally:
-            self._prefill.leave(seat)
             if self._decode_seat is not None:
                 self._decode.leave(self._decode_seat)
 
@@ -214,6 +215,28 @@ class _Attempt:
                 return
             yield prompt
 
+    async def _answer_both(self, prompts: AsyncIterator[Prompt]) -> AsyncGenerator[BackendEvent, None]:
+        """Compute the prompts in a prefill lane, and answer the complete one in a decode lane."""
+        seat = await self._prefill.take(await self._newest.after(0))
+        params = SamplingParams(max_tokens=1, extra={"extra_args": TO_SEND})
+        try:
+            answer = partial(self._answer, seat)
+            async with aclosing(stream_then_generate(prompts, seat.backend.streams, params, answer)) as events:
+                async for event in events:
+                    if isinstance(event, Prefilled):
+                        self._record_prefill(seat, event.num_tokens)
+                    yield event
+        except EngineDeadError as error:
+            raise LaneLostError(f"{seat.lane} was lost: {error}") from None
+        finally:
+            self._prefill.leave(seat)
+
+    def _record_prefill(self, seat: LaneSeat, num_tokens: int) -> None:
+        """Record a session's data as cached in the lane, for its questions, if all but one token are computed."""
+        prompt = self._newest.prompt
+        if prompt is not None and prompt.request_class == "stream" and num_tokens >= len(prompt.token_ids) - 1:
+            self._prefill.computed(seat, replace(prompt, is_complete=False))
+
     async def _answer_alone(self, prompts: AsyncIterator[Prompt]) -> AsyncGenerator[BackendEvent, None]:
         """Answer the complete prompt in a decode lane, which computes it too."""
         async for prompt in prompts:
@@ -223,38 +246,36 @@ class _Attempt:
                         yield chunk
 
     async def _answer(self, prefill: LaneSeat, stream: TokenStream) -> AsyncGenerator[AnswerChunk, None]:
-        """Yield the answer to a computed prompt from the decode lane, which fetches its KV.
-
-        :raises LaneLostError: the decode lane died, or the KV was computed too long ago.
-        """
-        record, seat, ended_s = stream.record, self._decode_seat, monotonic()
-        assert record is not None
-        assert seat is not None
-        # The reader of the events may have paused. Both clocks are this host's.
-        if ended_s - record.finished_s > LATEST_S:
-            raise LaneLostError(f"{prefill.lane} may have given up the KV {ended_s - record.finished_s:.0f} s later")
+        """Yield the answer to a computed prompt from the decode lane, which fetches its KV, or computes the prompt too
+        if the KV may be gone soon. Raise LaneLostError if the decode lane dies."""
+        assert stream.record is not None
         prompt = Prompt(stream.token_ids, 0, is_complete=True)
         self._prefill.computed(prefill, prompt)
-        params, transfer = self._params, stream.kv_transfer
-        if params.n > 1:  # KV can be fetched once, and each answer is a request: they find it in the prefix cache
+        params, transfer, ended_s = self._params, stream.kv_transfer, stream.record.finished_s
+        # This process may have been held up. Both clocks are this host's.
+        is_fetched = monotonic() - ended_s <= LATEST_S
+        if is_fetched and params.n > 1:
+            # KV can be fetched once, and each answer is a request: they find it in the prefix cache.
             async with aclosing(self._decoded(prompt, _fetching(SamplingParams(max_tokens=1), transfer))) as chunks:
                 async for _ in chunks:
                     pass
-        else:
+        elif is_fetched:
             params = _fetching(params, transfer)
         is_first = True
         async with aclosing(self._decoded(prompt, params)) as chunks:
             async for chunk in chunks:
                 if is_first:
                     is_first = False
-                    self._decode.computed(seat, prompt)
-                    self._report(prefill, seat, stream, monotonic() - record.finished_s)
+                    self._prefill.leave(prefill)
+                    if is_fetched:
+                        self._report(prefill, stream, monotonic() - ended_s)
                 yield chunk
 
     async def _decoded(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[AnswerChunk, None]:
         """Yield the answer to a complete prompt from the decode lane; raise LaneLostError if that dies."""
         seat = self._decode_seat
         assert seat is not None
+        is_first = True
 
         async def only() -> AsyncIterator[Prompt]:
             yield prompt
@@ -263,13 +284,37 @@ class _Attempt:
             async with aclosing(seat.backend.generate(only(), params)) as events:
                 async for event in events:
                     if isinstance(event, AnswerChunk):
+                        if is_first:
+                            is_first = False
+                            self._decode.computed(seat, prompt)
                         yield event
         except EngineDeadError as error:
             raise LaneLostError(f"{seat.lane} was lost: {error}") from None
 
-    def _report(self, prefill: LaneSeat, decode: LaneSeat, stream: TokenStream, seconds: float) -> None:
+    def _report(self, prefill: LaneSeat, stream: TokenStream, seconds: float) -> None:
+        assert self._decode_seat is not None
         num_blocks = sum(len(group) for group in stream.kv_transfer.get("remote_block_ids", ()))
-        self._on_transfer(KvTransfer(prefill.lane, decode.lane, len(stream.token_ids), num_blocks, seconds))
+        self._on_transfer(KvTransfer(prefill.lane, self._decode_seat.lane, len(stream.token_ids), num_blocks, seconds))
+
+
+async def _read_ahead(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenerator[BackendEvent, None]:
+    """Yield events that a task reads as they come: a reader that pauses holds no seat, and lets no lease end."""
+    send, receive = anyio.create_memory_object_stream[BackendEvent](math.inf)
+
+    async def read() -> None:
+        with send:
+            async with aclosing(events):
+                async for event in events:
+                    send.send_nowait(event)
+
+    reading = asyncio.create_task(read(), name="read the events of lanes")
+    with receive:
+        try:
+            async for event in receive:
+                yield event
+            await reading
+        finally:
+            await cancel_and_wait([reading])
 
 
 def _fetching(params: SamplingParams, transfer: dict[str, Any]) -> SamplingParams:

@@ -1,6 +1,7 @@
 """Chooses a lane for a query, with a router of `streamrag.routing`, and tracks which lanes have room."""
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,10 +9,12 @@ from dataclasses import dataclass
 from streamrag.backends.ray.replica_chooser import ReplicaCandidate, ReplicaChooser
 from streamrag.backends.vllm import VllmBackend
 from streamrag.core import Prompt
-from streamrag.errors import BackendError, EngineDeadError
+from streamrag.errors import BackendError, ConfigurationError, EngineDeadError
 from streamrag.routing import Router
 from streamrag.support.clock import monotonic
 from streamrag.support.tasks import Broadcast
+
+log = logging.getLogger("streamrag.lanes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,9 @@ class Lanes:
         self._lanes = dict(lanes)
         self._max_open = max_open
         self._chooser = ReplicaChooser(router, clock=monotonic)
+        self._deaths: dict[str, BackendError] = {}  # why lanes died; asking an engine again would read its log again
         self._turn = asyncio.Lock()
+        self._num_waiting = 0
         self._left = Broadcast()
 
     def take_now(self, prompt: Prompt) -> LaneSeat | None:
@@ -42,36 +47,43 @@ class Lanes:
 
         :raises BackendError: no lane is alive.
         """
-        return None if self._turn.locked() else self._take(prompt)
+        return None if self._num_waiting else self._take(prompt)
 
     async def take(self, prompt: Prompt) -> LaneSeat:
         """Wait for a seat, behind those who wait already, and take it.
 
         :raises BackendError: no lane is alive.
         """
-        async with self._turn:
-            while (seat := self._take(prompt)) is None:
-                await self._left.wait()
-            return seat
+        self._num_waiting += 1
+        try:
+            async with self._turn:
+                while (seat := self._take(prompt)) is None:
+                    await self._left.wait()
+                return seat
+        finally:
+            self._num_waiting -= 1
 
     def leave(self, seat: LaneSeat) -> None:
-        """Give up a seat, and wake the queries that wait for one."""
+        """Give up a seat, and wake the queries that wait for one. Further calls do nothing."""
         self._chooser.ended(seat.query_id)
         self._left.wake()
 
     def computed(self, seat: LaneSeat, prompt: Prompt) -> None:
-        """Record that the lane has computed or fetched this complete prompt, for the router."""
-        self._chooser.computed(seat.query_id, prompt.token_ids, seat.lane)
+        """Record that the lane has computed or fetched this prompt, for the router."""
+        self._chooser.computed(seat.query_id, prompt.token_ids, seat.lane, is_complete=prompt.is_complete)
 
     def alive(self) -> list[str]:
-        """Return the names of the lanes whose engine runs.
+        """Return the names of the lanes whose engine runs. Log each lane that has died, once.
 
-        :raises EngineDeadError: none does.
+        :raises EngineDeadError: no engine runs.
         """
-        errors = {name: _death(backend) for name, backend in self._lanes.items()}
-        if all(errors.values()):
-            raise EngineDeadError("; ".join(f"{name}: {error}" for name, error in errors.items()))
-        return [name for name, error in errors.items() if error is None]
+        for name, backend in self._lanes.items():
+            if name not in self._deaths and (error := _death(backend)) is not None:
+                self._deaths[name] = error
+                log.error("%s has died: %s", name, error)
+        if len(self._deaths) == len(self._lanes):
+            raise EngineDeadError("; ".join(f"{name}: {self._deaths[name]}" for name in self._lanes))
+        return [name for name in self._lanes if name not in self._deaths]
 
     def _take(self, prompt: Prompt) -> LaneSeat | None:
         """Take a seat in the best lane that has room. Lanes that are not candidates are forgotten by the router."""
@@ -94,3 +106,14 @@ def _death(backend: VllmBackend) -> BackendError | None:
     except BackendError as error:
         return error
     return None
+
+
+def check_same(facts: Mapping[str, Mapping[str, str]]) -> None:
+    """Raise ConfigurationError, with the first difference, if lanes differ. `facts` are their `lane_facts`, by name."""
+    first, expected = next(iter(facts.items()))
+    for lane, found in facts.items():
+        for name in found:
+            if found[name] != expected[name]:
+                raise ConfigurationError(
+                    f"lanes differ in {name}: {expected[name]} in {first}, {found[name]} in {lane}"
+                )

@@ -61,15 +61,22 @@ class FakeLane:
         self.params: list[SamplingParams] = []
         self.goes_on = asyncio.Event()
         self.goes_on.set()
-        self.is_dead = False
+        self.goes_on_after_first = asyncio.Event()
+        self.goes_on_after_first.set()
+        self.is_dead = self.is_closed = False
         self.model = "the model"
+        self.lane_facts = {"dtype": "float32", "block_size": 32}
+        self.num_health_checks = 0
         self._dies_before = dies_before
 
     async def start(self, progress: Any) -> None: ...
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        self.is_closed = True
+
     def check_params(self, params: SamplingParams) -> None: ...
 
     def check_health(self) -> None:
+        self.num_health_checks += 1
         if self.is_dead:
             raise EngineDeadError("it was killed")
 
@@ -94,6 +101,8 @@ class FakeLane:
             if number == self._dies_before:
                 self.is_dead = True
             self.check_health()
+            if number > 1:
+                await self.goes_on_after_first.wait()
             yield AnswerChunk(str(number), (number,), "length" if number == 3 else None)
 
 
@@ -221,12 +230,114 @@ async def test_replays_end() -> None:
         backend.check_health()
 
 
-async def test_kv_whose_lease_may_have_ended_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill = FakeLane("prefill")
-    backend = await started([prefill], [FakeLane("decode")], max_replays=0)
+@pytest.mark.parametrize("num_answers", [1, 2])
+async def test_kv_whose_lease_may_have_ended_is_computed_by_the_decode_lane(
+    monkeypatch: pytest.MonkeyPatch, num_answers: int
+) -> None:
+    decode, passed = FakeLane("decode"), []
+    backend = await started([FakeLane("prefill")], [decode], max_replays=0)
+    backend.on_transfer = passed.append
     monkeypatch.setattr(lanes_module, "LATEST_S", -1.0)
-    with pytest.raises(BackendError, match="prefill-0 may have given up the KV"):
-        await answer(backend, (5,))
+    assert await answer(backend, (5,), params=SamplingParams(n=num_answers)) == ["1", "2", "3"]
+    assert [params.extra for params in decode.params] == [{}]
+    assert not passed
+
+
+async def test_a_reader_that_pauses_holds_no_seat() -> None:
+    prefill, decode = FakeLane("prefill"), FakeLane("decode")
+    backend = await started([prefill], [decode], max_open=1)
+
+    async def prompts() -> AsyncIterator[Prompt]:
+        yield Prompt((4,), 0, is_complete=False)
+        await settled()
+        yield Prompt((4, 5), 1, is_complete=True)
+
+    pausing = backend.generate(prompts(), SamplingParams())
+    assert await anext(pausing) == Prefilled(0)
+    await settled()
+    await settled()
+    assert decode.prompts == [((4, 5), True)]
+    assert await asyncio.wait_for(answer(backend, (7,)), 5) == ["1", "2", "3"]
+    assert [event.text async for event in pausing if isinstance(event, AnswerChunk)] == ["1", "2", "3"]
+
+
+async def test_a_seat_in_a_prefill_lane_is_free_when_the_decode_lane_begins() -> None:
+    decode = FakeLane("decode")
+    backend = await started([FakeLane("prefill")], [decode])
+    decode.goes_on.clear()
+    asking = asyncio.create_task(answer(backend, (5,)))
+    await settled()
+    assert backend._prefill is not None
+    assert backend._decode is not None
+    assert (backend._prefill._chooser.in_use(), backend._decode._chooser.in_use()) == ({"prefill-0"}, {"decode-0"})
+    decode.goes_on_after_first.clear()
+    decode.goes_on.set()
+    await settled()
+    assert (backend._prefill._chooser.in_use(), backend._decode._chooser.in_use()) == (set(), {"decode-0"})
+    decode.goes_on_after_first.set()
+    await asking
+    assert backend._decode._chooser.in_use() == set()
+
+
+async def test_questions_go_to_the_lane_that_has_the_data_of_their_session() -> None:
+    prefill = [FakeLane("prefill"), FakeLane("prefill")]
+    backend = LanesBackend(prefill, [FakeLane("decode")], router="soonest")
+    await backend.start(lambda line: None)
+    data = tuple(range(500))
+
+    async def session() -> AsyncIterator[Prompt]:
+        yield Prompt(data, 0, is_complete=False, request_class="stream")
+        await asyncio.Event().wait()
+
+    events = backend.generate(session(), SamplingParams())
+    assert await anext(events) == Prefilled(len(data) - 1)
+    (with_data,) = [lane for lane in prefill if lane.prompts]
+    for number in range(3):
+        await answer(backend, (*data, 1_000 + number))
+    assert len([prompt for prompt in with_data.prompts if prompt[1]]) == 3
+    await events.aclose()
+
+
+async def test_a_dead_lane_is_asked_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    prefill = [FakeLane("prefill"), FakeLane("prefill")]
+    backend = await started(prefill, [FakeLane("decode")])
+    prefill[1].is_dead = True
+    backend.check_health()
+    num_checks = prefill[1].num_health_checks
+    for _ in range(3):
+        backend.check_health()
+    assert prefill[1].num_health_checks == num_checks
+    assert [record.message for record in caplog.records] == ["prefill-1 has died: it was killed"]
+    prefill[0].is_dead = True
+    with pytest.raises(EngineDeadError, match="prefill-0: it was killed; prefill-1: it was killed"):
+        backend.check_health()
+
+
+async def test_nobody_takes_a_seat_before_those_who_wait() -> None:
+    backend = await started([FakeLane("prefill")], [FakeLane("decode")], max_open=1)
+    lanes, prompt = backend._decode, Prompt((5,), 0, is_complete=True)
+    assert lanes is not None
+    first = lanes.take_now(prompt)
+    assert first is not None
+    waiting = [asyncio.create_task(lanes.take(prompt)) for _ in range(2)]
+    await settled()
+    lanes.leave(first)
+    for task in waiting:
+        while not task.done():
+            assert lanes.take_now(prompt) is None
+            await asyncio.sleep(0)
+        lanes.leave(task.result())
+    assert lanes.take_now(prompt) is not None
+
+
+async def test_lanes_that_differ_are_refused_by_name_and_closed() -> None:
+    prefill, decode = FakeLane("prefill"), FakeLane("decode")
+    decode.lane_facts = {"dtype": "float32", "block_size": 16}
+    message = "lanes differ in block_size: 32 in prefill-0, 16 in decode-0"
+    with pytest.raises(ConfigurationError, match=message):
+        await started([prefill], [decode])
+    assert prefill.is_closed
+    assert decode.is_closed
 
 
 async def test_errors_of_the_prompts_are_raised() -> None:

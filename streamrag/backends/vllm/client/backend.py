@@ -15,7 +15,7 @@ import anyio.to_thread
 from streamrag.backends.tokenizer import HuggingFaceTokenizer, local_model_path
 from streamrag.backends.vllm.client.arguments import Strategy, draft_args, scheduler_args
 from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
-from streamrag.backends.vllm.client.lane_engine import Lane, lane_args, lane_environment
+from streamrag.backends.vllm.client.lane_engine import Lane, lane_args, lane_environment, lane_facts
 from streamrag.backends.vllm.client.processes import EngineProcesses, import_vllm
 from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
 from streamrag.backends.vllm.client.stats import EngineStats
@@ -130,6 +130,7 @@ class VllmBackend:
         self._processes: EngineProcesses | None = None
         self._info: ModelInfo | None = None
         self._block_size = 1
+        self.lane_facts: dict[str, str] = {}  # of the running engine; those of all lanes must be equal
         self._request_ids: set[str] = set()
 
     @property
@@ -170,10 +171,9 @@ class VllmBackend:
             make_tokenizer = partial(HuggingFaceTokenizer.of_engine, model, self._engine_args)
             tokenizer = await anyio.to_thread.run_sync(make_tokenizer, abandon_on_cancel=True)
             # With any stat logger, vLLM also registers its own metrics.
-            stats = self.stats
-            stat_loggers = [] if stats is None else [lambda config, index: stats]
-            environment = lane_environment(self.lane)
-            self._engine = await processes.start(self._engine_args, environment, stat_loggers=stat_loggers)
+            stat_loggers: list[Any] = [] if self.stats is None else [lambda config, index: self.stats]
+            with lane_environment(self.lane) as environment:
+                self._engine = await processes.start(self._engine_args, environment, stat_loggers=stat_loggers)
             if "generate" not in await self._ask(self._engine.get_supported_tasks()):
                 raise ModelError(f"{self._model_name} does not generate text")
         except BaseException:
@@ -181,9 +181,9 @@ class VllmBackend:
             raise
         self._streams = TokenStreams(self._engine, why_dead=self._why_dead) if self._strategy == "streaming" else None
         config = self._engine.vllm_config
-        # Without a prefix cache there is nothing to warm: no prompt fills a block of this size.
-        has_cache = config.cache_config.enable_prefix_caching
+        has_cache = config.cache_config.enable_prefix_caching  # without one, no prompt fills a block: nothing is warmed
         self._block_size = config.cache_config.block_size if has_cache else config.model_config.max_model_len
+        self.lane_facts = lane_facts(config)
         self._info = _model_info(self._model_name, tokenizer, config, verifies_drafts=self._answer_ahead)
         progress(f"ready in {time.monotonic() - began_s:.0f} s, {_memory(config)}")
 
@@ -321,8 +321,8 @@ class VllmBackend:
         self._live_engine()
 
     def check_params(self, params: SamplingParams) -> None:
-        """Check the parameters of an answer, as `generate` does; ConfigurationError if vLLM refuses them."""
-        to_vllm(params, self._live_engine().vllm_config)
+        """Check the parameters of an answer, with its grammar; raise ConfigurationError if vLLM refuses them."""
+        to_vllm(params, self._live_engine().vllm_config, self._engine.tokenizer)
 
     def _live_engine(self) -> Any:
         """Return the engine; raise BackendError if it is not running, EngineDeadError if its processes are gone."""

@@ -10,7 +10,8 @@ import importlib
 import importlib.util
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
@@ -24,7 +25,13 @@ LEASE_S = 30.0
 """Seconds that a prefill lane keeps the KV of a complete prompt for a decode lane: vLLM's default. The decode lane's
 heartbeats extend the lease once it has the request. After the lease, the blocks are reused: a read finds other KV."""
 
-CPU_TRANSPORTS = "tcp,self,sm"  # of UCX; its search for others takes seconds, and finds none that helps
+HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+
+ON_CPU = {
+    "UCX_TLS": "tcp,self,sm",  # UCX's search for other transports takes seconds, and finds none that helps
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind the threads of all engines to the same cores
+}
+"""Environment variables of a lane's engine on a CPU, unless this process has them."""
 
 INSTALL = "pip install nixl  or, without a GPU,  pip install --no-deps nixl nixl-cu12"
 
@@ -50,20 +57,37 @@ def lane_args(
     return {"kv_transfer_config": config}
 
 
-def lane_environment(lane: Lane | None) -> dict[str, str]:
-    """Return the environment variables of a lane's engine; none without a lane. vLLM must have been imported.
+@contextmanager
+def lane_environment(lane: Lane | None) -> Iterator[dict[str, str]]:
+    """Yield the environment variables with which a lane's engine starts inside; none without a lane.
 
-    Each engine listens at a port of its own, which is free now. Variables of this process take precedence.
+    Each engine gets a free port of its own, whatever this process's variable says. Of the other variables, those of
+    this process take precedence. vLLM must have been imported.
 
     :raises MissingDependencyError: NIXL is not installed.
+    :raises ConfigurationError: the side channel's host is not one of this machine.
     """
     if lane is None:
-        return {}
+        yield {}
+        return
     if importlib.util.find_spec("nixl") is None:
         raise MissingDependencyError("nixl", INSTALL)
-    with socket.socket() as probe:
-        probe.bind((os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost"), 0))
-        environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(probe.getsockname()[1])}
-    if importlib.import_module("vllm.platforms").current_platform.is_cpu():
-        environment["UCX_TLS"] = os.environ.get("UCX_TLS", CPU_TRANSPORTS)
-    return environment
+    host = os.environ.get(HOST, "localhost")
+    # With this option on both sockets, the engine may listen at the port that this one holds. Nothing else gets the
+    # port meanwhile; if something did, vLLM's engine would wait for ever.
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            held.bind((host, 0))
+        except (OSError, UnicodeError) as error:
+            raise ConfigurationError(f"{HOST}={host!r} must be an address of this machine: {error}") from None
+        environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(held.getsockname()[1])}
+        if importlib.import_module("vllm.platforms").current_platform.is_cpu():
+            environment |= {name: os.environ.get(name, value) for name, value in ON_CPU.items()}
+        yield environment
+
+
+def lane_facts(config: Any) -> dict[str, str]:
+    """Return what all lanes must have in common, from vLLM's configuration of an engine."""
+    model = {name: str(getattr(config.model_config, name)) for name in ("model", "max_model_len", "dtype")}
+    return model | {name: str(getattr(config.cache_config, name)) for name in ("cache_dtype", "block_size")}

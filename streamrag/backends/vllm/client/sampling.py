@@ -10,6 +10,7 @@ from streamrag.errors import ConfigurationError
 if TYPE_CHECKING:
     import vllm
     from vllm.config import VllmConfig
+    from vllm.tokenizers import TokenizerLike
 
 RESERVED = {"output_kind", "detokenize"}
 """Sampling parameters of vLLM that would break the stream of the answer's text."""
@@ -25,8 +26,11 @@ OF_WHOLE_PROMPTS = (
 """Sampling parameters that a stream cannot have, because vLLM or our scheduler needs the whole prompt at once."""
 
 
-def to_vllm(params: SamplingParams, config: "VllmConfig") -> "vllm.SamplingParams":
-    """Return the parameters for an engine of this `config`, set to return answers piece by piece.
+def to_vllm(
+    params: SamplingParams, config: "VllmConfig", tokenizer: "TokenizerLike | None" = None
+) -> "vllm.SamplingParams":
+    """Return the parameters for an engine of this `config`, set to return answers piece by piece. With the engine's
+    tokenizer, check the grammar too, which the engine does at the first request that has it.
 
     :raises ConfigurationError: vLLM refuses the parameters or would crash with them, or `extra` has a reserved name.
     """
@@ -63,7 +67,10 @@ def to_vllm(params: SamplingParams, config: "VllmConfig") -> "vllm.SamplingParam
         elif not isinstance(constraint, StructuredOutputsParams | None):
             raise ValueError("structured_outputs must be a mapping, such as {'regex': PATTERN}")
         converted = vllm.SamplingParams(**args, output_kind=RequestOutputKind.DELTA)
-        converted.verify(config.model_config, config.speculative_config, None, None)  # the engine checks the rest
+        converted.verify(config.model_config, config.speculative_config, None, None)
+        if tokenizer is not None:
+            copy = converted.clone()  # vLLM writes into the grammar's parameters, which may be the caller's
+            copy.verify(config.model_config, config.speculative_config, config.structured_outputs_config, tokenizer)
         return converted
     except (TypeError, ValueError, VLLMClientError) as error:
         raise ConfigurationError(f"vLLM refuses these SamplingParams: {error}") from error

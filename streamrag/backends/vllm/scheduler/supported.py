@@ -39,15 +39,19 @@ CHECKS: dict[str, Callable[["VllmConfig"], bool]] = {
     "auxiliary outputs, such as routed experts": lambda c: c.aux_output_config.enabled,
 }
 
+
+def has_their_connector(config: "VllmConfig") -> bool:
+    """Whether the engine has a KV connector other than ours."""
+    return config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector != "HostKVConnector"
+
+
 CHECKS_WITH_MAMBA: dict[str, Callable[["VllmConfig", set[int]], bool]] = {
     "KV blocks of several sizes": lambda c, sizes: len(sizes) > 1,
     "a `prefix_match_unit`": lambda c, sizes: c.cache_config.prefix_match_unit not in (None, *sizes),
     "steps of fewer tokens than a KV block": lambda c, sizes: c.scheduler_config.max_num_batched_tokens < max(sizes),
     "drafts of answers": lambda c, sizes: c.speculative_config is not None,
     "ReplaySSM": lambda c, sizes: c.cache_config.use_replayssm,
-    "a KV connector other than ours": lambda c, sizes: (
-        c.kv_transfer_config is not None and c.kv_transfer_config.kv_connector != "HostKVConnector"
-    ),
+    "a KV connector other than ours": lambda c, sizes: has_their_connector(c),
 }
 """Checks for models with Mamba layers, given the sizes of KV blocks between which vLLM keeps their states, if any."""
 
@@ -63,6 +67,10 @@ def check_supported(config: "VllmConfig", kv_cache_config: KVCacheConfig) -> Non
         sizes = sizes if config.cache_config.mamba_cache_mode == "align" else {1}
         checks = CHECKS_WITH_MAMBA.items()
         unsupported += [f"Mamba layers together with {name}" for name, is_used in checks if is_used(config, sizes)]
+    has_replay = any(group.kv_cache_spec.prefix_replay_tokens > 0 for group in kv_cache_config.kv_cache_groups)
+    if has_replay and has_their_connector(config):
+        # vLLM's NixlConnector deletes the last prompt token of such a request: of a stream, that of its first chunk.
+        unsupported.append("prefix replay together with a KV connector other than ours")
     if kv_cache_config.hisparse_host_num_blocks is not None:
         unsupported.append("HiSparse")
     if unsupported:

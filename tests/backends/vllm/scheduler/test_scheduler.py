@@ -10,6 +10,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
@@ -496,6 +497,16 @@ def test_memory_for_blocks_of_hisparse_is_refused_by_name() -> None:
     config = replace(kv_cache_config(SHAPE), hisparse_host_num_blocks=8)
     with pytest.raises(ConfigurationError, match="HiSparse"):
         check_supported(vllm_config(SHAPE), config)
+
+
+def test_prefix_replay_with_a_connector_of_others_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, connected = vllm_config(SHAPE), vllm_config(SHAPE)
+    connected.kv_transfer_config = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_producer")
+    check_supported(connected, kv_cache_config(SHAPE))
+    monkeypatch.setattr(FullAttentionSpec, "prefix_replay_tokens", 4)
+    check_supported(config, kv_cache_config(SHAPE))
+    with pytest.raises(ConfigurationError, match="prefix replay together with a KV connector other than ours"):
+        check_supported(connected, kv_cache_config(SHAPE))
 
 
 def test_an_unknown_option_is_refused(bench: Make) -> None:
