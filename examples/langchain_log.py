@@ -21,22 +21,32 @@ class RetrievalLog(BaseCallbackHandler):
     """Logs each question, the documents of each retriever, and the start of the answer, as JSON lines."""
 
     def __init__(self) -> None:
-        self._queries: dict[Any, str] = {}  # for each run, the first run of its query
+        self._queries: dict[Any, str] = {}  # for each run, the first run of its query; "" in a retriever
+        self._retrievers: dict[Any, str] = {}  # for each retriever's run, the first run of its query
 
-    def _log(self, event: str, run_id: Any, **more: Any) -> None:
-        line = {"query": self._queries[run_id], "event": event, "seconds": time.time(), **more}
-        print(json.dumps(line), flush=True)
+    def _log(self, event: str, query: str, **more: Any) -> None:
+        line = json.dumps({"query": query, "event": event, "seconds": time.time(), **more})
+        if query:
+            print(line + "\n", end="", flush=True)  # one write keeps the lines of threads apart
 
     def on_chain_start(self, *_: Any, run_id: Any, parent_run_id: Any = None, **more: Any) -> None:
         self._queries[run_id] = self._queries.get(parent_run_id, str(run_id))
         if parent_run_id is None:
-            self._log("question", run_id)
+            self._log("question", str(run_id))
 
-    def on_retriever_end(self, documents: Any, *, parent_run_id: Any = None, **more: Any) -> None:
-        self._log("chunks", parent_run_id, tokens=[max(len(each.page_content) // 4, 1) for each in documents])
+    on_tool_start = on_chain_start
+
+    def on_retriever_start(self, *_: Any, run_id: Any, **more: Any) -> None:
+        self.on_chain_start(run_id=run_id, **more)
+        self._retrievers[run_id] = self._queries[run_id]
+        self._queries[run_id] = ""  # a retriever returns what retrievers in it find
+
+    def on_retriever_end(self, documents: Any, *, run_id: Any, **more: Any) -> None:
+        tokens = [max(len(each.page_content) // 4, 1) for each in documents]
+        self._log("chunks", self._retrievers[run_id], tokens=tokens)
 
     def on_chat_model_start(self, *_: Any, parent_run_id: Any = None, **more: Any) -> None:
-        self._log("end", parent_run_id)
+        self._log("end", self._queries.get(parent_run_id, ""))
 
 
 class Pieces(BaseRetriever):

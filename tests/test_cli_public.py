@@ -25,6 +25,22 @@ def test_engines_are_simulated_and_compared_on_a_page(tmp_path: Path, capsys: py
     assert json.loads(Path(results[0]).read_text())["is_simulated"] is True
 
 
+def test_what_is_wrong_is_said_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "streamrag-simulated.json").write_text("precious")
+    command = ["bench", "public", "--simulate", "h200-llama8b-tp2", "--output", str(tmp_path), *SMALL]
+    for options, problem in (
+        (["--engine", "vllm,streamrag"], "give another --output, --name or --engine"),
+        (["--engine", "vllm,vllm"], "give another --output, --name or --engine"),
+        (["--engine", "vllm,vllm-sessions", "--retrieval", "search"], "can only append"),
+        (["--engine", "vllm", "--seeds", "1,1"], "must be different"),
+    ):
+        assert main([*command, *options]) == 1
+        assert problem in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["streamrag-simulated.json"]
+    assert main([*command[:-7], str(tmp_path / "streamrag-simulated.json" / "new"), *SMALL, "--engine", "vllm"]) == 1
+    assert "streamrag-simulated.json" in "".join(capsys.readouterr().err.split())
+
+
 def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, problem in (
         ([], "give either a model or"),

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -196,7 +197,7 @@ def test_langchain_retriever() -> None:
 
 
 def test_langchain_log(tmp_path: Path) -> None:
-    assert len((EXAMPLES / "langchain_log.py").read_text().splitlines()) < 60
+    assert len((EXAMPLES / "langchain_log.py").read_text().splitlines()) < 70
     log = tmp_path / "langchain.jsonl"
     log.write_text(run("langchain_log.py"))
     trace = read_log(log, usual_tokens=250)
@@ -204,6 +205,34 @@ def test_langchain_log(tmp_path: Path) -> None:
     for query in trace.queries:
         first, *_, last = query.events
         assert 0.1 < first.at_s < last.at_s <= query.end_s
+
+
+def test_langchain_log_has_retrievers_in_tools_and_alone_but_none_in_another(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = runpy.run_path(str(EXAMPLES / "langchain_log.py"))["RetrievalLog"]()
+    documents = [SimpleNamespace(page_content="x" * 40)]
+    log.on_chain_start(run_id="q")
+    log.on_chat_model_start(parent_run_id="q")
+    log.on_tool_start(run_id="tool", parent_run_id="q")
+    log.on_retriever_start(run_id="both", parent_run_id="tool")
+    log.on_chain_start(run_id="rewrite", parent_run_id="both")
+    log.on_chat_model_start(parent_run_id="rewrite")
+    log.on_retriever_start(run_id="one", parent_run_id="both")
+    log.on_retriever_end(documents, run_id="one", parent_run_id="both")
+    log.on_retriever_end(documents * 2, run_id="both", parent_run_id="tool")
+    log.on_chat_model_start(parent_run_id="q")
+    log.on_retriever_start(run_id="alone")
+    log.on_retriever_end(documents, run_id="alone")
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["query"], line["event"], line.get("tokens")) for line in lines] == [
+        ("q", "question", None),
+        ("q", "end", None),
+        ("q", "chunks", [10, 10]),
+        ("q", "end", None),
+        ("alone", "question", None),
+        ("alone", "chunks", [10]),
+    ]
 
 
 def test_langchain_chain() -> None:

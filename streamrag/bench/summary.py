@@ -31,8 +31,9 @@ def percentile(values: Sequence[float], fraction: float) -> float:
     ordered = sorted(values)
     position = fraction * (len(ordered) - 1)
     below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+    if position == below:  # also if the next value is infinite
+        return ordered[below]
+    return ordered[below] + (ordered[below + 1] - ordered[below]) * (position - below)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

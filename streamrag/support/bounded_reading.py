@@ -27,7 +27,7 @@ MAX_LINE_BYTES = 16 << 20
 MAX_JSON_BYTES = 512 << 20  # bytes of one JSON text, and of the memory that its characters take
 MAX_VALUES = 5_000_000  # values in one JSON text; a value with a unique name takes 200 bytes of memory
 MAX_DEPTH = 32
-MAX_DIGITS = 18  # digits of an integer, which is then below 2 ** 63 and convertible to a float
+MAX_INTEGER = (1 << 63) - 1  # such as a time in nanoseconds; convertible to a float
 
 COMPRESSED_OTHERWISE = {".7z", ".br", ".bz2", ".lz4", ".lzma", ".rar", ".xz", ".zip"}
 """Suffixes of compressed formats that we neither read nor write."""
@@ -241,7 +241,7 @@ def _adapter(kind: Any) -> Any:
 
 
 def _parse_int(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
+    if len(digits) > 20 or abs(int(digits)) > MAX_INTEGER:
         raise ValueError(f"a number has {len(digits)} digits")
     return int(digits)
 

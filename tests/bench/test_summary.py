@@ -23,6 +23,11 @@ def test_percentiles_are_those_of_numpy(values: list[float], fraction: float) ->
     assert percentile(values, fraction) == pytest.approx(np.percentile(values, 100 * fraction), rel=1e-9, abs=1e-6)
 
 
+def test_a_percentile_beside_an_infinite_value_is_finite() -> None:
+    assert percentile([1.0, 2.0, math.inf], 0.5) == 2.0
+    assert percentile([1.0, 2.0, math.inf], 0.75) == math.inf
+
+
 def test_nothing_has_no_percentile() -> None:
     assert math.isnan(percentile([], 0.5))
 

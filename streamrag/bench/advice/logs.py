@@ -20,17 +20,35 @@ from streamrag.trace.read import read_trace
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
 
 CHARS_PER_TOKEN = 4
+MODEL_OPERATIONS = ("chat", "text_completion", "generate_content")  # in OpenTelemetry's conventions
+MAX_CHUNKS = 2_000_000  # and other events of a log, each of which takes hundreds of bytes of memory
 HELP = 'give a trace, JSON lines with "query", "event" and "seconds", OpenTelemetry spans, or a CSV with three columns'
+
+QueryId = Annotated[str, Field(min_length=1, max_length=1_000)]
+ClockTime = Annotated[float, Field(ge=0, lt=1e11)]  # on any clock that the whole log shares
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1, lt=MAX_COUNT)], ...], Field(max_length=10_000)] | None
+"""Length of each chunk; None for one chunk of usual length."""
 
 
 class LogLine(BaseModel):
     """An event of a query: its question, chunks that were retrieved, or the end of its retrieval."""
 
-    query: Annotated[str, Field(min_length=1, max_length=1_000)]
+    query: QueryId
     event: Literal["question", "chunks", "end"]
-    seconds: Annotated[float, Field(ge=0, lt=1e11)]  # on any clock that all lines share
-    tokens: Annotated[tuple[Annotated[int, Field(ge=1, lt=MAX_COUNT)], ...], Field(max_length=10_000)] = ()
-    """Length of each chunk; empty for one chunk of usual length."""
+    seconds: ClockTime
+    tokens: Sizes = None
+
+
+class TraceSpan(BaseModel):
+    """A span of OpenTelemetry, with the lengths of its documents. Its trace is the query."""
+
+    query: QueryId
+    id: str
+    parent_id: str
+    kind: str
+    seconds: ClockTime
+    end_s: ClockTime
+    tokens: Sizes
 
 
 @validated
@@ -45,65 +63,95 @@ def read_log(path: Path, usual_tokens: Count) -> Trace:
     if b'"streamrag-trace"' in first:
         return read_trace(path)
     texts: Iterable[bytes] = LineReader(path).lines()
-    if first.strip() in (b"{", b"["):  # one value on several lines
+    if first.strip() == b"{":  # one value on several lines
         texts = [b"".join(texts)]
-    by_query: dict[str, list[LogLine]] = {}
+    by_query: dict[str, list[LogLine | TraceSpan]] = {}
+    num_chunks = 0
     for number, text in enumerate(texts, start=1):
         try:
             for line in _events(text.decode(errors="replace").strip(), is_first=number == 1):
                 by_query.setdefault(line.query, []).append(line)
+                num_chunks += 1 if line.tokens is None else len(line.tokens)
         except ValidationError as error:
             raise TraceError(f"{path}, line {number}: {LineError(error, is_tagged=False)}; {HELP}") from error
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError, csv.Error) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, csv.Error) as error:
             raise TraceError(f"{path}, line {number}: it is no event of a log ({error!r:.200}); {HELP}") from error
+        if num_chunks > MAX_CHUNKS:
+            raise TraceError(f"{path}, line {number}: more than {MAX_CHUNKS:,} chunks and events; give a part of it")
     start_s = min((line.seconds for line in chain(*by_query.values())), default=0.0)
-    queries = [query for events in by_query.values() if (query := _query(events, start_s, usual_tokens))]
+    queries = [query for each in by_query.items() if (query := _query(*each, start_s, usual_tokens))]
     if not queries:
         raise TraceError(f"{path} has no query with chunks; {HELP}")
     queries.sort(key=lambda query: query.arrival_s)
     return Trace(tuple(queries), {"made_from": "a log", "num_without_chunks": len(by_query) - len(queries)})
 
 
-def _query(events: list[LogLine], start_s: float, usual_tokens: int) -> TracedQuery | None:
-    """Return a query from its question, or first line, to its last line; None without chunks."""
-    events.sort(key=lambda line: line.seconds)
-    query_id = events[0].query
-    begin_s = next((line.seconds for line in events if line.event == "question"), events[0].seconds)
+def _query(query_id: str, events: list[LogLine | TraceSpan], start_s: float, usual_tokens: int) -> TracedQuery | None:
+    """Return a query from its question, or first line, to its end, or last line; None without chunks."""
+    lines = [*(event for event in events if isinstance(event, LogLine)), *_lines_of(events)]
+    lines.sort(key=lambda line: (line.seconds, line.event == "end"))
+    first = next((place for place, line in enumerate(lines) if line.event == "chunks"), None)
+    if first is None:
+        return None
+    begin_s = next((line.seconds for line in lines if line.event == "question"), lines[0].seconds)
+    # A model may start before retrieval, such as to rewrite the question.
+    last = next((place for place, line in enumerate(lines) if line.event == "end" and place > first), len(lines) - 1)
     chunks: list[TracedAppend] = []
-    for line in events:
-        for size in (line.tokens or (usual_tokens,)) if line.event == "chunks" else ():
+    for line in lines[first : last + 1]:
+        sizes = (usual_tokens,) if line.tokens is None else line.tokens
+        for size in sizes if line.event == "chunks" else ():
             chunk = TracedChunk(f"{query_id} {len(chunks)}", size)
             chunks.append(TracedAppend(max(line.seconds - begin_s, 0.0), chunk))
-    end_s = max(events[-1].seconds - begin_s, 0.0)
+    end_s = max(lines[last].seconds - begin_s, 0.0)
     return TracedQuery(query_id, begin_s - start_s, "", tuple(chunks), end_s) if chunks else None
 
 
-def _events(text: str, *, is_first: bool) -> Iterator[LogLine]:
+def _lines_of(events: list[LogLine | TraceSpan]) -> Iterator[LogLine]:
+    """Yield the events of a trace's spans; none without a retriever.
+
+    The question is at the first span, and documents at the end of their retriever. The end is at the first start of
+    the model after all documents, or at the last of these.
+    """
+    spans = [event for event in events if isinstance(event, TraceSpan)]
+    retrievers = {span.id: span for span in spans if span.kind == "RETRIEVER"}
+    # A retriever returns what the retrievers in it found.
+    outer = [span for span in retrievers.values() if span.parent_id not in retrievers]
+    if outer:
+        query, end_s = outer[0].query, max(span.end_s for span in outer)
+        yield LogLine(query=query, event="question", seconds=min(span.seconds for span in spans))
+        for span in outer:
+            yield LogLine(query=query, event="chunks", seconds=span.end_s, tokens=span.tokens)
+        starts = (span.seconds for span in spans if span.kind == "LLM" and span.seconds >= end_s)
+        yield LogLine(query=query, event="end", seconds=min(starts, default=end_s))
+
+
+def _events(text: str, *, is_first: bool) -> Iterator[LogLine | TraceSpan]:
     """Yield the events in a line: a JSON object, spans, or a row of a CSV, whose first row may be a heading.
 
     Raises ValidationError, or what wrong values raise.
     """
     if text.startswith("{"):
         value = parse_json(text)
-        yield from _span_events(value) if "resourceSpans" in value else [LogLine.model_validate(value)]
+        yield from _spans(value) if "resourceSpans" in value else [LogLine.model_validate(value)]
     elif text and not (is_first and text.lower().endswith("seconds")):
         query, event, seconds = next(csv.reader([text], strict=True))
         name, colon, tokens = event.strip().partition(":")
-        sizes = (tokens,) if colon else ()
+        sizes = (tokens,) if colon else None
         name = "chunks" if name == "chunk" else name
         yield LogLine.model_validate({"query": query, "event": name, "seconds": seconds, "tokens": sizes})
 
 
-def _span_events(value: Mapping[str, Any]) -> Iterator[LogLine]:
-    """Yield the events of spans in OTLP's JSON: each trace is a query, which begins with its first span.
-
-    A span of retrieval brings its documents at its end.
-    """
-    for span in (span for each in value["resourceSpans"] for scope in each["scopeSpans"] for span in scope["spans"]):
+def _spans(value: Mapping[str, Any]) -> Iterator[TraceSpan]:
+    """Yield the spans in OTLP's JSON. Their kind is OpenInference's, or else follows from the name or the operation."""
+    scopes = (scope for each in value["resourceSpans"] for scope in each.get("scopeSpans", ()))
+    for span in (span for scope in scopes for span in scope.get("spans", ())):
         start_s, end_s = (int(span[f"{name}TimeUnixNano"]) / 1e9 for name in ("start", "end"))
-        yield LogLine(query=span["traceId"], event="question", seconds=start_s)
-        texts = {each["key"]: str(next(iter(each["value"].values()))) for each in span.get("attributes", ())}
-        if texts.get("openinference.span.kind") == "RETRIEVER" or "retriev" in span["name"].lower():
-            documents = [text for name, text in texts.items() if name.endswith(".document.content")]
-            tokens = tuple(max(len(text) // CHARS_PER_TOKEN, 1) for text in documents)
-            yield LogLine(query=span["traceId"], event="chunks", seconds=end_s, tokens=tokens)
+        attributes = {each["key"]: each.get("value", {}) for each in span.get("attributes", ())}
+        texts = {name: str(next(iter(each.values()), "")) for name, each in attributes.items()}
+        usual = "LLM" if texts.get("gen_ai.operation.name") in MODEL_OPERATIONS else ""
+        usual = "RETRIEVER" if "retriev" in span.get("name", "").lower() else usual
+        kind = texts.get("openinference.span.kind") or usual
+        documents = [text for name, text in texts.items() if name.endswith(".document.content")]
+        tokens = [max(len(text) // CHARS_PER_TOKEN, 1) for text in documents] or None
+        ids = {"query": span["traceId"], "id": span["spanId"], "parent_id": span.get("parentSpanId") or ""}
+        yield TraceSpan.model_validate({**ids, "kind": kind, "seconds": start_s, "end_s": end_s, "tokens": tokens})

@@ -1,5 +1,6 @@
 """One HTML page that compares results of the public benchmark."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -28,7 +29,7 @@ def make_page(results: Sequence[PublicResult]) -> str:
 
 
 def _notes(results: Sequence[PublicResult]) -> Iterator[str]:
-    """Yield what a reader must know first: simulated figures, different loads, failures, contexts that were cut."""
+    """Yield what a reader must know first: simulated figures, different loads, failures, short answers."""
     for result in results:
         if result.is_simulated:
             yield f"{result.name} is simulated, not measured; the hardware {result.hardware} was not used."
@@ -36,7 +37,9 @@ def _notes(results: Sequence[PublicResult]) -> Iterator[str]:
             names = ", ".join(different)
             yield f"{result.name} has another load than {results[0].name} ({names}): do not compare the two."
         if result.num_failed:
-            yield f"{result.name}: {result.num_failed:,} of {len(result.queries):,} queries failed, and have no times."
+            yield f"{result.name}: {result.num_failed:,} of {len(result.queries):,} queries failed: infinite times."
+        if result.num_short_answers:
+            yield f"{result.name}: {result.num_short_answers:,} answers were shorter than the load says."
 
 
 def _load(result: PublicResult) -> dict[str, Any]:
@@ -50,9 +53,10 @@ def _table(results: Sequence[PublicResult], metric: str) -> HtmlTable:
     for result in results:
         cells = [Cell(result.name, result.kind)]
         for name in PERCENTILES:
-            value = result.percentiles(metric).get(name)
-            share = figure_text(ratio(value or 0.0, first.get(name, 0.0)))
-            cells.append(Cell(figure_text(value), "" if result is results[0] else f"{share}x", is_number=True))
+            value = result.percentiles(metric).get(name, math.nan)
+            share = ratio(value, first.get(name, math.nan))
+            has_ratio = result is not results[0] and math.isfinite(share)
+            cells.append(Cell(figure_text(value), f"{figure_text(share)}x" if has_ratio else "", is_number=True))
         rows.append([*cells, Cell(f"{result.num_failed:,}", is_number=True)])
     return HtmlTable(["", *(f"{name.upper()}, s" for name in PERCENTILES), "failed"], rows)
 
@@ -60,5 +64,5 @@ def _table(results: Sequence[PublicResult], metric: str) -> HtmlTable:
 def _facts(result: PublicResult) -> str:
     """Return engine, hardware, model, load and provenance as one text."""
     names = ("engine", "kind", "hardware", "model")
-    facts = {**{name: getattr(result, name) for name in names}, **_load(result), **result.provenance}
+    facts = result.provenance | {name: getattr(result, name) for name in names} | _load(result)
     return "; ".join(f"{name}: {value}" for name, value in facts.items())

@@ -1,5 +1,7 @@
 """The result of the public benchmark on one engine: a versioned JSON file, which docs/public-benchmark.md describes."""
 
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -64,8 +66,20 @@ class PublicResult(BaseModel):
     load: PublicLoad
     seeds: Annotated[tuple[int, ...], Field(min_length=1)]
     num_contexts_cut: Annotated[int, Field(ge=0)] = 0
+    num_short_answers: Annotated[int, Field(ge=0)] | None = 0
     provenance: dict[str, Any]
     queries: Annotated[tuple[QueryTimes, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _check(self) -> "PublicResult":
+        """Raise ValueError unless there is each counted query of each seed, once."""
+        num = self.load.num_queries - self.load.num_warm_up
+        if len(set(self.seeds)) != len(self.seeds):
+            raise ValueError(f"seeds {self.seeds!r} must be different")
+        found = Counter(seed for seed, _ in {(query.seed, query.id) for query in self.queries})
+        if len(self.queries) != num * len(self.seeds) or found != Counter(dict.fromkeys(self.seeds, num)):
+            raise ValueError(f"{len(self.queries):,} queries; there must be {num:,} of each seed, with different ids")
+        return self
 
     @property
     def num_failed(self) -> int:
@@ -84,8 +98,9 @@ class PublicResult(BaseModel):
         return [token_s - start_s for token_s, start_s in pairs if token_s is not None and start_s is not None]
 
     def percentiles(self, metric: str) -> dict[str, float]:
-        """Return P50, P95 and P99 of a metric; {} if no query was answered."""
-        return spread(values) if (values := self.values(metric)) else {}
+        """Return P50, P95 and P99 of a metric, without those that fall on a failure, which counts as infinite."""
+        found = spread([*self.values(metric), *[math.inf] * self.num_failed])
+        return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 def write_result(result: PublicResult, path: Path) -> None:

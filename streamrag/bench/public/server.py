@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Literal, TypeAlias
+from uuid import uuid4
 
 from streamrag.backends.openai.http import RequestRejectedError, Server
 from streamrag.bench.arms import QueryTiming
@@ -20,52 +21,72 @@ WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life"
 
 
 class ServerClient:
-    """A client of one server, which asks for answers of a fixed length by vLLM's extension `ignore_eos`."""
+    """A client of one server. It asks for answers of a fixed length that share no prefix cache with earlier clients."""
 
     def __init__(self, server: Server, model: str, api: ServerApi) -> None:
         self._server = server
         self._api = api
-        self.body = {"model": model, "temperature": 0, "stream": True, "ignore_eos": True}
+        self.body: dict[str, Any] = {"model": model, "temperature": 0, "stream": True}
         """Fields of all requests."""
+        self.num_short: int | None = None
+        """Number of answers that were shorter than asked for; None if no answer told its length."""
 
     async def warm_up(self) -> None:
-        """Answer one short request; without `ignore_eos` if the server refuses it. Raises ServerError if it fails."""
-        try:
-            await self.read_times(range(100, 116), 2)
-        except RequestRejectedError:
-            del self.body["ignore_eos"]
-            await self.read_times(range(100, 116), 2)
+        """Answer short requests, and keep the optional fields that the server accepts.
+
+        :raises ServerError: the server fails, or refuses a request without these fields.
+        """
+        optional = {"ignore_eos": True, "return_token_ids": True, "cache_salt": uuid4().hex}
+        await self._try()
+        for name, value in {**optional, "stream_options": {"include_usage": True}}.items():
+            self.body[name] = value
+            try:
+                await self._try()
+            except RequestRejectedError:
+                del self.body[name]
+
+    async def _try(self) -> None:
+        """Answer a short request, perhaps without any text. Raises ServerError if it fails."""
+        async with aclosing(self._events(range(100, 116), 2)) as events:
+            async for _ in events:
+                pass
 
     async def read_times(self, token_ids: Sequence[int], num_output_tokens: int) -> tuple[float, float]:
-        """Send a prompt, and return the times of the first event with text, and of the end of the answer.
+        """Send a prompt, and return the times of the first event with a token, and of the end of the answer.
 
-        :raises ServerError: the request fails, or the answer has no text.
+        :raises ServerError: the request fails, or the answer has no token.
         """
         clock = asyncio.get_running_loop().time
         first_s: float | None = None
+        usage: object = None
         async with aclosing(self._events(token_ids, num_output_tokens)) as events:
             async for event in events:
-                first_s = clock() if first_s is None and _has_text(event) else first_s
+                first_s = clock() if first_s is None and _has_token(event) else first_s
+                usage = event.get("usage") or usage
         if first_s is None:
             raise ServerError(f"{self._server.url} answered without any text")
+        if isinstance(usage, dict) and isinstance(num := usage.get("completion_tokens"), int):
+            self.num_short = (self.num_short or 0) + (num < num_output_tokens)
         return first_s, clock()
 
     def _events(self, token_ids: Sequence[int], num_output_tokens: int) -> AsyncGenerator[dict[str, Any], None]:
         """Return the events of a greedy, streamed request."""
         body = {**self.body, "max_tokens": num_output_tokens}
-        limits = {"max_events": 16 * num_output_tokens + 64, "max_bytes": 1 << 26, "max_event_bytes": 1 << 20}
+        # The first event of vLLM repeats the prompt's token ids.
+        limits = {"max_events": 16 * num_output_tokens + 64, "max_bytes": 1 << 26, "max_event_bytes": 1 << 22}
         if self._api == "completions":
             return self._server.stream("/completions", {**body, "prompt": list(token_ids)}, **limits)
         messages = [{"role": "user", "content": " ".join(WORDS[token % len(WORDS)] for token in token_ids)}]
         return self._server.stream("/chat/completions", {**body, "messages": messages}, **limits)
 
 
-def _has_text(event: dict[str, Any]) -> bool:
-    """Whether an event has text of the answer, of a completion or a chat, or of its reasoning."""
+def _has_token(event: dict[str, Any]) -> bool:
+    """Whether an event has token ids or text of the answer, of a completion or a chat, or of its reasoning."""
     choices = event.get("choices")
     first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
     texts = first["delta"] if isinstance(first.get("delta"), dict) else first
-    return any(texts.get(name) for name in ("text", "content", "reasoning", "reasoning_content"))
+    names = ("text", "content", "reasoning", "reasoning_content")
+    return bool(first.get("token_ids")) or any(texts.get(name) for name in names)
 
 
 async def play_on_server(
@@ -78,15 +99,16 @@ async def play_on_server(
 
     async def play_one(query: TracedQuery) -> None:
         prompt: list[int] = []
-        async for piece in Arriving(query, Tokens(NUM_IN_VOCABULARY), start_s):
+        arriving = Arriving(query, Tokens(NUM_IN_VOCABULARY), start_s)
+        async for piece in arriving:
             prompt = prompt + piece.token_ids if piece.is_append else piece.token_ids
-        end_s = clock() - start_s
+        assert arriving.end_s is not None, f"{query.query_id}: its prompt is not complete"
         try:
             first_s, last_s = await client.read_times(prompt, num_output_tokens)
         except StreamRagError as error:
             results[query.query_id] = str(error)
         else:
-            results[query.query_id] = QueryTiming(end_s, first_s - start_s, last_s - start_s)
+            results[query.query_id] = QueryTiming(arriving.end_s - start_s, first_s - start_s, last_s - start_s)
 
     async with asyncio.TaskGroup() as tasks:
         for query in queries:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from rich.table import Table
 
-from streamrag.bench.public.engines import EngineUnderTest, run_public
+from streamrag.bench.public.engines import EngineUnderTest, check_run, run_public
 from streamrag.bench.public.page import make_page
 from streamrag.bench.public.results import METRICS, EngineName, PublicResult, read_result, write_result
 from streamrag.bench.public.server import ServerApi
@@ -92,12 +92,17 @@ def _run_public(arguments: argparse.Namespace) -> int:
     engines = [EngineUnderTest(**{each.name: one[each.name] for each in fields(EngineUnderTest)}) for one in values]
     if arguments.name and (len(names) > 1 or arguments.name != Path(arguments.name).name):
         raise ConfigurationError(f"--name {arguments.name!r} must be a file name, and is for one engine")
-    results = []
-    for engine in engines:
-        seeds = arguments.seeds or (1,)
+    seeds, results = arguments.seeds or (1,), []
+    paths = [arguments.output / f"{arguments.name or engine.name}.json" for engine in engines]
+    for engine, path in zip(engines, paths, strict=True):
+        check_run(engine, load, seeds)
+        if path.exists() or paths.count(path) > 1:
+            raise ConfigurationError(f"{path} exists, or is of two engines; give another --output, --name or --engine")
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    for engine, path in zip(engines, paths, strict=True):
         Output(stderr=True).print_line(f"{engine.engine}: {len(seeds)} x {load.num_queries} queries")
         result = run_public(engine, load, seeds, name=arguments.name)
-        write_result(result, arguments.output / f"{result.name}.json")
+        write_result(result, path)
         results.append(result)
     _print_results(results)
     return int(any(result.num_failed == len(result.queries) for result in results))

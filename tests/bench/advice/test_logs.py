@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from streamrag.bench.advice import logs
 from streamrag.bench.advice.logs import read_log
 from streamrag.errors import ConfigurationError, TraceError
 from streamrag.trace.read import read_trace
@@ -59,6 +60,29 @@ def test_json_lines_are_those_of_the_langchain_handler(tmp_path: Path) -> None:
     assert trace.provenance["num_without_chunks"] == 1
 
 
+def test_nothing_counts_after_the_end_and_an_empty_list_is_no_chunk(tmp_path: Path) -> None:
+    log = lines(
+        {"query": "a", "event": "question", "seconds": 1},
+        {"query": "a", "event": "chunks", "seconds": 2, "tokens": []},
+        {"query": "a", "event": "end", "seconds": 3},
+        {"query": "a", "event": "chunks", "seconds": 3, "tokens": [7]},  # at the end, whatever the order of lines
+        {"query": "a", "event": "chunks", "seconds": 4, "tokens": [300]},
+        {"query": "a", "event": "end", "seconds": 5},
+    )
+    assert shape(read(tmp_path, log)) == [(0.0, 2.0, [(2.0, 7)])]
+
+
+def test_a_model_that_starts_before_retrieval_ends_nothing(tmp_path: Path) -> None:
+    assert shape(read(tmp_path, "a,question,1\na,end,2\na,chunk:7,3\na,end,4\n")) == [(0.0, 3.0, [(2.0, 7)])]
+
+
+def test_a_log_of_too_many_chunks_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MAX_CHUNKS", 3)
+    line = {"query": "a", "event": "chunks", "seconds": 1, "tokens": [1, 1]}
+    with pytest.raises(TraceError, match="line 2: more than 3 chunks"):
+        read(tmp_path, lines(line, line))
+
+
 def span(trace: str, name: str, start_s: float, end_s: float, **attributes: str) -> dict[str, Any]:
     listed = [{"key": key.replace("__", "."), "value": {"stringValue": value}} for key, value in attributes.items()]
     times = {"startTimeUnixNano": str(int(start_s * 1e9)), "endTimeUnixNano": str(int(end_s * 1e9))}
@@ -69,19 +93,51 @@ def otlp(*spans: dict[str, Any]) -> dict[str, Any]:
     return {"resourceSpans": [{"resource": {}, "scopeSpans": [{"spans": list(spans)}]}]}
 
 
+KIND, TEXT = "openinference__span__kind", "retrieval__documents__0__document__content"
+
+
 def test_spans_of_opentelemetry_are_one_value_or_a_value_in_each_line(tmp_path: Path) -> None:
-    kind, text = "openinference__span__kind", "retrieval__documents__0__document__content"
     spans = [
-        span("a", "find", 10.2, 10.5, **{kind: "RETRIEVER", text: "x" * 1_200}),
+        span("a", "find", 10.2, 10.5, **{KIND: "RETRIEVER", TEXT: "x" * 1_200}),
         span("a", "VectorStoreRetriever", 10.1, 11),
-        span("a", "chat", 11.5, 14, **{kind: "LLM"}),
+        span("a", "chat", 11.5, 14, **{KIND: "LLM"}),
         span("a", "chain", 10, 14),
-        span("b", "retrieve", 12, 12.25, **{kind: "RETRIEVER", text: "x" * 320}),
+        span("b", "retrieve", 12, 12.25, **{KIND: "RETRIEVER", TEXT: "x" * 320}),
     ]
     expected = [(0.0, 1.5, [(0.5, 300), (1.0, 250)]), (2.0, 0.25, [(0.25, 80)])]
     assert shape(read(tmp_path, json.dumps(otlp(*spans)))) == expected
     assert shape(read(tmp_path, json.dumps(otlp(*spans), indent=2))) == expected
     assert shape(read(tmp_path, lines(*(otlp(each) for each in spans)))) == expected
+
+
+def test_retrieval_ends_with_the_last_retriever_or_as_the_model_starts_after_it(tmp_path: Path) -> None:
+    spans = [
+        span("a", "chain", 10, 14, **{KIND: "CHAIN"}),
+        span("a", "rewrite", 10, 10.2, **{KIND: "LLM"}),
+        span("a", "find", 10.2, 10.5, **{KIND: "RETRIEVER", TEXT: "x" * 1_200}),
+        span("a", "log", 11, 13, **{KIND: "TOOL"}),
+    ]
+    assert shape(read(tmp_path, json.dumps(otlp(*spans)))) == [(0.0, 0.5, [(0.5, 300)])]
+    for attributes in ({KIND: "LLM"}, {"gen_ai__operation__name": "chat"}):
+        models = [span("a", "answer", 10.7, 11, **attributes), span("a", "check", 12, 13, **attributes)]
+        assert shape(read(tmp_path, json.dumps(otlp(*spans, *models)))) == [(0.0, 0.7, [(0.5, 300)])]
+
+
+def test_a_span_s_kind_is_trusted_before_its_name_and_a_retriever_in_a_retriever_is_not_counted(tmp_path: Path) -> None:
+    spans = [
+        span("a", "retrieval_chain", 10, 14, **{KIND: "CHAIN"}),
+        span("a", "both", 10.1, 11, **{KIND: "RETRIEVER", TEXT: "x" * 1_200}),
+        span("a", "one", 10.1, 10.5, **{KIND: "RETRIEVER", TEXT: "x" * 80}) | {"parentSpanId": "both"},
+    ]
+    assert shape(read(tmp_path, json.dumps(otlp(*spans)))) == [(0.0, 1.0, [(1.0, 300)])]
+
+
+def test_spans_may_have_empty_values_and_times_as_numbers(tmp_path: Path) -> None:
+    times = {"startTimeUnixNano": 1_764_252_000_000_000_000, "endTimeUnixNano": 1_764_252_000_500_000_000}
+    empty = [{"key": "user", "value": {}}, {"key": "session"}]
+    value = otlp(span("a", "retrieve", 0, 0) | times | {"attributes": empty, "parentSpanId": None})
+    value["resourceSpans"].append({"resource": {}})
+    assert shape(read(tmp_path, json.dumps(value))) == [(0.0, 0.5, [(0.5, 250)])]
 
 
 def test_a_trace_of_ours_is_read_as_it_is() -> None:
@@ -116,6 +172,7 @@ def test_a_trace_of_ours_is_read_as_it_is() -> None:
         ('{"resourceSpans": 3}\n', "line 1: it is no event of a log"),
         ('{"resourceSpans": [{"scopeSpans": [{"spans": [{}]}]}]}\n', "line 1: it is no event of a log"),
         (json.dumps(otlp(span("a", "retrieve", 1, 2) | {"endTimeUnixNano": "soon"})), "line 1: it is no event"),
+        (json.dumps(otlp(span("a", "retrieve", 1, 2) | {"endTimeUnixNano": "9" * 400})), "line 1: it is no event"),
         (json.dumps(otlp(span("a", "retrieve", 1, 2) | {"attributes": 7})), "line 1: it is no event"),
         (json.dumps(otlp(span("a", "chat", 1, 2))), "has no query with chunks"),
         ('{"format":"streamrag-trace","version":9}\n', "is not a trace of streamrag"),

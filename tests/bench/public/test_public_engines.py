@@ -21,6 +21,10 @@ def delta(**fields: object) -> dict[str, object]:
     return {"choices": [{"index": 0, "delta": fields}]}
 
 
+WARM = [stream(chunk("w"))] * 5
+"""A request with the fields that all servers know, and one for each optional field."""
+
+
 def queries(*num_tokens: int) -> list[TracedQuery]:
     """Queries with two lists each, of which the second replaces the first."""
     pools = [
@@ -30,22 +34,24 @@ def queries(*num_tokens: int) -> list[TracedQuery]:
     return [TracedQuery(f"q{n}", 0.0, "", events, 0.02) for n, events in zip(num_tokens, pools, strict=True)]
 
 
-async def play(server: Server, *num_tokens: int, api: str = "completions") -> tuple[dict[str, QueryTiming | str], bool]:
+async def play(
+    server: Server, *num_tokens: int, api: str = "completions"
+) -> tuple[dict[str, QueryTiming | str], ServerClient]:
     connections = Connections(f"{server.url}/v1", api_key="k", timeout_s=10, max_retries=0, retry_delay_s=0)
     try:
         client = ServerClient(connections, "tiny", api)  # type: ignore[arg-type]
         await client.warm_up()
-        return await play_on_server(client, queries(*num_tokens), 3), "ignore_eos" in client.body
+        return await play_on_server(client, queries(*num_tokens), 3), client
     finally:
         await connections.aclose()
 
 
 async def test_a_server_gets_one_request_after_retrieval_with_the_final_prompt() -> None:
     async with Server() as server:
-        server.handlers = [stream(chunk("w")), stream(chunk(""), chunk("a"), chunk("b", "length"), "[DONE]")]
-        results, has_fixed_length = await play(server, 40)
-        _warm_up, request = server.requests
-    assert has_fixed_length
+        server.handlers = [*WARM, stream(chunk(""), chunk("a"), chunk("b", "length"), "[DONE]")]
+        results, client = await play(server, 40)
+        request = server.requests[-1]
+    assert client.num_short is None
     assert request.path == "/v1/completions"
     assert request.headers["authorization"] == "Bearer k"
     assert len(request.body["prompt"]) == 40 + 32
@@ -55,6 +61,9 @@ async def test_a_server_gets_one_request_after_retrieval_with_the_final_prompt()
         "stream": True,
         "max_tokens": 3,
         "ignore_eos": True,
+        "return_token_ids": True,
+        "cache_salt": request.body["cache_salt"],
+        "stream_options": {"include_usage": True},
         "prompt": request.body["prompt"],
     }
     timing = results["q40"]
@@ -64,21 +73,37 @@ async def test_a_server_gets_one_request_after_retrieval_with_the_final_prompt()
 
 async def test_failures_are_counted_and_do_not_stop_the_others() -> None:
     async with Server() as server:
-        server.handlers = [stream(chunk("w")), reply({"error": {"message": "full"}}, status=503)]
+        server.handlers = [*WARM, reply({"error": {"message": "full"}}, status=503)]
         results, _ = await play(server, 8)
-        server.handlers = [stream(chunk("w")), stream(chunk(""), "[DONE]")]
+        server.handlers = [*WARM, stream(chunk(""), "[DONE]")]
         empty, _ = await play(server, 8)
     assert "status 503: full" in str(results["q8"])
     assert "without any text" in str(empty["q8"])
 
 
-async def test_a_server_that_refuses_a_fixed_length_is_asked_without_it_and_a_chat_gets_words() -> None:
+async def test_special_tokens_alone_are_an_answer_and_short_answers_are_counted() -> None:
+    usage = [{"choices": [], "usage": {"completion_tokens": num}} for num in (1, 2, 3)]
+    special = chunk("", token_ids=[2])
+    async with Server() as server:
+        server.handlers = [*[stream(chunk("", "stop"))] * 5, stream(special, *usage[:2]), stream(special, usage[2])]
+        results, client = await play(server, 8, 9)
+        salts = {request.body.get("cache_salt") for request in server.requests}
+        server.handlers = [*WARM, stream(special)]
+        await play(server, 8)
+    assert all(isinstance(timing, QueryTiming) for timing in results.values())
+    assert client.num_short == 1
+    assert server.requests[-1].body["cache_salt"] not in salts
+
+
+async def test_a_server_is_asked_without_each_field_that_it_refuses_and_a_chat_gets_words() -> None:
     async with Server() as server:
         answer = stream(delta(role="assistant", content=""), delta(reasoning_content="a"), delta(content="b"), "[DONE]")
-        server.handlers = [REFUSE, answer, answer]
-        results, has_fixed_length = await play(server, 40, api="chat")
-    assert not has_fixed_length
-    assert "ignore_eos" not in server.requests[-1].body
+        server.handlers = [answer, REFUSE, answer, REFUSE, answer, answer]
+        results, _ = await play(server, 40, api="chat")
+    assert {"ignore_eos", "return_token_ids", "cache_salt", "stream_options"} & {*server.requests[-1].body} == {
+        "return_token_ids",
+        "stream_options",
+    }
     (message,) = server.requests[-1].body["messages"]
     assert len(message["content"].split()) == 40 + 32
     assert isinstance(results["q40"], QueryTiming)
@@ -86,7 +111,7 @@ async def test_a_server_that_refuses_a_fixed_length_is_asked_without_it_and_a_ch
 
 async def test_a_server_that_fails_at_once_is_an_error() -> None:
     async with Server() as server:
-        server.handlers = [REFUSE, REFUSE]
+        server.handlers = [REFUSE]
         with pytest.raises(ServerError, match="unknown field"):
             await play(server, 8)
 
@@ -94,13 +119,16 @@ async def test_a_server_that_fails_at_once_is_an_error() -> None:
 def test_a_run_on_a_server_writes_what_was_answered_without_those_that_warm_up() -> None:
     async def main() -> None:
         async with Server() as server:
-            server.handlers = [stream(chunk("a"), "[DONE]")] * 5
+            server.handlers = [*WARM, *[stream(chunk("a"), "[DONE]")] * 4]
             engine = EngineUnderTest("server", model="tiny", url=server.url)
             found = await asyncio.to_thread(run_public, engine, SMALL, (3,))
         assert [query.id for query in found.queries] == ["3-1", "3-2", "3-3"]
         assert found.num_failed == 0
         assert (found.engine, found.is_simulated, found.hardware) == ("server", False, "not stated")
         assert found.provenance["api"] == "completions"
+        assert found.provenance["has_cache_salt"]
+        assert "vllm" not in found.provenance
+        assert found.num_short_answers is None
 
     asyncio.run(main())
 
@@ -117,6 +145,7 @@ def test_simulations_stream_and_wait_on_the_same_load() -> None:
             [q.retrieval_end_s for q in found["vllm"].queries]
         )
         assert {query.seed for query in result.queries} == {1, 2}
+        assert (result.provenance["max_num_batched_tokens"], result.provenance["max_num_seqs"]) == (2048, 256)
     medians = {name: result.percentiles("first_token_after_retrieval_s")["p50"] for name, result in found.items()}
     assert medians["streamrag"] < medians["vllm"]
 
@@ -126,6 +155,9 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         ({"engine": "server", "model": "m"}, "alone has a URL"),
         ({"engine": "vllm", "model": "m", "url": "http://a"}, "alone has a URL"),
         ({"engine": "server", "model": "m", "url": "ftp://a"}, "is not an address"),
+        ({"engine": "server", "model": "m", "url": "http://["}, "is not an address"),
+        ({"engine": "server", "model": "m", "url": "http://me:secret@a"}, "without user or password"),
+        ({"engine": "vllm", "model": "m", "url": "http://me:secret@a"}, "without user or password"),
         ({"engine": "server", "url": "http://a", "profile": "p", "model": "m"}, "either a model or"),
         ({"engine": "vllm"}, "either a model or"),
         ({"engine": "vllm", "model": "m", "hardware": "x" * 2_000}, "hardware"),
@@ -134,8 +166,10 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
         with pytest.raises(ConfigurationError, match=problem):
             EngineUnderTest(**values)  # type: ignore[arg-type]
     engine = EngineUnderTest("vllm-sessions", profile="h200-llama8b-tp2")
-    with pytest.raises(ConfigurationError, match="has an update"):
+    with pytest.raises(ConfigurationError, match="has updates"):
         run_public(engine, SMALL, (1,))
+    with pytest.raises(ConfigurationError, match="must be different"):
+        run_public(EngineUnderTest("vllm", profile="h200-llama8b-tp2"), SMALL, (1, 1))
 
 
 @pytest.mark.engine
