@@ -14,15 +14,15 @@ from streamrag.bench.summary import PERCENTILES, ratio
 def make_page(results: Sequence[PublicResult]) -> str:
     """Return the page of at least one result as HTML. Raises MissingDependencyError without matplotlib or Jinja."""
     pictures = {
-        metric: draw_distributions([(r.name, r.is_simulated, r.values(metric)) for r in results], metric)
-        for metric in METRICS
+        words: draw_distributions([(r.name, r.is_simulated, r.values(metric)) for r in results], words)
+        for metric, words in METRICS.items()
         if metric.endswith("after_retrieval_s")
     }
     return render(
         "public.html",
         kinds=" and ".join(sorted({result.kind for result in results})),
         notes=list(_notes(results)),
-        tables=[(metric, _table(results, metric)) for metric in METRICS],
+        tables=[(words, _table(results, metric)) for metric, words in METRICS.items()],
         pictures=pictures.items(),
         runs=[(f"{number}. {result.name}", _facts(result)) for number, result in enumerate(results, start=1)],
     )

@@ -46,8 +46,13 @@ class QueryTimes(BaseModel):
         return self
 
 
-METRICS = ("first_token_after_retrieval_s", "last_token_after_retrieval_s", "first_token_s", "last_token_s")
-"""The benchmark's metrics; the last two count from the question."""
+METRICS = {
+    "first_token_after_retrieval_s": "first token, from the end of retrieval",
+    "last_token_after_retrieval_s": "last token, from the end of retrieval",
+    "first_token_s": "first token, from the question",
+    "last_token_s": "last token, from the question",
+}
+"""The benchmark's metrics, in words."""
 
 
 class PublicResult(BaseModel):

@@ -121,7 +121,7 @@ def _print_results(results: Sequence[PublicResult]) -> None:
     titles = (f"{token}\n{name.upper()}, s" for token in ("first", "last") for name in PERCENTILES)
     table = Table("after retrieval", "", *titles, "failed", box=None, pad_edge=False)
     for result in results:
-        found = [result.percentiles(metric) for metric in METRICS[:2]]
+        found = [result.percentiles(metric) for metric in list(METRICS)[:2]]
         figures = [figure_text(percentiles.get(name)) for percentiles in found for name in PERCENTILES]
         table.add_row(result.name, result.kind, *figures, f"{result.num_failed} of {len(result.queries)}")
     Output().print_table(table)
