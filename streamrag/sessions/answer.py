@@ -24,6 +24,7 @@ from streamrag.query.answer_ahead import only
 from streamrag.query.answer_chunks import AnswerChunks
 from streamrag.query.answer_stream import Emit
 from streamrag.query.retrieval import closing
+from streamrag.records import RequestRecord
 from streamrag.sessions.ingestion import Snapshot
 from streamrag.sessions.question_options import DECISIVE_MARGIN, Question
 from streamrag.telemetry import Answer
@@ -69,25 +70,14 @@ async def compute_answer(
     tokenizer, answers = snapshot.prompts.tokenizer, question.answers
     choices = await in_thread(tokenizer, partial(encode_answers, tokenizer, answers)) if answers else {}
     token_ids = await in_thread(tokenizer, partial(snapshot.prompts.complete, snapshot.token_ids, question.text))
-    is_short = len(token_ids) - len(snapshot.token_ids) <= MAX_URGENT_TOKENS
-    prompt = Prompt(token_ids, 0, is_complete=True, request_class="session" if is_short else "pool")
+    prompt = _complete_prompt(token_ids, len(token_ids) - len(snapshot.token_ids))
     chunks = AnswerChunks(backend.model, lambda: clock() - submitted_s)
-    gap: float | None = None
     if choices:
-        last: list[AnswerChunk] = []
-        one_pass = _passes(backend, prompt, question, choices, last)
-        choice = await choose_answer(choices, one_pass, question.decisive_margin)
-        record = last[-1].record if last else None
+        choice, record = await _choose(backend, prompt, question, choices)
         await emit(chunks.add(AnswerChunk(choice.text, choice.token_ids, "stop", record)))
         gap = choice.gap if question.with_margin else None
     else:
-        has_token = False
-        prompt = replace(prompt, draft=question.draft)
-        async with aclosing(_generate(backend, prompt, question.params_for())) as pieces:
-            async for chunk in pieces:
-                if chunk.token_ids and not has_token:
-                    has_token, gap = True, _gap(chunk.logprobs)
-                await emit(chunks.add(chunk))
+        gap = await _generate_text(backend, replace(prompt, draft=question.draft), question.params_for(), chunks, emit)
     return chunks.join(
         num_prompt_tokens=len(token_ids),
         retrieval_s=waited_s,
@@ -95,6 +85,34 @@ async def compute_answer(
         version=snapshot.version,
         gap=gap,
     )
+
+
+def _complete_prompt(token_ids: TokenIds, num_question_tokens: int) -> Prompt:
+    is_urgent = num_question_tokens <= MAX_URGENT_TOKENS
+    return Prompt(token_ids, 0, is_complete=True, request_class="session" if is_urgent else "pool")
+
+
+async def _choose(
+    backend: Backend, prompt: Prompt, question: Question, choices: Mapping[TokenIds, str]
+) -> tuple[ChosenAnswer, RequestRecord | None]:
+    """Return the most likely answer, and the record of the last pass."""
+    last: list[AnswerChunk] = []
+    one_pass = _passes(backend, prompt, question, choices, last)
+    choice = await choose_answer(choices, one_pass, question.decisive_margin)
+    return choice, last[-1].record if last else None
+
+
+async def _generate_text(
+    backend: Backend, prompt: Prompt, params: SamplingParams, chunks: AnswerChunks, emit: Emit
+) -> float | None:
+    """Add the chunks of a free answer to `chunks` and emit them; return the gap of the first token, if known."""
+    gap, has_token = None, False
+    async with aclosing(_generate(backend, prompt, params)) as pieces:
+        async for chunk in pieces:
+            if chunk.token_ids and not has_token:
+                has_token, gap = True, _gap(chunk.logprobs)
+            await emit(chunks.add(chunk))
+    return gap
 
 
 def encode_answers(tokenizer: Tokenizer, answers: Sequence[str]) -> dict[TokenIds, str]:
