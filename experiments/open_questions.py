@@ -28,7 +28,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass
@@ -135,10 +134,11 @@ def remove_files(folder: Path) -> None:
 
 async def read(answer: AnswerStream) -> tuple[float, float]:
     """Return the seconds to the first token and to the last one."""
-    begun_s, first_s = time.perf_counter(), math.nan
+    now = asyncio.get_running_loop().time
+    begun_s, first_s = now(), math.nan
     async for _ in answer:
-        first_s = time.perf_counter() - begun_s if math.isnan(first_s) else first_s
-    return first_s, time.perf_counter() - begun_s
+        first_s = now() - begun_s if math.isnan(first_s) else first_s
+    return first_s, now() - begun_s
 
 
 async def ask(

@@ -12,7 +12,6 @@ seconds are from the commit. The engine is simulated on `h200-llama8b-tp2`, with
 import argparse
 import asyncio
 import json
-import math
 import random
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -24,7 +23,7 @@ from typing import Any
 
 from documentation_questions import QUESTIONS
 from hand_over_simulated import Words
-from open_questions import typed
+from open_questions import read, typed
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -35,7 +34,6 @@ from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.engine.costs.profile_files import load_profile
-from streamrag.query.answer_stream import AnswerStream
 from streamrag.support.files import write_atomic
 
 PROFILE = "h200-llama8b-tp2"
@@ -76,15 +74,6 @@ class Search:
             await asyncio.sleep(PASSAGE_GAP_S)
             text = " ".join(f"w{rng.randrange(50_000)}" for _ in range(PASSAGE_WORDS))
             yield Append(Chunk(text, f"{self._user}/{number}"))
-
-
-async def read(answer: AnswerStream) -> tuple[float, float]:
-    """Return the seconds to the first and to the last token."""
-    now = asyncio.get_running_loop().time
-    begun_s, first_s = now(), math.nan
-    async for _ in answer:
-        first_s = now() - begun_s if math.isnan(first_s) else first_s
-    return first_s, now() - begun_s
 
 
 async def ask(site: Site, user: int, commit_s: float, *, listens: bool, finds_others: bool) -> Answered:

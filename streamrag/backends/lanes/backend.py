@@ -28,6 +28,7 @@ from streamrag.backends.vllm.client.token_streams import TokenStream
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Prefilled, Progress, Prompt, SamplingParams
 from streamrag.core.lifecycle import start_all, started_once
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError
+from streamrag.query.answer_ahead import only
 from streamrag.routing import make_router
 from streamrag.support.clock import monotonic
 from streamrag.support.tasks import cancel_and_wait, run_shielded
@@ -276,12 +277,8 @@ class _Attempt:
         seat = self._decode_seat
         assert seat is not None
         is_first = True
-
-        async def only() -> AsyncIterator[Prompt]:
-            yield prompt
-
         try:
-            async with aclosing(seat.backend.generate(only(), params)) as events:
+            async with aclosing(only(prompt)) as prompts, aclosing(seat.backend.generate(prompts, params)) as events:
                 async for event in events:
                     if isinstance(event, AnswerChunk):
                         if is_first:
