@@ -1,5 +1,6 @@
 """The dtype of an engine that is not told one. No engine is started."""
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ DtypeOf = Callable[..., torch.dtype]
 def dtype_of(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DtypeOf:
     """The dtype of an engine on a CPU with these capabilities, whose model has weights in `stored`."""
     import_vllm()
+    # Imported under other capabilities, it would load vLLM's kernels for another CPU beside those that a test of this
+    # process has loaded, which ends the process.
+    importlib.import_module("vllm.model_executor.model_loader")
 
     def ask(capabilities: dict[str, bool], stored: str = "float32", **engine_args: Any) -> torch.dtype:
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
