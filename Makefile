@@ -24,7 +24,7 @@ notebook: .venv/installed ## run the notebook anew, and keep what it shows
 	$(RUN) scripts/notebook.py
 
 test: .venv/installed check ## types, style and all tests but the long ones
-	$(RUN) -m pytest -n 2 -m "not long"
+	$(RUN) -m pytest -n 2 --max-worker-restart 0 -m "not long"
 
 test-long: .venv/installed ## the tests that take minutes: the whole demo
 	$(RUN) -m pytest -m long
@@ -84,7 +84,7 @@ bench-engine: .venv/installed ## what a step and an update cost, then time to th
 bench-validity: .venv/installed ## the same loads on the real engine and on its simulation: do they agree? twenty minutes
 	$(RUN) experiments/validity.py --json experiments/results/validity.json
 
-bench-advice: .venv/installed ## does a replay on the real engine confirm the advice of `streamrag advise` within 20 %? three traces, ten minutes
+bench-advice: .venv/installed ## does a replay on the real engine confirm the advice of `streamrag advise` within 20 %? three traces, a quarter of an hour
 	$(RUN) experiments/advice.py --json experiments/results/advice.json
 
 bench-eviction: .venv/installed ## recompute, swap or what costs less, under memory pressure, simulated: hours, resumable

@@ -160,9 +160,10 @@ async def play_in_turns(
     done: Done,
     *,
     keep_steps: bool = False,
+    rest_s: float = 0.0,
 ) -> None:
     """Those that share an engine take turns, and steps are measured in between: a machine that becomes slower does so
-    for all."""
+    for all. The engine rests for `rest_s` before each load."""
     first = cell_of(ways[0])
     queries = load_of(first)
     longest = max_model_len(first, queries)
@@ -175,6 +176,7 @@ async def play_in_turns(
         for way in [*ways] * num_repetitions:
             await client.reset_prefix_cache()
             cell = cell_of(way)
+            await asyncio.sleep(rest_s)
             real = await play_cell(cell, load_of(cell), client, profile, keep_steps=keep_steps)
             found.runs.append(Run(way, len(found.passes), real))
             found.passes.append(await measure(client, BUDGET, longest, NUM_SEQS))

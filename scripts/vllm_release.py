@@ -48,7 +48,7 @@ class Scale:
 
 
 WHOLE = Scale(num_seeds=20_000, mutants="", num_cells=60, num_queries=None)
-SHORT = Scale(num_seeds=40, mutants="KV past the LCP", num_cells=9, num_queries=30)
+SHORT = Scale(num_seeds=40, mutants="KV past the LCP", num_cells=4, num_queries=20)
 
 
 def main() -> int:

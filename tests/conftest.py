@@ -4,7 +4,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from streamrag.backends.vllm.client import processes
 from streamrag.testing import make_tiny_llama
 
 # How long an example takes depends on what else the machine does.
@@ -62,6 +63,20 @@ def one_process_has_the_engines(request: pytest.FixtureRequest, tmp_path_factory
         shared.mkdir(exist_ok=True)
         (shared / worker).touch()
         assert [path.name for path in shared.iterdir()] == [worker]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def engines_fork_their_workers() -> Iterator[None]:
+    """For engines that a test starts itself. Those of programs that it starts import vLLM in each process."""
+
+    def forking(model: str, engine_args: Mapping[str, Any]) -> Any:
+        executor = "tests.backends.vllm.forking_executor.ForkingExecutor"
+        return make_config(model, {"distributed_executor_backend": executor, **engine_args})
+
+    make_config = processes.make_config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "make_config", forking)
+        yield
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A fixed thousand of random loads; `make fuzz` runs more."""
+"""Four hundred fixed random loads; `make fuzz` runs more."""
 
 from collections import Counter
 
@@ -69,8 +69,8 @@ SITUATIONS = [
 ]
 
 
-def test_a_thousand_random_loads_are_served_correctly_and_meet_every_situation() -> None:
-    met = run_seeds(range(1_000))
+def test_random_loads_are_served_correctly_and_meet_every_situation() -> None:
+    met = run_seeds(range(400))
     assert {name for name in SITUATIONS if met[name] < 10} == set()
 
 

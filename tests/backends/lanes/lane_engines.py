@@ -52,7 +52,6 @@ async def started_lanes(folder: Path, on_transfer: Callable[[KvTransfer], None])
     lanes = LanesBackend(prefill, decode, max_open=2)
     lanes.on_transfer = on_transfer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_COMPILE_DISABLE", "1")
         patch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")  # as in `real_engine`
         await lanes.start(lambda line: None)
     try:

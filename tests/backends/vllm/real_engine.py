@@ -39,7 +39,6 @@ async def running_engine(model: Path, monkeypatch: pytest.MonkeyPatch, **engine_
     # Else vLLM splits the context of few tokens over its threads, and adds up in another order where a request starts
     # from other tokens: differences of up to 1e-5 that have nothing to do with us.
     monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # vLLM would compile what ranks logprobs: 20 s
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     args = {
         "skip_tokenizer_init": True,

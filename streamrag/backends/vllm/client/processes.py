@@ -227,6 +227,9 @@ class EngineProcesses:
             # Sets its own variable, so that compiled code does not go to the temporary folder that TMPDIR will name.
             importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
             config = make_config(str(self._model), engine_args)
+            if config.model_config.enforce_eager and config.device_config.device_type == "cpu":
+                # vLLM would compile what ranks log-probabilities all the same, in the first query that wants them: 20 s.
+                os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
         environment |= {
             "TMPDIR": str(self._folder),
             "VLLM_RPC_BASE_PATH": str(self._folder),
