@@ -228,7 +228,7 @@ class EngineProcesses:
             importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
             config = make_config(str(self._model), engine_args)
             if config.model_config.enforce_eager and config.device_config.device_type == "cpu":
-                # vLLM would compile what ranks log-probabilities all the same, in the first query that wants them: 20 s.
+                # vLLM would compile what ranks log-probabilities all the same, in the first query for them: 20 s.
                 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
         environment |= {
             "TMPDIR": str(self._folder),

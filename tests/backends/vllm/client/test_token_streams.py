@@ -29,7 +29,15 @@ def test_whatever_a_program_does_the_engine_has_the_prompt_that_was_pushed() -> 
     run_state_machine_as_test(ClientMachine, settings=QUICK)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+SELDOM = {
+    "two who read wait for the same event",
+    "the engine goes on behind a stop text",
+    "those that are aborted together are aborted one after the other",
+}
+"""Faults that take hundreds of examples to find."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in SELDOM)) for name in MUTANTS])
 def test_this_fault_would_be_found(name: str) -> None:
     class Mutated(ClientMachine):
         module = mutant(name)
