@@ -879,7 +879,7 @@ MUTANTS = (
     Mutant(
         "a prompt that starts computes past what was planned",
         EXECUTOR,
-        "is_whole = request.status != RequestStatus.RUNNING and request.is_complete and self.has_their_connector",
+        "is_whole = request.status != RequestStatus.RUNNING and request.is_complete and self.theirs_may_load",
         "is_whole = request.status != RequestStatus.RUNNING and request.is_complete",
         20,
     ),
