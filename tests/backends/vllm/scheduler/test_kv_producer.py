@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_intake import error, send
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -15,6 +14,7 @@ from streamrag.backends.simulated.engine import SimulatedEngine, always
 from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.scheduler.hooks import streaming_scheduler
 from streamrag.backends.vllm.scheduler.supported import only_sends_kv
+from tests.backends.vllm.scheduler.test_intake import error, send
 from tests.engine.oracle import V1OracleRunner
 
 Make = Callable[..., Any]
@@ -56,7 +56,7 @@ def test_a_prompt_that_another_has_computed_meanwhile_is_computed_once(bench: Ma
         b.run()
         b.chunk(name, [900, ord(name)], kept=40, is_complete=True)
         b.run()
-    assert b.record("b").num_from_cache > 0
+    assert b.record("b").num_from_cache > 20
     assert b.tokens("b") == b.fresh_answer([*TOKENS, 900, ord("b")])
     b.check_empty()
 
@@ -95,7 +95,7 @@ def test_kv_that_a_decode_lane_will_read_stays_until_it_has(bench: Make) -> None
     b.chunk("b", SAME, kept=10, is_complete=True)  # takes the blocks that wait to be read
     for _ in range(8):
         b.step()
-    assert b.record("b").num_from_cache > 0
+    assert b.record("b").num_from_cache > 20
     assert b.tokens("b") == b.fresh_answer(TOKENS)
     b.runner.read = frozenset({"a"})
     b.run()
