@@ -90,7 +90,7 @@ def lane_environment(lane: Lane | None) -> Iterator[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class LaneFacts:
-    """What lanes must know of an engine that runs."""
+    """Facts of a running engine that other lanes depend on."""
 
     common: Mapping[str, str]  # must be equal in all lanes
     block_size: int  # tokens per KV block
