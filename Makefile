@@ -63,8 +63,9 @@ fuzz-serve: .venv/installed ## anything at all sent to the service's interfaces:
 fuzz-sessions: .venv/installed ## random sessions on vLLM's client and scheduler: is each answer that of one request? 2,000 loads, minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.sessions.fuzz --first 0 --seeds 2000
 
-fuzz-lanes: .venv/installed ## random queries through two prefill and two decode engines: is each answer that of a fresh request? 200 schedules, needs NIXL, half an hour
+fuzz-lanes: .venv/installed ## random queries through two prefill and two decode engines: is each answer that of a fresh request? 200 schedules, then 10 sets of engines that are killed; needs NIXL, most of an hour
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.backends.lanes.lane_schedules --first 0 --seeds 200
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.backends.lanes.lane_kills --first 0 --seeds 10
 
 mutants: .venv/installed ## breaks the scheduler, and sessions, in one line each, and shows that the fuzz notices
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.engine.mutants

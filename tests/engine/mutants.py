@@ -46,6 +46,8 @@ OUTBOX, QUEUES = "streamrag.backends.vllm.scheduler.outbox", "streamrag.backends
 EVICTION = "streamrag.backends.vllm.scheduler.kv.eviction"
 HOST_MEMORY, HOST_POOL = "streamrag.backends.vllm.scheduler.host_memory.memory", "streamrag.engine.host_pool"
 HOST_LOADS, CONNECTOR = "streamrag.backends.vllm.scheduler.host_memory.loads", "streamrag.backends.vllm.connector"
+SUPPORTED = "streamrag.backends.vllm.scheduler.supported"
+OF_PRODUCERS = "tests/backends/vllm/scheduler/test_kv_producer.py"
 WIRE, DRAFTS = "streamrag.backends.vllm.chunk_wire", "streamrag.engine.drafts"
 KV_MEMORY = "streamrag.backends.vllm.scheduler.kv.memory"
 REQUEST, PLANNING = "streamrag.backends.vllm.scheduler.request", "streamrag.engine.planning"
@@ -879,9 +881,26 @@ MUTANTS = (
     Mutant(
         "a prompt that starts computes past what was planned",
         EXECUTOR,
-        "is_whole = request.status != RequestStatus.RUNNING and request.is_complete and self.has_their_connector",
+        "is_whole = request.status != RequestStatus.RUNNING and request.is_complete and self.theirs_may_load",
         "is_whole = request.status != RequestStatus.RUNNING and request.is_complete",
         20,
+    ),
+    Mutant(
+        "NIXL in a prefill lane is taken for a connector that may load",
+        SUPPORTED,
+        'return not transfer.get_from_extra_config("bidirectional_kv_xfer", False)',
+        "return False",
+        0,
+        f"{OF_PRODUCERS}::test_the_rest_of_a_complete_prompt_takes_no_more_of_a_step_than_is_planned",
+    ),
+    Mutant(
+        "a query that has ended keeps the KV that was promised to it",
+        "streamrag.backends.lanes.kv_promises",
+        "            self._num_queries_with[key] -= 1\n",
+        "            pass\n",
+        0,
+        "tests/backends/lanes/test_lanes.py::"
+        "test_a_query_waits_while_its_prompt_does_not_fit_into_the_kv_cache_beside_others",
     ),
     Mutant(
         "a prompt that is not computed to its end samples a token",

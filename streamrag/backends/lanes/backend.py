@@ -10,6 +10,7 @@ evict it, and no lease runs. A lane that dies is not used again until the backen
 """
 
 import asyncio
+import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
@@ -32,12 +33,16 @@ from streamrag.query.answer_ahead import only
 from streamrag.routing import make_router
 from streamrag.support.clock import monotonic
 from streamrag.support.tasks import cancel_and_wait, run_shielded
-from streamrag.support.validation import Count, CountOrZero, validated
+from streamrag.support.validation import Count, CountOrZero, Seconds, validated
+
+log = logging.getLogger("streamrag.lanes")
 
 LATEST_S = LEASE_S / 2
 """Seconds after the end of a prefill in which its KV may be fetched: the decode lane must extend the lease in time."""
 
-TO_SEND = {"kv_transfer_params": {"do_remote_decode": True}}
+KV_PARAMS = "kv_transfer_params"
+
+TO_SEND = {KV_PARAMS: {"do_remote_decode": True}}
 """Parameters, for `extra_args`, that tell vLLM's connector that the KV of a request will be fetched."""
 
 
@@ -64,7 +69,9 @@ class LanesBackend:
     prefill: backends made with `VllmBackend(lane="prefill")`.
     decode: backends made with `VllmBackend(lane="decode")`.
     router: how a lane is chosen: "soonest", "round_robin" or "consistent_hash".
-    max_open: most queries in a decode lane at a time. Further ones wait in their prefill lanes.
+    max_open: most queries in a decode lane at a time. Further ones wait in their prefill lanes, as do those whose
+        prompts do not fit into the lane's KV cache beside the others'.
+    max_fetch_s: most seconds until a decode lane begins an answer whose KV it reads. Then it computes the prompt.
     max_replays: most times that a query without output is computed again because a lane died.
 
     :raises ConfigurationError: there are not both kinds of lanes, or a backend is not of its kind.
@@ -78,6 +85,7 @@ class LanesBackend:
         *,
         router: str = "soonest",
         max_open: Count = 64,
+        max_fetch_s: Seconds = 60.0,
         max_replays: CountOrZero = 3,
     ) -> None:
         make_router(router)  # raises for a name that does not exist
@@ -88,6 +96,7 @@ class LanesBackend:
             self._backends |= {f"{kind}-{number}": backend for number, backend in enumerate(backends)}
         self._router = router
         self._max_open = max_open
+        self._max_fetch_s = max_fetch_s
         self._max_replays = max_replays
         self.on_transfer: Callable[[KvTransfer], None] = lambda transfer: None  # called when a decode lane begins
         self._started: Any = None
@@ -108,14 +117,14 @@ class LanesBackend:
         """
         self._started = await start_all(self._backends.values(), progress)
         try:
-            check_same({name: backend.lane_facts for name, backend in self._backends.items()})
+            check_same({name: backend.lane_facts.common for name, backend in self._backends.items()})
         except ConfigurationError:
             await self.aclose()
             raise
-        self._prefill = self._make_lanes("prefill", 1 << 30)
+        self._prefill = self._make_lanes("prefill", None)
         self._decode = self._make_lanes("decode", self._max_open)
 
-    def _make_lanes(self, kind: str, max_open: int) -> Lanes:
+    def _make_lanes(self, kind: str, max_open: int | None) -> Lanes:
         lanes = {name: backend for name, backend in self._backends.items() if name.startswith(kind)}
         return Lanes(lanes, make_router(self._router), max_open=max_open)
 
@@ -146,14 +155,17 @@ class LanesBackend:
         """Prefill each prompt when it arrives, in one prefill lane, and answer the complete one in a decode lane.
 
         :raises BackendError: a lane died after the first output, too many died before, or none of its kind is left.
+        :raises ConfigurationError: `params` say which KV to transfer, or as `VllmBackend.generate` does.
         :raises StreamRagError: as `VllmBackend.generate` does.
         """
         prefill, decode = self._started_lanes()
         self._backends[decode.alive()[0]].check_params(params)
+        if KV_PARAMS in (params.extra.get("extra_args") or {}):  # it could name another query's KV, or another host
+            raise ConfigurationError(f"SamplingParams.extra: extra_args[{KV_PARAMS!r}] is reserved for lanes")
         num_shown = num_lost = 0
         async with aclosing(NewestPrompt(prompts)) as newest:
             while True:
-                attempt = _Attempt(prefill, decode, newest, params, self.on_transfer)
+                attempt = _Attempt(prefill, decode, newest, params, self.on_transfer, self._max_fetch_s)
                 try:
                     async with aclosing(_read_ahead(attempt.events())) as events:
                         async for event in events:
@@ -179,12 +191,15 @@ class _Attempt:
         newest: NewestPrompt,
         params: SamplingParams,
         on_transfer: Callable[[KvTransfer], None],
+        max_fetch_s: float,
     ) -> None:
         self._prefill = prefill
         self._decode = decode
         self._newest = newest
         self._params = params
         self._on_transfer = on_transfer
+        self._max_fetch_s = max_fetch_s
+        self._prefill_seat: LaneSeat | None = None
         self._decode_seat: LaneSeat | None = None
 
     async def events(self) -> AsyncGenerator[BackendEvent, None]:
@@ -197,8 +212,13 @@ class _Attempt:
                     async for event in events:
                         yield event
         finally:
+            self._leave_prefill()
             if self._decode_seat is not None:
                 self._decode.leave(self._decode_seat)
+
+    def _leave_prefill(self) -> None:
+        if self._prefill_seat is not None:
+            self._prefill.leave(self._prefill_seat)
 
     async def _prompts(self) -> AsyncGenerator[Prompt, None]:
         """Yield the newest prompt whenever there is a new one. Yield the complete one when a decode lane has room for
@@ -218,7 +238,7 @@ class _Attempt:
 
     async def _answer_both(self, prompts: AsyncIterator[Prompt]) -> AsyncGenerator[BackendEvent, None]:
         """Compute the prompts in a prefill lane, and answer the complete one in a decode lane."""
-        seat = await self._prefill.take(await self._newest.after(0))
+        self._prefill_seat = seat = await self._prefill.take(await self._newest.after(0))
         params = SamplingParams(max_tokens=1, extra={"extra_args": TO_SEND})
         try:
             answer = partial(self._answer, seat)
@@ -229,8 +249,6 @@ class _Attempt:
                     yield event
         except EngineDeadError as error:
             raise LaneLostError(f"{seat.lane} was lost: {error}") from None
-        finally:
-            self._prefill.leave(seat)
 
     def _record_prefill(self, seat: LaneSeat, num_tokens: int) -> None:
         """Record a session's data as cached in the lane, for its questions, if all but one token are computed."""
@@ -248,28 +266,46 @@ class _Attempt:
 
     async def _answer(self, prefill: LaneSeat, stream: TokenStream) -> AsyncGenerator[AnswerChunk, None]:
         """Yield the answer to a computed prompt from the decode lane, which fetches its KV, or computes the prompt too
-        if the KV may be gone soon. Raise LaneLostError if the decode lane dies."""
+        if the KV may be gone soon or does not come. Raise LaneLostError if the decode lane dies."""
         assert stream.record is not None
         prompt = Prompt(stream.token_ids, 0, is_complete=True)
         self._prefill.computed(prefill, prompt)
-        params, transfer, ended_s = self._params, stream.kv_transfer, stream.record.finished_s
+        params, ended_s = self._params, stream.record.finished_s
+        # KV can be fetched once, and each answer is a request: several find it in the prefix cache.
+        is_for_cache = params.n > 1
+        is_fetched = False
         # This process may have been held up. Both clocks are this host's.
-        is_fetched = monotonic() - ended_s <= LATEST_S
-        if is_fetched and params.n > 1:
-            # KV can be fetched once, and each answer is a request: they find it in the prefix cache.
-            async with aclosing(self._decoded(prompt, _fetching(SamplingParams(max_tokens=1), transfer))) as chunks:
-                async for _ in chunks:
-                    pass
-        elif is_fetched:
-            params = _fetching(params, transfer)
-        is_first = True
-        async with aclosing(self._decoded(prompt, params)) as chunks:
-            async for chunk in chunks:
-                if is_first:
-                    is_first = False
-                    self._prefill.leave(prefill)
-                    if is_fetched:
+        if monotonic() - ended_s <= LATEST_S:
+            fetching = _fetching(SamplingParams(max_tokens=1) if is_for_cache else params, stream.kv_transfer)
+            async with aclosing(self._fetched(prompt, fetching)) as chunks:
+                async for chunk in chunks:
+                    if not is_fetched:
+                        is_fetched = True
                         self._report(prefill, stream, monotonic() - ended_s)
+                    if not is_for_cache:
+                        yield chunk
+        if is_for_cache or not is_fetched:
+            async with aclosing(self._decoded(prompt, params)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def _fetched(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[AnswerChunk, None]:
+        """Yield as `_decoded` does, with parameters that have the KV fetched; nothing if that takes `max_fetch_s`.
+
+        A transfer that hangs is not told from a decode lane that is slow. Ending its request ends the heartbeats, and
+        so frees the KV in the prefill lane. The decode lane keeps its blocks until the transfer ends, if it does.
+        """
+        async with aclosing(self._decoded(prompt, params)) as chunks:
+            try:
+                async with asyncio.timeout(self._max_fetch_s):
+                    first = await anext(chunks)
+            except TimeoutError:
+                assert self._decode_seat is not None
+                lane, limit_s = self._decode_seat.lane, self._max_fetch_s
+                log.warning("%s has not begun an answer %g s after it was to read KV: it computes that", lane, limit_s)
+                return
+            yield first
+            async for chunk in chunks:
                 yield chunk
 
     async def _decoded(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[AnswerChunk, None]:
@@ -284,6 +320,7 @@ class _Attempt:
                         if is_first:
                             is_first = False
                             self._decode.computed(seat, prompt)
+                            self._leave_prefill()
                         yield event
         except EngineDeadError as error:
             raise LaneLostError(f"{seat.lane} was lost: {error}") from None
@@ -316,5 +353,5 @@ async def _read_ahead(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenera
 
 def _fetching(params: SamplingParams, transfer: dict[str, Any]) -> SamplingParams:
     """Return the parameters with those of the KV connector, by which vLLM fetches the KV of the prompt."""
-    extra_args = {**(params.extra.get("extra_args") or {}), "kv_transfer_params": transfer}
+    extra_args = {**(params.extra.get("extra_args") or {}), KV_PARAMS: transfer}
     return replace(params, extra={**params.extra, "extra_args": extra_args})

@@ -5,12 +5,15 @@ import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 
+from streamrag.backends.lanes.kv_promises import KvPromises
 from streamrag.backends.ray.replica_chooser import ReplicaCandidate, ReplicaChooser
 from streamrag.backends.vllm import VllmBackend
 from streamrag.core import Prompt
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError
 from streamrag.routing import Router
+from streamrag.routing.prefix_index import PrefixIndex
 from streamrag.support.clock import monotonic
 from streamrag.support.tasks import Broadcast
 
@@ -29,13 +32,16 @@ class LaneSeat:
 class Lanes:
     """The lanes of one kind.
 
-    lanes: the engines by name.
-    max_open: most queries in a lane at a time.
+    lanes: the engines, which run, by name.
+    max_open: most queries in a lane at a time; None for lanes with any number of queries, whatever KV these need.
     """
 
-    def __init__(self, lanes: Mapping[str, VllmBackend], router: Router, *, max_open: int) -> None:
+    def __init__(self, lanes: Mapping[str, VllmBackend], router: Router, *, max_open: int | None) -> None:
         self._lanes = dict(lanes)
-        self._max_open = max_open
+        self._max_open = max_open or 1 << 30
+        facts = {name: lane.lane_facts for name, lane in lanes.items()}
+        self._keys = PrefixIndex(next(iter(facts.values())).block_size).keys
+        self._promises = {name: KvPromises(each.num_blocks if max_open else inf) for name, each in facts.items()}
         self._chooser = ReplicaChooser(router, clock=monotonic)
         self._deaths: dict[str, BackendError] = {}  # why lanes died; asking an engine again would read its log again
         self._turn = asyncio.Lock()
@@ -66,6 +72,7 @@ class Lanes:
     def leave(self, seat: LaneSeat) -> None:
         """Give up a seat, and wake the queries that wait for one. Further calls do nothing."""
         self._chooser.ended(seat.query_id)
+        self._promises[seat.lane].remove(seat.query_id)
         self._left.wake()
 
     def computed(self, seat: LaneSeat, prompt: Prompt) -> None:
@@ -87,15 +94,17 @@ class Lanes:
 
     def _take(self, prompt: Prompt) -> LaneSeat | None:
         """Take a seat in the best lane that has room. Lanes that are not candidates are forgotten by the router."""
+        query_id, keys = uuid.uuid4().hex, self._keys(prompt.token_ids)
         try:
-            candidates = [ReplicaCandidate(name, self._max_open, {}) for name in self.alive()]
+            rooms = {name: self._promises[name].has_room(keys) for name in self.alive()}
         except EngineDeadError as error:
             raise BackendError(f"no lane is left: {error}") from None
-        query_id = uuid.uuid4().hex
+        candidates = [ReplicaCandidate(name, self._max_open, {}, has_room=has_room) for name, has_room in rooms.items()]
         ranked = self._chooser.ticket(query_id, prompt).rank(candidates)
         if not ranked:
             self._chooser.ended(query_id)
             return None
+        self._promises[ranked[0]].add(query_id, keys)
         return LaneSeat(ranked[0], self._lanes[ranked[0]], query_id)
 
 
@@ -109,7 +118,7 @@ def _death(backend: VllmBackend) -> BackendError | None:
 
 
 def check_same(facts: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise ConfigurationError, with the first difference, if lanes differ. `facts` are their `lane_facts`, by name."""
+    """Raise ConfigurationError, with the first difference, if lanes differ. `facts` are what must be equal, by name."""
     first, expected = next(iter(facts.items()))
     for lane, found in facts.items():
         for name in found:

@@ -29,6 +29,7 @@ class ReplicaCandidate:
     max_open: int  # most concurrent streams that it accepts
     stats: Mapping[str, Any]  # empty before its first report
     came_s: float | None = None  # time at which these stats arrived, on the caller's clock; None for now
+    has_room: bool = True  # for this stream, whatever `max_open` is
 
 
 class ReplicaChooser:
@@ -55,7 +56,8 @@ class ReplicaChooser:
         with self._lock:
             self._update_candidates(candidates)
             states = self._tracker.states(each.id for each in candidates if each.id not in self._dead)
-            free = [state for state in states if state.num_open < state.max_open]
+            full = {each.id for each in candidates if not each.has_room}
+            free = [state for state in states if state.num_open < state.max_open and state.id not in full]
             ranked = self._router.rank(opening, free, self._clock())
             if ranked and stream_id in self._replica_of:  # count it now: others are routed before it arrives
                 self._route(stream_id, opening, ranked[0])

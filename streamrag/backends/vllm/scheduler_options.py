@@ -56,7 +56,7 @@ class SchedulerOptions:
     until others end. None for no limit."""
     looks_up_again: bool = True
     """Whether to look up a stream that holds KV in the prefix cache again before each step, because others may have
-    computed the same tokens since. Needs attention of one kind, and no third-party KV connector."""
+    computed the same tokens since. Needs attention of one kind, and no third-party KV connector that may load KV."""
     groups_prefills: bool = False
     """Whether requests whose next tokens are equal compute them once; see `streamrag.engine.rules`. Needs the same as
     `looks_up_again`."""

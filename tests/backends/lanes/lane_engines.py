@@ -30,8 +30,10 @@ PATIENCE_S = 60
 
 
 @asynccontextmanager
-async def started_lanes(folder: Path, on_transfer: Callable[[KvTransfer], None]) -> AsyncIterator[LanesBackend]:
-    """Two lanes of each kind, short of memory."""
+async def started_lanes(
+    folder: Path, on_transfer: Callable[[KvTransfer], None], *, num_each: int = 2, max_fetch_s: float = 60.0
+) -> AsyncIterator[LanesBackend]:
+    """Start lanes of each kind, short of memory."""
     model = make_tiny_llama(folder, hidden_size=128, num_layers=4, num_heads=4)
 
     def lane(kind: str) -> VllmBackend:
@@ -48,8 +50,8 @@ async def started_lanes(folder: Path, on_transfer: Callable[[KvTransfer], None])
             engine_args={"num_gpu_blocks_override": MAX_MODEL_LEN // BLOCK_SIZE + 10},
         )
 
-    prefill, decode = [lane("prefill"), lane("prefill")], [lane("decode"), lane("decode")]
-    lanes = LanesBackend(prefill, decode, max_open=2)
+    prefill, decode = ([lane(kind) for _ in range(num_each)] for kind in ("prefill", "decode"))
+    lanes = LanesBackend(prefill, decode, max_open=2, max_fetch_s=max_fetch_s)
     lanes.on_transfer = on_transfer
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")  # as in `real_engine`

@@ -1,4 +1,5 @@
-"""Random schedules of queries in lanes: prompts that grow and are replaced, short and long answers, cancellations.
+"""Random schedules of queries in lanes: prompts that grow, are replaced and evict each other, short and long answers,
+cancellations. `lane_kills` kills lanes.
 
     python -m tests.backends.lanes.lane_schedules --first 0 --seeds 200
 
@@ -32,6 +33,7 @@ from lane_engines import (
 
 from streamrag.backends.lanes import LanesBackend
 from streamrag.core import AnswerChunk
+from streamrag.records import RequestRecord
 
 NUM_PINNED_CHECKS = 20
 """Schedules between two waits for all leases to end."""
@@ -39,7 +41,7 @@ NUM_PINNED_CHECKS = 20
 
 def random_prompts(rng: random.Random, name: object) -> list[list[int]]:
     """Return the prompts of one query, of which many share their beginning with those of other queries."""
-    prompt = tokens(rng.randrange(3), rng.choice([1, 40, 130, 300])) + tokens(name, rng.randrange(0, 200))
+    prompt = tokens(rng.randrange(3), rng.choice([1, 40, 130, 300])) + tokens(name, rng.choice([0, 50, 200, 500]))
     prompts = [prompt]
     for number in range(rng.randrange(4)):
         new = tokens((name, number), rng.randrange(1, 100))
@@ -56,12 +58,14 @@ async def run_query(backend: LanesBackend, rng: random.Random, name: object) -> 
     is_cancelled, after_s = rng.random() < 0.25, rng.uniform(0.0, 1.0)
     await asyncio.sleep(rng.choice([0.0, 0.0, 0.05, 0.3]))
     found: list[tuple[int, float]] = []
+    records: list[RequestRecord] = []
 
     async def read() -> None:
         async with aclosing(backend.generate(growing(*prompts, pause_s=pause_s), params)) as events:
             async for event in events:
                 if isinstance(event, AnswerChunk):
                     found.extend(pairs(event))
+                    records.extend([event.record] if event.record else [])
 
     reading = asyncio.create_task(read())
     await asyncio.wait([reading], timeout=after_s if is_cancelled else None)
@@ -72,13 +76,14 @@ async def run_query(backend: LanesBackend, rng: random.Random, name: object) -> 
     reading.result()
     assert len(found) == params.max_tokens
     await check_exact(backend, prompts[-1], found)
-    return "answered"
+    return "answered after an eviction" if records[-1].preemptions else "answered"
 
 
 async def run_schedule(backend: LanesBackend, seed: int) -> Counter[str]:
-    """Ask one to six queries at about the same time, and return how many had which outcome."""
+    """Ask one to ten queries at about the same time, and return how many had which outcome."""
     rng = random.Random(f"lanes {seed}")
-    queries = [(random.Random(f"{seed} {number}"), (seed, number)) for number in range(rng.randrange(1, 7))]
+    num = rng.choice([1, 2, 3, 4, 6, 10])  # ten do not fit into the prefill lanes
+    queries = [(random.Random(f"{seed} {number}"), (seed, number)) for number in range(num)]
     try:
         return Counter(await asyncio.gather(*(run_query(backend, rng, name) for rng, name in queries)))
     except BaseException as error:

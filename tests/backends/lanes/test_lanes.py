@@ -12,6 +12,7 @@ from streamrag.backends.lanes import LanesBackend
 from streamrag.backends.lanes import backend as lanes_module
 from streamrag.backends.lanes.backend import KvTransfer
 from streamrag.backends.vllm import VllmBackend
+from streamrag.backends.vllm.client.lane_engine import LaneFacts
 from streamrag.backends.vllm.client.token_streams import StreamedTokens
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, SourceError
@@ -55,7 +56,7 @@ class FakeStream:
 class FakeLane:
     """An engine that answers with the tokens 1, 2 and 3, and dies when told."""
 
-    def __init__(self, lane: str, *, dies_before: int | None = None) -> None:
+    def __init__(self, lane: str, *, dies_before: int | None = None, num_blocks: int = 1_000) -> None:
         self.lane = lane
         self.prompts: list[tuple[tuple[int, ...], bool]] = []
         self.params: list[SamplingParams] = []
@@ -65,7 +66,8 @@ class FakeLane:
         self.goes_on_after_first.set()
         self.is_dead = self.is_closed = False
         self.model = "the model"
-        self.lane_facts = {"dtype": "float32", "block_size": 32}
+        self.lane_facts = LaneFacts({"dtype": "float32", "block_size": "2"}, block_size=2, num_blocks=num_blocks)
+        self.hangs_when_it_reads_kv = False
         self.num_health_checks = 0
         self._dies_before = dies_before
 
@@ -96,6 +98,8 @@ class FakeLane:
         self.check_health()
         self.params.append(params)
         self.prompts += [(prompt.token_ids, prompt.is_complete) async for prompt in prompts]
+        if self.hangs_when_it_reads_kv and params.extra:
+            await asyncio.Event().wait()
         await self.goes_on.wait()
         for number in (1, 2, 3):
             if number == self._dies_before:
@@ -180,6 +184,103 @@ async def test_a_query_waits_with_an_open_prompt_until_a_decode_lane_has_room() 
     assert await asking[0] == await asking[2] == ["1", "2", "3"]
     assert [prompt[0] for prompt in decode.prompts] == [(0,), (2,)]
     assert await answer(backend, (7,)) == ["1", "2", "3"]
+
+
+async def test_a_query_waits_while_its_prompt_does_not_fit_into_the_kv_cache_beside_others() -> None:
+    prefill, decode = FakeLane("prefill"), FakeLane("decode", num_blocks=6)
+    backend = await started([prefill], [decode])
+    decode.goes_on.clear()
+    prompts = [(1, 2, 3, 4, 5), (6, 7, 8, 9), (10, 11), (12,)]  # three blocks, three, two, and one
+    asking = [asyncio.create_task(answer(backend, prompt)) for prompt in prompts]
+    await settled()
+    assert [prompt for prompt, _ in decode.prompts] == prompts[:2]
+    assert {prompt for prompt, is_complete in prefill.prompts if not is_complete} == {*prompts[2:]}
+    asking[0].cancel()
+    await settled()
+    assert [prompt for prompt, _ in decode.prompts] == prompts
+    decode.goes_on.set()
+    for each in asking[1:]:
+        assert await each == ["1", "2", "3"]
+
+
+async def test_a_prompt_larger_than_a_decode_lane_is_answered_alone() -> None:
+    decode = FakeLane("decode", num_blocks=3)
+    backend = await started([FakeLane("prefill")], [decode])
+    decode.goes_on.clear()
+    large, small = tuple(range(100)), (7,)
+    asking = [asyncio.create_task(answer(backend, prompt)) for prompt in (large, small)]
+    await settled()
+    assert [prompt for prompt, _ in decode.prompts] == [large]
+    decode.goes_on.set()
+    assert await asking[0] == await asking[1] == ["1", "2", "3"]
+
+
+async def test_prompts_with_the_same_beginning_count_once() -> None:
+    decode = FakeLane("decode", num_blocks=50 + 2)
+    backend = await started([FakeLane("prefill")], [decode])
+    decode.goes_on.clear()
+    data = tuple(range(100))
+    asking = [asyncio.create_task(answer(backend, (*data, number))) for number in range(3)]
+    await settled()
+    assert len(decode.prompts) == 2  # each needs one block of its own
+    decode.goes_on.set()
+    await asyncio.gather(*asking)
+    assert len(decode.prompts) == 3
+
+
+async def test_a_prompt_goes_to_the_decode_lane_that_has_room_for_it() -> None:
+    decode = [FakeLane("decode", num_blocks=num_blocks) for num_blocks in (3, 10, 3)]
+    backend = await started([FakeLane("prefill")], decode)
+    for lane in decode:
+        lane.goes_on.clear()
+    prompts = [(number,) * 4 for number in range(5)]
+    asking = [asyncio.create_task(answer(backend, prompt)) for prompt in prompts]
+    await settled()
+    assert [len(lane.prompts) for lane in decode] == [1, 3, 1]
+    for lane in decode:
+        lane.goes_on.set()
+    await asyncio.gather(*asking)
+
+
+@pytest.mark.parametrize("num_answers", [1, 2])
+async def test_a_decode_lane_whose_kv_does_not_come_computes_the_prompt(
+    caplog: pytest.LogCaptureFixture, num_answers: int
+) -> None:
+    decode, passed = FakeLane("decode"), []
+    backend = await started([FakeLane("prefill")], [decode], max_fetch_s=0.01, max_replays=0)
+    backend.on_transfer = passed.append
+    decode.hangs_when_it_reads_kv = True
+    assert await answer(backend, (5,), params=SamplingParams(n=num_answers)) == ["1", "2", "3"]
+    reading, computing = decode.params
+    assert "kv_transfer_params" in reading.extra["extra_args"]
+    assert (computing.n, computing.extra) == (num_answers, {})
+    assert not passed
+    assert [record.message for record in caplog.records] == [
+        "decode-0 has not begun an answer 0.01 s after it was to read KV: it computes that"
+    ]
+    assert backend._prefill is not None
+    assert backend._decode is not None
+    assert backend._prefill._chooser.in_use() == backend._decode._chooser.in_use() == set()
+
+
+async def test_a_query_that_is_cancelled_while_kv_does_not_come_holds_no_seat() -> None:
+    decode = FakeLane("decode", num_blocks=1)
+    backend = await started([FakeLane("prefill")], [decode])
+    decode.hangs_when_it_reads_kv = True
+    asking = asyncio.create_task(answer(backend, (5,)))
+    await settled()
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert asking.cancelled()
+    decode.hangs_when_it_reads_kv = False
+    assert await answer(backend, (6,)) == ["1", "2", "3"]
+
+
+async def test_a_caller_cannot_say_which_kv_is_read() -> None:
+    backend = await started([FakeLane("prefill")], [FakeLane("decode")])
+    extra = {"extra_args": {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "elsewhere"}}}
+    with pytest.raises(ConfigurationError, match=r"extra_args\['kv_transfer_params'\] is reserved for lanes"):
+        await answer(backend, (5,), params=SamplingParams(extra=extra))
 
 
 async def test_a_query_without_output_is_computed_again_when_a_lane_dies() -> None:
@@ -335,8 +436,8 @@ async def test_nobody_takes_a_seat_before_those_who_wait() -> None:
 
 async def test_lanes_that_differ_are_refused_by_name_and_closed() -> None:
     prefill, decode = FakeLane("prefill"), FakeLane("decode")
-    decode.lane_facts = {"dtype": "float32", "block_size": 16}
-    message = "lanes differ in block_size: 32 in prefill-0, 16 in decode-0"
+    decode.lane_facts = LaneFacts({"dtype": "float32", "block_size": "16"}, block_size=16, num_blocks=10)
+    message = "lanes differ in block_size: 2 in prefill-0, 16 in decode-0"
     with pytest.raises(ConfigurationError, match=message):
         await started([prefill], [decode])
     assert prefill.is_closed
@@ -363,6 +464,7 @@ async def test_errors_of_the_prompts_are_raised() -> None:
         (["prefill"], [None], {}, r'must be one or more VllmBackend\(lane="decode"\)'),
         (["prefill"], ["decode"], {"router": "best"}, "no router 'best'"),
         (["prefill"], ["decode"], {"max_open": 0}, "max_open=0"),
+        (["prefill"], ["decode"], {"max_fetch_s": 0}, "max_fetch_s=0"),
     ],
 )
 def test_wrong_lanes_are_refused(prefill: list[Any], decode: list[Any], options: Any, message: str) -> None:

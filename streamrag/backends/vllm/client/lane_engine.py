@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from streamrag.errors import ConfigurationError, MissingDependencyError
@@ -87,7 +88,20 @@ def lane_environment(lane: Lane | None) -> Iterator[dict[str, str]]:
         yield environment
 
 
-def lane_facts(config: Any) -> dict[str, str]:
-    """Return what all lanes must have in common, from vLLM's configuration of an engine."""
-    model = {name: str(getattr(config.model_config, name)) for name in ("model", "max_model_len", "dtype")}
-    return model | {name: str(getattr(config.cache_config, name)) for name in ("cache_dtype", "block_size")}
+@dataclass(frozen=True, slots=True)
+class LaneFacts:
+    """Facts of a running engine that other lanes depend on."""
+
+    common: Mapping[str, str]  # must be equal in all lanes
+    block_size: int  # tokens per KV block
+    num_blocks: int  # KV blocks, as many as hold the tokens that vLLM says its cache has room for
+
+
+def lane_facts(config: Any) -> LaneFacts:
+    """Return the facts of a running engine from vLLM's configuration of it."""
+    model, cache = config.model_config, config.cache_config
+    common = {name: str(getattr(model, name)) for name in ("model", "max_model_len", "dtype")}
+    common |= {name: str(getattr(cache, name)) for name in ("cache_dtype", "block_size")}
+    # vLLM sums blocks over data-parallel ranks, but not tokens. With several kinds of blocks, only tokens count.
+    num_tokens = (cache.kv_cache_size_tokens or 0) * config.parallel_config.data_parallel_size
+    return LaneFacts(common, cache.block_size, num_tokens // cache.block_size or cache.num_gpu_blocks)

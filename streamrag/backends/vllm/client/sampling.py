@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.core import SamplingParams
 from streamrag.errors import ConfigurationError
+from streamrag.support.messages import short_repr
 
 if TYPE_CHECKING:
     import vllm
@@ -48,7 +49,10 @@ def to_vllm(
         "stop": list(params.stop),
         "ignore_eos": params.ignore_eos,
     }
-    if KEY in (params.extra.get("extra_args") or {}):
+    extra_args = params.extra.get("extra_args") or {}
+    if not isinstance(extra_args, Mapping):
+        raise ConfigurationError(f"SamplingParams.extra: extra_args={short_repr(extra_args)} must be a mapping")
+    if KEY in extra_args:
         raise ConfigurationError(f"SamplingParams.extra: extra_args[{KEY!r}] is reserved for streamrag")
     if params.seed is not None and params.temperature > 0 and _dies_of_seeds(config):
         raise ConfigurationError(

@@ -24,6 +24,7 @@ from streamrag.backends.vllm.scheduler.records import Records
 from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
 from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
+from streamrag.backends.vllm.scheduler.supported import only_sends_kv
 from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.engine.drafts import AnswerDraft
 from streamrag.records import ChunkRecord
@@ -202,6 +203,10 @@ def _why_refused(request: Request, message: PromptMessage | None, scheduler: Sch
     """
     if request.kv_transfer_params is not None and not isinstance(request.kv_transfer_params, dict):
         return "extra_args['kv_transfer_params'] must be a mapping"
+    params = request.kv_transfer_params or {}
+    if (params.get("do_remote_prefill") or params.get("remote_block_ids")) and only_sends_kv(scheduler.vllm_config):
+        # NIXL would load it in any engine, and our plan does not expect that.
+        return "extra_args['kv_transfer_params'] name KV to load, but this engine only computes KV for others"
     num_tokens = request.num_prompt_tokens + (message.num_kept if message else 0)
     if num_tokens < 1:
         return "a prompt needs at least one token"

@@ -22,7 +22,7 @@ from streamrag.engine import Grant
 class PlanExecutor:
     """Applies the plan of each step, and records whether that step had anything to compute.
 
-    has_their_connector: whether vLLM has a third-party KV connector.
+    theirs_may_load: whether vLLM has a third-party KV connector that may load KV.
     """
 
     scheduler: Scheduler
@@ -33,7 +33,7 @@ class PlanExecutor:
     kv_memory: KvMemory
     queues: Queues
     outbox: Outbox
-    has_their_connector: bool
+    theirs_may_load: bool
     _num_free_when_stuck: int | None = None
 
     @property
@@ -95,6 +95,6 @@ class PlanExecutor:
         """Show vLLM the prompt only to the end of its grant, or whole if another connector may load all of it."""
         end = self.kv_memory.num_present_tokens(grant.request) + grant.num_tokens
         # A third-party connector looks up all of a complete prompt, and may load more than this step computes.
-        is_whole = request.status != RequestStatus.RUNNING and request.is_complete and self.has_their_connector
+        is_whole = request.status != RequestStatus.RUNNING and request.is_complete and self.theirs_may_load
         if not is_whole and end < grant.request.num_tokens:
             request.end_step_at(end)

@@ -21,6 +21,7 @@ from streamrag.backends.vllm.scheduler.records import Records
 from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.backends.vllm.scheduler.step import StepPlanner
 from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
+from streamrag.backends.vllm.scheduler.supported import only_sends_kv
 from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.engine import ClassPolicy, make_policy
 
@@ -48,8 +49,9 @@ class StreamingPlugin:
         policy = make_policy(options.policy)
         self.policy = policy if options.class_ageing_s is None else ClassPolicy(policy, options.class_ageing_s)
         self.host_memory = host_memory_of(scheduler.connector)
-        self.has_their_connector = scheduler.connector is not None and self.host_memory is None
-        self.later_hits = None if self.has_their_connector else _make_later_hits(scheduler, options)
+        has_their_connector = scheduler.connector is not None and self.host_memory is None
+        self.theirs_may_load = has_their_connector and not only_sends_kv(scheduler.vllm_config)
+        self.later_hits = None if self.theirs_may_load else _make_later_hits(scheduler, options)
         self.outbox = Outbox()
         self.records = Records(options.records, clock=self.clock)
         self.estimates = Estimates(options, clock=self.clock, policy=self.policy)

@@ -45,6 +45,15 @@ def has_their_connector(config: "VllmConfig") -> bool:
     return config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector != "HostKVConnector"
 
 
+def only_sends_kv(config: "VllmConfig") -> bool:
+    """Whether the engine's KV connector never loads KV: NIXL's in an engine that computes prompts for others, unless it
+    transfers in both directions. The role alone does not say it: LMCache may load as a producer too."""
+    transfer = config.kv_transfer_config
+    if transfer is None or (transfer.kv_connector, transfer.kv_role) != ("NixlConnector", "kv_producer"):
+        return False
+    return not transfer.get_from_extra_config("bidirectional_kv_xfer", False)
+
+
 CHECKS_WITH_MAMBA: dict[str, Callable[["VllmConfig", set[int]], bool]] = {
     "KV blocks of several sizes": lambda c, sizes: len(sizes) > 1,
     "a `prefix_match_unit`": lambda c, sizes: c.cache_config.prefix_match_unit not in (None, *sizes),

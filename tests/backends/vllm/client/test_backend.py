@@ -618,6 +618,7 @@ async def test_seeds_which_would_end_the_engine_on_a_cpu_are_refused(backend: Vl
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "only use one kind"),
         ({"structured_outputs": "a+"}, "structured_outputs must be a mapping"),
         ({"extra_args": {"streamrag": {}}}, "is reserved for streamrag"),
+        ({"extra_args": ["streamrag"]}, r"extra_args=\['streamrag'\] must be a mapping"),
     ],
 )
 async def test_a_parameter_that_vllm_refuses_is_named(

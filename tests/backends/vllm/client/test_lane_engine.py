@@ -3,6 +3,7 @@
 import importlib.util
 import socket
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -77,11 +78,25 @@ def test_threads_of_lanes_on_a_cpu_are_bound_to_no_core_unless_told(monkeypatch:
         assert list(environment) == [PORT]
 
 
-def test_the_first_difference_of_lanes_is_named() -> None:
+def config_of(*, num_ranks: int = 1, num_tokens: int | None = None) -> Any:
+    cache = SimpleNamespace(cache_dtype="auto", block_size=32, kv_cache_size_tokens=num_tokens, num_gpu_blocks=20)
     model = SimpleNamespace(model="org/model", max_model_len=100, dtype="torch.float32")
-    facts = lane_facts(
-        SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype="auto", block_size=32))
-    )
+    parallel = SimpleNamespace(data_parallel_size=num_ranks)
+    return SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_ranks", "num_blocks"), [(None, 1, 20), (320, 1, 10), (320, 4, 40), (None, 4, 20)]
+)
+def test_the_kv_blocks_of_a_lane_are_those_that_its_tokens_fill(
+    num_tokens: int | None, num_ranks: int, num_blocks: int
+) -> None:
+    facts = lane_facts(config_of(num_tokens=num_tokens, num_ranks=num_ranks))
+    assert (facts.block_size, facts.num_blocks) == (32, num_blocks)
+
+
+def test_the_first_difference_of_lanes_is_named() -> None:
+    facts = lane_facts(config_of()).common
     check_same({"prefill-0": facts, "decode-0": dict(facts)})
     with pytest.raises(
         ConfigurationError, match=r"lanes differ in dtype: torch\.float32 in prefill-0, torch\.half in decode-1"
