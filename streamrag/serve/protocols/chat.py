@@ -59,6 +59,9 @@ HARMLESS = frozenset((
 ))  # fmt: skip
 """Fields that do not change the answer and are ignored."""
 
+ADMITTED = ServerSentEvent(comment="admitted")
+"""Begins the response when the query is admitted. No chunk, because benchmarks take the first for the first token."""
+
 EXTRA = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
 """Fields that are passed to the engine unchanged."""
 
@@ -80,6 +83,7 @@ class ChatRequest(BaseModel):
     min_p: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -102,7 +106,7 @@ class ChatRequest(BaseModel):
 
         :raises ConfigurationError: a value is invalid.
         """
-        fields = self.model_dump(include=SAMPLING)
+        fields = self.model_dump(include={*SAMPLING, "ignore_eos"})
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = self.max_completion_tokens
         if isinstance(self.stop, str):
@@ -139,6 +143,8 @@ def routes(service: Service) -> list[Route]:
         async def produce(write: Write) -> None:
             async with query as events:
                 async for event in events:
+                    if isinstance(event, RetrievalStarted):
+                        await write(ADMITTED)
                     for chunk in encoder.chunks(event, with_usage=with_usage):
                         await write(ServerSentEvent(encode_json(chunk)))
             await write(ServerSentEvent("[DONE]"))
@@ -200,6 +206,7 @@ class ChatEncoder:
     def __init__(self, model: str, reader: AnswerReader) -> None:
         self._common = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._reader = reader
+        self._has_begun = False
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the body of a response without a stream, after `delta` of all events; null content if only calls."""
@@ -222,19 +229,22 @@ class ChatEncoder:
         }
 
     def chunks(self, event: object, *, with_usage: bool) -> list[dict[str, Any]]:
-        """Return an event's chunks: first the role, then text and calls, last citations and wanted usage; or none."""
-        match event:
-            case RetrievalStarted():  # signals the admission of the query
-                return [self._chunk({"role": "assistant", "content": ""})]
-            case Answered(answer=answer):
-                annotations = url_citations(self._reader.text, answer.citations)
-                finish_reason = self._reader.finish_reason(answer.finish_reason)
-                last = self._chunk({"annotations": annotations} if annotations else {}, finish_reason)
-                last["streamrag"] = {"citations": encode_passages(answer)}
-                usage = {**self._chunk({}), "choices": [], "usage": encode_usage(answer)}
-                return [last, *([usage] if with_usage else [])]
+        """Return an event's chunks: the role before the first text, text and calls, last citations and wanted usage."""
+        if isinstance(event, Answered):
+            answer = event.answer
+            annotations = url_citations(self._reader.text, answer.citations)
+            finish_reason = self._reader.finish_reason(answer.finish_reason)
+            last = self._chunk({"annotations": annotations} if annotations else {}, finish_reason)
+            last["streamrag"] = {"citations": encode_passages(answer)}
+            usage = {**self._chunk({}), "choices": [], "usage": encode_usage(answer)}
+            return [*self._role(), last, *([usage] if with_usage else [])]
         delta = self.delta(event)
-        return [self._chunk(delta)] if delta else []
+        return [*self._role(), self._chunk(delta)] if delta else []
+
+    def _role(self) -> list[dict[str, Any]]:
+        """Return the chunk with the role, once."""
+        has_begun, self._has_begun = self._has_begun, True
+        return [] if has_begun else [self._chunk({"role": "assistant", "content": ""})]
 
     def delta(self, event: object) -> dict[str, Any]:
         """Return what `event` adds to the message."""
