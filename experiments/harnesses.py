@@ -12,6 +12,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from rich.table import Table
 
 from streamrag.testing import make_demo_model
 
-NUM_REQUESTS, RATE, CONCURRENCY, NUM_INPUT, NUM_OUTPUT = 24, 1, 4, 256, 32
+NUM_REQUESTS, RATE, CONCURRENCY, NUM_INPUT, NUM_OUTPUT = 20, 0.5, 4, 256, 32
 NAME = "harness-model"
 KV_BYTES = 1 << 30
 SERVERS = ("streamrag", "vllm")
@@ -151,7 +152,7 @@ def guidellm(program: str, url: str, model: Path, number: int, folder: Path) -> 
 
 
 def aiperf(program: str, url: str, model: Path, number: int, folder: Path) -> list[str]:
-    """Return the command of AIPerf."""
+    """Return the command of AIPerf. With HF_HUB_OFFLINE, it would not read a tokenizer from a folder."""
     return [
         *(program, "profile", "--model", NAME, "--tokenizer", str(model), "--url", url, "--endpoint-type", "chat"),
         *("--streaming", "--request-rate", str(RATE), "--concurrency", str(CONCURRENCY)),
@@ -168,7 +169,7 @@ def read_vllm_bench(folder: Path) -> tuple[float, ...]:
     """Return answers, mean tokens of a prompt, and the three medians."""
     found = json.loads((folder / "result.json").read_text())
     medians = (found[f"median_{name}_ms"] for name in ("ttft", "tpot", "e2el"))
-    return found["completed"], mean(found["input_lens"]), *medians
+    return found["completed"], found["total_input_tokens"] / found["completed"], *medians
 
 
 def read_guidellm(folder: Path) -> tuple[float, ...]:
@@ -222,7 +223,7 @@ def run_harness(name: str, program: str, url: str, model: Path, number: int, fol
     folder.mkdir(parents=True, exist_ok=True)
     command = HARNESSES[name][0](program, url, model, number, folder)
     with vllm_metadata() as more, (folder / "output").open("w") as output:
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(more if program == sys.executable else {})}
+        environment = {**os.environ, **(more if program == sys.executable else {})}
         subprocess.run(command, stdout=output, stderr=output, env=environment, check=True, timeout=300, cwd=folder)
     (folder / "done").touch()
 
@@ -263,6 +264,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, default=Path("bench-results/harnesses"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server is stopped too
     given = {
         "vllm bench serve": sys.executable,
         "GuideLLM": arguments.guidellm,

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
-from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -20,7 +19,7 @@ from streamrag.query.options import MAX_DRAFT, QueryOptions
 from streamrag.serve.citation_marks import url_citations
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import encode_json, read_body
-from streamrag.serve.connections.sse import Write, respond, unless_disconnected
+from streamrag.serve.connections.sse import StreamEvent, Write, respond, unless_disconnected
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.protocols.event_encoder import wait_for_answer
 from streamrag.serve.protocols.tool_calls import MAX_TOOLS, Tool, ToolCall, check_size, tool_query, uses_tools
@@ -59,8 +58,9 @@ HARMLESS = frozenset((
 ))  # fmt: skip
 """Fields that do not change the answer and are ignored."""
 
-ADMITTED = ServerSentEvent(comment="admitted")
-"""Begins the response when the query is admitted. No chunk, because benchmarks take the first for the first token."""
+ADMITTED = StreamEvent()
+"""An empty line, which begins the response when the query is admitted. `vllm bench serve` takes the first chunk for the
+first token, and does not read a stream in which a comment comes alone."""
 
 EXTRA = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
 """Fields that are passed to the engine unchanged."""
@@ -146,8 +146,8 @@ def routes(service: Service) -> list[Route]:
                     if isinstance(event, RetrievalStarted):
                         await write(ADMITTED)
                     for chunk in encoder.chunks(event, with_usage=with_usage):
-                        await write(ServerSentEvent(encode_json(chunk)))
-            await write(ServerSentEvent("[DONE]"))
+                        await write(StreamEvent(encode_json(chunk)))
+            await write(StreamEvent("[DONE]"))
 
         timeout_s = service.limits.send_timeout_s
         return await respond(request, produce, on_failure=encode_failure, send_timeout_s=timeout_s)
@@ -195,9 +195,9 @@ def check_model(service: Service, name: str | None) -> None:
         raise RequestError(message, status=404, code="model_not_found", param="model")
 
 
-def encode_failure(failure: Failure) -> Sequence[ServerSentEvent]:
+def encode_failure(failure: Failure) -> Sequence[StreamEvent]:
     """Return the last event of a failed stream, for which OpenAI's client raises APIError."""
-    return [ServerSentEvent(failure.json())]
+    return [StreamEvent(failure.json())]
 
 
 class ChatEncoder:
