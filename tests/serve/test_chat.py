@@ -14,6 +14,7 @@ from streamrag.core import AnswerChunk, BackendEvent, Prompt, SamplingParams
 from streamrag.query.options import MAX_DRAFT
 from streamrag.records import RequestRecord
 from streamrag.serve import Limits
+from streamrag.serve.connections import sse
 from streamrag.testing import ScriptedBackend
 from tests.serve.serving import CHUNKS, PARIS, Serving, serving
 
@@ -80,6 +81,20 @@ async def test_a_stream_begins_when_the_query_is_admitted_and_its_chunks_with_th
         first, second, *_ = [line async for line in lines if line.startswith("data: ")]
     assert json.loads(first[6:])["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert json.loads(second[6:])["choices"][0]["delta"] == {"content": "I"}
+
+
+async def test_a_stream_is_kept_open_by_empty_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's benchmark does not read on behind a comment."""
+    monkeypatch.setattr(sse, "PING_S", 0.01)
+    goes_on = anyio.Event()
+    async with (
+        serving([goes_on, *CHUNKS]) as served,
+        served.http.stream("POST", "/v1/chat/completions", json={"messages": QUESTION, "stream": True}) as answer,
+    ):
+        lines = answer.aiter_lines()
+        assert [await anext(lines), await anext(lines)] == ["", ""]  # it is admitted, and still waits
+        goes_on.set()
+        assert [line async for line in lines if line.startswith(":")] == []
 
 
 async def test_the_last_message_is_asked_and_the_others_are_history() -> None:

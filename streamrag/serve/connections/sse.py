@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class StreamEvent(ServerSentEvent):
-    """An event whose lines end with LF. The standard allows CRLF too, but `vllm bench serve` does not read it."""
+    """An event whose lines end with LF: `vllm bench serve` does not read CRLF. Without data, an empty line."""
 
     DEFAULT_SEPARATOR = "\n"
 
@@ -93,7 +93,8 @@ class _EventStream(EventSourceResponse):
         self._task = task
         self._events = events
         self._receive = receive
-        super().__init__(self._all(first), ping=PING_S, sep="\n", send_timeout=send_timeout_s)
+        empty_line = StreamEvent  # `vllm bench serve` does not read on behind a comment, the usual ping
+        super().__init__(self._all(first), ping=PING_S, ping_message_factory=empty_line, send_timeout=send_timeout_s)
 
     async def _all(self, first: StreamEvent) -> AsyncGenerator[StreamEvent, None]:
         yield first
