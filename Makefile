@@ -74,6 +74,9 @@ mutants: .venv/installed ## breaks the scheduler, and sessions, in one line each
 bench-serve: .venv/installed ## what HTTP costs, idle streams, goodput at twice saturation, a soak; scripted and real engine, eight minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/serve_load.py --json experiments/results/serve.json
 
+bench-harnesses: .venv/installed ## `vllm bench serve`, and GUIDELLM=PROGRAM and AIPERF=PROGRAM of other environments, against our server and vLLM's; real engine, a quarter of an hour, resumable
+	$(RUN) experiments/harnesses.py $(if $(GUIDELLM),--guidellm $(GUIDELLM)) $(if $(AIPERF),--aiperf $(AIPERF)) --json experiments/results/harnesses.json
+
 bench-attacks: .venv/installed ## what one malicious client costs all others: latency and memory beside each attack; ten minutes, on a quiet machine
 	$(RUN) -m experiments.attacks --json experiments/results/attacks.json
 

@@ -91,7 +91,7 @@ needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is no
 @needs_curl
 def test_curl_gets_a_stream_and_sigterm_ends_the_service(trace: Path) -> None:
     with running("--trace", str(trace)) as (program, url):
-        chunks = curl(f"{url}/v1/chat/completions", body=asked()).split("\n\n")
+        chunks = curl(f"{url}/v1/chat/completions", body=asked()).lstrip("\n").split("\n\n")
         assert curl(f"{url}/readyz") == "ready\n"
         assert json.loads(curl(f"{url}/v1/models"))["data"][0]["id"] == "tiny"
         assert program.end() == 0

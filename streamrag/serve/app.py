@@ -81,7 +81,8 @@ def _status_routes(service: Service) -> list[BaseRoute]:
             return PlainTextResponse("ready\n")
         return PlainTextResponse(f"not ready: {service.not_ready}\n", 503, {"retry-after": "5"})
 
-    return [Route("/healthz", healthz), Route("/readyz", readyz), Route("/v1/models", models)]
+    health = Route("/health", healthz)  # vLLM's name, which GuideLLM and others ask for
+    return [Route("/healthz", healthz), health, Route("/readyz", readyz), Route("/v1/models", models)]
 
 
 async def _respond_to_error(request: Request, error: Exception) -> Response:

@@ -14,6 +14,7 @@ from streamrag.core import AnswerChunk, BackendEvent, Prompt, SamplingParams
 from streamrag.query.options import MAX_DRAFT
 from streamrag.records import RequestRecord
 from streamrag.serve import Limits
+from streamrag.serve.connections import sse
 from streamrag.testing import ScriptedBackend
 from tests.serve.serving import CHUNKS, PARIS, Serving, serving
 
@@ -61,9 +62,39 @@ async def test_the_raw_stream_ends_with_done() -> None:
     async with serving() as served:
         answer = await served.http.post("/v1/chat/completions", json={"messages": QUESTION, "stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")
+    assert b"\r" not in answer.content  # vLLM's benchmark splits events at "\n\n"
     lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
     assert lines[-1] == "data: [DONE]"
     assert all(json.loads(line[6:])["object"] == "chat.completion.chunk" for line in lines[:-1])
+
+
+async def test_a_stream_begins_when_the_query_is_admitted_and_its_chunks_with_the_first_text() -> None:
+    """vLLM's benchmark takes the first chunk for the first token."""
+    goes_on = anyio.Event()
+    async with (
+        serving([goes_on, *CHUNKS]) as served,
+        served.http.stream("POST", "/v1/chat/completions", json={"messages": QUESTION, "stream": True}) as answer,
+    ):
+        lines = answer.aiter_lines()
+        assert await anext(lines) == ""
+        goes_on.set()
+        first, second, *_ = [line async for line in lines if line.startswith("data: ")]
+    assert json.loads(first[6:])["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert json.loads(second[6:])["choices"][0]["delta"] == {"content": "I"}
+
+
+async def test_a_stream_is_kept_open_by_empty_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's benchmark does not read on behind a comment."""
+    monkeypatch.setattr(sse, "PING_S", 0.01)
+    goes_on = anyio.Event()
+    async with (
+        serving([goes_on, *CHUNKS]) as served,
+        served.http.stream("POST", "/v1/chat/completions", json={"messages": QUESTION, "stream": True}) as answer,
+    ):
+        lines = answer.aiter_lines()
+        assert [await anext(lines), await anext(lines)] == ["", ""]  # it is admitted, and still waits
+        goes_on.set()
+        assert [line async for line in lines if line.startswith(":")] == []
 
 
 async def test_the_last_message_is_asked_and_the_others_are_history() -> None:
@@ -159,18 +190,35 @@ async def test_fields_that_change_no_answer_are_taken() -> None:
         assert answer.status_code == 200, answer.text
 
 
-async def test_biases_of_tokens_reach_the_engine() -> None:
-    class Recording(ScriptedBackend):
-        async def generate(self, prompts, params):  # type: ignore[no-untyped-def, override]
-            seen.append(params.extra)
-            async for event in super().generate(prompts, params):
-                yield event
+class RecordingBackend(ScriptedBackend):
+    """Records the sampling parameters of each query."""
 
-    seen: list[object] = []
-    async with serving(backend=Recording()) as served, client_of(served) as client:
+    def __init__(self) -> None:
+        super().__init__()
+        self.params: list[SamplingParams] = []
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        self.params.append(params)
+        async for event in super().generate(prompts, params):
+            yield event
+
+
+async def test_biases_of_tokens_reach_the_engine() -> None:
+    async with serving(backend=RecordingBackend()) as served, client_of(served) as client:
         for bias in ({"5": -100, "7": 1.5}, {}):
             await client.chat.completions.create(model="scripted", messages=QUESTION, logit_bias=bias)
-    assert seen == [{"logit_bias": {5: -100.0, 7: 1.5}}, {"logit_bias": {}}]
+    assert [params.extra for params in served.backend.params] == [
+        {"logit_bias": {5: -100.0, 7: 1.5}},
+        {"logit_bias": {}},
+    ]
+
+
+async def test_benchmarks_may_ask_for_answers_of_one_length() -> None:
+    async with serving(backend=RecordingBackend()) as served:
+        for more in ({"ignore_eos": True, "stop": None}, {"ignore_eos": False}, {}):
+            answer = await served.http.post("/v1/chat/completions", json={"messages": QUESTION, **more})
+            assert answer.status_code == 200
+    assert [params.ignore_eos for params in served.backend.params] == [True, False, False]
 
 
 async def test_an_error_is_a_status_or_stands_in_the_stream() -> None:

@@ -1,7 +1,6 @@
 """The service behind a real nginx, with the configuration that `deploy/` has: nothing is held back."""
 
 import asyncio
-import json
 import os
 import re
 import shutil
@@ -79,8 +78,7 @@ async def test_events_pass_while_the_answer_is_still_to_come(tmp_path: Path) -> 
         async with client.stream("POST", "/v1/chat/completions", json=QUESTION) as answer:
             assert answer.status_code == 200
             lines = answer.aiter_lines()
-            first = json.loads((await anext(lines)).removeprefix("data: "))
-            assert first["choices"][0]["delta"]["role"] == "assistant"
+            assert await anext(lines) == ""
             assert served.service.queries  # retrieval has not ended, and this has come through
             goes_on.set()
             assert [line async for line in lines if line][-1] == "data: [DONE]"

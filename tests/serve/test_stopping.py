@@ -192,7 +192,7 @@ async def test_an_engine_that_cannot_be_started_again_ends_the_service(
         backend.start = fails  # type: ignore[method-assign]
         backend.died.set()
         await served.service.dead.wait()
-        assert (await served.http.get("/healthz")).status_code == 503
+        assert [(await served.http.get(path)).status_code for path in ("/healthz", "/health")] == [503, 503]
         answer = await served.http.post("/v1/ask", json={"question": "What?"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
     assert [record.getMessage() for record in caplog.records if record.name == "streamrag.serve"] == [

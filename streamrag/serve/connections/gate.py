@@ -23,7 +23,7 @@ from streamrag.serve.open_queries import Caller
 
 CALLER = "streamrag.caller"  # key of the `Caller` in a request's scope
 
-OPEN_PATHS = frozenset({"/", "/healthz", "/readyz"})
+OPEN_PATHS = frozenset({"/", "/health", "/healthz", "/readyz"})
 """Paths that need no key, for load balancers and for browsers without one. Paths below /page/ need none either."""
 
 SUBPROTOCOL = "streamrag"

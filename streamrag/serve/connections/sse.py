@@ -24,9 +24,16 @@ PING_S = 15
 
 T = TypeVar("T")
 
-Write: TypeAlias = Callable[[ServerSentEvent], Awaitable[None]]
+
+class StreamEvent(ServerSentEvent):
+    """An event whose lines end with LF: `vllm bench serve` does not read CRLF. Without data, an empty line."""
+
+    DEFAULT_SEPARATOR = "\n"
+
+
+Write: TypeAlias = Callable[[StreamEvent], Awaitable[None]]
 Produce: TypeAlias = Callable[[Write], Awaitable[None]]
-OnFailure: TypeAlias = Callable[[Failure], Sequence[ServerSentEvent]]
+OnFailure: TypeAlias = Callable[[Failure], Sequence[StreamEvent]]
 
 
 async def respond(
@@ -40,7 +47,7 @@ async def respond(
     ClientDisconnect is raised here. `receive`, by default the request's own, is an ASGI `receive` that reports that the
     client has left.
     """
-    send, events = anyio.create_memory_object_stream[ServerSentEvent](MAX_UNSENT)
+    send, events = anyio.create_memory_object_stream[StreamEvent](MAX_UNSENT)
     has_begun = False
 
     async def work() -> None:
@@ -54,7 +61,7 @@ async def respond(
                         await send.send(event)
                 raise
 
-    async def first_event() -> ServerSentEvent:
+    async def first_event() -> StreamEvent:
         try:
             return await events.receive()
         except anyio.EndOfStream:
@@ -77,8 +84,8 @@ class _EventStream(EventSourceResponse):
 
     def __init__(
         self,
-        first: ServerSentEvent,
-        events: MemoryObjectReceiveStream[ServerSentEvent],
+        first: StreamEvent,
+        events: MemoryObjectReceiveStream[StreamEvent],
         task: "asyncio.Task[None]",
         receive: Receive | None,
         send_timeout_s: float,
@@ -86,9 +93,10 @@ class _EventStream(EventSourceResponse):
         self._task = task
         self._events = events
         self._receive = receive
-        super().__init__(self._all(first), ping=PING_S, sep="\n", send_timeout=send_timeout_s)
+        empty_line = StreamEvent  # `vllm bench serve` does not read on behind a comment, the usual ping
+        super().__init__(self._all(first), ping=PING_S, ping_message_factory=empty_line, send_timeout=send_timeout_s)
 
-    async def _all(self, first: ServerSentEvent) -> AsyncGenerator[ServerSentEvent, None]:
+    async def _all(self, first: StreamEvent) -> AsyncGenerator[StreamEvent, None]:
         yield first
         async for event in self._events:
             yield event

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
-from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -20,7 +19,7 @@ from streamrag.query.options import MAX_DRAFT, QueryOptions
 from streamrag.serve.citation_marks import url_citations
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import encode_json, read_body
-from streamrag.serve.connections.sse import Write, respond, unless_disconnected
+from streamrag.serve.connections.sse import StreamEvent, Write, respond, unless_disconnected
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.protocols.event_encoder import wait_for_answer
 from streamrag.serve.protocols.tool_calls import MAX_TOOLS, Tool, ToolCall, check_size, tool_query, uses_tools
@@ -59,6 +58,10 @@ HARMLESS = frozenset((
 ))  # fmt: skip
 """Fields that do not change the answer and are ignored."""
 
+ADMITTED = StreamEvent()
+"""An empty line, which begins the response when the query is admitted. `vllm bench serve` takes the first chunk for the
+first token, and does not read a stream in which a comment comes alone."""
+
 EXTRA = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
 """Fields that are passed to the engine unchanged."""
 
@@ -80,6 +83,7 @@ class ChatRequest(BaseModel):
     min_p: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -102,7 +106,7 @@ class ChatRequest(BaseModel):
 
         :raises ConfigurationError: a value is invalid.
         """
-        fields = self.model_dump(include=SAMPLING)
+        fields = self.model_dump(include={*SAMPLING, "ignore_eos"})
         if self.max_completion_tokens is not None:
             fields["max_tokens"] = self.max_completion_tokens
         if isinstance(self.stop, str):
@@ -139,9 +143,11 @@ def routes(service: Service) -> list[Route]:
         async def produce(write: Write) -> None:
             async with query as events:
                 async for event in events:
+                    if isinstance(event, RetrievalStarted):
+                        await write(ADMITTED)
                     for chunk in encoder.chunks(event, with_usage=with_usage):
-                        await write(ServerSentEvent(encode_json(chunk)))
-            await write(ServerSentEvent("[DONE]"))
+                        await write(StreamEvent(encode_json(chunk)))
+            await write(StreamEvent("[DONE]"))
 
         timeout_s = service.limits.send_timeout_s
         return await respond(request, produce, on_failure=encode_failure, send_timeout_s=timeout_s)
@@ -189,9 +195,9 @@ def check_model(service: Service, name: str | None) -> None:
         raise RequestError(message, status=404, code="model_not_found", param="model")
 
 
-def encode_failure(failure: Failure) -> Sequence[ServerSentEvent]:
+def encode_failure(failure: Failure) -> Sequence[StreamEvent]:
     """Return the last event of a failed stream, for which OpenAI's client raises APIError."""
-    return [ServerSentEvent(failure.json())]
+    return [StreamEvent(failure.json())]
 
 
 class ChatEncoder:
@@ -200,6 +206,7 @@ class ChatEncoder:
     def __init__(self, model: str, reader: AnswerReader) -> None:
         self._common = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._reader = reader
+        self._has_begun = False
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the body of a response without a stream, after `delta` of all events; null content if only calls."""
@@ -222,19 +229,22 @@ class ChatEncoder:
         }
 
     def chunks(self, event: object, *, with_usage: bool) -> list[dict[str, Any]]:
-        """Return an event's chunks: first the role, then text and calls, last citations and wanted usage; or none."""
-        match event:
-            case RetrievalStarted():  # signals the admission of the query
-                return [self._chunk({"role": "assistant", "content": ""})]
-            case Answered(answer=answer):
-                annotations = url_citations(self._reader.text, answer.citations)
-                finish_reason = self._reader.finish_reason(answer.finish_reason)
-                last = self._chunk({"annotations": annotations} if annotations else {}, finish_reason)
-                last["streamrag"] = {"citations": encode_passages(answer)}
-                usage = {**self._chunk({}), "choices": [], "usage": encode_usage(answer)}
-                return [last, *([usage] if with_usage else [])]
+        """Return an event's chunks: the role before the first text, text and calls, last citations and wanted usage."""
+        if isinstance(event, Answered):
+            answer = event.answer
+            annotations = url_citations(self._reader.text, answer.citations)
+            finish_reason = self._reader.finish_reason(answer.finish_reason)
+            last = self._chunk({"annotations": annotations} if annotations else {}, finish_reason)
+            last["streamrag"] = {"citations": encode_passages(answer)}
+            usage = {**self._chunk({}), "choices": [], "usage": encode_usage(answer)}
+            return [*self._role(), last, *([usage] if with_usage else [])]
         delta = self.delta(event)
-        return [self._chunk(delta)] if delta else []
+        return [*self._role(), self._chunk(delta)] if delta else []
+
+    def _role(self) -> list[dict[str, Any]]:
+        """Return the chunk with the role, once."""
+        has_begun, self._has_begun = self._has_begun, True
+        return [] if has_begun else [self._chunk({"role": "assistant", "content": ""})]
 
     def delta(self, event: object) -> dict[str, Any]:
         """Return what `event` adds to the message."""

@@ -12,14 +12,13 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, replace
 from typing import Any
 
-from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
 from streamrag.core import Chunk
 from streamrag.serve.connections.json_body import encode_json
-from streamrag.serve.connections.sse import Produce, Write, respond
+from streamrag.serve.connections.sse import Produce, StreamEvent, Write, respond
 from streamrag.serve.failures import Failure, failure_of
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer, Answered, ContextChanged, DraftChanged, QueryEvent, SourceFailed
@@ -39,9 +38,9 @@ async def write_events(write: Write, events: AsyncIterator[QueryEvent]) -> None:
             context = event.chunks
 
 
-def encode_sse(event: QueryEvent, context: tuple[Chunk, ...] = ()) -> ServerSentEvent:
+def encode_sse(event: QueryEvent, context: tuple[Chunk, ...] = ()) -> StreamEvent:
     """Return an event as SSE; `context` is the one before it."""
-    return ServerSentEvent(encode_json(event_values(event, context)), event=event_name(event))
+    return StreamEvent(encode_json(event_values(event, context)), event=event_name(event))
 
 
 def event_name(event: QueryEvent) -> str:
@@ -97,9 +96,9 @@ def _num_shared(one: Sequence[Chunk], other: Sequence[Chunk]) -> int:
     return next(differ, min(len(one), len(other)))
 
 
-def encode_failure(failure: Failure) -> Sequence[ServerSentEvent]:
+def encode_failure(failure: Failure) -> Sequence[StreamEvent]:
     """Return the event `error` that ends a failed stream."""
-    return [ServerSentEvent(failure.json(), event="error")]
+    return [StreamEvent(failure.json(), event="error")]
 
 
 async def respond_with_events(
