@@ -5,9 +5,9 @@ import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from streamrag.backends.ray.replica_chooser import ReplicaCandidate, ReplicaChooser
-from streamrag.backends.vllm import VllmBackend
 from streamrag.core import Prompt
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError
 from streamrag.routing import Router
@@ -22,7 +22,7 @@ class LaneSeat:
     """The place of a query in a lane, until `Lanes.leave`."""
 
     lane: str
-    backend: VllmBackend
+    backend: Any
     query_id: str
 
 
@@ -30,10 +30,10 @@ class Lanes:
     """The lanes of one kind.
 
     lanes: the engines by name.
-    max_open: most queries in a lane at a time.
+    max_open: most queries in a lane at a time, or in each of its replicas.
     """
 
-    def __init__(self, lanes: Mapping[str, VllmBackend], router: Router, *, max_open: int) -> None:
+    def __init__(self, lanes: Mapping[str, Any], router: Router, *, max_open: int) -> None:
         self._lanes = dict(lanes)
         self._max_open = max_open
         self._chooser = ReplicaChooser(router, clock=monotonic)
@@ -88,7 +88,7 @@ class Lanes:
     def _take(self, prompt: Prompt) -> LaneSeat | None:
         """Take a seat in the best lane that has room. Lanes that are not candidates are forgotten by the router."""
         try:
-            candidates = [ReplicaCandidate(name, self._max_open, {}) for name in self.alive()]
+            candidates = [self._candidate(name) for name in self.alive()]
         except EngineDeadError as error:
             raise BackendError(f"no lane is left: {error}") from None
         query_id = uuid.uuid4().hex
@@ -98,8 +98,15 @@ class Lanes:
             return None
         return LaneSeat(ranked[0], self._lanes[ranked[0]], query_id)
 
+    def _candidate(self, name: str) -> ReplicaCandidate:
+        num_replicas = getattr(self._lanes[name], "num_replicas", None)  # of a lane on Ray
+        if num_replicas is None:
+            return ReplicaCandidate(name, self._max_open, {})
+        # A report is taken over if its time is another one.
+        return ReplicaCandidate(name, self._max_open * num_replicas, {"told_s": num_replicas})
 
-def _death(backend: VllmBackend) -> BackendError | None:
+
+def _death(backend: Any) -> BackendError | None:
     """Return why the engine does not run; None if it does."""
     try:
         backend.check_health()

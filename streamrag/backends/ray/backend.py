@@ -1,7 +1,7 @@
 """A backend of engines in replicas on Ray Serve."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
@@ -26,6 +26,20 @@ class Connects(Protocol):
 
     async def aclose(self) -> None:
         """Free what `start` has taken."""
+
+
+class Attached:
+    """Replicas that are deployed by something else, which outlive the connection."""
+
+    def __init__(self, handle: DeploymentHandle | None = None) -> None:
+        self.handle = handle
+
+    async def start(self, progress: Progress) -> DeploymentHandle:
+        """Return the handle at once: the replicas are already running."""
+        return self.handle
+
+    async def aclose(self) -> None:
+        """Leave the replicas running."""
 
 
 @asynccontextmanager
@@ -64,6 +78,7 @@ class RayBackend:
         self._make_tokenizer = make_tokenizer
         self._chooser = ReplicaChooser(router, clock=monotonic)
         self._max_replays = max_replays
+        self.lane_facts: Mapping[str, str] = {}  # of the engines, if they are lanes
         self._streams: ReplicaStreams | None = None
         self._touching: asyncio.Task[None] | None = None
         self._info: ModelInfo | None = None
@@ -100,6 +115,7 @@ class RayBackend:
             breaks_look_alikes=facts.breaks_look_alikes,
             verifies_drafts=facts.verifies_drafts,
         )
+        self.lane_facts = facts.lane_facts
         self._streams = ReplicaStreams(replicas, self._chooser, max_replays=self._max_replays)
         self._touching = asyncio.create_task(self._streams.touch_forever(), name="streamrag heartbeat to replicas")
 

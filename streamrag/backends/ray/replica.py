@@ -1,7 +1,7 @@
 """A replica: an engine, its open streams, and its reports."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
@@ -31,6 +31,7 @@ class ModelFacts:
     is_exact: bool
     breaks_look_alikes: bool
     verifies_drafts: bool
+    lane_facts: Mapping[str, str]  # of a lane's engine; else empty
 
 
 class PromptFeed:
@@ -229,9 +230,8 @@ class EngineReplica:
     def facts(self) -> ModelFacts:
         """Return the facts about the backend's model."""
         model = self._backend.model
-        return ModelFacts(
-            model.name, model.max_model_len, model.is_exact, model.breaks_look_alikes, model.verifies_drafts
-        )
+        of_model = model.name, model.max_model_len, model.is_exact, model.breaks_look_alikes, model.verifies_drafts
+        return ModelFacts(*of_model, getattr(self._backend, "lane_facts", {}))
 
     @property
     def num_open(self) -> int:
