@@ -43,7 +43,7 @@ class RayLane(RayBackend):
 class RayLanesBackend(LanesBackend):
     """Prefill and decode lanes in replicas on Ray Serve.
 
-    cluster: the replicas, such as those of `deployment.lanes`.
+    cluster: the replicas, such as those of `deployment.lane_engines`.
     make_tokenizer: creates the model's tokenizer, in a thread of this process.
     router: how the replica of a query is chosen, of either kind.
     max_open: most queries in a decode replica at a time. Further ones wait in their prefill replicas.

@@ -93,7 +93,7 @@ class RayBackend:
     @property
     def counts(self) -> Counts:
         """Counts of the outcomes of queries since the start."""
-        return self._require_streams().counts
+        return self.streams.counts
 
     async def start(self, progress: Progress) -> None:
         """Start the replicas, or connect to them, get the facts of the model, and start the heartbeats. Sets `model`.
@@ -134,11 +134,13 @@ class RayBackend:
         :raises BackendError: the replica was lost after the first output, or too many were lost before.
         :raises StreamRagError: as the engine's own backend does.
         """
-        async with aclosing(self._require_streams().generate(prompts, params)) as events:
+        async with aclosing(self.streams.generate(prompts, params)) as events:
             async for event in events:
                 yield event
 
-    def _require_streams(self) -> ReplicaStreams:
+    @property
+    def streams(self) -> ReplicaStreams:
+        """Streams in the running replicas; raises BackendError before the start."""
         if self._streams is None:
             raise BackendError("the replicas are not running: they were closed, or not started")
         return self._streams

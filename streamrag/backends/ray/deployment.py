@@ -127,7 +127,9 @@ def engines(
     return deployed.bind(make_backend, options.max_open, *beside)
 
 
-def lanes(make_prefill: MakeBackend, make_decode: MakeBackend, prefill: ReplicaOptions, decode: ReplicaOptions) -> Any:
+def lane_engines(
+    make_prefill: MakeBackend, make_decode: MakeBackend, prefill: ReplicaOptions, decode: ReplicaOptions
+) -> Any:
     """Return the application of prefill lanes, and of decode lanes beside them. Each kind has its own options."""
     return engines(make_prefill, prefill, name=PREFILL, beside=[engines(make_decode, decode, name=DECODE)])
 

@@ -121,12 +121,14 @@ def make_replicated(
 
 def make_engines(model: ModelSettings, engine: EngineSettings, replicas: ReplicaSettings) -> Any:
     """Return the engines as a Ray Serve application: of one kind, or prefill and decode lanes."""
-    from streamrag.backends.ray.deployment import engines, lanes
+    from streamrag.backends.ray.deployment import engines, lane_engines
 
     if not replicas.decode:
         return engines(partial(make_backend, model, engine), replica_options(replicas))
     make = partial(make_replica_lane, model, engine)
-    return lanes(partial(make, "prefill"), partial(make, "decode"), replica_options(replicas), decode_options(replicas))
+    return lane_engines(
+        partial(make, "prefill"), partial(make, "decode"), replica_options(replicas), decode_options(replicas)
+    )
 
 
 def replica_options(replicas: ReplicaSettings) -> ReplicaOptions:

@@ -179,7 +179,7 @@ async def test_queries_wait_with_open_prompts_for_decode_replicas_and_more_of_th
         await until(lambda: sum(len(engine.prompts) for engine in decode.values()) == 5)
         await asyncio.sleep(0.05)
         assert num_complete() == 1 + 4
-        assert sum(len(engine.prompts) for engine in prefill.values()) >= 2 * 5 + 2
+        assert sum(engine.prompts.count(("hold", False)) for engine in prefill.values()) >= 2
         for engine in decode.values():
             engine.goes_on.set()
         assert await asyncio.gather(*asking) == [ANSWER] * 6

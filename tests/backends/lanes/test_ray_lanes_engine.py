@@ -22,7 +22,7 @@ from streamrag.backends.lanes.backend import KvTransfer
 from streamrag.backends.lanes.ray_backend import RayLanesBackend
 from streamrag.backends.lanes.replica_engines import PrefillEngine
 from streamrag.backends.ray.cluster import Cluster
-from streamrag.backends.ray.deployment import lanes
+from streamrag.backends.ray.deployment import lane_engines
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.core import AnswerChunk, Prompt, SamplingParams
@@ -55,7 +55,7 @@ async def backend(environment: None, tmp_path_factory: pytest.TempPathFactory) -
     )
     shared: dict[str, Any] = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": 1 << 26}
     app = partial(
-        lanes,
+        lane_engines,
         partial(PrefillEngine, model, lane="prefill", **shared),
         partial(CountedDecodeEngine, model, lane="decode", collect_stats=True, **shared),
         OPTIONS,

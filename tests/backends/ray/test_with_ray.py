@@ -27,7 +27,7 @@ from streamrag import Chunk, Pipeline
 from streamrag.backends.lanes.ray_backend import RayLanesBackend
 from streamrag.backends.ray import RayBackend
 from streamrag.backends.ray.cluster import Cluster
-from streamrag.backends.ray.deployment import engines, lanes
+from streamrag.backends.ray.deployment import engines, lane_engines
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.ray.source import RaySource
 from streamrag.backends.tokenizer import CodePointTokenizer
@@ -244,13 +244,13 @@ async def test_rays_own_routers_send_prompts_to_the_replica_that_has_the_stream(
     # A name of its own: Serve's client keeps the handle, and so the router, of an application of the same name.
     other = await start(Cluster(partial(engines, Engine, replace(OPTIONS, num_cpus=0.1), router), app_name=name))
     assert await asyncio.gather(*[ask(other, "W", "Why", "Why?") for _ in range(8)]) == ["An answer."] * 8
-    replicas = other._require_streams().replicas
+    replicas = other.streams.replicas
     assert type(replicas._opening._router._asyncio_router.request_router).__name__ == name  # type: ignore[attr-defined]
     async with aclosing(other.generate(after(growing("endless")), SamplingParams())) as events:
         async for event in events:
             if isinstance(event, AnswerChunk):
                 break
-        await other._require_streams().touch()  # what names no replica would raise, and Serve never answer it
+        await other.streams.touch()  # what names no replica would raise, and Serve never answer it
     await other.aclose()
 
 
@@ -290,7 +290,7 @@ def process_of(app: str, deployment: str) -> int:
 
 async def test_a_decode_lane_that_is_killed_is_replaced_beside_prefill_lanes_that_go_on(backend: RayBackend) -> None:
     options = replace(OPTIONS, number=1, num_cpus=0.1, queued_tokens=None)
-    app = Cluster(partial(lanes, Prefill, Decode, options, options), app_name="lanes")
+    app = Cluster(partial(lane_engines, Prefill, Decode, options, options), app_name="lanes")
     other = RayLanesBackend(app, make_tokenizer=CodePointTokenizer, router="soonest")
     await other.start(lambda line: None)
 
