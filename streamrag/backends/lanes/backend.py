@@ -102,7 +102,8 @@ class LanesBackend:
     @property
     def model(self) -> ModelInfo:
         """The model of all lanes; raises BackendError before the start."""
-        return self._backends["prefill-0"].model
+        model: ModelInfo = self._backends["prefill-0"].model
+        return model
 
     @started_once
     async def start(self, progress: Progress) -> None:

@@ -138,8 +138,8 @@ def replica_options(replicas: ReplicaSettings) -> ReplicaOptions:
 
 def decode_options(replicas: ReplicaSettings) -> ReplicaOptions:
     """Return the options of decode lanes: those of the others, but for their number and by which load it changes."""
-    options = {"number": replicas.decode, "min_number": None, "max_number": replicas.max_decode, "queued_tokens": None}
-    return replace(replica_options(replicas), **options)
+    options, number = replica_options(replicas), replicas.decode
+    return replace(options, number=number, min_number=None, max_number=replicas.max_decode, queued_tokens=None)
 
 
 def make_pooled(source: SourceSettings, replicas: ReplicaSettings, *, name: str = "streamrag") -> Source:
