@@ -11,17 +11,16 @@ There is a single front, because sessions, limits and the router's state live in
 
 import logging
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from streamrag.backends.ray.backend import Attached
 from streamrag.backends.ray.deployment import bind_to_node_address, engines
 from streamrag.backends.ray.replica import MakeBackend
 from streamrag.backends.ray.source import RaySource
-from streamrag.core import Progress
 from streamrag.errors import ConfigurationError
 from streamrag.serve.app import create_app
 from streamrag.serve.config import factories
@@ -33,20 +32,6 @@ from streamrag.serve.config.source_factory import make_source
 from streamrag.serve.connections.gate import Gate
 
 log = logging.getLogger("streamrag.serve")
-
-
-class Attached:
-    """Replicas that are deployed with the service and outlive it. See `backends.ray.backend.Connects`."""
-
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._handle = handle
-
-    async def start(self, progress: Progress) -> DeploymentHandle:
-        """Return the handle at once: the replicas are already running."""
-        return self._handle
-
-    async def aclose(self) -> None:
-        """Leave the replicas running."""
 
 
 class Front:
@@ -97,8 +82,10 @@ def application(settings: Settings, *, make_engine: MakeBackend | None = None) -
     replicas, limits = settings.replicas, settings.limits
     if not replicas.number:
         raise ConfigurationError("replicas.number=0: a Ray Serve application needs at least one engine")
-    make_engine = make_engine or partial(factories.make_backend, settings.model, settings.engine)
-    parts = [engines(make_engine, factories.replica_options(replicas))]
+    if make_engine is None:
+        parts = [factories.make_engines(settings.model, settings.engine, replicas)]
+    else:
+        parts = [engines(make_engine, factories.replica_options(replicas))]
     if replicas.sources:
         parts.append(factories.make_sources(settings.source, replicas))
     front = serve.deployment(

@@ -6,7 +6,7 @@
     decode lane                                      [───▶ AnswerChunk, AnswerChunk, ...
 
 A query for which no decode lane has room waits with its prompt still open: its KV stays in the prefill lane, which may
-evict it, and no lease runs. A lane that dies is not used again until the backend is restarted.
+evict it, and no lease runs. A lane that dies is not used again until the backend is restarted; on Ray, it is replaced.
 """
 
 import asyncio
@@ -16,13 +16,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 
 from streamrag.backends.lanes.lane_choice import Lanes, LaneSeat, check_same
-from streamrag.backends.ray.replica_streams import NewestPrompt
-from streamrag.backends.vllm import VllmBackend
+from streamrag.backends.ray.replica_streams import NewestPrompt, ReplicaLostError
 from streamrag.backends.vllm.client.lane_engine import LEASE_S
 from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStream
@@ -36,6 +35,12 @@ from streamrag.support.tasks import cancel_and_wait, run_shielded
 from streamrag.support.validation import Count, CountOrZero, Seconds, validated
 
 log = logging.getLogger("streamrag.lanes")
+
+if TYPE_CHECKING:
+    from streamrag.backends.lanes.replica_engines import PrefillEnd
+
+Answer: TypeAlias = Callable[["TokenStream | PrefillEnd"], AsyncGenerator[AnswerChunk, None]]
+"""Answers a prompt whose prefill has ended."""
 
 LATEST_S = LEASE_S / 2
 """Seconds after the end of a prefill in which its KV may be fetched: the decode lane must extend the lease in time."""
@@ -89,7 +94,7 @@ class LanesBackend:
         max_replays: CountOrZero = 3,
     ) -> None:
         make_router(router)  # raises for a name that does not exist
-        self._backends: dict[str, VllmBackend] = {}
+        self._backends: dict[str, Any] = {}
         for kind, backends in (("prefill", prefill), ("decode", decode)):
             if not backends or any(getattr(backend, "lane", None) != kind for backend in backends):
                 raise ConfigurationError(f'{kind}={backends!r} must be one or more VllmBackend(lane="{kind}")')
@@ -106,7 +111,8 @@ class LanesBackend:
     @property
     def model(self) -> ModelInfo:
         """The model of all lanes; raises BackendError before the start."""
-        return self._backends["prefill-0"].model
+        model: ModelInfo = self._backends["prefill-0"].model
+        return model
 
     @started_once
     async def start(self, progress: Progress) -> None:
@@ -165,7 +171,7 @@ class LanesBackend:
         num_shown = num_lost = 0
         async with aclosing(NewestPrompt(prompts)) as newest:
             while True:
-                attempt = _Attempt(prefill, decode, newest, params, self.on_transfer, self._max_fetch_s)
+                attempt = _Attempt(prefill, decode, newest, params, self._compute, self.on_transfer, self._max_fetch_s)
                 try:
                     async with aclosing(_read_ahead(attempt.events())) as events:
                         async for event in events:
@@ -180,6 +186,15 @@ class LanesBackend:
                     if num_lost > self._max_replays:
                         raise BackendError(f"{num_lost} lanes were lost, one after another: {error}") from None
 
+    def _compute(
+        self, lane: Any, first: Prompt, prompts: AsyncIterator[Prompt], params: SamplingParams, answer: Answer
+    ) -> AsyncGenerator[BackendEvent, None]:
+        """Compute prompts in a prefill lane, and yield how far the newest is prefilled, then the answer.
+
+        first: the query's first prompt, which may be known before `prompts` yields it.
+        """
+        return stream_then_generate(prompts, lane.streams, params, answer)
+
 
 class _Attempt:
     """An attempt to answer a query, in one prefill lane and one decode lane."""
@@ -190,6 +205,7 @@ class _Attempt:
         decode: Lanes,
         newest: NewestPrompt,
         params: SamplingParams,
+        compute: Callable[..., AsyncGenerator[BackendEvent, None]],
         on_transfer: Callable[[KvTransfer], None],
         max_fetch_s: float,
     ) -> None:
@@ -197,6 +213,7 @@ class _Attempt:
         self._decode = decode
         self._newest = newest
         self._params = params
+        self._compute = compute
         self._on_transfer = on_transfer
         self._max_fetch_s = max_fetch_s
         self._prefill_seat: LaneSeat | None = None
@@ -238,16 +255,17 @@ class _Attempt:
 
     async def _answer_both(self, prompts: AsyncIterator[Prompt]) -> AsyncGenerator[BackendEvent, None]:
         """Compute the prompts in a prefill lane, and answer the complete one in a decode lane."""
-        self._prefill_seat = seat = await self._prefill.take(await self._newest.after(0))
+        first = await self._newest.after(0)
+        self._prefill_seat = seat = await self._prefill.take(first)
         params = SamplingParams(max_tokens=1, extra={"extra_args": TO_SEND})
         try:
             answer = partial(self._answer, seat)
-            async with aclosing(stream_then_generate(prompts, seat.backend.streams, params, answer)) as events:
+            async with aclosing(self._compute(seat.backend, first, prompts, params, answer)) as events:
                 async for event in events:
                     if isinstance(event, Prefilled):
                         self._record_prefill(seat, event.num_tokens)
                     yield event
-        except EngineDeadError as error:
+        except (EngineDeadError, ReplicaLostError) as error:
             raise LaneLostError(f"{seat.lane} was lost: {error}") from None
 
     def _record_prefill(self, seat: LaneSeat, num_tokens: int) -> None:
@@ -264,7 +282,7 @@ class _Attempt:
                     async for chunk in chunks:
                         yield chunk
 
-    async def _answer(self, prefill: LaneSeat, stream: TokenStream) -> AsyncGenerator[AnswerChunk, None]:
+    async def _answer(self, prefill: LaneSeat, stream: "TokenStream | PrefillEnd") -> AsyncGenerator[AnswerChunk, None]:
         """Yield the answer to a computed prompt from the decode lane, which fetches its KV, or computes the prompt too
         if the KV may be gone soon or does not come. Raise LaneLostError if the decode lane dies."""
         assert stream.record is not None
@@ -322,10 +340,10 @@ class _Attempt:
                             self._decode.computed(seat, prompt)
                             self._leave_prefill()
                         yield event
-        except EngineDeadError as error:
+        except (EngineDeadError, ReplicaLostError) as error:
             raise LaneLostError(f"{seat.lane} was lost: {error}") from None
 
-    def _report(self, prefill: LaneSeat, stream: TokenStream, seconds: float) -> None:
+    def _report(self, prefill: LaneSeat, stream: "TokenStream | PrefillEnd", seconds: float) -> None:
         assert self._decode_seat is not None
         num_blocks = sum(len(group) for group in stream.kv_transfer.get("remote_block_ids", ()))
         self._on_transfer(KvTransfer(prefill.lane, self._decode_seat.lane, len(stream.token_ids), num_blocks, seconds))

@@ -3,13 +3,13 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from streamrag.backends.lanes.kv_promises import KvPromises
 from streamrag.backends.ray.replica_chooser import ReplicaCandidate, ReplicaChooser
-from streamrag.backends.vllm import VllmBackend
 from streamrag.core import Prompt
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError
 from streamrag.routing import Router
@@ -25,7 +25,7 @@ class LaneSeat:
     """The place of a query in a lane, until `Lanes.leave`."""
 
     lane: str
-    backend: VllmBackend
+    backend: Any
     query_id: str
 
 
@@ -33,10 +33,11 @@ class Lanes:
     """The lanes of one kind.
 
     lanes: the engines, which run, by name.
-    max_open: most queries in a lane at a time; None for lanes with any number of queries, whatever KV these need.
+    max_open: most queries in a lane at a time, or in each of its replicas; None for lanes with any number of queries,
+        whatever KV these need.
     """
 
-    def __init__(self, lanes: Mapping[str, VllmBackend], router: Router, *, max_open: int | None) -> None:
+    def __init__(self, lanes: Mapping[str, Any], router: Router, *, max_open: int | None) -> None:
         self._lanes = dict(lanes)
         self._max_open = max_open or 1 << 30
         facts = {name: lane.lane_facts for name, lane in lanes.items()}
@@ -96,10 +97,9 @@ class Lanes:
         """Take a seat in the best lane that has room. Lanes that are not candidates are forgotten by the router."""
         query_id, keys = uuid.uuid4().hex, self._keys(prompt.token_ids)
         try:
-            rooms = {name: self._promises[name].has_room(keys) for name in self.alive()}
+            candidates = [self._candidate(name, keys) for name in self.alive()]
         except EngineDeadError as error:
             raise BackendError(f"no lane is left: {error}") from None
-        candidates = [ReplicaCandidate(name, self._max_open, {}, has_room=has_room) for name, has_room in rooms.items()]
         ranked = self._chooser.ticket(query_id, prompt).rank(candidates)
         if not ranked:
             self._chooser.ended(query_id)
@@ -107,8 +107,18 @@ class Lanes:
         self._promises[ranked[0]].add(query_id, keys)
         return LaneSeat(ranked[0], self._lanes[ranked[0]], query_id)
 
+    def _candidate(self, name: str, keys: Sequence[int]) -> ReplicaCandidate:
+        """Return the lane as a candidate for a prompt of full blocks with these keys."""
+        has_room = self._promises[name].has_room(keys)
+        num_replicas = getattr(self._lanes[name], "num_replicas", None)  # of a lane on Ray
+        if num_replicas is None:
+            return ReplicaCandidate(name, self._max_open, {}, has_room=has_room)
+        # A report is taken over if its time is another one.
+        stats = {"told_s": num_replicas}
+        return ReplicaCandidate(name, self._max_open * num_replicas, stats, has_room=has_room)
 
-def _death(backend: VllmBackend) -> BackendError | None:
+
+def _death(backend: Any) -> BackendError | None:
     """Return why the engine does not run; None if it does."""
     try:
         backend.check_health()

@@ -11,6 +11,7 @@ from ray.serve.handle import DeploymentHandle
 from streamrag.backends.ray.connection import RayReplicas
 from streamrag.backends.ray.replica_chooser import ReplicaChooser
 from streamrag.backends.ray.replica_streams import Counts, ReplicaLostError, ReplicaStreams
+from streamrag.backends.vllm.client.lane_engine import NO_LANE
 from streamrag.core import BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.errors import BackendError
 from streamrag.routing import Router
@@ -26,6 +27,20 @@ class Connects(Protocol):
 
     async def aclose(self) -> None:
         """Free what `start` has taken."""
+
+
+class Attached:
+    """Replicas that are deployed by something else, which outlive the connection."""
+
+    def __init__(self, handle: DeploymentHandle | None = None) -> None:
+        self.handle = handle
+
+    async def start(self, progress: Progress) -> DeploymentHandle:
+        """Return the handle at once: the replicas are already running."""
+        return self.handle
+
+    async def aclose(self) -> None:
+        """Leave the replicas running."""
 
 
 @asynccontextmanager
@@ -64,6 +79,7 @@ class RayBackend:
         self._make_tokenizer = make_tokenizer
         self._chooser = ReplicaChooser(router, clock=monotonic)
         self._max_replays = max_replays
+        self.lane_facts = NO_LANE  # of the engines, if they are lanes
         self._streams: ReplicaStreams | None = None
         self._touching: asyncio.Task[None] | None = None
         self._info: ModelInfo | None = None
@@ -78,7 +94,7 @@ class RayBackend:
     @property
     def counts(self) -> Counts:
         """Counts of the outcomes of queries since the start."""
-        return self._require_streams().counts
+        return self.streams.counts
 
     async def start(self, progress: Progress) -> None:
         """Start the replicas, or connect to them, get the facts of the model, and start the heartbeats. Sets `model`.
@@ -100,6 +116,7 @@ class RayBackend:
             breaks_look_alikes=facts.breaks_look_alikes,
             verifies_drafts=facts.verifies_drafts,
         )
+        self.lane_facts = facts.lane_facts
         self._streams = ReplicaStreams(replicas, self._chooser, max_replays=self._max_replays)
         self._touching = asyncio.create_task(self._streams.touch_forever(), name="streamrag heartbeat to replicas")
 
@@ -118,11 +135,13 @@ class RayBackend:
         :raises BackendError: the replica was lost after the first output, or too many were lost before.
         :raises StreamRagError: as the engine's own backend does.
         """
-        async with aclosing(self._require_streams().generate(prompts, params)) as events:
+        async with aclosing(self.streams.generate(prompts, params)) as events:
             async for event in events:
                 yield event
 
-    def _require_streams(self) -> ReplicaStreams:
+    @property
+    def streams(self) -> ReplicaStreams:
+        """Streams in the running replicas; raises BackendError before the start."""
         if self._streams is None:
             raise BackendError("the replicas are not running: they were closed, or not started")
         return self._streams

@@ -1,6 +1,7 @@
 """The applications that Ray Serve replicates: engines, and sources in their own pool."""
 
-from collections.abc import AsyncGenerator, Callable
+import os
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeAlias
 
 from ray import serve
@@ -15,11 +16,12 @@ from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.ray.replica import EngineReplica, MakeBackend
 from streamrag.backends.ray.request_router import CALLS_PER_STREAM, StreamRouter
 from streamrag.backends.ray.wire import Failed
+from streamrag.backends.vllm.client.lane_engine import HOST
 from streamrag.core import Source, SourceEvent, Startable, part_name
 from streamrag.errors import StreamRagError
 from streamrag.query.retrieval import closing
 
-ENGINES, SOURCES = "engines", "sources"  # names of the deployments
+ENGINES, SOURCES, PREFILL, DECODE = "engines", "sources", "prefill", "decode"  # names of the deployments
 
 MakeSource: TypeAlias = Callable[[], Source | None]
 
@@ -46,8 +48,10 @@ def bind_to_node_address() -> None:
 class DeployedReplica(EngineReplica):
     """A replica as Ray Serve constructs and calls it."""
 
-    async def __init__(self, make_backend: MakeBackend, max_open: int) -> None:  # type: ignore[misc]
+    async def __init__(self, make_backend: MakeBackend, max_open: int, *beside: Any) -> None:  # type: ignore[misc]
+        """Start the engine. `beside`: handles of deployments that only belong to the same application."""
         bind_to_node_address()
+        os.environ.setdefault(HOST, get_node_ip_address())  # at which decode lanes on other nodes reach a prefill lane
         super().__init__(make_backend, max_open=max_open, replica_id=serve.get_replica_context().replica_id.unique_id)
         await self.start()
 
@@ -74,19 +78,27 @@ class DeployedReplica(EngineReplica):
 
 
 def engines(
-    make_backend: MakeBackend, options: ReplicaOptions, request_router: type[RequestRouter] = StreamRouter
+    make_backend: MakeBackend,
+    options: ReplicaOptions,
+    request_router: type[RequestRouter] = StreamRouter,
+    *,
+    name: str = ENGINES,
+    beside: Sequence[Any] = (),
 ) -> Any:
     """Return the application of engines, for `serve.run` or for binding into a larger application. With
-    `options.max_number`, their number follows the waiting tokens; without, it is constant.
+    `options.max_number`, their number follows the load; without, it is constant.
 
     request_router: the class of Ray Serve's router; must route a stream's further calls to the stream's replica.
+    beside: further deployments of the application.
     """
     number: dict[str, Any] = {"num_replicas": options.number}
     if options.max_number is not None:
-        policy = AutoscalingPolicy(
-            policy_function="streamrag.backends.ray.autoscaling_policy:QueuedTokensPolicy",
-            policy_kwargs={"target": options.queued_tokens},
-        )
+        load: dict[str, Any] = {"target_ongoing_requests": options.max_open / 2}
+        if options.queued_tokens is not None:
+            function = "streamrag.backends.ray.autoscaling_policy:QueuedTokensPolicy"
+            load = {
+                "policy": AutoscalingPolicy(policy_function=function, policy_kwargs={"target": options.queued_tokens})
+            }
         number = {
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=options.min_number or options.number,
@@ -96,11 +108,11 @@ def engines(
                 downscale_delay_s=options.downscale_delay_s,
                 metrics_interval_s=min(METRICS_S, options.upscale_delay_s),
                 look_back_period_s=min(LOOK_BACK_S, 3 * options.upscale_delay_s),
-                policy=policy,
+                **load,
             )
         }
     deployed = serve.deployment(
-        name=ENGINES,
+        name=name,
         max_ongoing_requests=CALLS_PER_STREAM * options.max_open,
         ray_actor_options=options.for_actor,
         health_check_period_s=options.health_s,
@@ -112,7 +124,14 @@ def engines(
         ),
         **number,
     )(DeployedReplica)
-    return deployed.bind(make_backend, options.max_open)
+    return deployed.bind(make_backend, options.max_open, *beside)
+
+
+def lane_engines(
+    make_prefill: MakeBackend, make_decode: MakeBackend, prefill: ReplicaOptions, decode: ReplicaOptions
+) -> Any:
+    """Return the application of prefill lanes, and of decode lanes beside them. Each kind has its own options."""
+    return engines(make_prefill, prefill, name=PREFILL, beside=[engines(make_decode, decode, name=DECODE)])
 
 
 class DeployedSource:

@@ -19,7 +19,8 @@ class ReplicaOptions:
     number: Count = 2  # initial number of replicas. With `max_number`, it changes with the load.
     min_number: Count | None = None  # fewest replicas under low load; None for `number`
     max_number: Count | None = None  # most replicas under load; None for a constant number
-    queued_tokens: Count = 8_192  # waiting prompt tokens per replica above which replicas are added
+    queued_tokens: Count | None = 8_192
+    """Waiting prompt tokens per replica above which replicas are added. None: added above half of `max_open`."""
     upscale_delay_s: Seconds = 10.0  # seconds of overload before a replica is added, which takes longer to start itself
     downscale_delay_s: float = 600.0  # seconds of low load before a replica is removed
     max_open: Count = 64

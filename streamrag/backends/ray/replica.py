@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 from streamrag.backends.ray.wire import Delta, Failed, Open, Opened, Refused, WireEvent
+from streamrag.backends.vllm.client.lane_engine import NO_LANE, LaneFacts
 from streamrag.core import AnswerChunk, Backend, BackendEvent, Prefilled, Prompt, Startable
 from streamrag.errors import EngineDeadError, StreamRagError
 from streamrag.routing import Report
@@ -31,6 +32,7 @@ class ModelFacts:
     is_exact: bool
     breaks_look_alikes: bool
     verifies_drafts: bool
+    lane_facts: LaneFacts  # of a lane's engine; else `NO_LANE`
 
 
 class PromptFeed:
@@ -229,9 +231,8 @@ class EngineReplica:
     def facts(self) -> ModelFacts:
         """Return the facts about the backend's model."""
         model = self._backend.model
-        return ModelFacts(
-            model.name, model.max_model_len, model.is_exact, model.breaks_look_alikes, model.verifies_drafts
-        )
+        of_model = model.name, model.max_model_len, model.is_exact, model.breaks_look_alikes, model.verifies_drafts
+        return ModelFacts(*of_model, getattr(self._backend, "lane_facts", NO_LANE))
 
     @property
     def num_open(self) -> int:

@@ -80,6 +80,12 @@ class ReplicaChooser:
                 record = self._router.completed if is_complete else self._router.prefilled
                 self._tell(record, token_ids, replica_id)
 
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas when a stream was last routed; 0 before the first."""
+        with self._lock:
+            return len(self._told_s)
+
     def in_use(self) -> set[str]:
         """Return the replicas that have streams of this caller."""
         with self._lock:

@@ -29,7 +29,11 @@ TOUCH_S = 2.0  # seconds between heartbeats to each replica in use. A replica en
 
 
 class ReplicaLostError(Exception):
-    """The replica has died, or has dropped the stream. Not visible outside this package."""
+    """The replica has died, or has dropped the stream. Not visible outside the packages of replicas and of lanes."""
+
+
+class QueryLostError(ReplicaLostError, BackendError):
+    """All replicas that have computed a query were lost, before its first token."""
 
 
 class Replicas(Protocol):
@@ -164,8 +168,8 @@ class ReplicaStreams:
     ) -> AsyncGenerator[BackendEvent, None]:
         """Yield the events of an answer, as `Backend.generate` does. A query's drafts are made in that query's replica.
 
-        :raises BackendError: a replica was lost with a draft or after the first token, or too many were lost; or as the
-            engine's backend.
+        :raises QueryLostError: too many replicas were lost before the first token.
+        :raises BackendError: a replica was lost with a draft or after the first token; or as the engine's backend.
         """
         of_query = _place_of_query.get()
         async with aclosing(NewestPrompt(prompts)) as newest:
@@ -200,7 +204,7 @@ class ReplicaStreams:
         is_finished = False
         while True:
             try:
-                async with aclosing(self._attempt(newest, params)) as events:
+                async with aclosing(self.attempt(newest, params)) as events:
                     async for event in events:
                         if isinstance(event, AnswerChunk):
                             num_shown += max(len(event.token_ids), bool(event.text))
@@ -223,12 +227,13 @@ class ReplicaStreams:
                 num_replays += 1
                 if num_replays > self._max_replays:
                     self.counts.num_lost += 1
-                    raise BackendError(f"{num_replays} replicas were lost, one after another: {error}") from None
+                    raise QueryLostError(f"{num_replays} replicas were lost, one after another: {error}") from None
                 self.counts.num_replayed += 1
 
-    async def _attempt(self, newest: NewestPrompt, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
+    async def attempt(self, newest: NewestPrompt, params: SamplingParams) -> AsyncGenerator[BackendEvent, None]:
         """Yield the events of one stream; while replicas refuse it, open another after a pause, which doubles each
-        time up to `LONGEST_PAUSE_S`, and ends early when the complete prompt comes."""
+        time up to `LONGEST_PAUSE_S`, and ends early when the complete prompt comes. Raise ReplicaLostError if the
+        replica is lost."""
         pause_s = FIRST_PAUSE_S
         while True:
             stream = _Stream(self, newest, params)

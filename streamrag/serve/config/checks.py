@@ -10,7 +10,14 @@ from typing import Any
 from streamrag.backends.vllm.client.lane_engine import INSTALL
 from streamrag.errors import ConfigurationError, MissingDependencyError, install_line
 from streamrag.routing import make_router
-from streamrag.serve.config.factories import make_backend, make_template, make_tool_parser, replica_options
+from streamrag.serve.config.factories import (
+    decode_options,
+    make_backend,
+    make_replica_lane,
+    make_template,
+    make_tool_parser,
+    replica_options,
+)
 from streamrag.serve.config.keys import read_keys
 from streamrag.serve.config.layers import Loaded, Problem
 from streamrag.serve.config.settings import EngineSettings, ReplicaSettings, Settings, SourceSettings
@@ -42,6 +49,7 @@ NEEDS: tuple[tuple[str, Collection[str], Sequence[str]], ...] = (
     ("source", ("table",), ["source.postgres"]),
     ("model", ("api_key", "tokenizer", "timeout_s"), ["model.server"]),
     ("replicas", ReplicaSettings.model_fields.keys() - ON_RAY, ["replicas.number"]),
+    ("replicas", ("max_decode",), ["replicas.decode"]),
 )
 """Sections, settings in them, and those of which one must be set for these to have an effect."""
 
@@ -160,17 +168,21 @@ def _engines(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
 
 
 def _lane_problems(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield the problems of lanes: no NIXL, a shared log file, replicas."""
-    where = loaded.where("engine", "lanes")
-    if settings.engine.lanes is None:
+    """Yield the problems of lanes: no NIXL, engines that cannot be lanes on Ray, a shared log file, replicas."""
+    where, engine, replicas = loaded.where("engine", "lanes"), settings.engine, settings.replicas
+    if engine.lanes is None and not replicas.decode:
         return
     if importlib.util.find_spec("nixl") is None:
-        yield Problem(where, "nixl is not installed", INSTALL)
-    if settings.engine.log_path is not None:
+        yield Problem(where if engine.lanes else loaded.where("replicas", "decode"), "nixl is not installed", INSTALL)
+    if replicas.decode:
+        yield from _errors("replicas", lambda: decode_options(replicas))
+        yield from _errors("engine", lambda: make_replica_lane(settings.model, engine, "prefill"))
+    if engine.lanes and engine.log_path is not None:
         what = "is one file, and each lane would write to it"
         yield Problem(loaded.where("engine", "log_path"), what, "Leave it out")
-    if settings.replicas.number:
-        yield Problem(where, "is for engines of the service's own process, and replicas.number is set")
+    if engine.lanes and replicas.number:
+        what = "is for engines of the service's own process, and replicas.number is set"
+        yield Problem(where, what, "Set replicas.decode instead")
 
 
 def _texts_and_keys(loaded: Loaded, settings: Settings) -> Iterator[Problem]:

@@ -5,7 +5,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -63,19 +63,28 @@ def make_backend(model: ModelSettings, engine: EngineSettings) -> Backend:
     from streamrag.backends.lanes import LanesBackend
 
     num_prefill, num_decode = map(int, lanes.split("+"))
-    make = partial(_make_lane, model.name, options, num_prefill + num_decode)
+    make = partial(_make_lane, VllmBackend, model.name, options, num_prefill + num_decode)
     prefill = [make("prefill", number) for number in range(num_prefill)]
     return LanesBackend(prefill, [make("decode", num_prefill + number) for number in range(num_decode)])
 
 
-def _make_lane(model: str, options: Mapping[str, Any], num_lanes: int, lane: Any, number: int) -> "VllmBackend":
+def make_replica_lane(model: ModelSettings, engine: EngineSettings, lane: Any) -> Backend:
+    """Return the engine of a lane in a replica, not started. Raises ConfigurationError if it cannot be a lane."""
+    from streamrag.backends.lanes.replica_engines import DecodeEngine, PrefillEngine
+
+    options = {"max_model_len": model.max_model_len, **dict(engine)}
+    del options["lanes"]
+    return _make_lane(PrefillEngine if lane == "prefill" else DecodeEngine, model.name, options, 1, lane, 0)
+
+
+def _make_lane(
+    kind: type["VllmBackend"], model: str, options: Mapping[str, Any], num_lanes: int, lane: Any, number: int
+) -> "VllmBackend":
     """Return the engine of this number, with its part of the devices in `engine_args.device_ids`, if there are any. A
     decode lane gets no options of our scheduler.
 
     :raises ConfigurationError: the devices cannot be divided among the lanes.
     """
-    from streamrag.backends.vllm import VllmBackend
-
     engine_args = dict(options["engine_args"])
     if device_ids := engine_args.get("device_ids"):
         num_each, rest = divmod(len(device_ids), num_lanes)
@@ -86,7 +95,7 @@ def _make_lane(model: str, options: Mapping[str, Any], num_lanes: int, lane: Any
         {"policy", "can_partial_evict", "eviction", "host_kv_bytes", "profile"} if lane == "decode" else set()
     )
     kept = {name: value for name, value in options.items() if name not in of_scheduler}
-    return VllmBackend(model, lane=lane, **{**kept, "engine_args": engine_args})
+    return kind(model, lane=lane, **{**kept, "engine_args": engine_args})
 
 
 def make_replicated(
@@ -98,26 +107,39 @@ def make_replicated(
     name: str = "streamrag",
 ) -> Backend:
     """Return a backend of replicas, not started: those of `cluster`, or else new ones that are named after `name`."""
-    cluster = cluster or _make_cluster(partial(_make_engines, model, engine, replicas), replicas, f"{name}-engines")
+    cluster = cluster or _make_cluster(partial(make_engines, model, engine, replicas), replicas, f"{name}-engines")
+    make_tokenizer = partial(HuggingFaceTokenizer.of_engine, model.name, engine.engine_args)
+    options: dict[str, Any] = {"make_tokenizer": make_tokenizer, "max_replays": replicas.max_replays}
+    if replicas.decode:
+        from streamrag.backends.lanes.ray_backend import RayLanesBackend
+
+        return RayLanesBackend(cluster, router=replicas.router, max_open=replicas.max_open, **options)
     from streamrag.backends.ray import RayBackend
 
-    return RayBackend(
-        cluster,
-        make_tokenizer=partial(HuggingFaceTokenizer.of_engine, model.name, engine.engine_args),
-        router=make_router(replicas.router),
-        max_replays=replicas.max_replays,
+    return RayBackend(cluster, router=make_router(replicas.router), **options)
+
+
+def make_engines(model: ModelSettings, engine: EngineSettings, replicas: ReplicaSettings) -> Any:
+    """Return the engines as a Ray Serve application: of one kind, or prefill and decode lanes."""
+    from streamrag.backends.ray.deployment import engines, lane_engines
+
+    if not replicas.decode:
+        return engines(partial(make_backend, model, engine), replica_options(replicas))
+    make = partial(make_replica_lane, model, engine)
+    return lane_engines(
+        partial(make, "prefill"), partial(make, "decode"), replica_options(replicas), decode_options(replicas)
     )
 
 
-def _make_engines(model: ModelSettings, engine: EngineSettings, replicas: ReplicaSettings) -> Any:
-    from streamrag.backends.ray.deployment import engines
-
-    return engines(partial(make_backend, model, engine), replica_options(replicas))
-
-
 def replica_options(replicas: ReplicaSettings) -> ReplicaOptions:
-    """Return the options of engine replicas."""
+    """Return the options of engine replicas, which with decode lanes are prefill lanes."""
     return ReplicaOptions(**replicas.model_dump(include={field.name for field in fields(ReplicaOptions)}))
+
+
+def decode_options(replicas: ReplicaSettings) -> ReplicaOptions:
+    """Return the options of decode lanes: those of the others, but for their number and by which load it changes."""
+    options, number = replica_options(replicas), replicas.decode
+    return replace(options, number=number, min_number=None, max_number=replicas.max_decode, queued_tokens=None)
 
 
 def make_pooled(source: SourceSettings, replicas: ReplicaSettings, *, name: str = "streamrag") -> Source:

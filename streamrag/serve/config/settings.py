@@ -117,6 +117,10 @@ class ReplicaSettings(Checked):
     )
     min_number: int | None = Field(default=None, ge=1, description="minimum engines when there is little load")
     max_number: int | None = Field(default=None, ge=1, description="maximum engines; by default no autoscaling")
+    decode: int = Field(
+        default=0, ge=0, description="decode lanes at the start; the engines of `number` are then prefill lanes"
+    )
+    max_decode: int | None = Field(default=None, ge=1, description="maximum decode lanes; minimum is `decode`")
     queued_tokens: int = Field(default=8192, ge=1, description="queued prompt tokens per engine before one is added")
     upscale_delay_s: float = Field(default=10.0, gt=0, description="seconds of high load before an engine is added")
     downscale_delay_s: float = Field(default=600.0, ge=0, description="seconds of low load before one is removed")

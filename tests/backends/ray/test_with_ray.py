@@ -14,6 +14,7 @@ import anyio
 import httpx
 import pytest
 from in_process import Fewest, after, growing
+from lane_replicas import Decode, Prefill
 from obedient_engine import Engine
 
 pytest.importorskip("ray")
@@ -23,9 +24,10 @@ from ray.serve.request_router import RequestRouter
 from ray_routers import PowerOfTwo, PrefixAffinity
 
 from streamrag import Chunk, Pipeline
+from streamrag.backends.lanes.ray_backend import RayLanesBackend
 from streamrag.backends.ray import RayBackend
 from streamrag.backends.ray.cluster import Cluster
-from streamrag.backends.ray.deployment import engines
+from streamrag.backends.ray.deployment import engines, lane_engines
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.ray.source import RaySource
 from streamrag.backends.tokenizer import CodePointTokenizer
@@ -242,13 +244,13 @@ async def test_rays_own_routers_send_prompts_to_the_replica_that_has_the_stream(
     # A name of its own: Serve's client keeps the handle, and so the router, of an application of the same name.
     other = await start(Cluster(partial(engines, Engine, replace(OPTIONS, num_cpus=0.1), router), app_name=name))
     assert await asyncio.gather(*[ask(other, "W", "Why", "Why?") for _ in range(8)]) == ["An answer."] * 8
-    replicas = other._require_streams().replicas
+    replicas = other.streams.replicas
     assert type(replicas._opening._router._asyncio_router.request_router).__name__ == name  # type: ignore[attr-defined]
     async with aclosing(other.generate(after(growing("endless")), SamplingParams())) as events:
         async for event in events:
             if isinstance(event, AnswerChunk):
                 break
-        await other._require_streams().touch()  # what names no replica would raise, and Serve never answer it
+        await other.streams.touch()  # what names no replica would raise, and Serve never answer it
     await other.aclose()
 
 
@@ -284,6 +286,37 @@ async def test_engines_come_and_go_with_the_tokens_that_wait(backend: RayBackend
 def process_of(app: str, deployment: str) -> int:
     there = serve.context._get_global_client().get_serve_details()["applications"][app]["deployments"]
     return next(each["pid"] for each in there[deployment]["replicas"] if each["state"] == "RUNNING")
+
+
+async def test_a_decode_lane_that_is_killed_is_replaced_beside_prefill_lanes_that_go_on(backend: RayBackend) -> None:
+    options = replace(OPTIONS, number=1, num_cpus=0.1, queued_tokens=None)
+    app = Cluster(partial(lane_engines, Prefill, Decode, options, options), app_name="lanes")
+    other = RayLanesBackend(app, make_tokenizer=CodePointTokenizer, router="soonest")
+    await other.start(lambda line: None)
+
+    async def ask_lanes(*texts: str) -> list[int]:
+        text = ""
+        async with aclosing(other.generate(after(growing(*texts)), SamplingParams())) as events:
+            async for event in events:
+                text += event.text if isinstance(event, AnswerChunk) else ""
+        return [int(process_id) for process_id in text.split()]
+
+    assert other.model.name == "prefill"
+    processes_of = [process_of("lanes", lane) for lane in ("prefill", "decode")]
+    assert await ask_lanes("W", "Why?") == processes_of
+    events = other.generate(after(growing("endless")), SamplingParams())
+    while not isinstance(await anext(events), AnswerChunk):
+        pass
+    asking = asyncio.create_task(ask_lanes("ho", "hold once"))
+    while not (Path(os.environ["STREAMRAG_TEST_FOLDER"]) / "held").exists():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    os.kill(processes_of[1], signal.SIGKILL)
+    with pytest.raises(BackendError, match="lost after 1 tokens of the answer were shown: ask again"):
+        await anext(events)
+    prefill, decode = await asking
+    assert (prefill, decode) == (processes_of[0], process_of("lanes", "decode"))
+    assert decode != processes_of[1]
+    await other.aclose()
 
 
 async def test_a_source_whose_replica_is_killed_while_it_retrieves_is_asked_anew(

@@ -15,7 +15,7 @@ import anyio.to_thread
 from streamrag.backends.tokenizer import HuggingFaceTokenizer, local_model_path
 from streamrag.backends.vllm.client.arguments import Strategy, draft_args, scheduler_args
 from streamrag.backends.vllm.client.calls import ask_engine, request_outputs
-from streamrag.backends.vllm.client.lane_engine import Lane, LaneFacts, lane_args, lane_environment, lane_facts
+from streamrag.backends.vllm.client.lane_engine import NO_LANE, Lane, lane_args, lane_environment, lane_facts
 from streamrag.backends.vllm.client.processes import EngineProcesses, import_vllm
 from streamrag.backends.vllm.client.sampling import for_stream, to_vllm
 from streamrag.backends.vllm.client.stats import EngineStats
@@ -130,7 +130,7 @@ class VllmBackend:
         self._processes: EngineProcesses | None = None
         self._info: ModelInfo | None = None
         self._block_size = 1
-        self.lane_facts = LaneFacts({}, 1, 0)  # until the engine runs
+        self.lane_facts = NO_LANE  # until the engine runs
         self._request_ids: set[str] = set()
 
     @property

@@ -97,6 +97,9 @@ class LaneFacts:
     num_blocks: int  # KV blocks, as many as hold the tokens that vLLM says its cache has room for
 
 
+NO_LANE = LaneFacts({}, 1, 0)  # for engines that are none
+
+
 def lane_facts(config: Any) -> LaneFacts:
     """Return the facts of a running engine from vLLM's configuration of it."""
     model, cache = config.model_config, config.cache_config

@@ -1,0 +1,117 @@
+"""Lanes on Ray Serve, which places, restarts and scales the two kinds independently. Each kind is as one lane here.
+
+RayLanesBackend ──▶ RayLane "prefill" ──▶ a replica of the router's choice, for the prompts of a query
+               └──▶ RayLane "decode"  ──▶ another, for its answer
+"""
+
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+
+from ray.serve.handle import DeploymentHandle
+
+from streamrag.backends.lanes.backend import Answer, LanesBackend
+from streamrag.backends.lanes.replica_engines import PrefillEnd
+from streamrag.backends.ray.backend import Attached, Connects, RayBackend, left_on_failure
+from streamrag.backends.ray.replica_streams import NewestPrompt, ReplicaLostError
+from streamrag.backends.tokenizer import CodePointTokenizer
+from streamrag.core import BackendEvent, Progress, Prompt, SamplingParams, Tokenizer
+from streamrag.routing import make_router
+from streamrag.support.clock import monotonic
+
+
+class RayLane(RayBackend):
+    """The replicas of one kind of lanes."""
+
+    def __init__(self, lane: str, make_tokenizer: Callable[[], Tokenizer], router: str) -> None:
+        self.lane = lane
+        self.connection = Attached()
+        super().__init__(self.connection, make_tokenizer=make_tokenizer, router=make_router(router), max_replays=0)
+
+    async def start(self, progress: Progress) -> None:
+        """Connect to the replicas. Each lets requests wait for its own KV. Raises as `RayBackend.start` does."""
+        await super().start(progress)
+        self.lane_facts = replace(self.lane_facts, num_blocks=sys.maxsize)
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas when a query was last routed; 1 before the first."""
+        return max(self._chooser.num_replicas, 1)
+
+    def check_health(self) -> None:
+        """Do nothing: Ray checks the replicas, and starts them again."""
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Do nothing: a replica checks them."""
+
+
+class RayLanesBackend(LanesBackend):
+    """Prefill and decode lanes in replicas on Ray Serve.
+
+    cluster: the replicas, such as those of `deployment.lane_engines`.
+    make_tokenizer: creates the model's tokenizer, in a thread of this process.
+    router: how the replica of a query is chosen, of either kind.
+    max_open: most queries in a decode replica at a time. Further ones wait in their prefill replicas.
+    max_replays: most times that a query without output is computed again because a replica was lost.
+    """
+
+    def __init__(
+        self,
+        cluster: Connects,
+        *,
+        make_tokenizer: Callable[[], Tokenizer],
+        router: str,
+        max_open: int = 64,
+        max_replays: int = 3,
+    ) -> None:
+        self._cluster = cluster
+        # The model is that of the prefill lane, so the decode lane's tokenizer is not used.
+        prefill, decode = RayLane("prefill", make_tokenizer, router), RayLane("decode", CodePointTokenizer, router)
+        super().__init__([prefill], [decode], router="round_robin", max_open=max_open, max_replays=max_replays)
+
+    async def start(self, progress: Progress) -> None:
+        """Start the replicas of both kinds, or connect to them. If that fails, the cluster is closed again.
+
+        :raises ConfigurationError: there is no such cluster, or the lanes differ in what they must have in common.
+        :raises BackendError: an engine cannot be started.
+        """
+        handle = await self._cluster.start(progress)
+        async with left_on_failure(self._cluster):
+            for lane in self._backends.values():
+                lane.connection.handle = DeploymentHandle(lane.lane, handle.app_name)
+            await super().start(progress)
+
+    async def aclose(self) -> None:
+        """Stop the replicas, or disconnect from them. Does nothing if the backend is not started."""
+        await super().aclose()
+        await self._cluster.aclose()
+
+    async def _compute(
+        self, lane: RayLane, first: Prompt, prompts: AsyncIterator[Prompt], params: SamplingParams, answer: Answer
+    ) -> AsyncGenerator[BackendEvent, None]:
+        async def in_place() -> AsyncGenerator[Prompt, None]:
+            yield replace(first, num_shared=0, is_complete=False)
+            # A query with a place in a decode lane must not wait here: queries with a place here wait there.
+            await newest.place.is_open.wait()
+            async for prompt in prompts:
+                yield prompt
+
+        end: PrefillEnd | None = None
+        async with (
+            aclosing(NewestPrompt(in_place())) as newest,
+            aclosing(lane.streams.attempt(newest, params)) as events,
+        ):
+            async for event in events:
+                if isinstance(event, PrefillEnd):
+                    end = event
+                else:
+                    yield event
+        if end is None or end.record is None or newest.prompt is None:
+            raise ReplicaLostError("its stream ended without the end of the prefill")
+        record = replace(
+            end.record, finished_s=monotonic()
+        )  # on this host's clock; DecodeEngine checks how old the KV is
+        async with aclosing(answer(replace(end, token_ids=newest.prompt.token_ids, record=record))) as chunks:
+            async for chunk in chunks:
+                yield replace(chunk, record=end.record) if chunk.finish_reason else chunk
