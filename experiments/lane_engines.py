@@ -17,6 +17,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
 from routing.lean import MOST_OPEN, LeanEngine, LeanStream
@@ -125,12 +126,14 @@ class LaneEngine(LeanEngine):
 
     _running: dict[LaneStream, None]  # type: ignore[assignment]
     _waiting: dict[LaneStream, None]  # type: ignore[assignment]
+    _step: tuple[float, float, int, list[tuple[LaneStream, int]]] | None  # type: ignore[assignment]
 
     def __init__(self, options: LaneOptions, name: str, *, decodes: bool = False) -> None:
         profile = options.profile
         super().__init__(profile, profile.kv_tokens, budget=options.budget)
         self.options, self.decodes = options, decodes
         self.link = asyncio.Lock()
+        self._keys_of = _keys
         self.counts = _Counts()
         self._rule, self._metrics = DEPTH_RULES[options.rule](), Acceptance()
         self._rng = random.Random(f"{options.seed} {name}")
@@ -232,7 +235,7 @@ class LaneEngine(LeanEngine):
                 stream.depth = int(self._rule.adapt(self._metrics.share, load, self._metrics.tokens_per_s))
             stream.num_drafted = min(stream.depth, stream.num_output - stream.num_shown - 1)
 
-    def _plan(self, budget: int) -> list[tuple[LeanStream, int]]:
+    def _plan(self, budget: int) -> list[tuple[LaneStream, int]]:  # type: ignore[override]
         """Return the blocks of each prompt to compute in the next step, in the order of the policy `srpf`."""
         parts = []
         pending = [stream for stream in self._running if stream.num_left] + list(self._waiting)
@@ -258,6 +261,11 @@ class LaneEngine(LeanEngine):
                 break
             stream.num_computed = stream.num_blocks
             self._computed.update(stream.keys)
+
+
+def _keys(token_ids: Sequence[int]) -> list[int]:
+    """Return a key for each block and all before it, as `PrefixIndex.keys` does with blocks of one, but sooner."""
+    return list(accumulate(token_ids, lambda key, block: hash((key, block)), initial=0))[1:]
 
 
 def accepted(num_drafted: int, acceptance: float, draw: float) -> int:

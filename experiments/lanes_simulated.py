@@ -239,15 +239,16 @@ def main() -> int:
     arguments = parser.parse_args()
     cells, done = cells_of(is_short=arguments.short), dict[Cell, list[Row]]()
     by_size = sorted(cells, key=lambda cell: cell.num_engines)  # so that a run that is cut short has most of it
+    rows: list[Row] = []
     with ProcessPoolExecutor(arguments.processes) as pool:
         for cell, of_cell in zip(by_size, pool.map(rows_of, by_size), strict=True):
             done[cell] = of_cell
+            rows = [row for each in cells for row in done.get(each, ())]
+            if arguments.json:
+                write_results(arguments.json, rows, command="make bench-lanes", short=arguments.short)
             print(f"{cell.load}, {cell.num_answer} tokens, {cell.num_engines} engines", file=sys.stderr, flush=True)
-    rows = [row for cell in cells for row in done[cell]]
     for table in (links_table(rows), arms_table(rows), documents_table(rows)):
         console.print(table)
-    if arguments.json:
-        write_results(arguments.json, rows, command="make bench-lanes", short=arguments.short)
     return 0
 
 
