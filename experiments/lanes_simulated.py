@@ -11,13 +11,13 @@ links       lanes for each link, beside engines that do both; routed by `soonest
 arms        routers and depths of speculation, for engines that do both, and for lanes with 400 Gb/s
 documents   popular documents, which decode lanes find in their prefix caches, or are sent again
 
-"prefill" is the number of prefill lanes: the best of three splits by the P95 of the last token, with 400 Gb/s. Seconds
+"prefill" is the number of prefill lanes: for each link, the best of three splits by the P95 of the last token. Seconds
 from the end of retrieval.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -157,18 +157,23 @@ def splits(num_engines: int) -> list[int]:
     return sorted({min(max(round(num_engines * share), 1), num_engines - 1) for share in (0.25, 0.5, 0.75)})
 
 
+def best_split(cell: Cell, one: Callable[..., Row], link: str) -> Row:
+    """Return the row of the best split of the engines by the P95 of the last token."""
+    return min((one(num, link) for num in splits(cell.num_engines)), key=lambda row: row.last_p95_s)
+
+
 def rows_of(cell: Cell) -> list[Row]:
     """Return all rows of a cell."""
     one = partial(run, cell, cell.queries())
-    best = min((one(num, LINK) for num in splits(cell.num_engines)), key=lambda row: row.last_p95_s)
-    num_prefill = best.num_prefill
+    of_links = [best_split(cell, one, link) for link in LINKS]
+    num_prefill = next(row.num_prefill for row in of_links if row.way == LINK)
     if cell.load == "documents":
-        links = [one(num_prefill, link, reuses=reuses) for link, reuses in product(LINKS, (True, False))]
-        return [one(0), *links]
+        resent = [one(row.num_prefill, row.way, reuses=False) for row in of_links]
+        return [one(0), *(row for pair in zip(of_links, resent, strict=True) for row in pair)]
     arms = [(router, rule) for router, rule in ARMS if (router, rule) != ARMS[0]]
     return [
         one(0),
-        *(best if link == LINK else one(num_prefill, link) for link in LINKS),
+        *of_links,
         *(one(0, router=router, rule=rule) for router, rule in arms),
         *(one(num_prefill, LINK, router=router, rule=rule) for router, rule in arms),
     ]
