@@ -168,8 +168,12 @@ bench-listen: .venv/installed ## questions that are typed or spoken: seconds fro
 bench-refresh: .venv/installed ## questions that need two documents: right answers with one retrieval and with retrieval in mid-answer, seconds, tokens; real engine, three minutes
 	$(RUN) experiments/refresh.py --json experiments/results/refresh.json
 
-bench-lanes: .venv/installed ## lanes beside as many engines that do both, 2 to 64, for three links, simulated: first and last token, time per token; hours; LANES=--short takes minutes
+bench-lanes: .venv/installed ## lanes beside as many engines that do both, 2 to 64, for three links, routers and speculation, simulated; StreamServe's ablation; 20 minutes; LANES=--short takes one
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/lanes_simulated.py $(LANES) --json experiments/results/lanes_simulated.json
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/streamserve.py --json experiments/results/streamserve.json
+
+bench-lanes-whole: .venv/installed ## the engines of bench-lanes beside vLLM's own schedulers, simulated: do they agree? two minutes
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/lanes_whole.py --json experiments/results/lanes_whole.json
 
 bench-hand-over: .venv/installed ## one model's text streams into the next prompt: seconds between them, by how often it is sent; real engine, then GPUs simulated; ten minutes
 	$(RUN) experiments/hand_over.py --json experiments/results/hand_over.json

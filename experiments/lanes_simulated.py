@@ -1,169 +1,155 @@
-"""Lanes beside as many engines that compute prompts and answers both, in virtual time: vLLM's schedulers, no model.
+"""Lanes beside as many engines that compute prompts and answers both, in virtual time, with routers and speculation.
 
-    python experiments/lanes_simulated.py [--json FILE] [--short]
+    python experiments/lanes_simulated.py [--json FILE] [--short] [--processes N]
 
-Each engine has two H200 (`h200-llama8b-tp2`). A query goes to the lane with the fewest open queries. The KV of a
-complete prompt, 128 KiB a token, crosses the links of both its lanes: one transfer at a time on each link. A decode
-lane begins with the prompt's last token, as with NIXL; it has no block before, so all are sent. Whatever a decode lane
-evicts comes back at no cost, so loads that fill its memory are not for this simulation.
+Each engine has two H200 (`h200-llama8b-tp2`). The KV of a complete prompt, 128 KiB a token, crosses the links of both
+its lanes: one transfer at a time on each link. A decode lane is sent the blocks that it does not have, and begins with
+the prompt's last token, as with NIXL. The engines are those of `lane_engines.py`, without a scheduler of vLLM's;
+`lanes_whole.py` has these, and takes a hundred times as long.
 
-"lanes" is the best split of the engines by the P95 of the last token. Seconds, from the end of retrieval.
+links       lanes for each link, beside engines that do both; routed by `soonest`, nothing is drafted
+arms        routers and depths of speculation, for engines that do both, and for lanes with 400 Gb/s
+documents   popular documents, which decode lanes find in their prefix caches, or are sent again
+
+"prefill" is the number of prefill lanes: for each link, the best of three splits by the P95 of the last token. Seconds
+from the end of retrieval.
 """
 
 import argparse
-import asyncio
 import sys
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
+from lane_engines import LaneOptions
+from lane_play import Layout, Outcome, Way, play, queries_of
 from results_file import write_results
 from rich.console import Console
 from rich.table import Table
+from routing.loads import Query, rag
 
-from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
-from streamrag.backends.simulated.config import EngineShape
 from streamrag.bench.cell import CellSettings
 from streamrag.bench.summary import percentile
-from streamrag.bench.virtual_time import run_virtual
-from streamrag.bench.workload import Arriving, Tokens, fit_contexts, load_trace, longest_prompt, make_load, token_budget
+from streamrag.bench.workload import fit_contexts, load_trace, make_load, token_budget
 from streamrag.engine.costs.profile_files import load_profile
-from streamrag.engine.costs.step_profiles import StepPart, StepProfile
-from streamrag.trace.values import TracedQuery
 
 PROFILE = "h200-llama8b-tp2"
 KV_BYTES_PER_TOKEN = 131_072
-LATENCY_S = 0.001  # of a transfer: the request to the decode lane, and the beginning of the read; assumed
 LINKS = {"NVLink": 450e9, "400 Gb/s": 50e9, "100 Gb/s": 12.5e9}
 """Bytes per second."""
+LINK = "400 Gb/s"
+"""The link of all comparisons but that of links."""
 NUMBERS = (2, 4, 8, 16, 32, 64)
-RATES = {"crawler": 4.0, "anns": 2.0}
+RATES = {"crawler": 4.0, "anns": 2.0, "documents": 4.0}
 """Queries a second for each engine."""
 ANSWERS = (50, 500)
 NUM_QUERIES = 60
 """For each engine."""
+ACCEPTANCE = 0.71
+"""Of a drafted token whose predecessors were right: Llama 3.1 8B with EAGLE-3, MT-Bench. vLLM's own
+`tests/v1/spec_decode/test_acceptance_length.py` expects .7296, .5208 and .3545 up to positions 1, 2 and 3, which is
+.73, .71 and .68 for each."""
+ARMS = (
+    ("soonest", "none"),
+    ("round robin", "none"),
+    ("random", "none"),
+    ("FlowGuard", "none"),
+    ("soonest", "fixed 5"),
+    ("soonest", "SpecuStream"),
+    ("FlowGuard", "SpecuStream"),
+)
+"""(router, depth of speculation)."""
+DOCUMENTS_BUDGET = 8_192
 
-console = Console(highlight=False, width=None if Console().is_terminal else 120)
-
-
-@dataclass
-class Engine:
-    """An engine, its link, and the number of its open queries."""
-
-    client: SimulatedClient
-    link: asyncio.Lock = field(default_factory=asyncio.Lock)
-    num_open: int = 0
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one query, from the end of its retrieval."""
-
-    first_s: float
-    last_s: float
-    per_token_s: float
+console = Console(highlight=False, width=None if Console().is_terminal else 160)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One cell. Seconds."""
+    """One run. Seconds."""
 
     load: str
     num_engines: int
-    num_answer: int
-    way: str
+    num_answer: int  # 0: the load's own
+    way: str  # "both", or the link of lanes
     num_prefill: int  # 0: all do both
+    router: str
+    rule: str
+    reuses: bool
     first_p50_s: float
     first_p95_s: float
     last_p50_s: float
     last_p95_s: float
     per_token_p50_s: float
     per_token_p95_s: float
+    sent_share: float  # of the prompts' blocks, those that crossed a link
+    accepted_share: float  # of the drafted tokens
 
 
-def answers_only(profile: StepProfile, parts: Sequence[StepPart]) -> float:
-    """Return the seconds of a step in which the KV of each prompt is there but for its last token."""
-    return profile.step_s([(1, num_new + num_before - 1) for num_new, num_before in parts])
+@dataclass(frozen=True)
+class Cell:
+    """One load for so many engines."""
+
+    load: str
+    num_answer: int
+    num_engines: int
+    num_queries: int  # for each engine
+    seed: int = 1
+
+    def settings(self) -> CellSettings:
+        return CellSettings(
+            clock="virtual",
+            workload=self.load,
+            arm="streaming",
+            qps=RATES[self.load] * self.num_engines,
+            num_queries=self.num_queries * self.num_engines,
+            num_output_tokens=self.num_answer,
+            profile=PROFILE,
+            seed=self.seed,
+        )
+
+    def queries(self) -> list[Query]:
+        if self.load == "documents":
+            return rag(RATES[self.load] * self.num_engines, self.num_queries * self.num_engines, self.seed)
+        settings = self.settings()
+        traced = fit_contexts(settings, make_load(settings, load_trace(settings)), None).queries
+        return queries_of(traced, self.num_answer)
+
+    def options(self, rule: str) -> LaneOptions:
+        budget = DOCUMENTS_BUDGET if self.load == "documents" else token_budget(self.settings())
+        return LaneOptions(load_profile(PROFILE), budget, rule, ACCEPTANCE, seed=self.seed)
 
 
-def make_engine(
-    profile: StepProfile, settings: CellSettings, queries: Sequence[TracedQuery], *, decodes: bool
-) -> Engine:
-    """Make an engine with our scheduler or, if it only decodes, with vLLM's, which takes any prompt in one step."""
-    longest = longest_prompt(queries) + settings.num_output_tokens + 1
-    shape = EngineShape(
-        num_blocks=profile.kv_tokens // profile.block_size,
-        block_size=profile.block_size,
-        max_model_len=-(-longest // profile.block_size) * profile.block_size,
-        max_num_batched_tokens=1 << 20 if decodes else token_budget(settings),
-        max_num_seqs=settings.max_num_seqs,
-        is_async=profile.is_async,
-        has_prefix_cache=not decodes,
-    )
-    step_s = by_parts(lambda parts: answers_only(profile, parts)) if decodes else by_parts(profile.step_s)
-    return Engine(SimulatedClient(simulated_engine(shape, step_s, is_stock=decodes), delivery_s=profile.delivery_s))
+def run(
+    cell: Cell,
+    queries: Sequence[Query],
+    num_prefill: int,
+    link: str = "both",
+    *,
+    router: str = "soonest",
+    rule: str = "none",
+    reuses: bool = True,
+) -> Row:
+    """Play the queries of a cell in one way. `link`: a name of `LINKS`, or "both" for engines that do both."""
+    layout: Layout = "both" if link == "both" else "lanes"
+    link_bytes_s = LINKS.get(link, 1.0)
+    way = Way(layout, cell.num_engines, num_prefill, link_bytes_s, KV_BYTES_PER_TOKEN, router, reuses)
+    outcome = play(queries, way, cell.options(rule))
+    what = (cell.load, cell.num_engines, cell.num_answer, link, num_prefill, router, rule, reuses)
+    return Row(*what, *_figures(outcome))
 
 
-async def answer(
-    arriving: Arriving, engine: Engine, decode: Sequence[Engine], link_bytes_s: float, num_answer: int
-) -> Timing:
-    """Prefill a query as it arrives; then answer it there or, if there are decode lanes, in one of them."""
-    now = asyncio.get_running_loop().time
-    pieces, times_s = aiter(arriving), []
-    first = await anext(pieces)
-    prompt, query_id = first.token_ids, arriving.query.query_id
-    num_here = 1 if decode else num_answer
-    async with engine.client.stream(query_id, prompt, num_here, is_complete=first.is_complete) as stream:
-        async for piece in pieces:
-            prompt = prompt + piece.token_ids if piece.is_append else piece.token_ids
-            await stream.update(prompt, is_complete=piece.is_complete, hint=piece.hint)
-        async for tokens in stream:
-            times_s += [now()] * len(tokens)
-    if decode:
-        times_s = []
-        lane = min(decode, key=lambda each: each.num_open)
-        lane.num_open += 1
-        async with engine.link, lane.link:
-            await asyncio.sleep(LATENCY_S + len(prompt) * KV_BYTES_PER_TOKEN / link_bytes_s)
-        async for tokens in lane.client.generate(query_id, prompt, num_answer):
-            times_s += [now()] * len(tokens)
-        lane.num_open -= 1
-    assert arriving.end_s is not None
-    per_token_s = (times_s[-1] - times_s[0]) / max(len(times_s) - 1, 1)
-    return Timing(times_s[0] - arriving.end_s, times_s[-1] - arriving.end_s, per_token_s)
-
-
-async def play(
-    settings: CellSettings, queries: Sequence[TracedQuery], num_engines: int, num_prefill: int, link_bytes_s: float
-) -> list[Timing]:
-    """Play a load on engines of which the first `num_prefill` only prefill and the others only decode, or all do both
-    if it is 0."""
-    profile = load_profile(PROFILE)
-    loop = asyncio.get_running_loop()
-    engines = [
-        make_engine(profile, settings, queries, decodes=bool(num_prefill) and number >= num_prefill)
-        for number in range(num_engines)
-    ]
-    first, decode = (engines[:num_prefill], engines[num_prefill:]) if num_prefill else (engines, [])
-    timings = []
-
-    async def ask(query: TracedQuery) -> None:
-        engine = min(first, key=lambda each: each.num_open)
-        engine.num_open += 1
-        arriving = Arriving(query, Tokens(), 0.0)
-        timings.append(await answer(arriving, engine, decode, link_bytes_s, settings.num_output_tokens))
-        engine.num_open -= 1
-
-    async with AsyncExitStack() as stack:
-        for each in engines:
-            await stack.enter_async_context(each.client)
-        async with asyncio.TaskGroup() as tasks:
-            for query in queries:
-                await asyncio.sleep(query.arrival_s - loop.time())
-                tasks.create_task(ask(query))
-    return timings
+def _figures(outcome: Outcome) -> Iterator[float]:
+    for of in ("first_s", "last_s", "per_token_s"):
+        of_queries = [getattr(timing, of) for timing in outcome.timings]
+        yield percentile(of_queries, 0.5)
+        yield percentile(of_queries, 0.95)
+    num_sent = sum(timing.num_sent for timing in outcome.timings)
+    yield num_sent / max(num_sent + sum(timing.num_reused for timing in outcome.timings), 1)
+    yield outcome.num_right / max(outcome.num_drafted, 1)
 
 
 def splits(num_engines: int) -> list[int]:
@@ -171,61 +157,103 @@ def splits(num_engines: int) -> list[int]:
     return sorted({min(max(round(num_engines * share), 1), num_engines - 1) for share in (0.25, 0.5, 0.75)})
 
 
-def cell(load: str, num_engines: int, num_answer: int, num_queries: int, seed: int = 1) -> list[Row]:
-    """Return the rows of one load: engines that do both, and the best split for each link."""
-    settings = CellSettings(
-        clock="virtual",
-        workload=load,
-        arm="streaming",
-        qps=RATES[load] * num_engines,
-        num_queries=num_queries * num_engines,
-        num_output_tokens=num_answer,
-        profile=PROFILE,
-        seed=seed,
-    )
-    queries = fit_contexts(settings, make_load(settings, load_trace(settings)), None).queries
-
-    def row(way: str, num_prefill: int, link_bytes_s: float) -> Row:
-        timings = run_virtual(play(settings, queries, num_engines, num_prefill, link_bytes_s))
-        values = []
-        for of in ("first_s", "last_s", "per_token_s"):
-            of_queries = [getattr(timing, of) for timing in timings]
-            values += [percentile(of_queries, 0.5), percentile(of_queries, 0.95)]
-        return Row(load, num_engines, num_answer, way, num_prefill, *values)
-
-    rows = [row("both", 0, 1.0)]
-    for way, link_bytes_s in LINKS.items():
-        of_splits = [row(way, num_prefill, link_bytes_s) for num_prefill in splits(num_engines)]
-        rows.append(min(of_splits, key=lambda each: each.last_p95_s))
-    return rows
+def best_split(cell: Cell, one: Callable[..., Row], link: str) -> Row:
+    """Return the row of the best split of the engines by the P95 of the last token."""
+    return min((one(num, link) for num in splits(cell.num_engines)), key=lambda row: row.last_p95_s)
 
 
-def table_of(rows: Sequence[Row]) -> Table:
-    """Return the rows as a table: seconds to the first and the last token, milliseconds for each between."""
-    table = Table(
-        "load", "engines", "answer", "way", "prefill", "first P50", "P95", "last P50", "P95", "ms/token P50", "P95"
-    )
+def rows_of(cell: Cell) -> list[Row]:
+    """Return all rows of a cell."""
+    one = partial(run, cell, cell.queries())
+    of_links = [best_split(cell, one, link) for link in LINKS]
+    num_prefill = next(row.num_prefill for row in of_links if row.way == LINK)
+    if cell.load == "documents":
+        resent = [one(row.num_prefill, row.way, reuses=False) for row in of_links]
+        return [one(0), *(row for pair in zip(of_links, resent, strict=True) for row in pair)]
+    arms = [(router, rule) for router, rule in ARMS if (router, rule) != ARMS[0]]
+    return [
+        one(0),
+        *of_links,
+        *(one(0, router=router, rule=rule) for router, rule in arms),
+        *(one(num_prefill, LINK, router=router, rule=rule) for router, rule in arms),
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+
+def links_table(rows: Sequence[Row]) -> Table:
+    """Return engines that do both, and lanes with each link: seconds, and milliseconds a token after the first."""
+    head = ("load", "engines", "answer", "way", "prefill", "first P50", "P95", "last P50", "P95", "ms/token P50", "P95")
+    table = Table(*head, title="Lanes and engines that do both; routed by soonest, nothing is drafted")
     for row in rows:
-        seconds = (row.first_p50_s, row.first_p95_s, row.last_p50_s, row.last_p95_s)
-        per_token = (f"{1e3 * each:.1f}" for each in (row.per_token_p50_s, row.per_token_p95_s))
-        what = (row.load, str(row.num_engines), str(row.num_answer), row.way, str(row.num_prefill or ""))
-        table.add_row(*what, *(f"{each:.3f}" for each in seconds), *per_token)
+        if row.load != "documents" and (row.router, row.rule) == ARMS[0]:
+            table.add_row(*_what(row), row.way, str(row.num_prefill or ""), *_seconds(row))
     return table
+
+
+def arms_table(rows: Sequence[Row]) -> Table:
+    """Return seconds to the first and the last token (P95) and ms/token (P50), a column for each arm."""
+    names = [router if rule == "none" else f"{router}, {rule}" for router, rule in ARMS]
+    title = f"Routers and speculation: first P95 / last P95, s; ms/token P50. Lanes with {LINK}"
+    table = Table("load", "engines", "answer", "way", *names, title=title)
+    found = {(row.load, row.num_engines, row.num_answer, row.way, row.router, row.rule): row for row in rows}
+    for load, num_engines, num_answer, way in dict.fromkeys(key[:4] for key in found):
+        if load != "documents" and way in ("both", LINK):
+            of_arms = [found[load, num_engines, num_answer, way, *arm] for arm in ARMS]
+            cells = [f"{r.first_p95_s:.2f} / {r.last_p95_s:.2f}; {1e3 * r.per_token_p50_s:.1f}" for r in of_arms]
+            table.add_row(load, str(num_engines), str(num_answer), "lanes" if way == LINK else way, *cells)
+    return table
+
+
+def documents_table(rows: Sequence[Row]) -> Table:
+    """Return what it brings that a decode lane is not sent the blocks that it has."""
+    head = ("engines", "way", "prefill", "sent", "first P50", "P95", "last P50", "P95", "ms/token P50", "P95")
+    table = Table(*head, title="Popular documents: blocks that a decode lane has are not sent, or all are")
+    for row in rows:
+        if row.load == "documents":
+            way = row.way if row.reuses else f"{row.way}, all sent"
+            sent = f"{row.sent_share:.0%}" if row.num_prefill else ""
+            table.add_row(str(row.num_engines), way, str(row.num_prefill or ""), sent, *_seconds(row))
+    return table
+
+
+def _what(row: Row) -> tuple[str, str, str]:
+    return row.load, str(row.num_engines), str(row.num_answer)
+
+
+def _seconds(row: Row) -> Iterator[str]:
+    yield from (f"{each:.3f}" for each in (row.first_p50_s, row.first_p95_s, row.last_p50_s, row.last_p95_s))
+    yield from (f"{1e3 * each:.1f}" for each in (row.per_token_p50_s, row.per_token_p95_s))
+
+
+def cells_of(*, is_short: bool) -> list[Cell]:
+    """Return all cells, in the order of the tables."""
+    numbers, num_queries = ((2, 4), NUM_QUERIES // 3) if is_short else (NUMBERS, NUM_QUERIES)
+    made = [
+        Cell(load, answer, num, num_queries) for load, answer, num in product(("crawler", "anns"), ANSWERS, numbers)
+    ]
+    return [*made, *(Cell("documents", 0, num, num_queries) for num in ((4,) if is_short else (4, 16)))]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
     parser.add_argument("--short", action="store_true", help="2 and 4 engines, a third of the queries")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="(%(default)s)")
     arguments = parser.parse_args()
-    numbers, num_queries = ((2, 4), NUM_QUERIES // 3) if arguments.short else (NUMBERS, NUM_QUERIES)
+    cells, done = cells_of(is_short=arguments.short), dict[Cell, list[Row]]()
+    by_size = sorted(cells, key=lambda cell: cell.num_engines)  # so that a run that is cut short has most of it
     rows: list[Row] = []
-    for load, num_answer, num_engines in product(RATES, ANSWERS, numbers):
-        rows += cell(load, num_engines, num_answer, num_queries)
-        print(f"{load}, {num_answer} tokens, {num_engines} engines", file=sys.stderr, flush=True)
-    console.print(table_of(rows))
-    if arguments.json:
-        write_results(arguments.json, rows, command="make bench-lanes", short=arguments.short)
+    with ProcessPoolExecutor(arguments.processes) as pool:
+        for cell, of_cell in zip(by_size, pool.map(rows_of, by_size), strict=True):
+            done[cell] = of_cell
+            rows = [row for each in cells for row in done.get(each, ())]
+            if arguments.json:
+                write_results(arguments.json, rows, command="make bench-lanes", short=arguments.short)
+            print(f"{cell.load}, {cell.num_answer} tokens, {cell.num_engines} engines", file=sys.stderr, flush=True)
+    for table in (links_table(rows), arms_table(rows), documents_table(rows)):
+        console.print(table)
     return 0
 
 

@@ -1,0 +1,207 @@
+"""The lean engines of `lanes_simulated.py` beside vLLM's own schedulers, on the same queries, in virtual time.
+
+    python experiments/lanes_whole.py [--json FILE]
+
+Engines that do both and prefill lanes have our scheduler, decode lanes vLLM's: a decode lane begins with the prompt's
+last token, and has no block before, so all are sent. Whatever it evicts comes back at no cost, so loads that fill its
+memory are not for this simulation. A query goes to the lane with the fewest open queries, in both models.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+from lane_play import LATENCY_S
+from lanes_simulated import ANSWERS, KV_BYTES_PER_TOKEN, LINK, LINKS, PROFILE, Cell, run
+from results_file import write_results
+from rich.console import Console
+from rich.table import Table
+
+from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
+from streamrag.backends.simulated.config import EngineShape
+from streamrag.bench.cell import CellSettings
+from streamrag.bench.summary import percentile
+from streamrag.bench.virtual_time import run_virtual
+from streamrag.bench.workload import Arriving, Tokens, fit_contexts, load_trace, longest_prompt, make_load, token_budget
+from streamrag.engine.costs.profile_files import load_profile
+from streamrag.engine.costs.step_profiles import StepPart, StepProfile
+from streamrag.trace.values import TracedQuery
+
+NUMBERS = (2, 4)
+NUM_QUERIES = 20
+"""For each engine."""
+
+console = Console(highlight=False, width=None if Console().is_terminal else 120)
+
+
+@dataclass
+class Engine:
+    """An engine, its link, and the number of its open queries."""
+
+    client: SimulatedClient
+    link: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_open: int = 0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one query, from the end of its retrieval."""
+
+    first_s: float
+    last_s: float
+    per_token_s: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell with one model of engines. Seconds."""
+
+    load: str
+    num_engines: int
+    num_answer: int
+    way: str  # "both", or the link
+    num_prefill: int
+    model: str
+    first_p50_s: float
+    first_p95_s: float
+    last_p50_s: float
+    last_p95_s: float
+    per_token_p50_s: float
+    per_token_p95_s: float
+
+
+FIGURES = ("first_p50_s", "first_p95_s", "last_p50_s", "last_p95_s", "per_token_p50_s", "per_token_p95_s")
+
+
+def answers_only(profile: StepProfile, parts: Sequence[StepPart]) -> float:
+    """Return the seconds of a step in which the KV of each prompt is there but for its last token."""
+    return profile.step_s([(1, num_new + num_before - 1) for num_new, num_before in parts])
+
+
+def make_engine(
+    profile: StepProfile, settings: CellSettings, queries: Sequence[TracedQuery], *, decodes: bool
+) -> Engine:
+    """Make an engine with our scheduler or, if it only decodes, with vLLM's, which takes any prompt in one step."""
+    longest = longest_prompt(queries) + settings.num_output_tokens + 1
+    shape = EngineShape(
+        num_blocks=profile.kv_tokens // profile.block_size,
+        block_size=profile.block_size,
+        max_model_len=-(-longest // profile.block_size) * profile.block_size,
+        max_num_batched_tokens=1 << 20 if decodes else token_budget(settings),
+        max_num_seqs=settings.max_num_seqs,
+        is_async=profile.is_async,
+        has_prefix_cache=not decodes,
+    )
+    step_s = by_parts(lambda parts: answers_only(profile, parts)) if decodes else by_parts(profile.step_s)
+    return Engine(SimulatedClient(simulated_engine(shape, step_s, is_stock=decodes), delivery_s=profile.delivery_s))
+
+
+async def answer(
+    arriving: Arriving, engine: Engine, decode: Sequence[Engine], link_bytes_s: float, num_answer: int
+) -> Timing:
+    """Prefill a query as it arrives; then answer it there or, if there are decode lanes, in one of them."""
+    now = asyncio.get_running_loop().time
+    pieces, times_s = aiter(arriving), []
+    first = await anext(pieces)
+    prompt, query_id = first.token_ids, arriving.query.query_id
+    num_here = 1 if decode else num_answer
+    async with engine.client.stream(query_id, prompt, num_here, is_complete=first.is_complete) as stream:
+        async for piece in pieces:
+            prompt = prompt + piece.token_ids if piece.is_append else piece.token_ids
+            await stream.update(prompt, is_complete=piece.is_complete, hint=piece.hint)
+        async for tokens in stream:
+            times_s += [now()] * len(tokens)
+    if decode:
+        times_s = []
+        lane = min(decode, key=lambda each: each.num_open)
+        lane.num_open += 1
+        async with engine.link, lane.link:
+            await asyncio.sleep(LATENCY_S + len(prompt) * KV_BYTES_PER_TOKEN / link_bytes_s)
+        async for tokens in lane.client.generate(query_id, prompt, num_answer):
+            times_s += [now()] * len(tokens)
+        lane.num_open -= 1
+    assert arriving.end_s is not None
+    per_token_s = (times_s[-1] - times_s[0]) / max(len(times_s) - 1, 1)
+    return Timing(times_s[0] - arriving.end_s, times_s[-1] - arriving.end_s, per_token_s)
+
+
+async def play(
+    settings: CellSettings, queries: Sequence[TracedQuery], num_engines: int, num_prefill: int, link_bytes_s: float
+) -> list[Timing]:
+    """Play a load on engines of which the first `num_prefill` only prefill and the others only decode, or all do both
+    if it is 0."""
+    profile = load_profile(PROFILE)
+    loop = asyncio.get_running_loop()
+    engines = [
+        make_engine(profile, settings, queries, decodes=bool(num_prefill) and number >= num_prefill)
+        for number in range(num_engines)
+    ]
+    first, decode = (engines[:num_prefill], engines[num_prefill:]) if num_prefill else (engines, [])
+    timings = []
+
+    async def ask(query: TracedQuery) -> None:
+        engine = min(first, key=lambda each: each.num_open)
+        engine.num_open += 1
+        arriving = Arriving(query, Tokens(), 0.0)
+        timings.append(await answer(arriving, engine, decode, link_bytes_s, settings.num_output_tokens))
+        engine.num_open -= 1
+
+    async with AsyncExitStack() as stack:
+        for each in engines:
+            await stack.enter_async_context(each.client)
+        async with asyncio.TaskGroup() as tasks:
+            for query in queries:
+                await asyncio.sleep(query.arrival_s - loop.time())
+                tasks.create_task(ask(query))
+    return timings
+
+
+def rows_of(cell: Cell) -> list[Row]:
+    """Return the rows of a cell with both models: engines that do both, and half of them as prefill lanes."""
+    settings, lean_queries, rows = cell.settings(), cell.queries(), []
+    queries = fit_contexts(settings, make_load(settings, load_trace(settings)), None).queries
+    for way, num_prefill in (("both", 0), (LINK, cell.num_engines // 2)):
+        timings = run_virtual(play(settings, queries, cell.num_engines, num_prefill, LINKS.get(way, 1.0)))
+        values = []
+        for of in ("first_s", "last_s", "per_token_s"):
+            of_queries = [getattr(timing, of) for timing in timings]
+            values += [percentile(of_queries, 0.5), percentile(of_queries, 0.95)]
+        lean = run(cell, lean_queries, num_prefill, way, router="shortest queue", reuses=False)
+        for model, figures in (("vLLM's schedulers", values), ("lean", [getattr(lean, name) for name in FIGURES])):
+            rows.append(Row(cell.load, cell.num_engines, cell.num_answer, way, num_prefill, model, *figures))
+    return rows
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """Return the rows as a table: seconds to the first and the last token, milliseconds for each between."""
+    head = ("load", "engines", "answer", "way", "model", "first P50", "P95", "last P50", "P95", "ms/token P50", "P95")
+    table = Table(*head)
+    for row in rows:
+        seconds = (row.first_p50_s, row.first_p95_s, row.last_p50_s, row.last_p95_s)
+        per_token = (f"{1e3 * each:.1f}" for each in (row.per_token_p50_s, row.per_token_p95_s))
+        what = (row.load, str(row.num_engines), str(row.num_answer), row.way, row.model)
+        table.add_row(*what, *(f"{each:.3f}" for each in seconds), *per_token)
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
+    arguments = parser.parse_args()
+    rows: list[Row] = []
+    for load, num_answer, num_engines in product(("crawler", "anns"), ANSWERS, NUMBERS):
+        rows += rows_of(Cell(load, num_answer, num_engines, NUM_QUERIES))
+        print(f"{load}, {num_answer} tokens, {num_engines} engines", file=sys.stderr, flush=True)
+    console.print(table_of(rows))
+    if arguments.json:
+        write_results(arguments.json, rows, command="make bench-lanes-whole")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
