@@ -24,7 +24,9 @@ MAX_FETCH_S = 8.0
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LanesBackend]:
     folder = tmp_path_factory.mktemp("models") / "model"
-    async with started_lanes(folder, lambda passed: None, num_each=NUM_EACH, max_fetch_s=MAX_FETCH_S) as lanes:
+    options: dict[str, Any] = {"num_each": NUM_EACH, "max_fetch_s": MAX_FETCH_S}
+    # Over shared memory, KV of a stopped process can still be read.
+    async with started_lanes(folder, lambda passed: None, transports="tcp,self", **options) as lanes:
         yield lanes
 
 
