@@ -31,14 +31,9 @@ PATIENCE_S = 60
 
 @asynccontextmanager
 async def started_lanes(
-    folder: Path,
-    on_transfer: Callable[[KvTransfer], None],
-    *,
-    num_each: int = 2,
-    max_fetch_s: float = 60.0,
-    transports: str = "tcp,self,sm",
+    folder: Path, on_transfer: Callable[[KvTransfer], None], *, num_each: int = 2, max_fetch_s: float = 60.0
 ) -> AsyncIterator[LanesBackend]:
-    """Start lanes of each kind, short of memory. `transports` are those that UCX may use."""
+    """Start lanes of each kind, short of memory."""
     model = make_tiny_llama(folder, hidden_size=128, num_layers=4, num_heads=4)
 
     def lane(kind: str) -> VllmBackend:
@@ -60,7 +55,6 @@ async def started_lanes(
     lanes.on_transfer = on_transfer
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_COMPILE_DISABLE", "1")
-        patch.setenv("UCX_TLS", transports)
         patch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "0")  # as in `real_engine`
         await lanes.start(lambda line: None)
     try:

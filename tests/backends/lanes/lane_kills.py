@@ -22,7 +22,6 @@ from typing import Any, Literal
 os.environ.update(OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import psutil
 import pytest
 from lane_engines import (
     GREEDY,
@@ -53,10 +52,8 @@ LONGEST_S: dict[Moment, float] = {"begins": 1.5, "prefilled": 0.3, "is handed ov
 
 
 def send_signal(lane: VllmBackend, number: signal.Signals) -> None:
-    """Send a signal to all processes of a lane at once. Its workers alone could still serve reads of KV."""
-    parents = [psutil.Process(process_id) for process_id in lane.process_ids]
-    for process in [*parents, *(child for parent in parents for child in parent.children(recursive=True))]:
-        process.send_signal(number)
+    for process_id in lane.process_ids:
+        os.kill(process_id, number)
 
 
 @dataclass
