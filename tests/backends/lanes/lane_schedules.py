@@ -1,6 +1,6 @@
 """Random schedules of queries in lanes: prompts that grow and are replaced, short and long answers, cancellations.
 
-`lane_kills` kills lanes. Evictions are counted, but seldom happen here; test_lanes_engine.py makes streams evict others.
+`lane_kills` kills lanes. Evictions are counted, but rare; `test_lanes_engine.py` makes streams evict each other.
 
     python -m tests.backends.lanes.lane_schedules --first 0 --seeds 200
 
