@@ -1,5 +1,6 @@
-"""Random schedules of queries in lanes: prompts that grow, are replaced and evict each other, short and long answers,
-cancellations. `lane_kills` kills lanes.
+"""Random schedules of queries in lanes: prompts that grow and are replaced, short and long answers, cancellations.
+
+`lane_kills` kills lanes. Evictions are counted, but rare; `test_lanes_engine.py` makes streams evict each other.
 
     python -m tests.backends.lanes.lane_schedules --first 0 --seeds 200
 
@@ -41,7 +42,7 @@ NUM_PINNED_CHECKS = 20
 
 def random_prompts(rng: random.Random, name: object) -> list[list[int]]:
     """Return the prompts of one query, of which many share their beginning with those of other queries."""
-    prompt = tokens(rng.randrange(3), rng.choice([1, 40, 130, 300])) + tokens(name, rng.choice([0, 50, 200, 500]))
+    prompt = tokens(rng.randrange(3), rng.choice([1, 40, 130, 300])) + tokens(name, rng.choice([0, 50, 200, 400]))
     prompts = [prompt]
     for number in range(rng.randrange(4)):
         new = tokens((name, number), rng.randrange(1, 100))
@@ -82,7 +83,7 @@ async def run_query(backend: LanesBackend, rng: random.Random, name: object) -> 
 async def run_schedule(backend: LanesBackend, seed: int) -> Counter[str]:
     """Ask one to ten queries at about the same time, and return how many had which outcome."""
     rng = random.Random(f"lanes {seed}")
-    num = rng.choice([1, 2, 3, 4, 6, 10])  # ten do not fit into the prefill lanes
+    num = rng.choice([1, 2, 3, 4, 6, 10])
     queries = [(random.Random(f"{seed} {number}"), (seed, number)) for number in range(num)]
     try:
         return Counter(await asyncio.gather(*(run_query(backend, rng, name) for rng, name in queries)))
