@@ -250,7 +250,7 @@ def harness_versions(programs: Mapping[str, str]) -> dict[str, str]:
     for name, program in programs.items():
         if program != sys.executable:
             code = f"import importlib.metadata; print(importlib.metadata.version({name.lower()!r}))"
-            command = [Path(program).with_name("python"), "-c", code]
+            command = [str(Path(program).with_name("python")), "-c", code]
             found[name] = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return found
 
