@@ -23,6 +23,7 @@ PASS_IT_ON = {
     "_KeywordSearch",
     "DelayedUpdates",
     "RayBackend",
+    "RayLane",
     "RayLanesBackend",
     "RaySource",
     "Attached",
