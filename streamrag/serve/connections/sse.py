@@ -26,9 +26,27 @@ T = TypeVar("T")
 
 
 class StreamEvent(ServerSentEvent):
-    """An event whose lines end with LF: `vllm bench serve` does not read CRLF. Without data, an empty line."""
+    """An event whose lines end with LF: `vllm bench serve` does not read CRLF."""
 
     DEFAULT_SEPARATOR = "\n"
+
+
+class Comment(StreamEvent):
+    """A comment, which keeps a connection open."""
+
+    def __init__(self) -> None:
+        super().__init__(comment="ping")
+
+
+class EmptyLines(StreamEvent):
+    """Two empty lines, for clients that expect an event between any two, such as `vllm bench serve`.
+
+    In a stream whose events have ids, a client may take them for an event without data.
+    """
+
+    def encode(self) -> bytes:
+        """Return the two line ends."""
+        return b"\n\n"
 
 
 Write: TypeAlias = Callable[[StreamEvent], Awaitable[None]]
@@ -37,7 +55,13 @@ OnFailure: TypeAlias = Callable[[Failure], Sequence[StreamEvent]]
 
 
 async def respond(
-    request: Request, produce: Produce, *, on_failure: OnFailure, send_timeout_s: float, receive: Receive | None = None
+    request: Request,
+    produce: Produce,
+    *,
+    on_failure: OnFailure,
+    send_timeout_s: float,
+    receive: Receive | None = None,
+    ping: Callable[[], StreamEvent] = Comment,
 ) -> Response:
     """Start `produce`, wait for its first event, and return a response that sends this event and all later ones.
 
@@ -45,7 +69,7 @@ async def respond(
     A later error is sent as the events of `on_failure`. `produce` waits while `MAX_UNSENT` events are unsent, and is
     cancelled if the client leaves, or reads nothing for `send_timeout_s`. If the client leaves before the first event,
     ClientDisconnect is raised here. `receive`, by default the request's own, is an ASGI `receive` that reports that the
-    client has left.
+    client has left. What `ping` returns is sent every `PING_S`.
     """
     send, events = anyio.create_memory_object_stream[StreamEvent](MAX_UNSENT)
     has_begun = False
@@ -76,7 +100,7 @@ async def respond(
         await cancel_and_wait([task])
         raise
     has_begun = True
-    return _EventStream(first, events, task, receive, send_timeout_s)
+    return _EventStream(first, events, task, receive, send_timeout_s, ping)
 
 
 class _EventStream(EventSourceResponse):
@@ -89,12 +113,12 @@ class _EventStream(EventSourceResponse):
         task: "asyncio.Task[None]",
         receive: Receive | None,
         send_timeout_s: float,
+        ping: Callable[[], StreamEvent],
     ) -> None:
         self._task = task
         self._events = events
         self._receive = receive
-        empty_line = StreamEvent  # `vllm bench serve` does not read on behind a comment, the usual ping
-        super().__init__(self._all(first), ping=PING_S, ping_message_factory=empty_line, send_timeout=send_timeout_s)
+        super().__init__(self._all(first), ping=PING_S, ping_message_factory=ping, send_timeout=send_timeout_s)
 
     async def _all(self, first: StreamEvent) -> AsyncGenerator[StreamEvent, None]:
         yield first

@@ -19,7 +19,7 @@ from streamrag.query.options import MAX_DRAFT, QueryOptions
 from streamrag.serve.citation_marks import url_citations
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import encode_json, read_body
-from streamrag.serve.connections.sse import StreamEvent, Write, respond, unless_disconnected
+from streamrag.serve.connections.sse import EmptyLines, StreamEvent, Write, respond, unless_disconnected
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.protocols.event_encoder import wait_for_answer
 from streamrag.serve.protocols.tool_calls import MAX_TOOLS, Tool, ToolCall, check_size, tool_query, uses_tools
@@ -57,10 +57,6 @@ HARMLESS = frozenset((
     "service_tier", "store", "user",
 ))  # fmt: skip
 """Fields that do not change the answer and are ignored."""
-
-ADMITTED = StreamEvent()
-"""An empty line, which begins the response when the query is admitted. `vllm bench serve` takes the first chunk for the
-first token, and does not read a stream in which a comment comes alone."""
 
 EXTRA = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
 """Fields that are passed to the engine unchanged."""
@@ -144,13 +140,13 @@ def routes(service: Service) -> list[Route]:
             async with query as events:
                 async for event in events:
                     if isinstance(event, RetrievalStarted):
-                        await write(ADMITTED)
+                        await write(EmptyLines())  # begins the response, with nothing to take for the first token
                     for chunk in encoder.chunks(event, with_usage=with_usage):
                         await write(StreamEvent(encode_json(chunk)))
             await write(StreamEvent("[DONE]"))
 
         timeout_s = service.limits.send_timeout_s
-        return await respond(request, produce, on_failure=encode_failure, send_timeout_s=timeout_s)
+        return await respond(request, produce, on_failure=encode_failure, send_timeout_s=timeout_s, ping=EmptyLines)
 
     return [Route("/v1/chat/completions", chat, methods=["POST"])]
 
