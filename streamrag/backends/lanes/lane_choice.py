@@ -33,14 +33,14 @@ class Lanes:
     """The lanes of one kind.
 
     lanes: the engines, which run, by name.
-    max_open: most queries in a lane at a time, or in each of its replicas; None for lanes with any number of queries,
-        whatever KV these need.
+    max_open: most queries in a lane at a time, or in each of its replicas, if that is less than `max_num_seqs` of its
+        engine; None for lanes with any number of queries, whatever KV these need.
     """
 
     def __init__(self, lanes: Mapping[str, Any], router: Router, *, max_open: int | None) -> None:
         self._lanes = dict(lanes)
-        self._max_open = max_open or 1 << 30
         facts = {name: lane.lane_facts for name, lane in lanes.items()}
+        self._max_open = {name: min(max_open, f.max_num_seqs) if max_open else 1 << 30 for name, f in facts.items()}
         self._keys = PrefixIndex(next(iter(facts.values())).block_size).keys
         self._promises = {name: KvPromises(each.num_blocks if max_open else inf) for name, each in facts.items()}
         self._chooser = ReplicaChooser(router, clock=monotonic)
@@ -112,10 +112,10 @@ class Lanes:
         has_room = self._promises[name].has_room(keys)
         num_replicas = getattr(self._lanes[name], "num_replicas", None)  # of a lane on Ray
         if num_replicas is None:
-            return ReplicaCandidate(name, self._max_open, {}, has_room=has_room)
+            return ReplicaCandidate(name, self._max_open[name], {}, has_room=has_room)
         # A report is taken over if its time is another one.
         stats = {"told_s": num_replicas}
-        return ReplicaCandidate(name, self._max_open * num_replicas, stats, has_room=has_room)
+        return ReplicaCandidate(name, self._max_open[name] * num_replicas, stats, has_room=has_room)
 
 
 def _death(backend: Any) -> BackendError | None:

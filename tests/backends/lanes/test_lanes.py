@@ -56,7 +56,9 @@ class FakeStream:
 class FakeLane:
     """An engine that answers with the tokens 1, 2 and 3, and dies when told."""
 
-    def __init__(self, lane: str, *, dies_before: int | None = None, num_blocks: int = 1_000) -> None:
+    def __init__(
+        self, lane: str, *, dies_before: int | None = None, num_blocks: int = 1_000, max_num_seqs: int = 100
+    ) -> None:
         self.lane = lane
         self.prompts: list[tuple[tuple[int, ...], bool]] = []
         self.params: list[SamplingParams] = []
@@ -66,7 +68,8 @@ class FakeLane:
         self.goes_on_after_first.set()
         self.is_dead = self.is_closed = False
         self.model = "the model"
-        self.lane_facts = LaneFacts({"dtype": "float32", "block_size": "2"}, block_size=2, num_blocks=num_blocks)
+        common = {"dtype": "float32", "block_size": "2"}
+        self.lane_facts = LaneFacts(common, block_size=2, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
         self.hangs_when_it_reads_kv = False
         self.num_health_checks = 0
         self._dies_before = dies_before
@@ -184,6 +187,18 @@ async def test_a_query_waits_with_an_open_prompt_until_a_decode_lane_has_room() 
     assert await asking[0] == await asking[2] == ["1", "2", "3"]
     assert [prompt[0] for prompt in decode.prompts] == [(0,), (2,)]
     assert await answer(backend, (7,)) == ["1", "2", "3"]
+
+
+async def test_a_decode_lane_gets_no_more_queries_than_its_engine_answers_at_a_time() -> None:
+    prefill, decode = FakeLane("prefill", max_num_seqs=1), FakeLane("decode", max_num_seqs=2)
+    backend = await started([prefill], [decode])
+    decode.goes_on.clear()
+    asking = [asyncio.create_task(answer(backend, (number,))) for number in range(4)]
+    await settled()
+    assert [prompt[0] for prompt in decode.prompts] == [(0,), (1,)]
+    assert {prompt for prompt in prefill.prompts if not prompt[1]} == {((2,), False), ((3,), False)}
+    decode.goes_on.set()
+    assert await asyncio.gather(*asking) == [["1", "2", "3"]] * 4
 
 
 async def test_a_query_waits_while_its_prompt_does_not_fit_into_the_kv_cache_beside_others() -> None:
@@ -436,7 +451,8 @@ async def test_nobody_takes_a_seat_before_those_who_wait() -> None:
 
 async def test_lanes_that_differ_are_refused_by_name_and_closed() -> None:
     prefill, decode = FakeLane("prefill"), FakeLane("decode")
-    decode.lane_facts = LaneFacts({"dtype": "float32", "block_size": "16"}, block_size=16, num_blocks=10)
+    common = {"dtype": "float32", "block_size": "16"}
+    decode.lane_facts = LaneFacts(common, block_size=16, num_blocks=10, max_num_seqs=1)
     message = "lanes differ in block_size: 2 in prefill-0, 16 in decode-0"
     with pytest.raises(ConfigurationError, match=message):
         await started([prefill], [decode])

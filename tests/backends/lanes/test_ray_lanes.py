@@ -185,6 +185,19 @@ async def test_queries_wait_with_open_prompts_for_decode_replicas_and_more_of_th
         assert await asyncio.gather(*asking) == [ANSWER] * 6
 
 
+async def test_a_decode_replica_gets_no_more_queries_than_its_engine_answers_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prefill, decode = Prefill(), Decode(max_num_seqs=1)
+    async with Started(monkeypatch, {"p": prefill}, {"d": decode}) as lanes:
+        asking = [asyncio.create_task(lanes.ask("hold")) for number in range(2)]
+        await until(lambda: decode.prompts and len(prefill.prompts) >= 2)
+        await asyncio.sleep(0.1)
+        assert [is_complete for _, is_complete in prefill.prompts].count(True) == 1
+        decode.goes_on.set()
+        assert await asyncio.gather(*asking) == [ANSWER] * 2
+
+
 async def test_a_query_takes_no_place_in_a_decode_replica_before_it_has_one_in_a_prefill_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
