@@ -245,10 +245,10 @@ class _Attempt:
             prompt = replace(await self._newest.after(number), num_shared=0)  # prompts may have been skipped
             number = self._newest.number
             if prompt.is_complete:
-                self._decode_seat = self._decode.take_now(prompt)
+                self._decode_seat = self._decode.take_now(prompt, self._params.n)
                 if self._decode_seat is None:
                     yield replace(prompt, is_complete=False)
-                    self._decode_seat = await self._decode.take(prompt)
+                    self._decode_seat = await self._decode.take(prompt, self._params.n)
                 yield prompt
                 return
             yield prompt

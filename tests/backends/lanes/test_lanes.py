@@ -11,6 +11,7 @@ import pytest
 from streamrag.backends.lanes import LanesBackend
 from streamrag.backends.lanes import backend as lanes_module
 from streamrag.backends.lanes.backend import KvTransfer
+from streamrag.backends.lanes.kv_promises import KvPromises
 from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.lane_engine import LaneFacts
 from streamrag.backends.vllm.client.token_streams import StreamedTokens
@@ -230,17 +231,70 @@ async def test_a_prompt_larger_than_a_decode_lane_is_answered_alone() -> None:
     assert await asking[0] == await asking[1] == ["1", "2", "3"]
 
 
-async def test_prompts_with_the_same_beginning_count_once() -> None:
+async def test_prompts_with_the_same_beginning_count_once_when_one_of_them_is_answered() -> None:
     decode = FakeLane("decode", num_blocks=50 + 2)
     backend = await started([FakeLane("prefill")], [decode])
     decode.goes_on.clear()
+    decode.goes_on_after_first.clear()
     data = tuple(range(100))
     asking = [asyncio.create_task(answer(backend, (*data, number))) for number in range(3)]
     await settled()
-    assert len(decode.prompts) == 2  # each needs one block of its own
+    assert len(decode.prompts) == 1  # vLLM loads a copy for each query
     decode.goes_on.set()
+    await settled()
+    assert len(decode.prompts) == 2  # each needs one block of its own
+    decode.goes_on_after_first.set()
     await asyncio.gather(*asking)
     assert len(decode.prompts) == 3
+
+
+def test_blocks_are_shared_only_with_queries_that_answer_already() -> None:
+    promises = KvPromises(8)
+    promises.add("a", [1, 2], 1)
+    promises.add("b", [1, 2], 1)  # loads a copy of its own
+    assert promises.has_room([7], 1)
+    assert not promises.has_room([1, 2], 1)
+    promises.begin("a")
+    promises.begin("b")
+    assert promises.has_room([1, 2, 3], 1)
+    promises.add("c", [1, 2, 3], 1)
+    promises.remove("a")
+    promises.remove("b")
+    assert promises.has_room([1, 2, 9], 3)  # "c" holds three blocks, and one for its answer
+    assert not promises.has_room([1, 2, 9], 4)
+    promises.remove("c")
+    promises.remove("c")
+    promises.add("d", [1, 2], 1)
+    assert not promises.has_room([1, 2], 4)
+
+
+async def test_each_of_several_answers_needs_a_block() -> None:
+    decode = FakeLane("decode", num_blocks=4)
+    backend = await started([FakeLane("prefill")], [decode])
+    decode.goes_on.clear()
+    params = SamplingParams(n=3)
+    asking = [asyncio.create_task(answer(backend, (number,), params=params)) for number in range(2)]
+    await settled()
+    assert [prompt[0] for prompt in decode.prompts] == [(0,)]
+    decode.goes_on.set()
+    await asyncio.gather(*asking)
+
+
+async def test_a_query_that_waits_goes_to_a_replica_that_was_added() -> None:
+    decode = FakeLane("decode")
+    decode.num_replicas = 1  # type: ignore[attr-defined]
+    backend = await started([FakeLane("prefill")], [decode], max_open=1)
+    decode.goes_on.clear()
+    decode.goes_on_after_first.clear()
+    asking = [asyncio.create_task(answer(backend, (number,))) for number in range(2)]
+    await settled()
+    assert len(decode.prompts) == 1
+    decode.num_replicas = 2  # type: ignore[attr-defined]
+    decode.goes_on.set()
+    await settled()
+    assert len(decode.prompts) == 2
+    decode.goes_on_after_first.set()
+    await asyncio.gather(*asking)
 
 
 async def test_a_prompt_goes_to_the_decode_lane_that_has_room_for_it() -> None:
