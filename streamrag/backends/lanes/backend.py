@@ -23,6 +23,7 @@ import anyio
 from streamrag.backends.lanes.lane_choice import Lanes, LaneSeat, check_same
 from streamrag.backends.ray.replica_streams import NewestPrompt, ReplicaLostError
 from streamrag.backends.vllm.client.lane_engine import LEASE_S
+from streamrag.backends.vllm.client.sampling import extra_args_of
 from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStream
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Prefilled, Progress, Prompt, SamplingParams
@@ -47,8 +48,8 @@ LATEST_S = LEASE_S / 2
 
 KV_PARAMS = "kv_transfer_params"
 
-TO_SEND = {KV_PARAMS: {"do_remote_decode": True}}
-"""Parameters, for `extra_args`, that tell vLLM's connector that the KV of a request will be fetched."""
+SEND = SamplingParams(max_tokens=1, extra={"extra_args": {KV_PARAMS: {"do_remote_decode": True}}})
+"""Parameters of a prefill, which tell vLLM's connector that the KV will be fetched."""
 
 
 class LaneLostError(Exception):
@@ -166,7 +167,7 @@ class LanesBackend:
         """
         prefill, decode = self._started_lanes()
         self._backends[decode.alive()[0]].check_params(params)
-        if KV_PARAMS in (params.extra.get("extra_args") or {}):  # it could name another query's KV, or another host
+        if KV_PARAMS in extra_args_of(params):  # it could name another query's KV, or another host
             raise ConfigurationError(f"SamplingParams.extra: extra_args[{KV_PARAMS!r}] is reserved for lanes")
         num_shown = num_lost = 0
         async with aclosing(NewestPrompt(prompts)) as newest:
@@ -192,8 +193,9 @@ class LanesBackend:
         """Compute prompts in a prefill lane, and yield how far the newest is prefilled, then the answer.
 
         first: the query's first prompt, which may be known before `prompts` yields it.
+        params: those of the answer.
         """
-        return stream_then_generate(prompts, lane.streams, params, answer)
+        return stream_then_generate(prompts, lane.streams, SEND, answer)
 
 
 class _Attempt:
@@ -257,10 +259,9 @@ class _Attempt:
         """Compute the prompts in a prefill lane, and answer the complete one in a decode lane."""
         first = await self._newest.after(0)
         self._prefill_seat = seat = await self._prefill.take(first)
-        params = SamplingParams(max_tokens=1, extra={"extra_args": TO_SEND})
         try:
             answer = partial(self._answer, seat)
-            async with aclosing(self._compute(seat.backend, first, prompts, params, answer)) as events:
+            async with aclosing(self._compute(seat.backend, first, prompts, self._params, answer)) as events:
                 async for event in events:
                     if isinstance(event, Prefilled):
                         self._record_prefill(seat, event.num_tokens)
@@ -319,8 +320,8 @@ class _Attempt:
                     first = await anext(chunks)
             except TimeoutError:
                 assert self._decode_seat is not None
-                lane, limit_s = self._decode_seat.lane, self._max_fetch_s
-                log.warning("%s has not begun an answer %g s after it was to read KV: it computes that", lane, limit_s)
+                text = "no first token %g s after the KV transfer was requested: %s computes the prompt"
+                log.warning(text, self._max_fetch_s, self._decode_seat.lane)
                 return
             yield first
             async for chunk in chunks:
@@ -371,5 +372,5 @@ async def _read_ahead(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenera
 
 def _fetching(params: SamplingParams, transfer: dict[str, Any]) -> SamplingParams:
     """Return the parameters with those of the KV connector, by which vLLM fetches the KV of the prompt."""
-    extra_args = {**(params.extra.get("extra_args") or {}), KV_PARAMS: transfer}
+    extra_args = {**extra_args_of(params), KV_PARAMS: transfer}
     return replace(params, extra={**params.extra, "extra_args": extra_args})

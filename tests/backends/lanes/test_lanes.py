@@ -325,7 +325,7 @@ async def test_a_decode_lane_whose_kv_does_not_come_computes_the_prompt(
     assert (computing.n, computing.extra) == (num_answers, {})
     assert not passed
     assert [record.message for record in caplog.records] == [
-        "decode-0 has not begun an answer 0.01 s after it was to read KV: it computes that"
+        "no first token 0.01 s after the KV transfer was requested: decode-0 computes the prompt"
     ]
     assert backend._prefill is not None
     assert backend._decode is not None

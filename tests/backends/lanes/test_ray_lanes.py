@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from lane_replicas import RECORD, Decode, Prefill
 
 pytest.importorskip("ray")
 
-from streamrag.backends.lanes import ray_backend
+from streamrag.backends.lanes import ray_backend, replica_engines
 from streamrag.backends.lanes.backend import LATEST_S
 from streamrag.backends.lanes.ray_backend import RayLanesBackend
 from streamrag.backends.lanes.replica_engines import ENDED_AT, DecodeEngine, PrefillEngine, without_old_kv
@@ -105,6 +105,7 @@ async def test_a_prompt_grows_in_a_prefill_replica_and_is_answered_in_a_decode_r
         assert prefill.prompts[0] == ("Wh", False)
         assert prefill.prompts[-1] == ("Why?", True)
         assert decode.prompts == ["Why?"]
+        assert prefill.params == [SamplingParams()]
         assert isinstance(seen[0], Prefilled)
         assert seen[-1] == AnswerChunk(f" {os.getpid()}", (2,), "length", RECORD)
         assert [(each.num_tokens, each.num_blocks) for each in passed] == [(4, 2)]
@@ -232,11 +233,47 @@ async def test_lanes_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert not lanes.cluster.is_open
 
 
-@pytest.mark.parametrize(("age_s", "is_read"), [(0.0, True), (LATEST_S - 1, True), (LATEST_S + 1, False)])
-def test_kv_whose_lease_may_have_ended_is_not_read(age_s: float, is_read: bool) -> None:
+async def test_parameters_are_checked_before_the_prompt_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, params, computed = PrefillEngine("model", lane="prefill"), SamplingParams(top_k=3), []
+
+    def check(self: Any, params: SamplingParams) -> None:
+        if params.top_k != 3:
+            raise ConfigurationError("vLLM refuses these SamplingParams")
+
+    async def compute(prompts: Any, streams: Any, params: SamplingParams, end: Any) -> AsyncIterator[BackendEvent]:
+        computed.append(params)
+        yield Prefilled(0)
+
+    monkeypatch.setattr(PrefillEngine, "check_params", check)
+    monkeypatch.setattr(PrefillEngine, "streams", None)
+    monkeypatch.setattr(replica_engines, "stream_then_generate", compute)
+    with pytest.raises(ConfigurationError, match="vLLM refuses"):
+        await anext(engine.generate(after(growing("Why?")), SamplingParams()))
+    assert not computed
+    assert [event async for event in engine.generate(after(growing("Why?")), params)] == [Prefilled(0)]
+    assert [each.max_tokens for each in computed] == [1]
+    assert computed[0].extra == {"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
+
+
+async def test_parameters_for_vllm_that_are_no_mapping_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Started(monkeypatch, {"p": Prefill()}, {"d": Decode()}) as lanes:
+        params = SamplingParams(extra={"extra_args": 5})
+        with pytest.raises(ConfigurationError, match="extra_args=5 must be a mapping"):
+            await anext(lanes.backend.generate(after(growing("Why?")), params))
+
+
+@pytest.mark.parametrize(
+    ("age_s", "is_read"),
+    [(0.0, True), (LATEST_S - 1, True), (LATEST_S + 1, False), (-0.5, True), (-5.0, False)],
+)
+def test_kv_whose_lease_may_have_ended_is_not_read(
+    caplog: pytest.LogCaptureFixture, age_s: float, is_read: bool
+) -> None:
     given = {"kv_transfer_params": {"remote_port": 1, ENDED_AT: time.time() - age_s}, "theirs": 2}
     kept = without_old_kv(SamplingParams(top_k=3, extra={"extra_args": given})).extra["extra_args"]
     assert kept == {"theirs": 2, **({"kv_transfer_params": {"remote_port": 1}} if is_read else {})}
+    expected = ["the clock of a prefill lane's node is 5.0 s ahead: its KV is not read"] if age_s == -5.0 else []
+    assert [record.message for record in caplog.records] == expected
     assert without_old_kv(SamplingParams(top_k=3)).extra == {}
 
 

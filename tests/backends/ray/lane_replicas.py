@@ -25,10 +25,10 @@ class Prefill:
         self.model = ModelInfo("prefill", CodePointTokenizer(), 100_000)
         self.lane_facts = LaneFacts({"dtype": dtype}, block_size=2, num_blocks=1, max_num_seqs=max_num_seqs)
         self.prompts: list[tuple[str, bool]] = []
+        self.params: list[SamplingParams] = []
 
     async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
-        assert params.max_tokens == 1
-        assert params.extra["extra_args"]["kv_transfer_params"]["do_remote_decode"]
+        self.params.append(params)
         async for prompt in prompts:
             self.prompts.append(("".join(map(chr, prompt.token_ids)), prompt.is_complete))
             yield Prefilled(max(len(prompt.token_ids) - 1, 0))
