@@ -65,8 +65,8 @@ class DecodeEngine(VllmBackend):
 
 
 def without_old_kv(params: SamplingParams) -> SamplingParams:
-    """Return the parameters without `kv_transfer_params` if the prefill ended more than `LATEST_S` ago, as the query may
-    have waited for a replica, or more than a second ahead of now, as the clocks of the nodes disagree."""
+    """Return the parameters without `kv_transfer_params` if the prefill ended more than `LATEST_S` ago, because the
+    query waited for a replica, or more than a second from now, because the clocks of the nodes disagree."""
     extra_args = dict(params.extra.get("extra_args") or {})
     transfer = dict(extra_args.pop("kv_transfer_params", {}))
     if not transfer:

@@ -23,8 +23,10 @@ from streamrag.backends.ray.replica import ModelFacts
 from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError
+from streamrag.serve.config.checks import check
 from streamrag.serve.config.factories import make_engines, make_replica_lane, make_replicated
 from streamrag.serve.config.layers import load
+from streamrag.serve.ray_app import application
 
 ANSWER = f"{os.getpid()} {os.getpid()}"
 
@@ -303,6 +305,26 @@ def test_a_service_has_lanes_on_ray_by_one_word_and_both_kinds_scale_apart() -> 
     assert engines[0]._engine_args["additional_config"]["streamrag"]["policy"] == "fcfs"
     fixed = make_engines(*parts[:2], settings.replicas.model_copy(update={"max_number": None, "min_number": None}))
     assert fixed._bound_deployment.num_replicas == 2
+
+
+def test_a_number_of_decode_lanes_above_their_maximum_is_one_problem() -> None:
+    options = {"model.name": "org/model", "replicas.number": "1", "replicas.decode": "3", "replicas.max_decode": "2"}
+    loaded = load(None, {}, options)
+    assert [str(each) for each in check(loaded) if "max_" in str(each)] == [
+        "option --replicas.max_decode: max_decode=2 must be at least decode=3"
+    ]
+    with pytest.raises(ConfigurationError, match="max_decode=2 must be at least decode=3"):
+        make_engines(loaded.settings.model, loaded.settings.engine, loaded.settings.replicas)
+    problems = check(load(None, {}, {**options, "replicas.max_decode": "3", "replicas.min_number": "1"}))
+    assert [str(each) for each in problems if "max_" in str(each)] == [
+        "replicas: min_number=1 is for autoscaling: set max_number too"
+    ]
+
+
+def test_an_application_has_either_decode_lanes_or_an_engine_of_the_caller() -> None:
+    settings = load(None, {}, {"model.name": "org/model", "replicas.number": "1", "replicas.decode": "1"}).settings
+    with pytest.raises(ConfigurationError, match=r"replicas\.decode=1 and make_engine exclude each other"):
+        application(settings, make_engine=Prefill)
 
 
 def test_an_engine_that_cannot_be_a_lane_is_refused() -> None:
