@@ -12,7 +12,7 @@ evict it, and no lease runs. A lane that dies is not used again until the backen
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,6 @@ import anyio
 from streamrag.backends.lanes.lane_choice import Lanes, LaneSeat, check_same
 from streamrag.backends.ray.replica_streams import NewestPrompt, ReplicaLostError
 from streamrag.backends.vllm.client.lane_engine import LEASE_S
-from streamrag.backends.vllm.client.sampling import extra_args_of
 from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStream
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Prefilled, Progress, Prompt, SamplingParams
@@ -32,6 +31,7 @@ from streamrag.errors import BackendError, ConfigurationError, EngineDeadError
 from streamrag.query.answer_ahead import only
 from streamrag.routing import make_router
 from streamrag.support.clock import monotonic
+from streamrag.support.messages import short_repr
 from streamrag.support.tasks import cancel_and_wait, run_shielded
 from streamrag.support.validation import Count, CountOrZero, Seconds, validated
 
@@ -75,8 +75,8 @@ class LanesBackend:
     prefill: backends made with `VllmBackend(lane="prefill")`.
     decode: backends made with `VllmBackend(lane="decode")`.
     router: how a lane is chosen: "soonest", "round_robin" or "consistent_hash".
-    max_open: most queries in a decode lane at a time. Further ones wait in their prefill lanes, as do those whose
-        prompts do not fit into the lane's KV cache beside the others'.
+    max_open: most queries in a decode lane at a time, up to its engine's `max_num_seqs`. Further ones wait in their
+        prefill lanes, as do those whose prompts do not fit into the lane's KV cache beside the others'.
     max_fetch_s: most seconds until a decode lane begins an answer whose KV it reads. Then it computes the prompt.
     max_replays: most times that a query without output is computed again because a lane died.
 
@@ -167,7 +167,7 @@ class LanesBackend:
         """
         prefill, decode = self._started_lanes()
         self._backends[decode.alive()[0]].check_params(params)
-        if KV_PARAMS in extra_args_of(params):  # it could name another query's KV, or another host
+        if KV_PARAMS in _extra_args_of(params):  # it could name another query's KV, or another host
             raise ConfigurationError(f"SamplingParams.extra: extra_args[{KV_PARAMS!r}] is reserved for lanes")
         num_shown = num_lost = 0
         async with aclosing(NewestPrompt(prompts)) as newest:
@@ -370,7 +370,15 @@ async def _read_ahead(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenera
             await cancel_and_wait([reading])
 
 
+def _extra_args_of(params: SamplingParams) -> Mapping[str, Any]:
+    """Return what the parameters have for vLLM's connectors and plugins; raise ConfigurationError for no mapping."""
+    extra_args = params.extra.get("extra_args") or {}
+    if not isinstance(extra_args, Mapping):
+        raise ConfigurationError(f"SamplingParams.extra: extra_args={short_repr(extra_args)} must be a mapping")
+    return extra_args
+
+
 def _fetching(params: SamplingParams, transfer: dict[str, Any]) -> SamplingParams:
     """Return the parameters with those of the KV connector, by which vLLM fetches the KV of the prompt."""
-    extra_args = {**extra_args_of(params), KV_PARAMS: transfer}
+    extra_args = {**_extra_args_of(params), KV_PARAMS: transfer}
     return replace(params, extra={**params.extra, "extra_args": extra_args})

@@ -103,10 +103,9 @@ NO_LANE = LaneFacts({}, 1, 0, 0)  # facts of an engine that is not a lane
 
 def lane_facts(config: Any) -> LaneFacts:
     """Return the facts of a running engine from vLLM's configuration of it."""
-    model, cache = config.model_config, config.cache_config
+    model, cache, num_ranks = config.model_config, config.cache_config, config.parallel_config.data_parallel_size
     common = {name: str(getattr(model, name)) for name in ("model", "max_model_len", "dtype")}
     common |= {name: str(getattr(cache, name)) for name in ("cache_dtype", "block_size")}
     # vLLM sums blocks over data-parallel ranks, but not tokens. With several kinds of blocks, only tokens count.
-    num_ranks = config.parallel_config.data_parallel_size
     num_blocks = (cache.kv_cache_size_tokens or 0) * num_ranks // cache.block_size or cache.num_gpu_blocks
     return LaneFacts(common, cache.block_size, num_blocks, config.scheduler_config.max_num_seqs * num_ranks)

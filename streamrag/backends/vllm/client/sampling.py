@@ -49,7 +49,10 @@ def to_vllm(
         "stop": list(params.stop),
         "ignore_eos": params.ignore_eos,
     }
-    if KEY in extra_args_of(params):
+    extra_args = params.extra.get("extra_args") or {}
+    if not isinstance(extra_args, Mapping):
+        raise ConfigurationError(f"SamplingParams.extra: extra_args={short_repr(extra_args)} must be a mapping")
+    if KEY in extra_args:
         raise ConfigurationError(f"SamplingParams.extra: extra_args[{KEY!r}] is reserved for streamrag")
     if params.seed is not None and params.temperature > 0 and _dies_of_seeds(config):
         raise ConfigurationError(
@@ -75,14 +78,6 @@ def to_vllm(
         return converted
     except (TypeError, ValueError, VLLMClientError) as error:
         raise ConfigurationError(f"vLLM refuses these SamplingParams: {error}") from error
-
-
-def extra_args_of(params: SamplingParams) -> Mapping[str, Any]:
-    """Return what the parameters have for vLLM's connectors and plugins; raise ConfigurationError for no mapping."""
-    extra_args = params.extra.get("extra_args") or {}
-    if not isinstance(extra_args, Mapping):
-        raise ConfigurationError(f"SamplingParams.extra: extra_args={short_repr(extra_args)} must be a mapping")
-    return extra_args
 
 
 def _dies_of_seeds(config: "VllmConfig") -> bool:
