@@ -108,4 +108,5 @@ def lane_facts(config: Any) -> LaneFacts:
     common |= {name: str(getattr(cache, name)) for name in ("cache_dtype", "block_size")}
     # vLLM sums blocks over data-parallel ranks, but not tokens. With several kinds of blocks, only tokens count.
     num_blocks = (cache.kv_cache_size_tokens or 0) * num_ranks // cache.block_size or cache.num_gpu_blocks
-    return LaneFacts(common, cache.block_size, num_blocks, config.scheduler_config.max_num_seqs * num_ranks)
+    max_num_seqs = getattr(config.scheduler_config, "max_num_active_seqs", None) or config.scheduler_config.max_num_seqs
+    return LaneFacts(common, cache.block_size, num_blocks, max_num_seqs * num_ranks)

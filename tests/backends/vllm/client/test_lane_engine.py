@@ -96,6 +96,12 @@ def test_the_kv_blocks_of_a_lane_are_those_that_its_tokens_fill(
     assert (facts.block_size, facts.num_blocks, facts.max_num_seqs) == (32, num_blocks, 8 * num_ranks)
 
 
+def test_a_lower_limit_of_active_answers_counts() -> None:
+    config = config_of(num_ranks=2)
+    config.scheduler_config.max_num_active_seqs = 3
+    assert lane_facts(config).max_num_seqs == 6
+
+
 def test_the_first_difference_of_lanes_is_named() -> None:
     facts = lane_facts(config_of()).common
     check_same({"prefill-0": facts, "decode-0": dict(facts)})
