@@ -33,8 +33,8 @@ class Lanes:
     """The lanes of one kind.
 
     lanes: the engines, which run, by name.
-    max_open: most queries in a lane at a time, or in each of its replicas, if that is less than `max_num_seqs` of its
-        engine; None for lanes with any number of queries, whatever KV these need.
+    max_open: most queries in a lane at a time, or in each of its replicas, up to `max_num_seqs` of the engine; None for
+        lanes with any number of queries, whatever KV these need.
     """
 
     def __init__(self, lanes: Mapping[str, Any], router: Router, *, max_open: int | None) -> None:
