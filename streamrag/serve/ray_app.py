@@ -77,11 +77,15 @@ def ray_application(options: dict[str, str]) -> Any:
 def application(settings: Settings, *, make_engine: MakeBackend | None = None) -> Any:
     """Return the bound Ray Serve application of these settings: the front, engines and, if they say so, sources.
 
-    `make_engine` replaces the settings' engine. Raises ConfigurationError without an engine replica.
+    `make_engine` replaces the settings' engine.
+
+    :raises ConfigurationError: there is no engine replica, or `make_engine` and decode lanes.
     """
     replicas, limits = settings.replicas, settings.limits
     if not replicas.number:
         raise ConfigurationError("replicas.number=0: a Ray Serve application needs at least one engine")
+    if make_engine is not None and replicas.decode:
+        raise ConfigurationError(f"replicas.decode={replicas.decode} and make_engine exclude each other")
     if make_engine is None:
         parts = [factories.make_engines(settings.model, settings.engine, replicas)]
     else:

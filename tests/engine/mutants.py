@@ -896,7 +896,7 @@ MUTANTS = (
     Mutant(
         "a query that has ended keeps the KV that was promised to it",
         "streamrag.backends.lanes.kv_promises",
-        "            self._num_queries_with[key] -= 1\n",
+        "            self._num_queries_with[block] -= 1\n",
         "            pass\n",
         0,
         "tests/backends/lanes/test_lanes.py::"

@@ -12,7 +12,7 @@ evict it, and no lease runs. A lane that dies is not used again until the backen
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +31,7 @@ from streamrag.errors import BackendError, ConfigurationError, EngineDeadError
 from streamrag.query.answer_ahead import only
 from streamrag.routing import make_router
 from streamrag.support.clock import monotonic
+from streamrag.support.messages import short_repr
 from streamrag.support.tasks import cancel_and_wait, run_shielded
 from streamrag.support.validation import Count, CountOrZero, Seconds, validated
 
@@ -47,8 +48,8 @@ LATEST_S = LEASE_S / 2
 
 KV_PARAMS = "kv_transfer_params"
 
-TO_SEND = {KV_PARAMS: {"do_remote_decode": True}}
-"""Parameters, for `extra_args`, that tell vLLM's connector that the KV of a request will be fetched."""
+SEND = SamplingParams(max_tokens=1, extra={"extra_args": {KV_PARAMS: {"do_remote_decode": True}}})
+"""Parameters of a prefill, which tell vLLM's connector that the KV will be fetched."""
 
 
 class LaneLostError(Exception):
@@ -74,8 +75,8 @@ class LanesBackend:
     prefill: backends made with `VllmBackend(lane="prefill")`.
     decode: backends made with `VllmBackend(lane="decode")`.
     router: how a lane is chosen: "soonest", "round_robin" or "consistent_hash".
-    max_open: most queries in a decode lane at a time. Further ones wait in their prefill lanes, as do those whose
-        prompts do not fit into the lane's KV cache beside the others'.
+    max_open: most queries in a decode lane at a time, up to its engine's `max_num_seqs`. Further ones wait in their
+        prefill lanes, as do those whose prompts do not fit into the lane's KV cache beside the others'.
     max_fetch_s: most seconds until a decode lane begins an answer whose KV it reads. Then it computes the prompt.
     max_replays: most times that a query without output is computed again because a lane died.
 
@@ -166,7 +167,7 @@ class LanesBackend:
         """
         prefill, decode = self._started_lanes()
         self._backends[decode.alive()[0]].check_params(params)
-        if KV_PARAMS in (params.extra.get("extra_args") or {}):  # it could name another query's KV, or another host
+        if KV_PARAMS in _extra_args_of(params):  # it could name another query's KV, or another host
             raise ConfigurationError(f"SamplingParams.extra: extra_args[{KV_PARAMS!r}] is reserved for lanes")
         num_shown = num_lost = 0
         async with aclosing(NewestPrompt(prompts)) as newest:
@@ -192,8 +193,9 @@ class LanesBackend:
         """Compute prompts in a prefill lane, and yield how far the newest is prefilled, then the answer.
 
         first: the query's first prompt, which may be known before `prompts` yields it.
+        params: those of the answer.
         """
-        return stream_then_generate(prompts, lane.streams, params, answer)
+        return stream_then_generate(prompts, lane.streams, SEND, answer)
 
 
 class _Attempt:
@@ -245,10 +247,10 @@ class _Attempt:
             prompt = replace(await self._newest.after(number), num_shared=0)  # prompts may have been skipped
             number = self._newest.number
             if prompt.is_complete:
-                self._decode_seat = self._decode.take_now(prompt)
+                self._decode_seat = self._decode.take_now(prompt, self._params.n)
                 if self._decode_seat is None:
                     yield replace(prompt, is_complete=False)
-                    self._decode_seat = await self._decode.take(prompt)
+                    self._decode_seat = await self._decode.take(prompt, self._params.n)
                 yield prompt
                 return
             yield prompt
@@ -257,10 +259,9 @@ class _Attempt:
         """Compute the prompts in a prefill lane, and answer the complete one in a decode lane."""
         first = await self._newest.after(0)
         self._prefill_seat = seat = await self._prefill.take(first)
-        params = SamplingParams(max_tokens=1, extra={"extra_args": TO_SEND})
         try:
             answer = partial(self._answer, seat)
-            async with aclosing(self._compute(seat.backend, first, prompts, params, answer)) as events:
+            async with aclosing(self._compute(seat.backend, first, prompts, self._params, answer)) as events:
                 async for event in events:
                     if isinstance(event, Prefilled):
                         self._record_prefill(seat, event.num_tokens)
@@ -319,8 +320,8 @@ class _Attempt:
                     first = await anext(chunks)
             except TimeoutError:
                 assert self._decode_seat is not None
-                lane, limit_s = self._decode_seat.lane, self._max_fetch_s
-                log.warning("%s has not begun an answer %g s after it was to read KV: it computes that", lane, limit_s)
+                text = "no first token %g s after the KV transfer was requested: %s computes the prompt"
+                log.warning(text, self._max_fetch_s, self._decode_seat.lane)
                 return
             yield first
             async for chunk in chunks:
@@ -369,7 +370,15 @@ async def _read_ahead(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenera
             await cancel_and_wait([reading])
 
 
+def _extra_args_of(params: SamplingParams) -> Mapping[str, Any]:
+    """Return what the parameters have for vLLM's connectors and plugins; raise ConfigurationError for no mapping."""
+    extra_args = params.extra.get("extra_args") or {}
+    if not isinstance(extra_args, Mapping):
+        raise ConfigurationError(f"SamplingParams.extra: extra_args={short_repr(extra_args)} must be a mapping")
+    return extra_args
+
+
 def _fetching(params: SamplingParams, transfer: dict[str, Any]) -> SamplingParams:
     """Return the parameters with those of the KV connector, by which vLLM fetches the KV of the prompt."""
-    extra_args = {**(params.extra.get("extra_args") or {}), KV_PARAMS: transfer}
+    extra_args = {**_extra_args_of(params), KV_PARAMS: transfer}
     return replace(params, extra={**params.extra, "extra_args": extra_args})

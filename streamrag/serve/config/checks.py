@@ -11,7 +11,7 @@ from streamrag.backends.vllm.client.lane_engine import INSTALL
 from streamrag.errors import ConfigurationError, MissingDependencyError, install_line
 from streamrag.routing import make_router
 from streamrag.serve.config.factories import (
-    decode_options,
+    check_max_decode,
     make_backend,
     make_replica_lane,
     make_template,
@@ -165,6 +165,7 @@ def _engines(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
         yield Problem(loaded.where("engine", "log_path"), what, "Leave it out")
     yield from _errors(loaded.where("replicas", "router"), lambda: make_router(replicas.router))
     yield from _errors("replicas", lambda: replica_options(replicas))
+    yield from _errors(loaded.where("replicas", "max_decode"), lambda: check_max_decode(replicas))
 
 
 def _lane_problems(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
@@ -175,7 +176,6 @@ def _lane_problems(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
     if importlib.util.find_spec("nixl") is None:
         yield Problem(where if engine.lanes else loaded.where("replicas", "decode"), "nixl is not installed", INSTALL)
     if replicas.decode:
-        yield from _errors("replicas", lambda: decode_options(replicas))
         yield from _errors("engine", lambda: make_replica_lane(settings.model, engine, "prefill"))
     if engine.lanes and engine.log_path is not None:
         what = "is one file, and each lane would write to it"

@@ -138,8 +138,15 @@ def replica_options(replicas: ReplicaSettings) -> ReplicaOptions:
 
 def decode_options(replicas: ReplicaSettings) -> ReplicaOptions:
     """Return the options of decode lanes: those of the others, but for their number and by which load it changes."""
+    check_max_decode(replicas)
     options, number = replica_options(replicas), replicas.decode
     return replace(options, number=number, min_number=None, max_number=replicas.max_decode, queued_tokens=None)
+
+
+def check_max_decode(replicas: ReplicaSettings) -> None:
+    """Raise ConfigurationError if the most decode lanes are fewer than those at the start."""
+    if replicas.max_decode is not None and replicas.max_decode < replicas.decode:
+        raise ConfigurationError(f"max_decode={replicas.max_decode} must be at least decode={replicas.decode}")
 
 
 def make_pooled(source: SourceSettings, replicas: ReplicaSettings, *, name: str = "streamrag") -> Source:

@@ -11,6 +11,7 @@ import pytest
 from streamrag.backends.lanes import LanesBackend
 from streamrag.backends.lanes import backend as lanes_module
 from streamrag.backends.lanes.backend import KvTransfer
+from streamrag.backends.lanes.kv_promises import KvPromises
 from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.lane_engine import LaneFacts
 from streamrag.backends.vllm.client.token_streams import StreamedTokens
@@ -56,7 +57,9 @@ class FakeStream:
 class FakeLane:
     """An engine that answers with the tokens 1, 2 and 3, and dies when told."""
 
-    def __init__(self, lane: str, *, dies_before: int | None = None, num_blocks: int = 1_000) -> None:
+    def __init__(
+        self, lane: str, *, dies_before: int | None = None, num_blocks: int = 1_000, max_num_seqs: int = 100
+    ) -> None:
         self.lane = lane
         self.prompts: list[tuple[tuple[int, ...], bool]] = []
         self.params: list[SamplingParams] = []
@@ -66,7 +69,8 @@ class FakeLane:
         self.goes_on_after_first.set()
         self.is_dead = self.is_closed = False
         self.model = "the model"
-        self.lane_facts = LaneFacts({"dtype": "float32", "block_size": "2"}, block_size=2, num_blocks=num_blocks)
+        common = {"dtype": "float32", "block_size": "2"}
+        self.lane_facts = LaneFacts(common, block_size=2, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
         self.hangs_when_it_reads_kv = False
         self.num_health_checks = 0
         self._dies_before = dies_before
@@ -186,6 +190,18 @@ async def test_a_query_waits_with_an_open_prompt_until_a_decode_lane_has_room() 
     assert await answer(backend, (7,)) == ["1", "2", "3"]
 
 
+async def test_a_decode_lane_gets_no_more_queries_than_its_engine_answers_at_a_time() -> None:
+    prefill, decode = FakeLane("prefill", max_num_seqs=1), FakeLane("decode", max_num_seqs=2)
+    backend = await started([prefill], [decode])
+    decode.goes_on.clear()
+    asking = [asyncio.create_task(answer(backend, (number,))) for number in range(4)]
+    await settled()
+    assert [prompt[0] for prompt in decode.prompts] == [(0,), (1,)]
+    assert {prompt for prompt in prefill.prompts if not prompt[1]} == {((2,), False), ((3,), False)}
+    decode.goes_on.set()
+    assert await asyncio.gather(*asking) == [["1", "2", "3"]] * 4
+
+
 async def test_a_query_waits_while_its_prompt_does_not_fit_into_the_kv_cache_beside_others() -> None:
     prefill, decode = FakeLane("prefill"), FakeLane("decode", num_blocks=6)
     backend = await started([prefill], [decode])
@@ -215,17 +231,70 @@ async def test_a_prompt_larger_than_a_decode_lane_is_answered_alone() -> None:
     assert await asking[0] == await asking[1] == ["1", "2", "3"]
 
 
-async def test_prompts_with_the_same_beginning_count_once() -> None:
+async def test_prompts_with_the_same_beginning_count_once_when_one_of_them_is_answered() -> None:
     decode = FakeLane("decode", num_blocks=50 + 2)
     backend = await started([FakeLane("prefill")], [decode])
     decode.goes_on.clear()
+    decode.goes_on_after_first.clear()
     data = tuple(range(100))
     asking = [asyncio.create_task(answer(backend, (*data, number))) for number in range(3)]
     await settled()
-    assert len(decode.prompts) == 2  # each needs one block of its own
+    assert len(decode.prompts) == 1  # vLLM loads a copy for each query
     decode.goes_on.set()
+    await settled()
+    assert len(decode.prompts) == 2  # each needs one block of its own
+    decode.goes_on_after_first.set()
     await asyncio.gather(*asking)
     assert len(decode.prompts) == 3
+
+
+def test_blocks_are_shared_only_with_queries_that_answer_already() -> None:
+    promises = KvPromises(8)
+    promises.add("a", [1, 2], 1)
+    promises.add("b", [1, 2], 1)  # loads a copy of its own
+    assert promises.has_room([7], 1)
+    assert not promises.has_room([1, 2], 1)
+    promises.begin("a")
+    promises.begin("b")
+    assert promises.has_room([1, 2, 3], 1)
+    promises.add("c", [1, 2, 3], 1)
+    promises.remove("a")
+    promises.remove("b")
+    assert promises.has_room([1, 2, 9], 3)  # "c" holds three blocks, and one for its answer
+    assert not promises.has_room([1, 2, 9], 4)
+    promises.remove("c")
+    promises.remove("c")
+    promises.add("d", [1, 2], 1)
+    assert not promises.has_room([1, 2], 4)
+
+
+async def test_each_of_several_answers_needs_a_block() -> None:
+    decode = FakeLane("decode", num_blocks=4)
+    backend = await started([FakeLane("prefill")], [decode])
+    decode.goes_on.clear()
+    params = SamplingParams(n=3)
+    asking = [asyncio.create_task(answer(backend, (number,), params=params)) for number in range(2)]
+    await settled()
+    assert [prompt[0] for prompt in decode.prompts] == [(0,)]
+    decode.goes_on.set()
+    await asyncio.gather(*asking)
+
+
+async def test_a_query_that_waits_goes_to_a_replica_that_was_added() -> None:
+    decode = FakeLane("decode")
+    decode.num_replicas = 1  # type: ignore[attr-defined]
+    backend = await started([FakeLane("prefill")], [decode], max_open=1)
+    decode.goes_on.clear()
+    decode.goes_on_after_first.clear()
+    asking = [asyncio.create_task(answer(backend, (number,))) for number in range(2)]
+    await settled()
+    assert len(decode.prompts) == 1
+    decode.num_replicas = 2  # type: ignore[attr-defined]
+    decode.goes_on.set()
+    await settled()
+    assert len(decode.prompts) == 2
+    decode.goes_on_after_first.set()
+    await asyncio.gather(*asking)
 
 
 async def test_a_prompt_goes_to_the_decode_lane_that_has_room_for_it() -> None:
@@ -256,7 +325,7 @@ async def test_a_decode_lane_whose_kv_does_not_come_computes_the_prompt(
     assert (computing.n, computing.extra) == (num_answers, {})
     assert not passed
     assert [record.message for record in caplog.records] == [
-        "decode-0 has not begun an answer 0.01 s after it was to read KV: it computes that"
+        "no first token 0.01 s after the KV transfer was requested: decode-0 computes the prompt"
     ]
     assert backend._prefill is not None
     assert backend._decode is not None
@@ -436,7 +505,8 @@ async def test_nobody_takes_a_seat_before_those_who_wait() -> None:
 
 async def test_lanes_that_differ_are_refused_by_name_and_closed() -> None:
     prefill, decode = FakeLane("prefill"), FakeLane("decode")
-    decode.lane_facts = LaneFacts({"dtype": "float32", "block_size": "16"}, block_size=16, num_blocks=10)
+    common = {"dtype": "float32", "block_size": "16"}
+    decode.lane_facts = LaneFacts(common, block_size=16, num_blocks=10, max_num_seqs=1)
     message = "lanes differ in block_size: 2 in prefill-0, 16 in decode-0"
     with pytest.raises(ConfigurationError, match=message):
         await started([prefill], [decode])

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from lane_replicas import RECORD, Decode, Prefill
 
 pytest.importorskip("ray")
 
-from streamrag.backends.lanes import ray_backend
+from streamrag.backends.lanes import ray_backend, replica_engines
 from streamrag.backends.lanes.backend import LATEST_S
 from streamrag.backends.lanes.ray_backend import RayLanesBackend
 from streamrag.backends.lanes.replica_engines import ENDED_AT, DecodeEngine, PrefillEngine, without_old_kv
@@ -23,8 +23,10 @@ from streamrag.backends.ray.replica import ModelFacts
 from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError
+from streamrag.serve.config.checks import check
 from streamrag.serve.config.factories import make_engines, make_replica_lane, make_replicated
 from streamrag.serve.config.layers import load
+from streamrag.serve.ray_app import application
 
 ANSWER = f"{os.getpid()} {os.getpid()}"
 
@@ -105,6 +107,7 @@ async def test_a_prompt_grows_in_a_prefill_replica_and_is_answered_in_a_decode_r
         assert prefill.prompts[0] == ("Wh", False)
         assert prefill.prompts[-1] == ("Why?", True)
         assert decode.prompts == ["Why?"]
+        assert prefill.params == [SamplingParams()]
         assert isinstance(seen[0], Prefilled)
         assert seen[-1] == AnswerChunk(f" {os.getpid()}", (2,), "length", RECORD)
         assert [(each.num_tokens, each.num_blocks) for each in passed] == [(4, 2)]
@@ -185,6 +188,19 @@ async def test_queries_wait_with_open_prompts_for_decode_replicas_and_more_of_th
         assert await asyncio.gather(*asking) == [ANSWER] * 6
 
 
+async def test_a_decode_replica_gets_no_more_queries_than_its_engine_answers_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prefill, decode = Prefill(), Decode(max_num_seqs=1)
+    async with Started(monkeypatch, {"p": prefill}, {"d": decode}) as lanes:
+        asking = [asyncio.create_task(lanes.ask("hold")) for number in range(2)]
+        await until(lambda: decode.prompts and len(prefill.prompts) >= 2)
+        await asyncio.sleep(0.1)
+        assert [is_complete for _, is_complete in prefill.prompts].count(True) == 1
+        decode.goes_on.set()
+        assert await asyncio.gather(*asking) == [ANSWER] * 2
+
+
 async def test_a_query_takes_no_place_in_a_decode_replica_before_it_has_one_in_a_prefill_replica(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -219,11 +235,47 @@ async def test_lanes_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert not lanes.cluster.is_open
 
 
-@pytest.mark.parametrize(("age_s", "is_read"), [(0.0, True), (LATEST_S - 1, True), (LATEST_S + 1, False)])
-def test_kv_whose_lease_may_have_ended_is_not_read(age_s: float, is_read: bool) -> None:
+async def test_parameters_are_checked_before_the_prompt_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, params, computed = PrefillEngine("model", lane="prefill"), SamplingParams(top_k=3), []
+
+    def check(self: Any, params: SamplingParams) -> None:
+        if params.top_k != 3:
+            raise ConfigurationError("vLLM refuses these SamplingParams")
+
+    async def compute(prompts: Any, streams: Any, params: SamplingParams, end: Any) -> AsyncIterator[BackendEvent]:
+        computed.append(params)
+        yield Prefilled(0)
+
+    monkeypatch.setattr(PrefillEngine, "check_params", check)
+    monkeypatch.setattr(PrefillEngine, "streams", None)
+    monkeypatch.setattr(replica_engines, "stream_then_generate", compute)
+    with pytest.raises(ConfigurationError, match="vLLM refuses"):
+        await anext(engine.generate(after(growing("Why?")), SamplingParams()))
+    assert not computed
+    assert [event async for event in engine.generate(after(growing("Why?")), params)] == [Prefilled(0)]
+    assert [each.max_tokens for each in computed] == [1]
+    assert computed[0].extra == {"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
+
+
+async def test_parameters_for_vllm_that_are_no_mapping_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Started(monkeypatch, {"p": Prefill()}, {"d": Decode()}) as lanes:
+        params = SamplingParams(extra={"extra_args": 5})
+        with pytest.raises(ConfigurationError, match="extra_args=5 must be a mapping"):
+            await anext(lanes.backend.generate(after(growing("Why?")), params))
+
+
+@pytest.mark.parametrize(
+    ("age_s", "is_read"),
+    [(0.0, True), (LATEST_S - 1, True), (LATEST_S + 1, False), (-0.5, True), (-5.0, False)],
+)
+def test_kv_whose_lease_may_have_ended_is_not_read(
+    caplog: pytest.LogCaptureFixture, age_s: float, is_read: bool
+) -> None:
     given = {"kv_transfer_params": {"remote_port": 1, ENDED_AT: time.time() - age_s}, "theirs": 2}
     kept = without_old_kv(SamplingParams(top_k=3, extra={"extra_args": given})).extra["extra_args"]
     assert kept == {"theirs": 2, **({"kv_transfer_params": {"remote_port": 1}} if is_read else {})}
+    expected = ["the clock of a prefill lane's node is 5.0 s ahead: its KV is not read"] if age_s == -5.0 else []
+    assert [record.message for record in caplog.records] == expected
     assert without_old_kv(SamplingParams(top_k=3)).extra == {}
 
 
@@ -253,6 +305,26 @@ def test_a_service_has_lanes_on_ray_by_one_word_and_both_kinds_scale_apart() -> 
     assert engines[0]._engine_args["additional_config"]["streamrag"]["policy"] == "fcfs"
     fixed = make_engines(*parts[:2], settings.replicas.model_copy(update={"max_number": None, "min_number": None}))
     assert fixed._bound_deployment.num_replicas == 2
+
+
+def test_a_number_of_decode_lanes_above_their_maximum_is_one_problem() -> None:
+    options = {"model.name": "org/model", "replicas.number": "1", "replicas.decode": "3", "replicas.max_decode": "2"}
+    loaded = load(None, {}, options)
+    assert [str(each) for each in check(loaded) if "max_" in str(each)] == [
+        "option --replicas.max_decode: max_decode=2 must be at least decode=3"
+    ]
+    with pytest.raises(ConfigurationError, match="max_decode=2 must be at least decode=3"):
+        make_engines(loaded.settings.model, loaded.settings.engine, loaded.settings.replicas)
+    problems = check(load(None, {}, {**options, "replicas.max_decode": "3", "replicas.min_number": "1"}))
+    assert [str(each) for each in problems if "max_" in str(each)] == [
+        "replicas: min_number=1 is for autoscaling: set max_number too"
+    ]
+
+
+def test_an_application_has_either_decode_lanes_or_an_engine_of_the_caller() -> None:
+    settings = load(None, {}, {"model.name": "org/model", "replicas.number": "1", "replicas.decode": "1"}).settings
+    with pytest.raises(ConfigurationError, match=r"replicas\.decode=1 and make_engine exclude each other"):
+        application(settings, make_engine=Prefill)
 
 
 def test_an_engine_that_cannot_be_a_lane_is_refused() -> None:

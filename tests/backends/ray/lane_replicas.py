@@ -21,14 +21,14 @@ RECORD = RequestRecord("1", "finished", True, 1.0, 1.0, 1.0, 2.0, 3.0, 4.0, 10, 
 class Prefill:
     """Computes prompts at once. The KV has the id of this process."""
 
-    def __init__(self, dtype: str = "float32") -> None:
+    def __init__(self, dtype: str = "float32", *, max_num_seqs: int = 100) -> None:
         self.model = ModelInfo("prefill", CodePointTokenizer(), 100_000)
-        self.lane_facts = LaneFacts({"dtype": dtype}, block_size=2, num_blocks=1)
+        self.lane_facts = LaneFacts({"dtype": dtype}, block_size=2, num_blocks=1, max_num_seqs=max_num_seqs)
         self.prompts: list[tuple[str, bool]] = []
+        self.params: list[SamplingParams] = []
 
     async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
-        assert params.max_tokens == 1
-        assert params.extra["extra_args"]["kv_transfer_params"]["do_remote_decode"]
+        self.params.append(params)
         async for prompt in prompts:
             self.prompts.append(("".join(map(chr, prompt.token_ids)), prompt.is_complete))
             yield Prefilled(max(len(prompt.token_ids) - 1, 0))
@@ -40,9 +40,9 @@ class Decode:
     """Answers with the ids of the process whose KV it has, and of its own. "hold" waits for `goes_on`, "hold once" for
     ever in the first engine, and "endless" never ends."""
 
-    def __init__(self, dtype: str = "float32") -> None:
+    def __init__(self, dtype: str = "float32", *, max_num_seqs: int = 100) -> None:
         self.model = ModelInfo("decode", CodePointTokenizer(), 100_000)
-        self.lane_facts = LaneFacts({"dtype": dtype}, block_size=2, num_blocks=1)
+        self.lane_facts = LaneFacts({"dtype": dtype}, block_size=2, num_blocks=1, max_num_seqs=max_num_seqs)
         self.prompts: list[str] = []
         self.goes_on = anyio.Event()
 

@@ -95,16 +95,18 @@ class LaneFacts:
     common: Mapping[str, str]  # must be equal in all lanes
     block_size: int  # tokens per KV block
     num_blocks: int  # KV blocks, as many as hold the tokens that vLLM says its cache has room for
+    max_num_seqs: int  # most answers at a time; vLLM begins to read KV only while there are fewer
 
 
-NO_LANE = LaneFacts({}, 1, 0)  # for engines that are none
+NO_LANE = LaneFacts({}, 1, 0, 0)  # facts of an engine that is not a lane
 
 
 def lane_facts(config: Any) -> LaneFacts:
     """Return the facts of a running engine from vLLM's configuration of it."""
-    model, cache = config.model_config, config.cache_config
+    model, cache, num_ranks = config.model_config, config.cache_config, config.parallel_config.data_parallel_size
     common = {name: str(getattr(model, name)) for name in ("model", "max_model_len", "dtype")}
     common |= {name: str(getattr(cache, name)) for name in ("cache_dtype", "block_size")}
     # vLLM sums blocks over data-parallel ranks, but not tokens. With several kinds of blocks, only tokens count.
-    num_tokens = (cache.kv_cache_size_tokens or 0) * config.parallel_config.data_parallel_size
-    return LaneFacts(common, cache.block_size, num_tokens // cache.block_size or cache.num_gpu_blocks)
+    num_blocks = (cache.kv_cache_size_tokens or 0) * num_ranks // cache.block_size or cache.num_gpu_blocks
+    max_num_seqs = getattr(config.scheduler_config, "max_num_active_seqs", None) or config.scheduler_config.max_num_seqs
+    return LaneFacts(common, cache.block_size, num_blocks, max_num_seqs * num_ranks)

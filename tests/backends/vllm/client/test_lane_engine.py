@@ -82,7 +82,8 @@ def config_of(*, num_ranks: int = 1, num_tokens: int | None = None) -> Any:
     cache = SimpleNamespace(cache_dtype="auto", block_size=32, kv_cache_size_tokens=num_tokens, num_gpu_blocks=20)
     model = SimpleNamespace(model="org/model", max_model_len=100, dtype="torch.float32")
     parallel = SimpleNamespace(data_parallel_size=num_ranks)
-    return SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel)
+    scheduler = SimpleNamespace(max_num_seqs=8)
+    return SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel, scheduler_config=scheduler)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,13 @@ def test_the_kv_blocks_of_a_lane_are_those_that_its_tokens_fill(
     num_tokens: int | None, num_ranks: int, num_blocks: int
 ) -> None:
     facts = lane_facts(config_of(num_tokens=num_tokens, num_ranks=num_ranks))
-    assert (facts.block_size, facts.num_blocks) == (32, num_blocks)
+    assert (facts.block_size, facts.num_blocks, facts.max_num_seqs) == (32, num_blocks, 8 * num_ranks)
+
+
+def test_a_lower_limit_of_active_answers_counts() -> None:
+    config = config_of(num_ranks=2)
+    config.scheduler_config.max_num_active_seqs = 3
+    assert lane_facts(config).max_num_seqs == 6
 
 
 def test_the_first_difference_of_lanes_is_named() -> None:
