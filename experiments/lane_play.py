@@ -12,10 +12,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from lane_engines import LaneEngine, LaneOptions
 from routing.cells import ROUTERS
 from routing.fleet import REPORT_S
 from routing.loads import BLOCK, Piece, Pieces, Query, blocks
+from simulated_lanes import LaneEngine, LaneOptions
 
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.bench.workload import NUM_TAIL_TOKENS, moments_of

@@ -4,7 +4,7 @@
 
 Each engine has two H200 (`h200-llama8b-tp2`). The KV of a complete prompt, 128 KiB a token, crosses the links of both
 its lanes: one transfer at a time on each link. A decode lane is sent the blocks that it does not have, and begins with
-the prompt's last token, as with NIXL. The engines are those of `lane_engines.py`, without a scheduler of vLLM's;
+the prompt's last token, as with NIXL. The engines are those of `simulated_lanes.py`, without a scheduler of vLLM's;
 `lanes_whole.py` has these, and takes a hundred times as long.
 
 links       lanes for each link, beside engines that do both; routed by `soonest`, nothing is drafted
@@ -24,12 +24,12 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from lane_engines import LaneOptions
 from lane_play import Layout, Outcome, Way, play, queries_of
 from results_file import write_results
 from rich.console import Console
 from rich.table import Table
 from routing.loads import Query, rag
+from simulated_lanes import LaneOptions
 
 from streamrag.bench.cell import CellSettings
 from streamrag.bench.summary import percentile

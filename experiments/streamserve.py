@@ -22,12 +22,12 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from lane_engines import LaneOptions
 from lane_play import Way, play
 from results_file import write_results
 from rich.console import Console
 from rich.table import Table
 from routing.loads import Pieces, Query, lognormal
+from simulated_lanes import LaneOptions
 
 from streamrag.bench.summary import percentile
 from streamrag.engine.costs.step_profiles import AnalyticProfile, ModelShape

@@ -6,11 +6,11 @@ import statistics
 import lanes_simulated
 import lanes_whole
 import pytest
-from lane_engines import DEPTH_RULES, DRAFT_SHARE, Acceptance, LaneEngine, LaneOptions, accepted
 from lane_play import LANE_ROUTERS, Outcome, Timing, Way, play
 from lanes_simulated import ARMS, LINKS, PROFILE, Cell, rows_of, splits
 from routing.flowguard import overload
 from routing.loads import Piece, Query
+from simulated_lanes import DEPTH_RULES, DRAFT_SHARE, Acceptance, LaneEngine, LaneOptions, accepted
 from speculation_policies import SpecuStream
 
 from streamrag.bench.virtual_time import run_virtual
