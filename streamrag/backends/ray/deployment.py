@@ -91,26 +91,6 @@ def engines(
     request_router: the class of Ray Serve's router; must route a stream's further calls to the stream's replica.
     beside: further deployments of the application.
     """
-    number: dict[str, Any] = {"num_replicas": options.number}
-    if options.max_number is not None:
-        load: dict[str, Any] = {"target_ongoing_requests": options.max_open / 2}
-        if options.queued_tokens is not None:
-            function = "streamrag.backends.ray.autoscaling_policy:QueuedTokensPolicy"
-            load = {
-                "policy": AutoscalingPolicy(policy_function=function, policy_kwargs={"target": options.queued_tokens})
-            }
-        number = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=options.min_number or options.number,
-                initial_replicas=options.number,
-                max_replicas=options.max_number,
-                upscale_delay_s=options.upscale_delay_s,
-                downscale_delay_s=options.downscale_delay_s,
-                metrics_interval_s=min(METRICS_S, options.upscale_delay_s),
-                look_back_period_s=min(LOOK_BACK_S, 3 * options.upscale_delay_s),
-                **load,
-            )
-        }
     deployed = serve.deployment(
         name=name,
         max_ongoing_requests=CALLS_PER_STREAM * options.max_open,
@@ -122,9 +102,31 @@ def engines(
             request_router_class=request_router,
             request_routing_stats_period_s=options.stats_s,
         ),
-        **number,
+        **_number(options),
     )(DeployedReplica)
     return deployed.bind(make_backend, options.max_open, *beside)
+
+
+def _number(options: ReplicaOptions) -> dict[str, Any]:
+    """Return the arguments of `serve.deployment` for the number of replicas."""
+    if options.max_number is None:
+        return {"num_replicas": options.number}
+    load: dict[str, Any] = {"target_ongoing_requests": options.max_open / 2}
+    if options.queued_tokens is not None:
+        function = "streamrag.backends.ray.autoscaling_policy:QueuedTokensPolicy"
+        load = {"policy": AutoscalingPolicy(policy_function=function, policy_kwargs={"target": options.queued_tokens})}
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=options.min_number or options.number,
+            initial_replicas=options.number,
+            max_replicas=options.max_number,
+            upscale_delay_s=options.upscale_delay_s,
+            downscale_delay_s=options.downscale_delay_s,
+            metrics_interval_s=min(METRICS_S, options.upscale_delay_s),
+            look_back_period_s=min(LOOK_BACK_S, 3 * options.upscale_delay_s),
+            **load,
+        )
+    }
 
 
 def lane_engines(
