@@ -190,35 +190,12 @@ class LaneEngine(LeanEngine):
         self._step = now_s, step_s, num_steps, prefilling + [(stream, 0) for stream in decoding]
         self._end = asyncio.get_running_loop().call_at(now_s + num_steps * step_s, self._on_end)
 
-    def _on_end(self) -> None:
-        assert self._step
-        _, step_s, num_steps, parts = self._step
-        self.busy_s += step_s * num_steps
-        self.num_steps += num_steps
-        now_s = asyncio.get_running_loop().time()
-        for stream, num in parts:
-            if not stream.is_running:
-                continue  # it was aborted
-            if num:
-                self._end_prefill(stream, now_s)
-            else:
-                self._end_decode(stream, num_steps)
-            if stream.num_shown == stream.num_output:
-                self._finish(stream)
+    def _end_step(self, now_s: float) -> None:
+        super()._end_step(now_s)
         self._metrics.roll(now_s)
-        self._note_queue(now_s)
-        self._begin(now_s)
 
-    def _end_prefill(self, stream: LaneStream, now_s: float) -> None:
-        stream.num_computed += stream.num_in_flight
-        stream.num_in_flight = 0
-        if not stream.num_left:
-            stream.waited_s += self._speed.computed(now_s)
-        if stream.is_decoding:
-            self._speed.add(stream.num_spent, stream.waited_s, now_s)
-            stream.show(1)
-
-    def _end_decode(self, stream: LaneStream, num_steps: int) -> None:
+    def _end_decode(self, stream: LeanStream, num_steps: int, now_s: float) -> None:
+        assert isinstance(stream, LaneStream)  # all are
         num_drafted = stream.num_drafted
         num_right = accepted(num_drafted, self.options.acceptance, self._rng.random()) if num_drafted else 0
         num_new = num_steps + num_right

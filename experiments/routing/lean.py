@@ -177,26 +177,39 @@ class LeanEngine:
         self._end = asyncio.get_running_loop().call_at(now_s + num_steps * step_s, self._on_end)
 
     def _on_end(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._end_step(now_s)
+        self._note_queue(now_s)
+        self._begin(now_s)
+
+    def _end_step(self, now_s: float) -> None:
         assert self._step
         _, step_s, num_steps, parts = self._step
         self.busy_s += step_s * num_steps
         self.num_steps += num_steps
-        now_s = asyncio.get_running_loop().time()
         for stream, num in parts:
             if not stream.is_running:
                 continue  # it was aborted
-            stream.num_computed += stream.num_in_flight
-            stream.num_in_flight = 0
-            if num and not stream.num_left:
-                stream.waited_s += self._speed.computed(now_s)
-            if stream.is_decoding:
-                if not stream.num_shown:
-                    self._speed.add(stream.num_spent, stream.waited_s, now_s)
-                stream.show(1 if num else num_steps)
+            if num:
+                self._end_prefill(stream, now_s)
+            else:
+                self._end_decode(stream, num_steps, now_s)
             if stream.num_shown == stream.num_output:
                 self._finish(stream)
-        self._note_queue(now_s)
-        self._begin(now_s)
+
+    def _end_prefill(self, stream: LeanStream, now_s: float) -> None:
+        stream.num_computed += stream.num_in_flight
+        stream.num_in_flight = 0
+        if not stream.num_left:
+            stream.waited_s += self._speed.computed(now_s)
+        if stream.is_decoding:
+            self._speed.add(stream.num_spent, stream.waited_s, now_s)
+            stream.show(1)
+
+    def _end_decode(self, stream: LeanStream, num_steps: int, now_s: float) -> None:
+        if not stream.num_shown:
+            self._speed.add(stream.num_spent, stream.waited_s, now_s)
+        stream.show(num_steps)
 
     def _note_queue(self, now_s: float) -> None:
         is_waiting = any(stream.num_left for streams in (self._waiting, self._running) for stream in streams)

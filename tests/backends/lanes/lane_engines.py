@@ -1,11 +1,13 @@
 """Prefill and decode lanes on real CPU engines, and what their answers are compared with."""
 
+import argparse
 import asyncio
 import importlib.util
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,3 +128,12 @@ async def check_nothing_pinned(backend: LanesBackend) -> None:
 
 def num_received_bytes(backend: LanesBackend) -> int:
     return sum(lane.stats.num_received_bytes for lane in backend._backends.values() if lane.stats)
+
+
+def run_seeds_of_command(text: str | None, run: Callable[[int, int], Coroutine[Any, Any, None]], *, num: int) -> None:
+    """Run the seeds that the command line names, by default `num` from 0 on. `text` is what its help says."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=num, help="number of seeds")
+    arguments = parser.parse_args()
+    asyncio.run(run(arguments.first, arguments.seeds))

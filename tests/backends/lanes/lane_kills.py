@@ -5,7 +5,6 @@
 Each seed starts `NUM_EACH` lanes of each kind, and kills them one after another until one of each kind is left.
 """
 
-import argparse
 import asyncio
 import os
 import random
@@ -30,6 +29,7 @@ from lane_engines import (
     growing,
     is_alive,
     pairs,
+    run_seeds_of_command,
     started_lanes,
     tokens,
 )
@@ -177,14 +177,5 @@ async def run_seeds(first: int, num: int) -> None:
         print(f"seed {seed}:", *(f"{num:4} {what}" for what, num in sorted(counts.items())), sep="\n", flush=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--seeds", type=int, default=10, help="number of seeds")
-    arguments = parser.parse_args()
-    asyncio.run(run_seeds(arguments.first, arguments.seeds))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_seeds_of_command(__doc__, run_seeds, num=10)

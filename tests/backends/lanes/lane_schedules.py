@@ -7,7 +7,6 @@
 Each answer is compared, at each position, with that of a request which is computed alone and from nothing.
 """
 
-import argparse
 import asyncio
 import os
 import random
@@ -28,6 +27,7 @@ from lane_engines import (
     check_nothing_pinned,
     growing,
     pairs,
+    run_seeds_of_command,
     started_lanes,
     tokens,
 )
@@ -104,14 +104,5 @@ async def run_schedules(first: int, num: int) -> None:
             await check_nothing_pinned(backend)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--seeds", type=int, default=200, help="number of schedules")
-    arguments = parser.parse_args()
-    asyncio.run(run_schedules(arguments.first, arguments.seeds))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run_seeds_of_command(__doc__, run_schedules, num=200)
