@@ -228,7 +228,10 @@ def test_check_prints_what_holds(
         (("--engine.lanes", "1+1", "--replicas", "2"), "option --engine.lanes: is for engines of the service's own"),
         (("--replicas.decode", "1"), "option --replicas.decode: is for replicas.number, which is not set"),
         (("--replicas", "2", "--replicas.max_decode", "2"), "option --replicas.max_decode: is for replicas.decode"),
-        (("--replicas", "2", "--replicas.decode", "2", "--replicas.max_decode", "1"), "number=2 must be from"),
+        (
+            ("--replicas", "2", "--replicas.decode", "2", "--replicas.max_decode", "1"),
+            "max_decode=1 must be at least decode=2",
+        ),
         (("--engine.log_path", "/nowhere/log"), "option --engine.log_path: nothing can be written to /nowhere"),
         (("--observe.otel_endpoint", "collector:4318"), "'collector:4318' is not an http or https address"),
         (("--postgres", "env:NOT_THERE"), "there is no environment variable NOT_THERE"),
