@@ -2,10 +2,10 @@
 
     python experiments/harnesses.py --guidellm FOLDER/bin/guidellm --aiperf FOLDER/bin/aiperf [--json FILE]
 
-`vllm bench serve`, GuideLLM and AIPerf run unchanged, with the same load, against one server at a time: ours, vLLM's,
-ours, vLLM's. Each start has an empty prefix cache, and each round other prompts. Both servers have the same arguments
-for the engine, and ours has a template that adds nothing, so that prompts are equal. The harnesses' own results are
-kept in `--keep`; a run that is there is not repeated.
+`vllm bench serve`, GuideLLM and AIPerf run unchanged, with the same load, against both servers in turns: an idle server
+takes no processor time, and runs close in time meet the same machine. Each round has other prompts, and the other
+server first. Both servers have the same arguments for the engine, and ours has a template that adds nothing, so that
+prompts are equal. The harnesses' own results are kept in `--keep`; a run that is there is not repeated.
 """
 
 import argparse
@@ -18,10 +18,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import median
 from tempfile import TemporaryDirectory
 
 import httpx
@@ -202,18 +202,25 @@ HARNESSES: Mapping[str, tuple[Command, Read]] = {
 
 def measure(programs: Mapping[str, str], model: Path, num_rounds: int, keep: Path) -> list[Run]:
     """Run each harness against each server, in turns, unless its result is there."""
+    places = {
+        (number, name, server): keep / f"{number}-{server}-{name.replace(' ', '-')}"
+        for number in range(1, num_rounds + 1)
+        for name in programs
+        for server in (SERVERS if number % 2 else SERVERS[::-1])
+    }
+    keep.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        urls: dict[str, str] = {}
+        for (number, name, server), folder in places.items():
+            if (folder / "done").exists():
+                continue
+            for missing in [one for one in SERVERS if one not in urls]:
+                urls[missing] = stack.enter_context(start_server(missing, model, keep / f"{missing}.log"))
+            run_harness(name, programs[name], urls[server], model, number, folder)
     runs = []
-    for number in range(1, num_rounds + 1):
-        for server in SERVERS:
-            folders = {name: keep / f"{number}-{server}-{name.replace(' ', '-')}" for name in programs}
-            missing = [name for name, folder in folders.items() if not (folder / "done").exists()]
-            keep.mkdir(parents=True, exist_ok=True)
-            with start_server(server, model, keep / f"{number}-{server}.log") if missing else nullcontext("") as url:
-                for name in missing:
-                    run_harness(name, programs[name], url, model, number, folders[name])
-            for name, folder in folders.items():
-                num_answers, *values = HARNESSES[name][1](folder)
-                runs.append(Run(number, server, name, int(num_answers), *values))
+    for (number, name, server), folder in places.items():
+        num_answers, *values = HARNESSES[name][1](folder)
+        runs.append(Run(number, server, name, int(num_answers), *values))
     return runs
 
 
@@ -229,7 +236,7 @@ def run_harness(name: str, program: str, url: str, model: Path, number: int, fol
 
 
 def show(runs: Sequence[Run]) -> None:
-    """Print means of the rounds' medians, and ours divided by vLLM's, with the ratio of each round."""
+    """Print medians of the rounds' medians, and the median of ours divided by vLLM's, with the ratio of each round."""
     table = Table("harness", "median", "streamrag, ms", "vLLM, ms", "ratio", "by round", box=None, pad_edge=False)
     for name in dict.fromkeys(run.harness for run in runs):
         for metric, title in METRICS.items():
@@ -237,10 +244,9 @@ def show(runs: Sequence[Run]) -> None:
                 [getattr(run, metric) for run in runs if (run.harness, run.server) == (name, server)]
                 for server in SERVERS
             )
-            ratios = ", ".join(f"{own / other:.2f}" for own, other in zip(ours, theirs, strict=True))
-            figures = mean(ours), mean(theirs)
-            row = (f"{figures[0]:.1f}", f"{figures[1]:.1f}", f"{figures[0] / figures[1]:.2f}", ratios)
-            table.add_row(name, title, *row)
+            ratios = [own / other for own, other in zip(ours, theirs, strict=True)]
+            row = (f"{median(ours):.1f}", f"{median(theirs):.1f}", f"{median(ratios):.2f}")
+            table.add_row(name, title, *row, ", ".join(f"{ratio:.2f}" for ratio in ratios))
     console.print(table)
 
 
@@ -260,7 +266,7 @@ def main() -> int:
     parser.add_argument("--guidellm", help="the program guidellm; without it, it is left out")
     parser.add_argument("--aiperf", help="the program aiperf; without it, it is left out")
     parser.add_argument("--model", type=Path, help="a folder; by default the demo's model is made")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--keep", type=Path, default=Path("bench-results/harnesses"))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

@@ -1,3 +1,4 @@
+import importlib.util
 import logging
 import multiprocessing
 import os
@@ -128,6 +129,28 @@ def test_all_that_a_spawned_process_and_its_children_print_is_kept(
     assert log.last_lines() == "from below\nbad"
     assert capfd.readouterr() == ("", "")
     assert multiprocessing.spawn.get_executable() == python
+
+
+def test_a_preloaded_libgomp_knows_all_cores(log: EngineLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM's workers on a CPU. What libgomp takes for the number of cores says whether its threads may spin."""
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    libraries = [
+        *Path(torch.origin).parent.glob("lib/libgomp*"),
+        *Path(torch.origin).parents[1].glob("torch.libs/libgomp*"),
+    ]
+    cores = sorted(os.sched_getaffinity(0))
+    if not libraries or len(cores) == 1:
+        pytest.skip("needs a torch with libgomp, and two cores")
+    code = "import ctypes; print(ctypes.CDLL(None).omp_get_num_procs())"
+    monkeypatch.setenv("LD_PRELOAD", str(libraries[0]))
+    monkeypatch.setenv("GOMP_CPU_AFFINITY", " ".join(map(str, cores)))
+    with log.redirected():
+        process = multiprocessing.get_context("spawn").Process(target=exec, args=(code,))
+        process.start()
+    process.join(20)
+    assert log.last_lines() == str(len(cores))
 
 
 class WhenItIsImported:
