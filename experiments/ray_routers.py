@@ -47,5 +47,5 @@ class PrefixAffinity(StreamsOnly, PrefixCacheAffinityRouter):  # type: ignore[mi
 
     def _extract_text_from_request(self, pending_request: PendingRequest) -> str:
         """Return the first prompt, a character a token."""
-        first = pending_request.args[0].first.after(())
+        first = pending_request.args[0].first.apply_to(())
         return "".join(chr(token_id % 0xD800) for token_id in first.token_ids)

@@ -40,7 +40,7 @@ async def test_ray_that_does_not_end_is_killed(
     has_ended = threading.Event()
     monkeypatch.setattr(ray, "shutdown", never)
     monkeypatch.setattr(serve, "shutdown", lambda: None)
-    monkeypatch.setattr(cluster, "LEAVE_S", 0.01)
+    monkeypatch.setattr(cluster, "LEAVE_TIMEOUT_S", 0.01)
     left._thread, left._has_connected, left._started = ThreadPoolExecutor(1), True, [process]
     await left.aclose()
     assert has_ended.wait(30)

@@ -250,7 +250,7 @@ async def test_rays_own_routers_send_prompts_to_the_replica_that_has_the_stream(
         async for event in events:
             if isinstance(event, AnswerChunk):
                 break
-        await other.streams.touch()  # what names no replica would raise, and Serve never answer it
+        await other.streams.send_heartbeats()  # what names no replica would raise, and Serve never answer it
     await other.aclose()
 
 
