@@ -9,7 +9,7 @@ from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router i
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from streamrag.backends.ray.request_router import named_replica
+from streamrag.backends.ray.request_router import find_named_replica
 from streamrag.backends.ray.wire import Open
 
 
@@ -30,7 +30,7 @@ class StreamsOnly(RequestRouter):  # type: ignore[misc]
         if isinstance(next(iter(pending_request.args), None), Open):
             ranks: list[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
             return ranks
-        return named_replica(candidate_replicas, pending_request) or [candidate_replicas]
+        return find_named_replica(candidate_replicas, pending_request) or [candidate_replicas]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
         """Tell the router of Ray's where a stream went, and nothing of its further calls."""

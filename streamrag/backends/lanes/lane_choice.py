@@ -115,7 +115,7 @@ class Lanes:
         has_room = self._blocks[name].has_room(keys, num_answers)
         num_replicas = getattr(self._lanes[name], "num_replicas", None)  # of a lane on Ray
         # The chooser takes in `max_open` only with a new report, which it recognizes by its time.
-        stats = {} if num_replicas is None else {"reported_s": num_replicas}
+        stats: dict[str, Any] = {} if num_replicas is None else {"reported_s": num_replicas}
         return ReplicaCandidate(name, self._max_open[name] * (num_replicas or 1), stats, has_room=has_room)
 
 

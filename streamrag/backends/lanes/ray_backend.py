@@ -50,7 +50,7 @@ class RayLane(RayBackend):
 class RayLanesBackend(LanesBackend):
     """Prefill and decode lanes in replicas on Ray Serve.
 
-    cluster: the cluster of the replicas, which are the application of `deployment.lane_engines`.
+    cluster: starts the replicas, or has them: the application of `deployment.lane_engines`.
     make_tokenizer: creates the model's tokenizer, in a thread of this process.
     router: how the replica of a query is chosen, of either kind.
     max_open: most queries in a decode replica at a time. Further ones wait in their prefill replicas.

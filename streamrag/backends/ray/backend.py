@@ -58,7 +58,7 @@ async def close_on_failure(cluster: ReplicaCluster) -> AsyncIterator[None]:
 class RayBackend:
     """A backend of engines in replicas. Each query is routed to one of them when it opens; see docs/ray.md.
 
-    cluster: the replicas.
+    cluster: starts the replicas, or has them.
     make_tokenizer: creates the model's tokenizer, in a thread of this process.
     router: chooses the replica of a query.
     max_replays: most times that a query without output is opened again because its replica was lost.

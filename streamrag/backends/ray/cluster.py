@@ -55,7 +55,7 @@ def _on_loopback() -> Iterator[None]:
             os.environ[CLUSTERS_VARIABLE] = before
 
 
-def missing_resources(deployments: Mapping[str, Any], available: Mapping[str, float]) -> str | None:
+def describe_missing_resources(deployments: Mapping[str, Any], available: Mapping[str, float]) -> str | None:
     """Describe the resources that a machine lacks for all first replicas, with advice; None if it has enough."""
     sums: Counter[str] = Counter()
     for deployment in deployments.values():
@@ -135,13 +135,6 @@ class Cluster:
             await self.aclose()
             raise
 
-    async def redeploy(self) -> None:
-        """Restart all replicas, one or a fifth of them at a time, while the others answer.
-
-        :raises BackendError: a replica cannot be started.
-        """
-        await self._in_thread(self._deploy)
-
     async def aclose(self) -> None:
         """Remove the application, and Ray if started here, within `LEAVE_TIMEOUT_S`. Does nothing if not started."""
         if self._thread is not None:
@@ -200,7 +193,10 @@ class Cluster:
             self._started = [info.process for infos in processes for info in infos]
 
     def _deploy(self) -> DeploymentHandle:
-        """Deploy the application (again), wait until it runs, and return its handle. Raises as `start` does."""
+        """Deploy the application, wait until it runs, and return its handle. Raises as `start` does.
+
+        If it runs already, all replicas are restarted, one or a fifth of them at a time, while the others answer.
+        """
         logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it logs each call to a replica that has died
         serve.start(proxy_location="Disabled")
         app = self._make_app()
@@ -219,7 +215,7 @@ class Cluster:
         """Wait until the application runs. Raise ConfigurationError if it does not fit on this machine, or if a replica
         has waited `place_s` for a node, RuntimeError if it failed or was deleted, and BackendError on `aclose`."""
         if self._address is None:
-            why = missing_resources(self._deployments(), ray.cluster_resources())
+            why = describe_missing_resources(self._deployments(), ray.cluster_resources())
             if why is not None:
                 raise ConfigurationError(f"{self._app_name} does not fit on this machine: {why}")
         began_s = monotonic()

@@ -19,7 +19,7 @@ class RayReplicas:
     """Implements `replica_streams.Replicas` with a handle of Ray Serve."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
-        """Make the calls of `deployment.DeployedReplica`."""
+        """Prepare calls of the methods of `deployment.DeployedReplica`."""
         self._generate = handle.options(method_name="generate", stream=True)
         self._update = handle.options(method_name="forward_update")
         self._send_heartbeat = handle.options(method_name="forward_heartbeat")

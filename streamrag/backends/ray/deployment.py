@@ -93,7 +93,7 @@ def engines(
     deployed = serve.deployment(
         name=name,
         max_ongoing_requests=CALLS_PER_STREAM * options.max_open,
-        ray_actor_options=options.for_actor,
+        ray_actor_options=options.actor_options,
         health_check_period_s=options.health_s,
         graceful_shutdown_timeout_s=options.drain_s,
         graceful_shutdown_wait_loop_s=0.1,

@@ -28,7 +28,7 @@ class ReplicaCandidate:
     id: str
     max_open: int  # most concurrent streams that it accepts
     stats: Mapping[str, Any]  # empty before its first report
-    arrived_s: float | None = None  # time at which these stats arrived, on the caller's clock; None for now
+    arrived_s: float | None = None  # time at which the stats arrived, on the caller's clock; None if just now
     has_room: bool = True  # whether other limits than `max_open` allow this stream
 
 

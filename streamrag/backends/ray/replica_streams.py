@@ -23,7 +23,7 @@ from streamrag.support.messages import type_name
 from streamrag.support.tasks import cancel_and_wait
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.025, 0.5
-"""Seconds before a stream is offered again that all replicas refused; doubled each time."""
+"""Seconds before a query that all replicas refused is opened again, at first and at most; doubled each time."""
 
 HEARTBEAT_S = 2.0  # seconds between heartbeats to each replica in use. A replica ends the streams of a silent caller.
 

@@ -17,7 +17,7 @@ log = logging.getLogger("streamrag.ray")
 CALLS_PER_STREAM = 3  # most concurrent calls of a stream to its replica: the stream itself, one update, and a draft
 
 
-def named_replica(
+def find_named_replica(
     candidate_replicas: list[RunningReplica], pending_request: PendingRequest
 ) -> list[list[RunningReplica]]:
     """Return the replica that a call names; empty if it is gone. Any other replica returns False for an update."""
@@ -60,7 +60,7 @@ class StreamRouter(RequestRouter):  # type: ignore[misc]
                     return [[by_id[name]] for name in ticket.rank(candidates)]
                 except Exception:  # Ray would only log it, and the query would wait forever
                     log.exception("the router failed: a query goes to any replica")
-        return named_replica(candidate_replicas, pending_request) or [candidate_replicas]
+        return find_named_replica(candidate_replicas, pending_request) or [candidate_replicas]
 
     def _candidate(self, name: str, replica: RunningReplica) -> ReplicaCandidate:
         """Return a replica with its stats; `arrived_s` is None for stats that `update_replicas` has not recorded."""

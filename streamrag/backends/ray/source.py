@@ -21,7 +21,7 @@ MAX_LOST_REPLICAS = 3  # most replicas that one query may lose; with the last on
 class RaySource:
     """A source that retrieves in replicas of another source.
 
-    cluster: the replicas, such as those of `deployment.sources`.
+    cluster: starts the replicas, or has them: the application of `deployment.sources`.
     """
 
     def __init__(self, cluster: ReplicaCluster) -> None:

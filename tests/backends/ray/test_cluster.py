@@ -77,7 +77,7 @@ def deployed(number: int, *nodes: str | None, **needed: float) -> dict[str, obje
 def test_replicas_that_a_machine_has_no_room_for_are_named(
     there: dict[str, float], deployments: dict[str, object], why: str | None
 ) -> None:
-    told = cluster.missing_resources(deployments, there)
+    told = cluster.describe_missing_resources(deployments, there)
     if why is None:
         assert told is None
     else:

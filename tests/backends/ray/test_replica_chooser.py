@@ -320,10 +320,10 @@ def test_options_that_cannot_work_are_refused(values: dict[str, int], said: str)
 
 def test_what_an_engine_needs_of_its_node_is_passed_to_ray() -> None:
     options = ReplicaOptions(num_cpus=4, num_gpus=1, accelerator="H100", resources={"rack_7": 1})
-    assert options.for_actor == {
+    assert options.actor_options == {
         "num_cpus": 4, "num_gpus": 1, "accelerator_type": "H100", "resources": {"rack_7": 1},
     }  # fmt: skip
-    assert ReplicaOptions().for_actor == {"num_cpus": 1.0, "resources": {}}
+    assert ReplicaOptions().actor_options == {"num_cpus": 1.0, "resources": {}}
 
 
 def test_sources_and_the_service_take_no_cpus_that_engines_may_have_taken_unless_they_are_told(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ async def test_a_rolling_restart_under_load_fails_no_query(backend: RayBackend) 
             num_answered += 1
 
     asking = [asyncio.create_task(keep_asking(number)) for number in range(6)]
-    await CLUSTER.redeploy()
+    await CLUSTER._in_thread(CLUSTER._deploy)
     is_done.set()
     await asyncio.gather(*asking)
     assert num_answered > 6
