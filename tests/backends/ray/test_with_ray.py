@@ -245,7 +245,7 @@ async def test_rays_own_routers_send_prompts_to_the_replica_that_has_the_stream(
     other = await start(Cluster(partial(engines, Engine, replace(OPTIONS, num_cpus=0.1), router), app_name=name))
     assert await asyncio.gather(*[ask(other, "W", "Why", "Why?") for _ in range(8)]) == ["An answer."] * 8
     replicas = other.streams.replicas
-    assert type(replicas._opening._router._asyncio_router.request_router).__name__ == name  # type: ignore[attr-defined]
+    assert type(replicas._generate._router._asyncio_router.request_router).__name__ == name  # type: ignore[attr-defined]
     async with aclosing(other.generate(after(growing("endless")), SamplingParams())) as events:
         async for event in events:
             if isinstance(event, AnswerChunk):
