@@ -301,7 +301,7 @@ async def test_replicas_in_use_are_told_that_their_caller_lives() -> None:
     await settled()
     heard: list[str] = []
     for name, replica in replicas.replicas.items():
-        replica.touch = lambda caller_id, name=name: heard.append(name)  # type: ignore[method-assign, misc]
+        replica.record_heartbeat = lambda caller_id, name=name: heard.append(name)  # type: ignore[method-assign, misc]
     await streams.send_heartbeats()
     assert sorted(heard) == ["a", "b"]
     for task in asking:
@@ -319,12 +319,12 @@ async def test_a_replica_that_hangs_does_not_keep_others_from_being_told(monkeyp
     await settled()
     heard: list[str] = []
 
-    async def touch(replica_id: str, caller_id: str) -> None:
+    async def send_heartbeat(replica_id: str, caller_id: str) -> None:
         if replica_id == "a":
             await asyncio.Event().wait()
         heard.append(replica_id)
 
-    replicas.touch = touch  # type: ignore[method-assign]
+    replicas.send_heartbeat = send_heartbeat  # type: ignore[method-assign]
     await streams.send_heartbeats()
     await streams.send_heartbeats()
     assert heard == ["b", "b"]
