@@ -203,7 +203,7 @@ async def replicas(
 @asynccontextmanager
 async def reaching(handle: Any, choosing: ReplicaChooser) -> AsyncIterator[ReplicaStreams]:
     streams = ReplicaStreams(RayReplicas(handle), choosing)
-    touching = asyncio.create_task(streams.touch_forever())
+    touching = asyncio.create_task(streams.send_heartbeats_forever())
     try:
         yield streams
     finally:
@@ -387,7 +387,7 @@ async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *
             await asyncio.sleep(given[num // 3].at_s)
             os.kill(process_of(await choosing.busiest()), signal.SIGKILL)
         asked = await asking
-        of_ray = streams.replicas._opening._router._asyncio_router.request_router  # type: ignore[attr-defined]
+        of_ray = streams.replicas._generate._router._asyncio_router.request_router  # type: ignore[attr-defined]
     took_s = time.monotonic() - began_s
     firsts = [each.first_s for each in asked if each.first_s is not None]
     answered = [each for each in asked if not each.error]
@@ -454,10 +454,10 @@ class Ages(ReplicaChooser):
 
     def rank(self, stream_id: str, opening: Any, candidates: Any) -> list[str]:
         for each in candidates:
-            told_s = each.stats.get("told_s")
-            if told_s is not None and self.seen.get(each.id) != told_s:
-                self.seen[each.id] = told_s
-                self.ages_s.append(time.monotonic() - told_s)
+            reported_s = each.stats.get("reported_s")
+            if reported_s is not None and self.seen.get(each.id) != reported_s:
+                self.seen[each.id] = reported_s
+                self.ages_s.append(time.monotonic() - reported_s)
         return super().rank(stream_id, opening, candidates)
 
 
@@ -471,7 +471,7 @@ class Holding:
     async def update(self, replica_id: str, stream_id: str, delta: Delta) -> bool:
         return True
 
-    async def touch(self, replica_id: str, caller_id: str) -> None:
+    async def send_heartbeat(self, replica_id: str, caller_id: str) -> None:
         pass
 
 
@@ -519,7 +519,7 @@ async def held_bytes(*ends: int) -> float:
 def choosing_ms(num_replicas: int) -> float:
     """Processor time of a ticket and its ranking by "soonest", for a prompt of 4,096 tokens; best of three rounds."""
     choosing = ReplicaChooser(make_router("soonest"), clock=clock.monotonic)
-    stats = {"tokens_per_s": 1e4, "num_kv_tokens": 436_000, "told_s": 1.0}
+    stats = {"tokens_per_s": 1e4, "num_kv_tokens": 436_000, "reported_s": 1.0}
     there = [
         ReplicaCandidate(f"r{number}", 256, {**stats, "kv_usage": number / num_replicas}, 0.0)
         for number in range(num_replicas)
@@ -528,14 +528,14 @@ def choosing_ms(num_replicas: int) -> float:
     given = [Prompt((*range(1_024), *(rng.randrange(100_000) for _ in range(3_072))), 0, False) for _ in range(20)]
     choosing.ticket("first", given[0]).rank(there)
     for number in range(num_replicas):  # what they share lies everywhere
-        choosing.computed("first", given[0].token_ids, f"r{number}")
+        choosing.record_computed("first", given[0].token_ids, f"r{number}")
     for turn in range(3):
         began_s = time.process_time()
         for number, prompt in enumerate(given):
             choosing.ticket(f"{turn} {number}", prompt).rank(there)
         best_s = min(best_s, (time.process_time() - began_s) / len(given))
         for number in range(len(given)):
-            choosing.ended(f"{turn} {number}")
+            choosing.record_ended(f"{turn} {number}")
     return 1e3 * best_s
 
 

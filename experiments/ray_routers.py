@@ -9,7 +9,7 @@ from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router i
 from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from streamrag.backends.ray.request_router import named_replica
+from streamrag.backends.ray.request_router import find_named_replica
 from streamrag.backends.ray.wire import Open
 
 
@@ -30,7 +30,7 @@ class StreamsOnly(RequestRouter):  # type: ignore[misc]
         if isinstance(next(iter(pending_request.args), None), Open):
             ranks: list[list[RunningReplica]] = await super().choose_replicas(candidate_replicas, pending_request)
             return ranks
-        return named_replica(candidate_replicas, pending_request) or [candidate_replicas]
+        return find_named_replica(candidate_replicas, pending_request) or [candidate_replicas]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: Any, result: Any) -> None:
         """Tell the router of Ray's where a stream went, and nothing of its further calls."""
@@ -47,5 +47,5 @@ class PrefixAffinity(StreamsOnly, PrefixCacheAffinityRouter):  # type: ignore[mi
 
     def _extract_text_from_request(self, pending_request: PendingRequest) -> str:
         """Return the first prompt, a character a token."""
-        first = pending_request.args[0].first.after(())
+        first = pending_request.args[0].first.apply_to(())
         return "".join(chr(token_id % 0xD800) for token_id in first.token_ids)

@@ -17,7 +17,7 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from streamrag.backends.ray.backend import Attached
+from streamrag.backends.ray.backend import ExistingReplicas
 from streamrag.backends.ray.deployment import bind_to_node_address, engines
 from streamrag.backends.ray.replica import MakeBackend
 from streamrag.backends.ray.source import RaySource
@@ -45,9 +45,9 @@ class Front:
         keys = read_keys(settings.keys)
         observers, self._close_observers = factories.make_observers(settings, keys)
         backend = factories.make_replicated(
-            settings.model, settings.engine, settings.replicas, cluster=Attached(engines)
+            settings.model, settings.engine, settings.replicas, cluster=ExistingReplicas(engines)
         )
-        source = make_source(settings.source) if sources is None else RaySource(Attached(sources))
+        source = make_source(settings.source) if sources is None else RaySource(ExistingReplicas(sources))
         self._service = factories.service_of(settings, backend, source, observers)
         await self._service.start(log.info)
         hosts = permitted_hosts(settings, has_keys=bool(keys))

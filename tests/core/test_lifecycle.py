@@ -26,8 +26,8 @@ PASS_IT_ON = {
     "RayLane",
     "RayLanesBackend",
     "RaySource",
-    "Attached",
-    "Connects",
+    "ExistingReplicas",
+    "ReplicaCluster",
     "Startable",
 }
 """Parts that start the one part that they wrap, or nothing, and protocols."""

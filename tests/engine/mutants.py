@@ -894,8 +894,8 @@ MUTANTS = (
         f"{OF_PRODUCERS}::test_the_rest_of_a_complete_prompt_takes_no_more_of_a_step_than_is_planned",
     ),
     Mutant(
-        "a query that has ended keeps the KV that was promised to it",
-        "streamrag.backends.lanes.kv_promises",
+        "a query that has ended keeps the KV that was reserved for it",
+        "streamrag.backends.lanes.reserved_blocks",
         "            self._num_queries_with[block] -= 1\n",
         "            pass\n",
         0,

@@ -5,22 +5,21 @@
     NIXL                                          ══▶      KV, except blocks that the decode lane has
     decode lane                                      [───▶ AnswerChunk, AnswerChunk, ...
 
-A query for which no decode lane has room waits with its prompt still open: its KV stays in the prefill lane, which may
-evict it, and no lease runs. A lane that dies is not used again until the backend is restarted; on Ray, it is replaced.
+A query for which no decode lane has room waits with its prompt still partial: the prefill lane may evict its KV, and no
+lease runs. A lane that dies is not used again until the backend is restarted; on Ray, it is replaced.
 """
 
 import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import anyio
 
-from streamrag.backends.lanes.lane_choice import Lanes, LaneSeat, check_same
+from streamrag.backends.lanes.lane_choice import LaneReservation, Lanes, check_common
 from streamrag.backends.ray.replica_streams import NewestPrompt, ReplicaLostError
 from streamrag.backends.vllm.client.lane_engine import LEASE_S
 from streamrag.backends.vllm.client.streaming import stream_then_generate
@@ -40,16 +39,17 @@ log = logging.getLogger("streamrag.lanes")
 if TYPE_CHECKING:
     from streamrag.backends.lanes.replica_engines import PrefillEnd
 
-Answer: TypeAlias = Callable[["TokenStream | PrefillEnd"], AsyncGenerator[AnswerChunk, None]]
-"""Answers a prompt whose prefill has ended."""
+Answerer: TypeAlias = Callable[["TokenStream | PrefillEnd"], AsyncGenerator[AnswerChunk, None]]
+"""Yields the answer to a prompt whose prefill has ended."""
 
-LATEST_S = LEASE_S / 2
-"""Seconds after the end of a prefill in which its KV may be fetched: the decode lane must extend the lease in time."""
+MAX_KV_AGE_S = LEASE_S / 2
+"""Most seconds since the end of a prefill for its KV to be fetched. The rest of the lease is for the decode lane, which
+must have the request in time to extend it."""
 
-KV_PARAMS = "kv_transfer_params"
+KV_TRANSFER_KEY = "kv_transfer_params"  # key in vLLM's `extra_args` of the parameters for its KV connector
 
-SEND = SamplingParams(max_tokens=1, extra={"extra_args": {KV_PARAMS: {"do_remote_decode": True}}})
-"""Parameters of a prefill, which tell vLLM's connector that the KV will be fetched."""
+PREFILL_PARAMS = SamplingParams(max_tokens=1, extra={"extra_args": {KV_TRANSFER_KEY: {"do_remote_decode": True}}})
+"""Parameters with which a prefill lane computes a prompt, and keeps the KV until it is fetched."""
 
 
 class LaneLostError(Exception):
@@ -77,7 +77,7 @@ class LanesBackend:
     router: how a lane is chosen: "soonest", "round_robin" or "consistent_hash".
     max_open: most queries in a decode lane at a time, up to its engine's `max_num_seqs`. Further ones wait in their
         prefill lanes, as do those whose prompts do not fit into the lane's KV cache beside the others'.
-    max_fetch_s: most seconds until a decode lane begins an answer whose KV it reads. Then it computes the prompt.
+    max_fetch_s: most seconds until a decode lane begins an answer whose KV it fetches. Then it computes the prompt.
     max_replays: most times that a query without output is computed again because a lane died.
 
     :raises ConfigurationError: there are not both kinds of lanes, or a backend is not of its kind.
@@ -105,9 +105,9 @@ class LanesBackend:
         self._max_fetch_s = max_fetch_s
         self._max_replays = max_replays
         self.on_transfer: Callable[[KvTransfer], None] = lambda transfer: None  # called when a decode lane begins
-        self._started: Any = None
-        self._prefill: Lanes | None = None
-        self._decode: Lanes | None = None
+        self._engines: AsyncExitStack | None = None
+        self._prefill_lanes: Lanes | None = None
+        self._decode_lanes: Lanes | None = None
 
     @property
     def model(self) -> ModelInfo:
@@ -122,14 +122,14 @@ class LanesBackend:
         :raises ConfigurationError: the lanes differ in what they must have in common.
         :raises StreamRagError: as `VllmBackend.start`.
         """
-        self._started = await start_all(self._backends.values(), progress)
+        self._engines = await start_all(self._backends.values(), progress)
         try:
-            check_same({name: backend.lane_facts.common for name, backend in self._backends.items()})
+            check_common({name: backend.lane_facts.common for name, backend in self._backends.items()})
         except ConfigurationError:
             await self.aclose()
             raise
-        self._prefill = self._make_lanes("prefill", None)
-        self._decode = self._make_lanes("decode", self._max_open)
+        self._prefill_lanes = self._make_lanes("prefill", None)
+        self._decode_lanes = self._make_lanes("decode", self._max_open)
 
     def _make_lanes(self, kind: str, max_open: int | None) -> Lanes:
         lanes = {name: backend for name, backend in self._backends.items() if name.startswith(kind)}
@@ -137,10 +137,10 @@ class LanesBackend:
 
     async def aclose(self) -> None:
         """Stop all engines. Does nothing if the backend is not started."""
-        started, self._started, self._prefill, self._decode = self._started, None, None, None
+        engines, self._engines, self._prefill_lanes, self._decode_lanes = self._engines, None, None, None
         self.is_started = False
-        if started is not None:
-            await run_shielded(started.aclose(), "lanes close")
+        if engines is not None:
+            await run_shielded(engines.aclose(), "lanes close")
 
     def check_health(self) -> None:
         """Check that a lane of each kind runs.
@@ -149,12 +149,12 @@ class LanesBackend:
         :raises BackendError: the backend was not started, or was closed.
         """
         for lanes in self._started_lanes():
-            lanes.alive()
+            lanes.find_alive()
 
     def _started_lanes(self) -> tuple[Lanes, Lanes]:
-        if self._prefill is None or self._decode is None:
+        if self._prefill_lanes is None or self._decode_lanes is None:
             raise BackendError("the lanes are not running: they were closed, or not started")
-        return self._prefill, self._decode
+        return self._prefill_lanes, self._decode_lanes
 
     async def generate(
         self, prompts: AsyncIterator[Prompt], params: SamplingParams
@@ -165,14 +165,14 @@ class LanesBackend:
         :raises ConfigurationError: `params` say which KV to transfer, or as `VllmBackend.generate` does.
         :raises StreamRagError: as `VllmBackend.generate` does.
         """
-        prefill, decode = self._started_lanes()
-        self._backends[decode.alive()[0]].check_params(params)
-        if KV_PARAMS in _extra_args_of(params):  # it could name another query's KV, or another host
-            raise ConfigurationError(f"SamplingParams.extra: extra_args[{KV_PARAMS!r}] is reserved for lanes")
+        prefill_lanes, decode_lanes = self._started_lanes()
+        self._backends[decode_lanes.find_alive()[0]].check_params(params)
+        if KV_TRANSFER_KEY in _extra_args_of(params):  # they could name another query's KV, or another host
+            raise ConfigurationError(f"SamplingParams.extra: extra_args[{KV_TRANSFER_KEY!r}] is reserved for lanes")
         num_shown = num_lost = 0
         async with aclosing(NewestPrompt(prompts)) as newest:
             while True:
-                attempt = _Attempt(prefill, decode, newest, params, self._compute, self.on_transfer, self._max_fetch_s)
+                attempt = _Attempt(self, prefill_lanes, decode_lanes, newest, params)
                 try:
                     async with aclosing(_read_ahead(attempt.events())) as events:
                         async for event in events:
@@ -187,15 +187,15 @@ class LanesBackend:
                     if num_lost > self._max_replays:
                         raise BackendError(f"{num_lost} lanes were lost, one after another: {error}") from None
 
-    def _compute(
-        self, lane: Any, first: Prompt, prompts: AsyncIterator[Prompt], params: SamplingParams, answer: Answer
+    def _prefill_then_answer(
+        self, lane: Any, first: Prompt, prompts: AsyncIterator[Prompt], params: SamplingParams, answer: Answerer
     ) -> AsyncGenerator[BackendEvent, None]:
-        """Compute prompts in a prefill lane, and yield how far the newest is prefilled, then the answer.
+        """Compute prompts in a prefill lane, and yield how far the newest is prefilled, then the chunks of `answer`.
 
-        first: the query's first prompt, which may be known before `prompts` yields it.
-        params: those of the answer.
+        first: the query's first prompt, known before `prompts` yields it.
+        params: parameters of the answer.
         """
-        return stream_then_generate(prompts, lane.streams, SEND, answer)
+        return stream_then_generate(prompts, lane.streams, PREFILL_PARAMS, answer)
 
 
 class _Attempt:
@@ -203,155 +203,153 @@ class _Attempt:
 
     def __init__(
         self,
-        prefill: Lanes,
-        decode: Lanes,
+        backend: LanesBackend,
+        prefill_lanes: Lanes,
+        decode_lanes: Lanes,
         newest: NewestPrompt,
         params: SamplingParams,
-        compute: Callable[..., AsyncGenerator[BackendEvent, None]],
-        on_transfer: Callable[[KvTransfer], None],
-        max_fetch_s: float,
     ) -> None:
-        self._prefill = prefill
-        self._decode = decode
+        self._backend = backend
+        self._prefill_lanes = prefill_lanes
+        self._decode_lanes = decode_lanes
         self._newest = newest
         self._params = params
-        self._compute = compute
-        self._on_transfer = on_transfer
-        self._max_fetch_s = max_fetch_s
-        self._prefill_seat: LaneSeat | None = None
-        self._decode_seat: LaneSeat | None = None
+        self._prefill_room: LaneReservation | None = None
+        self._decode_room: LaneReservation | None = None
 
     async def events(self) -> AsyncGenerator[BackendEvent, None]:
-        """Yield the events of the answer; raise LaneLostError if a lane dies, and else as its backend does."""
+        """Yield the events of the answer; raise LaneLostError if a lane dies, and other errors of its backend."""
         try:
             async with aclosing(self._prompts()) as prompts:
-                # vLLM computes all of a prompt for its log-probabilities, so its KV would be fetched in vain.
+                # For log-probabilities of a prompt, vLLM computes all of it, so fetched KV would not be used.
                 is_alone = self._params.extra.get("prompt_logprobs") is not None
-                async with aclosing((self._answer_alone if is_alone else self._answer_both)(prompts)) as events:
+                answer = self._decode_alone if is_alone else self._prefill_and_decode
+                async with aclosing(answer(prompts)) as events:
                     async for event in events:
                         yield event
         finally:
-            self._leave_prefill()
-            if self._decode_seat is not None:
-                self._decode.leave(self._decode_seat)
+            self._release_prefill()
+            if self._decode_room is not None:
+                self._decode_lanes.release(self._decode_room)
 
-    def _leave_prefill(self) -> None:
-        if self._prefill_seat is not None:
-            self._prefill.leave(self._prefill_seat)
+    def _release_prefill(self) -> None:
+        if self._prefill_room is not None:
+            self._prefill_lanes.release(self._prefill_room)
 
     async def _prompts(self) -> AsyncGenerator[Prompt, None]:
-        """Yield the newest prompt whenever there is a new one. Yield the complete one when a decode lane has room for
-        it, and until then as a partial prompt."""
+        """Yield the newest prompt whenever there is a new one. Yield the complete one once room in a decode lane is
+        reserved for it; if the query must wait for that, yield it as a partial prompt before."""
         number = 0
         while True:
-            prompt = replace(await self._newest.after(number), num_shared=0)  # prompts may have been skipped
+            prompt = replace(await self._newest.wait_for_newer(number), num_shared=0)  # prompts may have been skipped
             number = self._newest.number
             if prompt.is_complete:
-                self._decode_seat = self._decode.take_now(prompt, self._params.n)
-                if self._decode_seat is None:
+                self._decode_room = self._decode_lanes.try_reserve(prompt, self._params.n)
+                if self._decode_room is None:
                     yield replace(prompt, is_complete=False)
-                    self._decode_seat = await self._decode.take(prompt, self._params.n)
+                    self._decode_room = await self._decode_lanes.reserve(prompt, self._params.n)
                 yield prompt
                 return
             yield prompt
 
-    async def _answer_both(self, prompts: AsyncIterator[Prompt]) -> AsyncGenerator[BackendEvent, None]:
+    async def _prefill_and_decode(self, prompts: AsyncIterator[Prompt]) -> AsyncGenerator[BackendEvent, None]:
         """Compute the prompts in a prefill lane, and answer the complete one in a decode lane."""
-        first = await self._newest.after(0)
-        self._prefill_seat = seat = await self._prefill.take(first)
+        first = await self._newest.wait_for_newer(0)
+        self._prefill_room = room = await self._prefill_lanes.reserve(first)
+        prefill_then_answer = self._backend._prefill_then_answer
+        answering = prefill_then_answer(room.backend, first, prompts, self._params, self._decode_prefilled)
         try:
-            answer = partial(self._answer, seat)
-            async with aclosing(self._compute(seat.backend, first, prompts, self._params, answer)) as events:
+            async with aclosing(answering) as events:
                 async for event in events:
-                    if isinstance(event, Prefilled):
-                        self._record_prefill(seat, event.num_tokens)
+                    if isinstance(event, Prefilled) and (data := self._newest.find_prefilled_data(event.num_tokens)):
+                        self._prefill_lanes.record_computed(room, replace(data, is_complete=False))
                     yield event
         except (EngineDeadError, ReplicaLostError) as error:
-            raise LaneLostError(f"{seat.lane} was lost: {error}") from None
+            raise LaneLostError(f"{room.lane} was lost: {error}") from None
 
-    def _record_prefill(self, seat: LaneSeat, num_tokens: int) -> None:
-        """Record a session's data as cached in the lane, for its questions, if all but one token are computed."""
-        prompt = self._newest.prompt
-        if prompt is not None and prompt.request_class == "stream" and num_tokens >= len(prompt.token_ids) - 1:
-            self._prefill.computed(seat, replace(prompt, is_complete=False))
-
-    async def _answer_alone(self, prompts: AsyncIterator[Prompt]) -> AsyncGenerator[BackendEvent, None]:
+    async def _decode_alone(self, prompts: AsyncIterator[Prompt]) -> AsyncGenerator[BackendEvent, None]:
         """Answer the complete prompt in a decode lane, which computes it too."""
         async for prompt in prompts:
             if prompt.is_complete:
-                async with aclosing(self._decoded(prompt, self._params)) as chunks:
+                async with aclosing(self._decode(prompt, self._params)) as chunks:
                     async for chunk in chunks:
                         yield chunk
 
-    async def _answer(self, prefill: LaneSeat, stream: "TokenStream | PrefillEnd") -> AsyncGenerator[AnswerChunk, None]:
+    async def _decode_prefilled(self, stream: "TokenStream | PrefillEnd") -> AsyncGenerator[AnswerChunk, None]:
         """Yield the answer to a computed prompt from the decode lane, which fetches its KV, or computes the prompt too
         if the KV may be gone soon or does not come. Raise LaneLostError if the decode lane dies."""
         assert stream.record is not None
+        assert self._prefill_room is not None
         prompt = Prompt(stream.token_ids, 0, is_complete=True)
-        self._prefill.computed(prefill, prompt)
+        self._prefill_lanes.record_computed(self._prefill_room, prompt)
         params, ended_s = self._params, stream.record.finished_s
-        # KV can be fetched once, and each answer is a request: several find it in the prefix cache.
+        # Each of several answers is a request, and KV can be fetched once. So a request of one token, which is dropped,
+        # fetches it, and those of the answers find it in the prefix cache.
         is_for_cache = params.n > 1
         is_fetched = False
-        # This process may have been held up. Both clocks are this host's.
-        if monotonic() - ended_s <= LATEST_S:
-            fetching = _fetching(SamplingParams(max_tokens=1) if is_for_cache else params, stream.kv_transfer)
-            async with aclosing(self._fetched(prompt, fetching)) as chunks:
+        # The KV is old if this process was held up. Both times are by this host's clock.
+        if monotonic() - ended_s <= MAX_KV_AGE_S:
+            fetch_params = SamplingParams(max_tokens=1) if is_for_cache else params
+            fetch_params = with_kv_transfer(fetch_params, stream.kv_transfer)
+            async with aclosing(self._decode_with_kv(prompt, fetch_params)) as chunks:
                 async for chunk in chunks:
                     if not is_fetched:
                         is_fetched = True
-                        self._report(prefill, stream, monotonic() - ended_s)
+                        self._report_transfer(stream, monotonic() - ended_s)
                     if not is_for_cache:
                         yield chunk
         if is_for_cache or not is_fetched:
-            async with aclosing(self._decoded(prompt, params)) as chunks:
+            async with aclosing(self._decode(prompt, params)) as chunks:
                 async for chunk in chunks:
                     yield chunk
 
-    async def _fetched(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[AnswerChunk, None]:
-        """Yield as `_decoded` does, with parameters that have the KV fetched; nothing if that takes `max_fetch_s`.
+    async def _decode_with_kv(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[AnswerChunk, None]:
+        """Yield as `_decode` does, with `params` of `with_kv_transfer`; nothing without a token within `max_fetch_s`.
 
-        A transfer that hangs is not told from a decode lane that is slow. Ending its request ends the heartbeats, and
-        so frees the KV in the prefill lane. The decode lane keeps its blocks until the transfer ends, if it does.
+        A transfer that hangs cannot be told from a decode lane that is slow. With the request, its heartbeats end, and
+        so does the lease in the prefill lane. The decode lane keeps its blocks until the transfer ends, if it does.
         """
-        async with aclosing(self._decoded(prompt, params)) as chunks:
+        async with aclosing(self._decode(prompt, params)) as chunks:
             try:
-                async with asyncio.timeout(self._max_fetch_s):
+                async with asyncio.timeout(self._backend._max_fetch_s):
                     first = await anext(chunks)
             except TimeoutError:
-                assert self._decode_seat is not None
+                assert self._decode_room is not None
                 text = "no first token %g s after the KV transfer was requested: %s computes the prompt"
-                log.warning(text, self._max_fetch_s, self._decode_seat.lane)
+                log.warning(text, self._backend._max_fetch_s, self._decode_room.lane)
                 return
             yield first
             async for chunk in chunks:
                 yield chunk
 
-    async def _decoded(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[AnswerChunk, None]:
-        """Yield the answer to a complete prompt from the decode lane; raise LaneLostError if that dies."""
-        seat = self._decode_seat
-        assert seat is not None
+    async def _decode(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[AnswerChunk, None]:
+        """Yield the answer to a complete prompt from the decode lane; raise LaneLostError if that lane dies."""
+        room = self._decode_room
+        assert room is not None
         is_first = True
         try:
-            async with aclosing(only(prompt)) as prompts, aclosing(seat.backend.generate(prompts, params)) as events:
+            async with aclosing(only(prompt)) as prompts, aclosing(room.backend.generate(prompts, params)) as events:
                 async for event in events:
                     if isinstance(event, AnswerChunk):
                         if is_first:
                             is_first = False
-                            self._decode.computed(seat, prompt)
-                            self._leave_prefill()
+                            self._decode_lanes.record_computed(room, prompt)
+                            self._release_prefill()
                         yield event
         except (EngineDeadError, ReplicaLostError) as error:
-            raise LaneLostError(f"{seat.lane} was lost: {error}") from None
+            raise LaneLostError(f"{room.lane} was lost: {error}") from None
 
-    def _report(self, prefill: LaneSeat, stream: "TokenStream | PrefillEnd", seconds: float) -> None:
-        assert self._decode_seat is not None
+    def _report_transfer(self, stream: "TokenStream | PrefillEnd", seconds: float) -> None:
+        prefill, decode, num_tokens = self._prefill_room, self._decode_room, len(stream.token_ids)
+        assert prefill is not None
+        assert decode is not None
         num_blocks = sum(len(group) for group in stream.kv_transfer.get("remote_block_ids", ()))
-        self._on_transfer(KvTransfer(prefill.lane, self._decode_seat.lane, len(stream.token_ids), num_blocks, seconds))
+        self._backend.on_transfer(KvTransfer(prefill.lane, decode.lane, num_tokens, num_blocks, seconds))
 
 
 async def _read_ahead(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenerator[BackendEvent, None]:
-    """Yield events that a task reads as they come: a reader that pauses holds no seat, and lets no lease end."""
+    """Yield events that a task reads as they come, so that a caller that pauses neither keeps a lane's room reserved,
+    nor lets a lease end."""
     send, receive = anyio.create_memory_object_stream[BackendEvent](math.inf)
 
     async def read() -> None:
@@ -371,14 +369,14 @@ async def _read_ahead(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenera
 
 
 def _extra_args_of(params: SamplingParams) -> Mapping[str, Any]:
-    """Return what the parameters have for vLLM's connectors and plugins; raise ConfigurationError for no mapping."""
+    """Return the arguments for vLLM's connectors and plugins; raise ConfigurationError if they are not a mapping."""
     extra_args = params.extra.get("extra_args") or {}
     if not isinstance(extra_args, Mapping):
         raise ConfigurationError(f"SamplingParams.extra: extra_args={short_repr(extra_args)} must be a mapping")
     return extra_args
 
 
-def _fetching(params: SamplingParams, transfer: dict[str, Any]) -> SamplingParams:
+def with_kv_transfer(params: SamplingParams, kv_transfer: dict[str, Any]) -> SamplingParams:
     """Return the parameters with those of the KV connector, by which vLLM fetches the KV of the prompt."""
-    extra_args = {**_extra_args_of(params), KV_PARAMS: transfer}
+    extra_args = {**_extra_args_of(params), KV_TRANSFER_KEY: kv_transfer}
     return replace(params, extra={**params.extra, "extra_args": extra_args})

@@ -1,7 +1,7 @@
-"""Lanes on Ray Serve, which places, restarts and scales the two kinds independently. Each kind is as one lane here.
+"""Lanes on Ray Serve, which places, restarts and scales the two kinds independently. Here, each kind is one lane.
 
-RayLanesBackend ──▶ RayLane "prefill" ──▶ a replica of the router's choice, for the prompts of a query
-               └──▶ RayLane "decode"  ──▶ another, for its answer
+RayLanesBackend ──▶ RayLane "prefill" ──▶ the replica that the router chooses for the prompts of a query
+               └──▶ RayLane "decode"  ──▶ the replica that the router chooses for its answer
 """
 
 import sys
@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from ray.serve.handle import DeploymentHandle
 
-from streamrag.backends.lanes.backend import Answer, LanesBackend
+from streamrag.backends.lanes.backend import Answerer, LanesBackend
 from streamrag.backends.lanes.replica_engines import PrefillEnd
-from streamrag.backends.ray.backend import Attached, Connects, RayBackend, left_on_failure
+from streamrag.backends.ray.backend import ExistingReplicas, RayBackend, ReplicaCluster, close_on_failure
 from streamrag.backends.ray.replica_streams import NewestPrompt, ReplicaLostError
 from streamrag.backends.tokenizer import CodePointTokenizer
 from streamrag.core import BackendEvent, Progress, Prompt, SamplingParams, Tokenizer
@@ -22,16 +22,17 @@ from streamrag.support.clock import monotonic
 
 
 class RayLane(RayBackend):
-    """The replicas of one kind of lanes."""
+    """The replicas of one kind of lanes, as one lane."""
 
     def __init__(self, lane: str, make_tokenizer: Callable[[], Tokenizer], router: str) -> None:
         self.lane = lane
-        self.connection = Attached()
-        super().__init__(self.connection, make_tokenizer=make_tokenizer, router=make_router(router), max_replays=0)
+        self.replicas = ExistingReplicas()
+        super().__init__(self.replicas, make_tokenizer=make_tokenizer, router=make_router(router), max_replays=0)
 
     async def start(self, progress: Progress) -> None:
-        """Connect to the replicas. Each lets requests wait for its own KV. Raises as `RayBackend.start` does."""
+        """Connect to the replicas. Raises as `RayBackend.start` does."""
         await super().start(progress)
+        # The replica of a query is not known when room is reserved. In it, vLLM has requests wait for KV blocks.
         self.lane_facts = replace(self.lane_facts, num_blocks=sys.maxsize)
 
     @property
@@ -49,7 +50,7 @@ class RayLane(RayBackend):
 class RayLanesBackend(LanesBackend):
     """Prefill and decode lanes in replicas on Ray Serve.
 
-    cluster: the replicas, such as those of `deployment.lane_engines`.
+    cluster: starts the replicas, or has them: the application of `deployment.lane_engines`.
     make_tokenizer: creates the model's tokenizer, in a thread of this process.
     router: how the replica of a query is chosen, of either kind.
     max_open: most queries in a decode replica at a time. Further ones wait in their prefill replicas.
@@ -58,7 +59,7 @@ class RayLanesBackend(LanesBackend):
 
     def __init__(
         self,
-        cluster: Connects,
+        cluster: ReplicaCluster,
         *,
         make_tokenizer: Callable[[], Tokenizer],
         router: str,
@@ -77,9 +78,9 @@ class RayLanesBackend(LanesBackend):
         :raises BackendError: an engine cannot be started.
         """
         handle = await self._cluster.start(progress)
-        async with left_on_failure(self._cluster):
+        async with close_on_failure(self._cluster):
             for lane in self._backends.values():
-                lane.connection.handle = DeploymentHandle(lane.lane, handle.app_name)
+                lane.replicas.handle = DeploymentHandle(lane.lane, handle.app_name)
             await super().start(progress)
 
     async def aclose(self) -> None:
@@ -87,19 +88,20 @@ class RayLanesBackend(LanesBackend):
         await super().aclose()
         await self._cluster.aclose()
 
-    async def _compute(
-        self, lane: RayLane, first: Prompt, prompts: AsyncIterator[Prompt], params: SamplingParams, answer: Answer
+    async def _prefill_then_answer(
+        self, lane: RayLane, first: Prompt, prompts: AsyncIterator[Prompt], params: SamplingParams, answer: Answerer
     ) -> AsyncGenerator[BackendEvent, None]:
-        async def in_place() -> AsyncGenerator[Prompt, None]:
+        async def prompts_once_open() -> AsyncGenerator[Prompt, None]:
             yield replace(first, num_shared=0, is_complete=False)
-            # A query with a place in a decode lane must not wait here: queries with a place here wait there.
-            await newest.place.is_open.wait()
+            # `prompts` reserve room in the decode lane. A query that has it must not wait for a prefill replica:
+            # queries that are open there may wait for room in the decode lane.
+            await newest.replica.has_opened.wait()
             async for prompt in prompts:
                 yield prompt
 
         end: PrefillEnd | None = None
         async with (
-            aclosing(NewestPrompt(in_place())) as newest,
+            aclosing(NewestPrompt(prompts_once_open())) as newest,
             aclosing(lane.streams.attempt(newest, params)) as events,
         ):
             async for event in events:
@@ -109,9 +111,8 @@ class RayLanesBackend(LanesBackend):
                     yield event
         if end is None or end.record is None or newest.prompt is None:
             raise ReplicaLostError("its stream ended without the end of the prefill")
-        record = replace(
-            end.record, finished_s=monotonic()
-        )  # on this host's clock; DecodeEngine checks how old the KV is
+        # The KV's age counts from now, by this host's clock. `DecodeEngine` checks the age by the clocks of the nodes.
+        record = replace(end.record, finished_s=monotonic())
         async with aclosing(answer(replace(end, token_ids=newest.prompt.token_ids, record=record))) as chunks:
             async for chunk in chunks:
                 yield replace(chunk, record=end.record) if chunk.finish_reason else chunk

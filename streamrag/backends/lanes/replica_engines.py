@@ -1,8 +1,8 @@
-"""The engines of lanes in replicas, such as those on Ray Serve: they pass on in messages how KV is read.
+"""The engines of lanes in replicas, such as those on Ray Serve.
 
-prefill replica   PrefillEngine ──▶ PrefillEnd with `kv_transfer` and its age
+prefill replica   PrefillEngine ──▶ PrefillEnd with `kv_transfer`, and in that the time of the end
 service           puts `kv_transfer` into the parameters of the answer
-decode replica    DecodeEngine ──▶ reads the KV, or computes the prompt if the KV may be gone soon
+decode replica    DecodeEngine ──▶ fetches the KV, or computes the prompt if the KV may be gone soon
 """
 
 import logging
@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from streamrag.backends.lanes.backend import LATEST_S, SEND
+from streamrag.backends.lanes.backend import KV_TRANSFER_KEY, MAX_KV_AGE_S, PREFILL_PARAMS
 from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStream
@@ -22,14 +22,16 @@ from streamrag.support.clock import monotonic
 log = logging.getLogger("streamrag.lanes")
 
 ENDED_AT = "streamrag_ended_at"
-"""Key in `kv_transfer` of the time at which the prefill ended, by the wall clock: lanes may be on different nodes."""
+"""Key in `kv_transfer` of the Unix time at which the prefill ended: lanes on different nodes share no other clock."""
+
+MAX_CLOCK_SKEW_S = 1.0  # most seconds that the clock of a prefill lane's node may be ahead of the decode lane's
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnd(AnswerChunk):
     """The end of a prefill in a replica, with no tokens."""
 
-    kv_transfer: dict[str, Any] = field(default_factory=dict)  # with which another engine reads the KV
+    kv_transfer: dict[str, Any] = field(default_factory=dict)  # parameters with which another engine fetches the KV
 
 
 class PrefillEngine(VllmBackend):
@@ -41,12 +43,12 @@ class PrefillEngine(VllmBackend):
         """Prefill each prompt when it arrives, and end with a `PrefillEnd`. `params` are those of the answer: they are
         checked before anything is computed. Raises as `VllmBackend.generate` does."""
         self.check_params(params)
-        async with aclosing(stream_then_generate(prompts, self.streams, SEND, _end)) as events:
+        async with aclosing(stream_then_generate(prompts, self.streams, PREFILL_PARAMS, _end_prefill)) as events:
             async for event in events:
                 yield event
 
 
-async def _end(stream: TokenStream) -> AsyncGenerator[AnswerChunk, None]:
+async def _end_prefill(stream: TokenStream) -> AsyncGenerator[AnswerChunk, None]:
     assert stream.record is not None
     ended_at = time.time() - (monotonic() - stream.record.finished_s)
     yield PrefillEnd("", (), "length", kv_transfer={**stream.kv_transfer, ENDED_AT: ended_at})
@@ -58,22 +60,22 @@ class DecodeEngine(VllmBackend):
     async def generate(
         self, prompts: AsyncIterator[Prompt], params: SamplingParams
     ) -> AsyncGenerator[BackendEvent, None]:
-        """Answer a complete prompt, with its KV if that is recent. Raises as `VllmBackend.generate` does."""
+        """Answer a complete prompt, with its KV fetched if that is recent. Raises as `VllmBackend.generate` does."""
         async with aclosing(super().generate(prompts, without_old_kv(params))) as events:
             async for event in events:
                 yield event
 
 
 def without_old_kv(params: SamplingParams) -> SamplingParams:
-    """Return the parameters without `kv_transfer_params` if the prefill ended more than `LATEST_S` ago, because the
-    query waited for a replica, or more than a second from now, because the clocks of the nodes disagree."""
+    """Return the parameters without `ENDED_AT`, and without those of the KV connector if the KV is older than
+    `MAX_KV_AGE_S`, because the query waited for a replica, or comes from the future, because clocks disagree."""
     extra_args = dict(params.extra.get("extra_args") or {})
-    transfer = dict(extra_args.pop("kv_transfer_params", {}))
-    if not transfer:
+    kv_transfer = dict(extra_args.pop(KV_TRANSFER_KEY, {}))
+    if not kv_transfer:
         return params
-    age_s = time.time() - transfer.pop(ENDED_AT)
-    if -1 <= age_s <= LATEST_S:
-        extra_args["kv_transfer_params"] = transfer
-    elif age_s < -1:
+    age_s = time.time() - kv_transfer.pop(ENDED_AT)
+    if -MAX_CLOCK_SKEW_S <= age_s <= MAX_KV_AGE_S:
+        extra_args[KV_TRANSFER_KEY] = kv_transfer
+    elif age_s < -MAX_CLOCK_SKEW_S:
         log.warning("the clock of a prefill lane's node is %.1f s ahead: its KV is not read", -age_s)
     return replace(params, extra={**params.extra, "extra_args": extra_args})

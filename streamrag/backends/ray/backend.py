@@ -10,7 +10,7 @@ from ray.serve.handle import DeploymentHandle
 
 from streamrag.backends.ray.connection import RayReplicas
 from streamrag.backends.ray.replica_chooser import ReplicaChooser
-from streamrag.backends.ray.replica_streams import Counts, ReplicaLostError, ReplicaStreams
+from streamrag.backends.ray.replica_streams import OutcomeCounts, ReplicaLostError, ReplicaStreams
 from streamrag.backends.vllm.client.lane_engine import NO_LANE
 from streamrag.core import BackendEvent, ModelInfo, Progress, Prompt, SamplingParams, Tokenizer
 from streamrag.errors import BackendError
@@ -19,8 +19,8 @@ from streamrag.support.clock import monotonic
 from streamrag.support.tasks import cancel_and_wait
 
 
-class Connects(Protocol):
-    """Connects to replicas, such as `cluster.Cluster`."""
+class ReplicaCluster(Protocol):
+    """A cluster that has replicas, or starts them: `cluster.Cluster` or `ExistingReplicas`."""
 
     async def start(self, progress: Progress) -> DeploymentHandle:
         """Return a handle of the replicas, once they can answer."""
@@ -29,14 +29,14 @@ class Connects(Protocol):
         """Free what `start` has taken."""
 
 
-class Attached:
-    """Replicas that are deployed by something else, which outlive the connection."""
+class ExistingReplicas:
+    """Replicas that something else has deployed, and that run on after `aclose`."""
 
     def __init__(self, handle: DeploymentHandle | None = None) -> None:
         self.handle = handle
 
     async def start(self, progress: Progress) -> DeploymentHandle:
-        """Return the handle at once: the replicas are already running."""
+        """Return the handle of the replicas, which run already."""
         return self.handle
 
     async def aclose(self) -> None:
@@ -44,11 +44,8 @@ class Attached:
 
 
 @asynccontextmanager
-async def left_on_failure(cluster: Connects) -> AsyncIterator[None]:
-    """Close the connection to the replicas if the block raises, and raise the error again.
-
-    :raises BackendError: a replica was lost in the block.
-    """
+async def close_on_failure(cluster: ReplicaCluster) -> AsyncIterator[None]:
+    """Close the cluster if the block raises, and raise the error again; BackendError if a replica was lost."""
     try:
         yield
     except BaseException as error:
@@ -61,7 +58,7 @@ async def left_on_failure(cluster: Connects) -> AsyncIterator[None]:
 class RayBackend:
     """A backend of engines in replicas. Each query is routed to one of them when it opens; see docs/ray.md.
 
-    cluster: the replicas.
+    cluster: starts the replicas, or has them.
     make_tokenizer: creates the model's tokenizer, in a thread of this process.
     router: chooses the replica of a query.
     max_replays: most times that a query without output is opened again because its replica was lost.
@@ -69,7 +66,7 @@ class RayBackend:
 
     def __init__(
         self,
-        cluster: Connects,
+        cluster: ReplicaCluster,
         *,
         make_tokenizer: Callable[[], Tokenizer],
         router: Router,
@@ -81,7 +78,7 @@ class RayBackend:
         self._max_replays = max_replays
         self.lane_facts = NO_LANE  # of the engines, if they are lanes
         self._streams: ReplicaStreams | None = None
-        self._touching: asyncio.Task[None] | None = None
+        self._heartbeats: asyncio.Task[None] | None = None
         self._info: ModelInfo | None = None
 
     @property
@@ -92,7 +89,7 @@ class RayBackend:
         return self._info
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> OutcomeCounts:
         """Counts of the outcomes of queries since the start."""
         return self.streams.counts
 
@@ -105,7 +102,7 @@ class RayBackend:
         :raises BackendError: an engine cannot be started.
         """
         replicas = RayReplicas(await self._cluster.start(progress))
-        async with left_on_failure(self._cluster):
+        async with close_on_failure(self._cluster):
             facts = await replicas.facts()
             tokenizer = await anyio.to_thread.run_sync(self._make_tokenizer)
         self._info = ModelInfo(
@@ -118,13 +115,14 @@ class RayBackend:
         )
         self.lane_facts = facts.lane_facts
         self._streams = ReplicaStreams(replicas, self._chooser, max_replays=self._max_replays)
-        self._touching = asyncio.create_task(self._streams.touch_forever(), name="streamrag heartbeat to replicas")
+        heartbeats = self._streams.send_heartbeats_forever()
+        self._heartbeats = asyncio.create_task(heartbeats, name="streamrag heartbeats to replicas")
 
     async def aclose(self) -> None:
         """Stop the replicas, or disconnect from them. Does nothing if the backend is not started."""
-        touching, self._touching, self._streams = self._touching, None, None
-        if touching is not None:
-            await cancel_and_wait([touching])
+        heartbeats, self._heartbeats, self._streams = self._heartbeats, None, None
+        if heartbeats is not None:
+            await cancel_and_wait([heartbeats])
             await self._cluster.aclose()
 
     async def generate(

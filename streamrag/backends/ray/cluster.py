@@ -28,38 +28,38 @@ log = logging.getLogger("streamrag.ray")
 OBJECT_STORE_BYTES = 100 << 20
 """Size of the object store on this machine: messages are small. By default, Ray takes a third of the memory."""
 
-LEAVE_S = 60.0
-"""Longest time to leave Ray. If Ray is stopped during a deployment it may wait forever; its processes that we started
-are then killed, which ends that wait."""
+LEAVE_TIMEOUT_S = 60.0
+"""Most seconds to leave Ray, which may wait forever if it is stopped during a deployment. Then we kill the processes of
+Ray that we started, which ends that wait."""
 
 POLL_S = 0.1  # seconds between checks whether replicas have started
 
 LOOPBACK = "127.0.0.1"
-CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Variable that allows clusters. With it, Ray replaces a loopback address by the machine's own."""
+CLUSTERS_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Environment variable with which Ray allows clusters, and replaces a loopback address by the machine's own."""
 
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
     """Keep Ray in the block, and processes started there, from replacing a loopback address by the machine's own."""
     was, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    before = os.environ.get(CLUSTERS)
-    os.environ[CLUSTERS] = "0"  # for the processes started inside, and their children
+    before = os.environ.get(CLUSTERS_VARIABLE)
+    os.environ[CLUSTERS_VARIABLE] = "0"  # for the processes started inside, and their children
     try:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = was
         if before is None:
-            del os.environ[CLUSTERS]
+            del os.environ[CLUSTERS_VARIABLE]
         else:
-            os.environ[CLUSTERS] = before
+            os.environ[CLUSTERS_VARIABLE] = before
 
 
-def missing_resources(deployments: Mapping[str, Any], available: Mapping[str, float]) -> str | None:
+def describe_missing_resources(deployments: Mapping[str, Any], available: Mapping[str, float]) -> str | None:
     """Describe the resources that a machine lacks for all first replicas, with advice; None if it has enough."""
     sums: Counter[str] = Counter()
     for deployment in deployments.values():
-        for resource, amount in _needed(deployment).items():
+        for resource, amount in _needed_resources(deployment).items():
             sums[resource] += amount * deployment["target_num_replicas"]
     missing = {name: amount for name, amount in sums.items() if amount > available.get(name, 0) + 1e-6}
     if not missing:
@@ -72,7 +72,7 @@ def missing_resources(deployments: Mapping[str, Any], available: Mapping[str, fl
     )
 
 
-def _needed(deployment: Mapping[str, Any]) -> dict[str, float]:
+def _needed_resources(deployment: Mapping[str, Any]) -> dict[str, float]:
     return {name: amount for name, amount in deployment["required_resources"].items() if amount}
 
 
@@ -111,7 +111,7 @@ class Cluster:
         self._started: list[Any] = []  # Ray's processes that were started here, as Popen objects
         self._has_connected = False
         self._has_deployed = False
-        self._is_left = threading.Event()  # ends waits in the thread, so that leaving does not have to wait for them
+        self._is_leaving = threading.Event()  # ends the wait for replicas in the thread
 
     @started_once
     async def start(self, progress: Progress) -> DeploymentHandle:
@@ -124,7 +124,7 @@ class Cluster:
         :raises BackendError: Ray, or an application in the replicas, cannot be started.
         """
         self._thread = ThreadPoolExecutor(1, "streamrag-ray")
-        self._is_left.clear()
+        self._is_leaving.clear()
         where = "on this machine" if self._address is None else f"at {self._address}"
         try:
             progress(f"starting Ray {where}" if self._address is None else f"connecting to Ray {where}")
@@ -135,15 +135,8 @@ class Cluster:
             await self.aclose()
             raise
 
-    async def redeploy(self) -> None:
-        """Restart all replicas, one or a fifth of them at a time, while the others answer.
-
-        :raises BackendError: a replica cannot be started.
-        """
-        await self._in_thread(self._deploy)
-
     async def aclose(self) -> None:
-        """Remove the application, and stop Ray if started here, within `LEAVE_S`. Does nothing if not started."""
+        """Remove the application, and Ray if started here, within `LEAVE_TIMEOUT_S`. Does nothing if not started."""
         if self._thread is not None:
             try:
                 await run_shielded(self._leave(), "streamrag leaves Ray")
@@ -151,18 +144,18 @@ class Cluster:
                 self.is_started = False
 
     async def _leave(self) -> None:
-        """End waits in the thread, run `_close` there, raise its error, and end the thread. After `LEAVE_S`, wait no
-        longer, but warn and kill Ray's processes that were started here."""
+        """End the wait in the thread, run `_close` there, raise its error, and end the thread. If `_close` takes longer
+        than `LEAVE_TIMEOUT_S`, warn, and kill Ray's processes that were started here."""
         thread = self._thread
         assert thread is not None
-        self._is_left.set()
+        self._is_leaving.set()
         closing = asyncio.ensure_future(self._in_thread(self._close))
         try:
-            done, _ = await asyncio.wait([closing], timeout=LEAVE_S)
+            done, _ = await asyncio.wait([closing], timeout=LEAVE_TIMEOUT_S)
             if done:
                 closing.result()
                 return
-            log.warning("Ray was not left within %g s: its processes are killed", LEAVE_S)
+            log.warning("Ray was not left within %g s: its processes are killed", LEAVE_TIMEOUT_S)
             closing.add_done_callback(lambda each: each.cancelled() or each.exception())  # retrieve the exception
             for process in self._started:
                 process.kill()
@@ -200,7 +193,10 @@ class Cluster:
             self._started = [info.process for infos in processes for info in infos]
 
     def _deploy(self) -> DeploymentHandle:
-        """Deploy the application (again), wait until it runs, and return its handle. Raises as `start` does."""
+        """Deploy the application, wait until it runs, and return its handle. Raises as `start` does.
+
+        If it runs already, all replicas are restarted, one or a fifth of them at a time, while the others answer.
+        """
         logging.getLogger("ray.serve").setLevel(logging.ERROR)  # it logs each call to a replica that has died
         serve.start(proxy_location="Disabled")
         app = self._make_app()
@@ -208,18 +204,18 @@ class Cluster:
         try:
             target = serve.RunTarget(app, name=self._app_name, route_prefix=None)
             (handle,) = serve.run_many([target], wait_for_applications_running=False)
-            self._wait()
+            self._wait_until_running()
             return handle
         except RuntimeError as error:
             app_status = serve.status().applications.get(self._app_name)
             whys = [each.message for each in app_status.deployments.values() if each.message] if app_status else []
             raise BackendError(f"{self._app_name} cannot be started: {message_of(error)} {' '.join(whys)}") from error
 
-    def _wait(self) -> None:
+    def _wait_until_running(self) -> None:
         """Wait until the application runs. Raise ConfigurationError if it does not fit on this machine, or if a replica
         has waited `place_s` for a node, RuntimeError if it failed or was deleted, and BackendError on `aclose`."""
         if self._address is None:
-            why = missing_resources(self._deployments(), ray.cluster_resources())
+            why = describe_missing_resources(self._deployments(), ray.cluster_resources())
             if why is not None:
                 raise ConfigurationError(f"{self._app_name} does not fit on this machine: {why}")
         began_s = monotonic()
@@ -231,7 +227,7 @@ class Cluster:
                 return
             if status.status == ApplicationStatus.DEPLOY_FAILED:
                 raise RuntimeError(status.message)
-            without_node = self._without_node()
+            without_node = self._describe_waiting_replicas()
             if not without_node:
                 began_s = monotonic()
             if monotonic() > began_s + self._place_s:
@@ -239,15 +235,15 @@ class Cluster:
                     f"no node of the cluster had room within {self._place_s:g} s for {', '.join(without_node)}; "
                     f"free are {_resources_text(ray.available_resources())}: add nodes, or raise replicas.place_s"
                 )
-            if self._is_left.wait(POLL_S):
+            if self._is_leaving.wait(POLL_S):
                 raise BackendError(f"{self._app_name} was closed during its start")
 
-    def _without_node(self) -> list[str]:
+    def _describe_waiting_replicas(self) -> list[str]:
         """Describe the replicas that wait for a node: number and needs, one text per deployment that has some."""
         texts = []
         for name, deployment in self._deployments().items():
             if num := sum(each.get("node_id") is None for each in deployment["replicas"]):
-                texts.append(f"{num} of {name!r}, which need {_resources_text(_needed(deployment))} each")
+                texts.append(f"{num} of {name!r}, which need {_resources_text(_needed_resources(deployment))} each")
         return texts
 
     def _deployments(self) -> dict[str, Any]:

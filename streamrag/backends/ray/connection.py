@@ -19,24 +19,25 @@ class RayReplicas:
     """Implements `replica_streams.Replicas` with a handle of Ray Serve."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
-        self._opening = handle.options(method_name="generate", stream=True)
-        self._delivering = handle.options(method_name="deliver")
-        self._touching = handle.options(method_name="hear")
-        self._asking = handle.options(method_name="facts")
+        """Prepare calls of the methods of `deployment.DeployedReplica`."""
+        self._generate = handle.options(method_name="generate", stream=True)
+        self._update = handle.options(method_name="forward_update")
+        self._send_heartbeat = handle.options(method_name="forward_heartbeat")
+        self._facts = handle.options(method_name="facts")
 
     async def facts(self) -> ModelFacts:
         """Return the facts of the model, once a replica can answer.
 
         :raises BackendError: no replica can.
         """
-        with translated():
-            facts: ModelFacts = await self._asking.remote()
+        with ray_errors_translated():
+            facts: ModelFacts = await self._facts.remote()
             return facts
 
     async def open(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
         """Yield the batches of a new stream, from a replica of its ticket's choice. Closing cancels the stream."""
-        with translated():
-            response: Any = self._opening.remote(call)
+        with ray_errors_translated():
+            response: Any = self._generate.remote(call)
             try:
                 async for batch in response:
                     yield batch
@@ -44,16 +45,16 @@ class RayReplicas:
                 response.cancel()  # no effect after its end
 
     async def update(self, replica_id: str, stream_id: str, delta: Delta) -> bool:
-        with translated():
-            return bool(await self._delivering.remote(replica_id, stream_id, delta))
+        with ray_errors_translated():
+            return bool(await self._update.remote(replica_id, stream_id, delta))
 
-    async def touch(self, replica_id: str, caller_id: str) -> None:
-        with translated():
-            await self._touching.remote(replica_id, caller_id)
+    async def send_heartbeat(self, replica_id: str, caller_id: str) -> None:
+        with ray_errors_translated():
+            await self._send_heartbeat.remote(replica_id, caller_id)
 
 
 @contextmanager
-def translated() -> Iterator[None]:
+def ray_errors_translated() -> Iterator[None]:
     """Translate errors of Ray in the block.
 
     :raises ReplicaLostError: the replica has died, or is being stopped.

@@ -25,11 +25,10 @@ ENGINES, SOURCES, PREFILL, DECODE = "engines", "sources", "prefill", "decode"  #
 
 MakeSource: TypeAlias = Callable[[], Source | None]
 
-METRICS_S, LOOK_BACK_S = 10.0, 30.0
-"""Seconds between reports to the autoscaler, and over which it averages them: Ray's defaults, which are lowered for
-shorter delays."""
+MAX_METRICS_INTERVAL_S = 10.0  # seconds between reports to the autoscaler: Ray's default, and less for short delays
+MAX_LOOK_BACK_S = 30.0  # seconds of which the autoscaler averages the reports: likewise
 
-QUERIES_PER_SOURCE = 16  # most concurrent queries in a source's replica; further ones wait
+MAX_QUERIES_PER_SOURCE = 16  # most concurrent queries in a source's replica; further ones wait
 
 
 def bind_to_node_address() -> None:
@@ -48,20 +47,20 @@ def bind_to_node_address() -> None:
 class DeployedReplica(EngineReplica):
     """A replica as Ray Serve constructs and calls it."""
 
-    async def __init__(self, make_backend: MakeBackend, max_open: int, *beside: Any) -> None:  # type: ignore[misc]
-        """Start the engine. `beside`: handles of deployments that only belong to the same application."""
+    async def __init__(self, make_backend: MakeBackend, max_open: int, *others: Any) -> None:  # type: ignore[misc]
+        """Start the engine. `others` are not used: they belong to the application because they are bound to it."""
         bind_to_node_address()
         os.environ.setdefault(HOST, get_node_ip_address())  # at which decode lanes on other nodes reach a prefill lane
         super().__init__(make_backend, max_open=max_open, replica_id=serve.get_replica_context().replica_id.unique_id)
         await self.start()
 
-    async def deliver(self, replica_id: str, stream_id: str, delta: Any) -> bool:
-        """Pass a stream's next prompt to `update`. Returns False for a stream of another replica."""
+    async def forward_update(self, replica_id: str, stream_id: str, delta: Any) -> bool:
+        """Forward a stream's next prompt to `update`. `replica_id` is for the router, as in `forward_heartbeat`."""
         return self.update(stream_id, delta)
 
-    async def hear(self, replica_id: str, caller_id: str) -> None:
-        """Forward a caller's heartbeat to `touch`."""
-        self.touch(caller_id)
+    async def forward_heartbeat(self, replica_id: str, caller_id: str) -> None:
+        """Forward a caller's heartbeat to `record_heartbeat`."""
+        self.record_heartbeat(caller_id)
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return the report that Ray Serve's controller sends to all routers. Called about every half second."""
@@ -83,18 +82,18 @@ def engines(
     request_router: type[RequestRouter] = StreamRouter,
     *,
     name: str = ENGINES,
-    beside: Sequence[Any] = (),
+    other_deployments: Sequence[Any] = (),
 ) -> Any:
     """Return the application of engines, for `serve.run` or for binding into a larger application. With
     `options.max_number`, their number follows the load; without, it is constant.
 
-    request_router: the class of Ray Serve's router; must route a stream's further calls to the stream's replica.
-    beside: further deployments of the application.
+    request_router: the class of Ray Serve's router; must route the further calls of a stream to that stream's replica.
+    other_deployments: further deployments of the application, which are deployed with it.
     """
     deployed = serve.deployment(
         name=name,
         max_ongoing_requests=CALLS_PER_STREAM * options.max_open,
-        ray_actor_options=options.for_actor,
+        ray_actor_options=options.actor_options,
         health_check_period_s=options.health_s,
         graceful_shutdown_timeout_s=options.drain_s,
         graceful_shutdown_wait_loop_s=0.1,
@@ -102,12 +101,12 @@ def engines(
             request_router_class=request_router,
             request_routing_stats_period_s=options.stats_s,
         ),
-        **_number(options),
+        **_scaling(options),
     )(DeployedReplica)
-    return deployed.bind(make_backend, options.max_open, *beside)
+    return deployed.bind(make_backend, options.max_open, *other_deployments)
 
 
-def _number(options: ReplicaOptions) -> dict[str, Any]:
+def _scaling(options: ReplicaOptions) -> dict[str, Any]:
     """Return the arguments of `serve.deployment` for the number of replicas."""
     if options.max_number is None:
         return {"num_replicas": options.number}
@@ -122,8 +121,8 @@ def _number(options: ReplicaOptions) -> dict[str, Any]:
             max_replicas=options.max_number,
             upscale_delay_s=options.upscale_delay_s,
             downscale_delay_s=options.downscale_delay_s,
-            metrics_interval_s=min(METRICS_S, options.upscale_delay_s),
-            look_back_period_s=min(LOOK_BACK_S, 3 * options.upscale_delay_s),
+            metrics_interval_s=min(MAX_METRICS_INTERVAL_S, options.upscale_delay_s),
+            look_back_period_s=min(MAX_LOOK_BACK_S, 3 * options.upscale_delay_s),
             **load,
         )
     }
@@ -132,8 +131,9 @@ def _number(options: ReplicaOptions) -> dict[str, Any]:
 def lane_engines(
     make_prefill: MakeBackend, make_decode: MakeBackend, prefill: ReplicaOptions, decode: ReplicaOptions
 ) -> Any:
-    """Return the application of prefill lanes, and of decode lanes beside them. Each kind has its own options."""
-    return engines(make_prefill, prefill, name=PREFILL, beside=[engines(make_decode, decode, name=DECODE)])
+    """Return the application of prefill and decode lanes. Each kind has its own options."""
+    decode_lanes = engines(make_decode, decode, name=DECODE)
+    return engines(make_prefill, prefill, name=PREFILL, other_deployments=[decode_lanes])
 
 
 class DeployedSource:
@@ -171,14 +171,14 @@ def sources(make_source: MakeSource, number: int, max_number: int | None = None,
     num_cpus: CPUs of each replica. With 0, they run beside engines that have taken all CPUs, as needed on a single
         machine; with Ray's default of 1 they would wait forever there.
     """
-    many: dict[str, Any] = {"num_replicas": number}
+    scaling: dict[str, Any] = {"num_replicas": number}
     if max_number is not None:
-        many = {
+        scaling = {
             "autoscaling_config": AutoscalingConfig(
-                min_replicas=number, max_replicas=max_number, target_ongoing_requests=QUERIES_PER_SOURCE / 2
+                min_replicas=number, max_replicas=max_number, target_ongoing_requests=MAX_QUERIES_PER_SOURCE / 2
             )
         }
     deployed = serve.deployment(
-        name=SOURCES, max_ongoing_requests=QUERIES_PER_SOURCE, ray_actor_options={"num_cpus": num_cpus}, **many
+        name=SOURCES, max_ongoing_requests=MAX_QUERIES_PER_SOURCE, ray_actor_options={"num_cpus": num_cpus}, **scaling
     )(DeployedSource)
     return deployed.bind(make_source)

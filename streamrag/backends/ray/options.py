@@ -42,7 +42,7 @@ class ReplicaOptions:
             raise ConfigurationError(f"number={self.number} must be from min_number={low} to max_number={high}")
 
     @property
-    def for_actor(self) -> dict[str, Any]:
+    def actor_options(self) -> dict[str, Any]:
         """The resources of a replica, as Ray's actor options; GPUs and accelerator only if the replica needs them."""
         options: dict[str, Any] = {"num_cpus": self.num_cpus, "resources": dict(self.resources)}
         if self.num_gpus:

@@ -17,10 +17,10 @@ from streamrag.support.tasks import cancel_and_wait
 
 MakeBackend: TypeAlias = Callable[[], Backend]
 
-SILENT_S = 10.0
-"""Seconds without a heartbeat after which a caller's streams are ended: it was killed, or is unreachable."""
+CALLER_TIMEOUT_S = 10.0
+"""Seconds without a heartbeat after which a caller counts as killed or unreachable, and its streams are ended."""
 
-KEPT = 0.9  # weight of earlier queries in an average, relative to the next one
+HIT_RATE_DECAY = 0.9  # weight of all earlier queries in the average of the cache hit rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class ModelFacts:
 
 
 class PromptFeed:
-    """A stream's prompts, as the caller sends them. Keeps only the newest: an unread older prompt is skipped."""
+    """The newest of a stream's prompts, as the caller sends them. Prompts that are replaced unread are skipped."""
 
     def __init__(self, first: Delta) -> None:
-        self._newest = first.after(())
+        self._newest = first.apply_to(())
         self._number = first.number
         self._num_shared = 0  # tokens that the newest prompt shares with the one that was read last
         self._is_new = asyncio.Event()
@@ -49,22 +49,19 @@ class PromptFeed:
     def num_tokens(self) -> int:
         return len(self._newest.token_ids)
 
-    def take(self, delta: Delta) -> None:
-        """Make the next prompt the newest. Idempotent: a prompt with a number that is not higher changes nothing.
-
-        The shared prefix that is kept is the one with the prompt read last, also if prompts between were skipped.
-        """
+    def accept(self, delta: Delta) -> None:
+        """Make the next prompt the newest. Idempotent: a prompt with a number that is not higher changes nothing."""
         if delta.number <= self._number:
             return
-        has_pulled = not self._is_new.is_set()
-        self._newest = delta.after(self._newest.token_ids)
+        is_read = not self._is_new.is_set()  # else this prompt shares at most what the unread one shared
+        self._newest = delta.apply_to(self._newest.token_ids)
         self._number = delta.number
-        self._num_shared = delta.num_shared if has_pulled else min(self._num_shared, delta.num_shared)
+        self._num_shared = delta.num_shared if is_read else min(self._num_shared, delta.num_shared)
         self._is_new.set()
 
     async def prompts(self) -> AsyncGenerator[Prompt, None]:
-        """Yield the newest prompt whenever there is a new one, up to the complete one. The length of the shared prefix
-        is relative to the last one yielded."""
+        """Yield the newest prompt whenever there is a new one, up to the complete one. `num_shared` counts the tokens
+        shared with the prompt that was yielded before."""
         while True:
             await self._is_new.wait()
             self._is_new.clear()
@@ -112,7 +109,7 @@ class EngineReplica:
         self._replica_id = replica_id
         self._clock = clock
         self._streams: dict[str, _Stream] = {}
-        self._heard_s: dict[str, float] = {}  # time of the last heartbeat of each caller that has streams here
+        self._heartbeat_s: dict[str, float] = {}  # time of the last heartbeat of each caller that has streams here
         self._hit_rate = 0.0
         self._speed = Speed()
         self._why_dead: str | None = None
@@ -142,9 +139,9 @@ class EngineReplica:
 
     async def generate(self, call: Open) -> AsyncGenerator[tuple[WireEvent, ...], None]:
         """Yield the events of a stream in batches of all available ones. Closing the generator aborts the stream.
-        The first batch is Opened, or only Refused if there is no place. A StreamRagError is yielded last, as Failed.
+        The first batch is Opened, or only Refused if `max_open` are open. A StreamRagError is yielded last, as Failed.
 
-        Drafts take no places, and nothing of them is reported or measured: they take little time from others.
+        Drafts do not count as open, and are not in reports: they take little time from other streams.
         """
         is_draft = call.first.request_class == "draft"
         if self.num_open >= self._max_open and not is_draft:
@@ -153,13 +150,13 @@ class EngineReplica:
         stream = _Stream(PromptFeed(call.first), call.caller_id, is_draft)
         self._streams[call.stream_id] = stream
         self._update_queue()
-        self.touch(call.caller_id)
+        self.record_heartbeat(call.caller_id)
         try:
             yield (Opened(self._replica_id),)
             async with (
                 aclosing(stream.feed.prompts()) as prompts,
                 aclosing(self._backend.generate(prompts, call.params)) as events,  # type: ignore[type-var]
-                aclosing(batched(events if is_draft else self._tracked(stream, events), stream)) as batches,
+                aclosing(batch_events(events if is_draft else self._track(stream, events), stream)) as batches,
             ):
                 async for batch in batches:
                     yield batch
@@ -179,26 +176,24 @@ class EngineReplica:
         stream = self._streams.get(stream_id)
         if stream is None:
             return False
-        stream.feed.take(delta)
+        stream.feed.accept(delta)
         stream.num_prefilled = min(stream.num_prefilled, delta.num_shared)
         self._update_queue()
         return True
 
-    def touch(self, caller_id: str) -> None:
-        self._heard_s[caller_id] = self._clock()
+    def record_heartbeat(self, caller_id: str) -> None:
+        self._heartbeat_s[caller_id] = self._clock()
 
     def end_abandoned(self) -> None:
-        """End the streams of callers without a heartbeat for `SILENT_S`, and forget every caller that has no stream."""
-        deadline_s = self._clock() - SILENT_S
+        """End the streams of callers without a heartbeat for `CALLER_TIMEOUT_S`. Forget callers without streams."""
+        deadline_s = self._clock() - CALLER_TIMEOUT_S
         for stream in self._streams.values():
-            if self._heard_s[stream.caller_id] < deadline_s:
+            if self._heartbeat_s[stream.caller_id] < deadline_s:
                 stream.abandon()
         callers = {stream.caller_id for stream in self._streams.values()}
-        self._heard_s = {name: at_s for name, at_s in self._heard_s.items() if name in callers}
+        self._heartbeat_s = {name: at_s for name, at_s in self._heartbeat_s.items() if name in callers}
 
-    async def _tracked(
-        self, stream: _Stream, events: AsyncIterator[BackendEvent]
-    ) -> AsyncGenerator[BackendEvent, None]:
+    async def _track(self, stream: _Stream, events: AsyncIterator[BackendEvent]) -> AsyncGenerator[BackendEvent, None]:
         """Yield the events unchanged, after recording each for the reports."""
         async for event in events:
             if isinstance(event, Prefilled):
@@ -217,7 +212,7 @@ class EngineReplica:
         record = event.record
         if record is not None and record.num_prompt_tokens:
             hit_rate = record.num_from_cache / record.num_prompt_tokens
-            self._hit_rate = KEPT * self._hit_rate + (1 - KEPT) * hit_rate
+            self._hit_rate = HIT_RATE_DECAY * self._hit_rate + (1 - HIT_RATE_DECAY) * hit_rate
             self._speed.add(record.num_computed, stream.waited_s, self._clock())
 
     def _record_prefill(self, stream: _Stream) -> None:
@@ -259,11 +254,11 @@ class EngineReplica:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Return `report` as plain values, with `told_s`, which differs each time."""
-        return {**asdict(self.report()), "told_s": self._clock()}
+        """Return `report` as plain values, with `reported_s`, which differs each time."""
+        return {**asdict(self.report()), "reported_s": self._clock()}
 
 
-async def batched(
+async def batch_events(
     events: AsyncIterator[BackendEvent], stream: _Stream
 ) -> AsyncGenerator[tuple[BackendEvent, ...], None]:
     """Yield batches of all events since the last batch; of several Prefilled in a row only the last. Stop early if the

@@ -28,8 +28,8 @@ class ReplicaCandidate:
     id: str
     max_open: int  # most concurrent streams that it accepts
     stats: Mapping[str, Any]  # empty before its first report
-    came_s: float | None = None  # time at which these stats arrived, on the caller's clock; None for now
-    has_room: bool = True  # for this stream, whatever `max_open` is
+    arrived_s: float | None = None  # time at which the stats arrived, on the caller's clock; None if just now
+    has_room: bool = True  # whether other limits than `max_open` allow this stream
 
 
 class ReplicaChooser:
@@ -40,12 +40,12 @@ class ReplicaChooser:
         self._clock = clock
         self._tracker = ReplicaTracker()
         self._replica_of: dict[str, str | None] = {}  # the replica of each open stream; None until it is routed
-        self._told_s: dict[str, Any] = {}  # time of each known replica's last stats, on the replica's clock
+        self._reported_s: dict[str, Any] = {}  # time of each known replica's last stats, on the replica's clock
         self._dead: set[str] = set()  # replicas that still exist, but whose engine has died
         self._lock = threading.Lock()
 
     def ticket(self, stream_id: str, first: Prompt) -> "Ticket":
-        """Create a ticket, in the query's own task. The stream counts as open until `ended`."""
+        """Create a ticket, in the query's own task. The stream counts as open until `record_ended`."""
         with self._lock:
             self._replica_of[stream_id] = None
         return Ticket(self, stream_id, Opening(first.token_ids, first.source_name, conversation.get()))
@@ -59,45 +59,47 @@ class ReplicaChooser:
             full = {each.id for each in candidates if not each.has_room}
             free = [state for state in states if state.num_open < state.max_open and state.id not in full]
             ranked = self._router.rank(opening, free, self._clock())
-            if ranked and stream_id in self._replica_of:  # count it now: others are routed before it arrives
+            if ranked and stream_id in self._replica_of:  # count it now: others are routed before the replica answers
                 self._route(stream_id, opening, ranked[0])
             return ranked
 
-    def went_to(self, stream_id: str, opening: Opening, replica_id: str) -> None:
-        """Count the stream, if it is open, at the replica that accepted it: not the best one if that had no room."""
+    def record_opened(self, stream_id: str, opening: Opening, replica_id: str) -> None:
+        """Count the stream, if it is open, at the replica that accepted it, which may not be the best one."""
         with self._lock:
             if self._replica_of.get(stream_id, replica_id) != replica_id:  # the stream may have ended
                 self._route(stream_id, opening, replica_id)
 
-    def computed(self, stream_id: str, token_ids: Sequence[int], replica_id: str, *, is_complete: bool = True) -> None:
+    def record_computed(
+        self, stream_id: str, token_ids: Sequence[int], replica_id: str, *, is_complete: bool = True
+    ) -> None:
         """Record that a prompt is computed: the stream is no longer queued, and a known replica has the prompt's KV.
 
         The router records the KV as that of a complete prompt or, without `is_complete`, as prefilled.
         """
         with self._lock:
             self._tracker.first_token(stream_id)
-            if replica_id in self._told_s:
+            if replica_id in self._reported_s:
                 record = self._router.completed if is_complete else self._router.prefilled
-                self._tell(record, token_ids, replica_id)
+                self._call_router(record, token_ids, replica_id)
 
     @property
     def num_replicas(self) -> int:
         """Number of replicas when a stream was last routed; 0 before the first."""
         with self._lock:
-            return len(self._told_s)
+            return len(self._reported_s)
 
     def in_use(self) -> set[str]:
         """Return the replicas that have streams of this caller."""
         with self._lock:
             return {replica_id for replica_id in self._replica_of.values() if replica_id is not None}
 
-    def ended(self, stream_id: str) -> None:
+    def record_ended(self, stream_id: str) -> None:
         """Record that the stream was answered, failed or was cancelled."""
         with self._lock:
             self._replica_of.pop(stream_id, None)
             self._tracker.ended(stream_id)
 
-    def died(self, replica_id: str) -> None:
+    def record_dead(self, replica_id: str) -> None:
         """Record that the replica does not answer any more."""
         with self._lock:
             self._dead.add(replica_id)
@@ -105,36 +107,36 @@ class ReplicaChooser:
 
     def _route(self, stream_id: str, opening: Opening, replica_id: str) -> None:
         self._replica_of[stream_id] = replica_id
-        self._tracker.routed(stream_id, replica_id, self._tell(self._router.routed, opening, replica_id) or 0)
+        self._tracker.routed(stream_id, replica_id, self._call_router(self._router.routed, opening, replica_id) or 0)
 
-    def _tell(self, tell: Callable[..., T], *args: Any) -> T | None:
-        """Return what the router's method `tell` returns; if the method raises, log the error and return None."""
+    def _call_router(self, method: Callable[..., T], *args: Any) -> T | None:
+        """Return what a method of the router returns; if the method raises, log the error and return None."""
         try:
-            return tell(*args)
+            return method(*args)
         except Exception:  # a router may be third-party code
             log.exception("the router failed to process an event of a query or a replica")
             return None
 
     def _update_candidates(self, candidates: Sequence[ReplicaCandidate]) -> None:
-        """Forget replicas that are no candidates, and give the tracker the stats that are new by their `told_s`."""
+        """Forget replicas that are no candidates, and give the tracker the stats that are new by their `reported_s`."""
         ids = {each.id for each in candidates}
-        self._forget([replica_id for replica_id in self._told_s if replica_id not in ids])
+        self._forget([replica_id for replica_id in self._reported_s if replica_id not in ids])
         self._dead &= ids
         for each in candidates:
-            told_s = each.stats.get("told_s")
-            if each.id not in self._told_s or told_s != self._told_s[each.id]:
-                self._told_s[each.id] = told_s
+            reported_s = each.stats.get("reported_s")
+            if each.id not in self._reported_s or reported_s != self._reported_s[each.id]:
+                self._reported_s[each.id] = reported_s
                 known = {name: each.stats[name] for name in REPORTED if name in each.stats}  # versions may differ
                 report = Report(**{"max_open": each.max_open, **known})
-                came_s = self._clock() if each.came_s is None else each.came_s
-                self._tracker.reported(each.id, report, -inf if told_s is None else came_s)
+                arrived_s = self._clock() if each.arrived_s is None else each.arrived_s
+                self._tracker.reported(each.id, report, -inf if reported_s is None else arrived_s)
 
     def _forget(self, replica_ids: Iterable[str]) -> None:
         """Remove replicas from the tracker, with the queries that it counts there, and from the router."""
         for replica_id in replica_ids:
-            self._told_s.pop(replica_id, None)
+            self._reported_s.pop(replica_id, None)
             self._tracker.lost(replica_id)
-            self._tell(self._router.lost, replica_id)
+            self._call_router(self._router.lost, replica_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +150,8 @@ class Ticket:
     def rank(self, candidates: Sequence[ReplicaCandidate]) -> list[str]:
         return self.chooser.rank(self.stream_id, self.opening, candidates)
 
-    def went_to(self, replica_id: str) -> None:
-        self.chooser.went_to(self.stream_id, self.opening, replica_id)
+    def record_opened(self, replica_id: str) -> None:
+        self.chooser.record_opened(self.stream_id, self.opening, replica_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,5 +163,5 @@ class DraftTicket:
     def rank(self, candidates: Sequence[ReplicaCandidate]) -> list[str]:
         return [each.id for each in candidates if each.id == self.replica_id]
 
-    def went_to(self, replica_id: str) -> None:
+    def record_opened(self, replica_id: str) -> None:
         """Record nothing, as the router does not count drafts."""

@@ -23,9 +23,9 @@ from streamrag.support.messages import type_name
 from streamrag.support.tasks import cancel_and_wait
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.025, 0.5
-"""Seconds before a stream is offered again that all replicas refused; doubled each time."""
+"""Seconds before a query that all replicas refused is opened again, at first and at most; doubled each time."""
 
-TOUCH_S = 2.0  # seconds between heartbeats to each replica in use. A replica ends the streams of a silent caller.
+HEARTBEAT_S = 2.0  # seconds between heartbeats to each replica in use. A replica ends the streams of a silent caller.
 
 
 class ReplicaLostError(Exception):
@@ -51,7 +51,7 @@ class Replicas(Protocol):
         :raises ReplicaLostError: the replica has died.
         """
 
-    async def touch(self, replica_id: str, caller_id: str) -> None:
+    async def send_heartbeat(self, replica_id: str, caller_id: str) -> None:
         """Send a heartbeat of the caller to a replica.
 
         :raises ReplicaLostError: the replica has died.
@@ -59,39 +59,39 @@ class Replicas(Protocol):
 
 
 @dataclass(slots=True)
-class Counts:
-    """Counts of the outcomes of streams."""
+class OutcomeCounts:
+    """Counts of the outcomes of queries."""
 
     num_asked: int = 0
     num_answered: int = 0
     num_replayed: int = 0
-    """Number of times that a stream was opened again because its replica was lost."""
+    """Number of times that a query was opened again because its replica was lost."""
     num_lost: int = 0
     """Number of queries that failed because their replica was lost."""
 
 
 @dataclass(slots=True)
-class _Place:
-    """The replica in which a query's stream is open, for the drafts of the query."""
+class _QueryReplica:
+    """The replica that opened a query's stream last, to which the drafts of the query go."""
 
-    replica_id: str = ""
-    is_open: asyncio.Event = field(default_factory=asyncio.Event)
+    id: str = ""
+    has_opened: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-_place_of_query: ContextVar[_Place | None] = ContextVar("streamrag_place_of_query", default=None)
+_replica_of_query: ContextVar[_QueryReplica | None] = ContextVar("streamrag_replica_of_query", default=None)
 
 
 class NewestPrompt:
     """Reads a query's prompts in a task, and keeps the newest. `aclose` ends the task.
 
-    All methods that wait for a prompt raise an error of `prompts`.
+    Methods that wait raise an error of `prompts`, and BackendError if these end without a complete one.
     """
 
     def __init__(self, prompts: AsyncIterator[Prompt]) -> None:
         self.prompt: Prompt | None = None
         self.number = 0  # number of the newest prompt, from 1; 0 before the first
-        self.place = _Place()
-        _place_of_query.set(self.place)  # the task below inherits it, and so do the drafts that `prompts` begins
+        self.replica = _QueryReplica()
+        _replica_of_query.set(self.replica)  # the task below inherits it, and so do the drafts that `prompts` begins
         self._has_more = asyncio.Event()
         self.pulling = asyncio.create_task(self._pull(prompts), name="pull prompts")
         self.pulling.add_done_callback(lambda task: self._has_more.set())
@@ -106,11 +106,8 @@ class NewestPrompt:
                 return
         raise BackendError("the prompts ended without a complete one")
 
-    async def after(self, number: int) -> Prompt:
-        """Wait until the number of the newest prompt is greater than `number`, and return this prompt.
-
-        :raises BaseException: reading `prompts` failed, or ended without a complete prompt, before such a prompt came.
-        """
+    async def wait_for_newer(self, number: int) -> Prompt:
+        """Wait until the number of the newest prompt is greater than `number`, and return this prompt."""
         while self.number <= number:
             if self.pulling.done():
                 self.pulling.result()
@@ -119,11 +116,16 @@ class NewestPrompt:
         assert self.prompt is not None
         return self.prompt
 
-    async def pause(self, duration_s: float) -> None:
-        """Wait for `duration_s`, or less if the last prompt comes or reading fails meanwhile.
+    def find_prefilled_data(self, num_prefilled: int) -> Prompt | None:
+        """Return the newest prompt if it is a session's data and all but one token are prefilled, so that the session's
+        questions should be routed to its KV. Else return None."""
+        prompt = self.prompt
+        if prompt is not None and prompt.request_class == "stream" and num_prefilled >= len(prompt.token_ids) - 1:
+            return prompt
+        return None
 
-        :raises BaseException: as `prompts` did.
-        """
+    async def pause(self, duration_s: float) -> None:
+        """Wait for `duration_s`, or less if the complete prompt comes or reading fails meanwhile."""
         if self.pulling.done():
             await asyncio.sleep(duration_s)
         else:
@@ -145,23 +147,24 @@ class ReplicaStreams:
     def __init__(self, replicas: Replicas, chooser: ReplicaChooser, *, max_replays: int = 3) -> None:
         self.replicas = replicas
         self.chooser = chooser
-        self.counts = Counts()
+        self.counts = OutcomeCounts()
         self.caller_id = uuid.uuid4().hex
         self._max_replays = max_replays
 
-    async def touch(self) -> None:
-        """Send a heartbeat to all replicas in use at the same time, and wait at most `TOUCH_S` in all. Ignore errors:
-        the reader of a stream notices a lost replica."""
-        calls = [  # each with a timeout, so that one that hangs does not delay the next round
-            asyncio.wait_for(self.replicas.touch(each, self.caller_id), TOUCH_S) for each in self.chooser.in_use()
+    async def send_heartbeats(self) -> None:
+        """Send a heartbeat to all replicas in use at the same time, and wait at most `HEARTBEAT_S`, so that a replica
+        that hangs does not delay the next round. Ignore errors: the reader of a stream notices a lost replica."""
+        calls = [
+            asyncio.wait_for(self.replicas.send_heartbeat(replica_id, self.caller_id), HEARTBEAT_S)
+            for replica_id in self.chooser.in_use()
         ]
         await asyncio.gather(*calls, return_exceptions=True)
 
-    async def touch_forever(self) -> None:
+    async def send_heartbeats_forever(self) -> None:
         """Send heartbeats until cancelled."""
         while True:
-            await asyncio.sleep(TOUCH_S)
-            await self.touch()
+            await asyncio.sleep(HEARTBEAT_S)
+            await self.send_heartbeats()
 
     async def generate(
         self, prompts: AsyncIterator[Prompt], params: SamplingParams
@@ -171,11 +174,11 @@ class ReplicaStreams:
         :raises QueryLostError: too many replicas were lost before the first token.
         :raises BackendError: a replica was lost with a draft or after the first token; or as the engine's backend.
         """
-        of_query = _place_of_query.get()
+        query_replica = _replica_of_query.get()
         async with aclosing(NewestPrompt(prompts)) as newest:
-            first = await newest.after(0)
-            if first.request_class == "draft" and of_query is not None:
-                answering = self._draft(newest, params, of_query)
+            first = await newest.wait_for_newer(0)
+            if first.request_class == "draft" and query_replica is not None:
+                answering = self._draft(newest, params, query_replica)
             else:
                 answering = self._answer(newest, params)
             async with aclosing(answering) as events:
@@ -183,12 +186,12 @@ class ReplicaStreams:
                     yield event
 
     async def _draft(
-        self, newest: NewestPrompt, params: SamplingParams, of_query: _Place
+        self, newest: NewestPrompt, params: SamplingParams, query_replica: _QueryReplica
     ) -> AsyncGenerator[BackendEvent, None]:
         """Wait until the query is open in a replica, and yield the events of its draft from there. A draft is never
         replayed: if the replica is lost, raise BackendError."""
-        await of_query.is_open.wait()
-        stream = _Stream(self, newest, params, DraftTicket(of_query.replica_id))
+        await query_replica.has_opened.wait()
+        stream = _Stream(self, newest, params, DraftTicket(query_replica.id))
         try:
             async with aclosing(stream.events()) as events:
                 async for event in events:
@@ -270,7 +273,7 @@ class _Stream:
     async def events(self) -> AsyncGenerator[BackendEvent, None]:
         """Open the stream, send it each newer prompt, and yield its events to their end; none if `is_refused`. Raises
         errors of `_follow` and of the connection, and meanwhile of `_push` and of reading prompts."""
-        first, number = await self._newest.after(0), self._newest.number
+        first, number = await self._newest.wait_for_newer(0), self._newest.number
         ticket = self._draft_ticket or self._chooser.ticket(self._id, first)
         call = Open(self._id, Delta.of(first, number=number, num_shared=0), self._params, self._caller_id, ticket)
         pushing = asyncio.create_task(self._push(first, number), name="push prompts")
@@ -292,7 +295,7 @@ class _Stream:
                         for shown in self._follow(event, ticket):
                             yield shown
             finally:
-                self._chooser.ended(self._id)  # first: the next line raises on a cancellation
+                self._chooser.record_ended(self._id)  # first: the next line raises on a cancellation
                 await cancel_and_wait([pushing] if reading is None else [pushing, reading])
 
     def _follow(self, event: WireEvent, ticket: Ticket | DraftTicket) -> tuple[BackendEvent, ...]:
@@ -300,25 +303,27 @@ class _Stream:
         Failed, ReplicaLostError if the engine died in an opened stream, and BackendError for an unexpected event."""
         match event:
             case Opened(replica_id) if not self._replica_id.done():
-                ticket.went_to(replica_id)
+                ticket.record_opened(replica_id)
                 self._replica_id.set_result(replica_id)
-                self._newest.place.replica_id = replica_id
-                self._newest.place.is_open.set()
+                self._newest.replica.id = replica_id
+                self._newest.replica.has_opened.set()
             case Refused():
                 self.is_refused = True
             case Failed():
-                error = event.error()
+                error = event.to_error()
                 if isinstance(error, EngineDeadError) and self._replica_id.done():
-                    self._chooser.died(self._replica_id.result())
+                    self._chooser.record_dead(self._replica_id.result())
                     raise ReplicaLostError(str(error))
                 raise error
             case AnswerChunk() if self._replica_id.done():
                 if not self._has_shown and self._newest.prompt is not None and isinstance(ticket, Ticket):
                     self._has_shown = True
-                    self._chooser.computed(self._id, self._newest.prompt.token_ids, self._replica_id.result())
+                    self._chooser.record_computed(self._id, self._newest.prompt.token_ids, self._replica_id.result())
                 return (event,)
             case Prefilled(num_tokens) if self._replica_id.done():
-                self._record_prefill(num_tokens)
+                if data := self._newest.find_prefilled_data(num_tokens):
+                    replica_id = self._replica_id.result()
+                    self._chooser.record_computed(self._id, data.token_ids, replica_id, is_complete=False)
                 return (event,)
             case _:
                 raise BackendError(
@@ -326,18 +331,12 @@ class _Stream:
                 )
         return ()
 
-    def _record_prefill(self, num_tokens: int) -> None:
-        """Record a session's data as cached at the replica, for its questions, if all but one token are computed."""
-        prompt = self._newest.prompt
-        if prompt is not None and prompt.request_class == "stream" and num_tokens >= len(prompt.token_ids) - 1:
-            self._chooser.computed(self._id, prompt.token_ids, self._replica_id.result(), is_complete=False)
-
     async def _push(self, sent: Prompt, number: int) -> None:
         """Once a replica has opened the stream, send it the newest prompt whenever there is a new one, up to the
         complete one. Raise ReplicaLostError if the replica has no such stream."""
         while not sent.is_complete:
             replica_id = await asyncio.shield(self._replica_id)
-            prompt = await self._newest.after(number)
+            prompt = await self._newest.wait_for_newer(number)
             number = self._newest.number
             num_shared = common_prefix_len(sent.token_ids, prompt.token_ids)
             delta = Delta.of(prompt, number=number, num_shared=num_shared)

@@ -17,7 +17,7 @@ log = logging.getLogger("streamrag.ray")
 CALLS_PER_STREAM = 3  # most concurrent calls of a stream to its replica: the stream itself, one update, and a draft
 
 
-def named_replica(
+def find_named_replica(
     candidate_replicas: list[RunningReplica], pending_request: PendingRequest
 ) -> list[list[RunningReplica]]:
     """Return the replica that a call names; empty if it is gone. Any other replica returns False for an update."""
@@ -39,9 +39,9 @@ class StreamRouter(RequestRouter):  # type: ignore[misc]
         other replicas or new stats."""
         now_s, before, self._reports = monotonic(), self._reports, {}
         for replica in replicas:
-            name, told_s = replica.replica_id.unique_id, replica.routing_stats.get("told_s")
+            name, reported_s = replica.replica_id.unique_id, replica.routing_stats.get("reported_s")
             known = before.get(name)
-            self._reports[name] = known if known is not None and known[0] == told_s else (told_s, now_s)
+            self._reports[name] = known if known is not None and known[0] == reported_s else (reported_s, now_s)
         super().update_replicas(replicas)
 
     async def choose_replicas(
@@ -60,11 +60,11 @@ class StreamRouter(RequestRouter):  # type: ignore[misc]
                     return [[by_id[name]] for name in ticket.rank(candidates)]
                 except Exception:  # Ray would only log it, and the query would wait forever
                     log.exception("the router failed: a query goes to any replica")
-        return named_replica(candidate_replicas, pending_request) or [candidate_replicas]
+        return find_named_replica(candidate_replicas, pending_request) or [candidate_replicas]
 
     def _candidate(self, name: str, replica: RunningReplica) -> ReplicaCandidate:
-        """Return a replica with its stats; `came_s` is None for stats that `update_replicas` has not recorded."""
+        """Return a replica with its stats; `arrived_s` is None for stats that `update_replicas` has not recorded."""
         stats = replica.routing_stats
-        told_s, came_s = self._reports.get(name, (None, None))
-        came_s = came_s if told_s == stats.get("told_s") else None
-        return ReplicaCandidate(name, replica.max_ongoing_requests // CALLS_PER_STREAM, stats, came_s)
+        reported_s, arrived_s = self._reports.get(name, (None, None))
+        arrived_s = arrived_s if reported_s == stats.get("reported_s") else None
+        return ReplicaCandidate(name, replica.max_ongoing_requests // CALLS_PER_STREAM, stats, arrived_s)

@@ -7,24 +7,24 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from streamrag.backends.ray.backend import Connects, left_on_failure
-from streamrag.backends.ray.connection import translated
+from streamrag.backends.ray.backend import ReplicaCluster, close_on_failure
+from streamrag.backends.ray.connection import ray_errors_translated
 from streamrag.backends.ray.replica_streams import ReplicaLostError
 from streamrag.backends.ray.wire import Failed
 from streamrag.core import Append, Chunk, Progress, SourceEvent, Update
 from streamrag.errors import BackendError, SourceError
 from streamrag.modes.context import Context, UpdateMode
 
-MOST_LOST = 3  # most replicas that one query may lose; with the last one the query fails
+MAX_LOST_REPLICAS = 3  # most replicas that one query may lose; with the last one the query fails
 
 
 class RaySource:
     """A source that retrieves in replicas of another source.
 
-    cluster: the replicas, such as those of `deployment.sources`.
+    cluster: starts the replicas, or has them: the application of `deployment.sources`.
     """
 
-    def __init__(self, cluster: Connects) -> None:
+    def __init__(self, cluster: ReplicaCluster) -> None:
         self.name = type(self).__name__
         self._cluster = cluster
         self._handle: DeploymentHandle | None = None
@@ -36,8 +36,8 @@ class RaySource:
         :raises BackendError: no source can be started. The connection is closed again.
         """
         handle = await self._cluster.start(progress)
-        async with left_on_failure(self._cluster):
-            with translated():
+        async with close_on_failure(self._cluster):
+            with ray_errors_translated():
                 self.name = await handle.name.remote()
         self._handle = handle.options(method_name="stream", stream=True)
 
@@ -53,32 +53,32 @@ class RaySource:
         The answer begins only after retrieval, so it never contains text that becomes wrong. Events that the second
         replica repeats are skipped; from the first difference on, each event replaces the whole context.
 
-        :raises SourceError: retrieval failed, or `MOST_LOST` replicas were lost.
+        :raises SourceError: retrieval failed, or `MAX_LOST_REPLICAS` replicas were lost.
         """
         if self._handle is None:
             raise SourceError("the source's replicas are not running: they were closed, or not started")
         sent: list[SourceEvent] = []
-        for num_lost in range(1, MOST_LOST + 1):
+        for num_lost in range(1, MAX_LOST_REPLICAS + 1):
             events = self._retrieve(self._handle, query)
             try:
-                async with aclosing(_without_repeats(sent, events) if sent else events) as news:
-                    async for event in news:
+                async with aclosing(_without_repeats(sent, events) if sent else events) as new_events:
+                    async for event in new_events:
                         sent.append(event)
                         yield event
                 return
             except ReplicaLostError as error:
-                if num_lost == MOST_LOST:
+                if num_lost == MAX_LOST_REPLICAS:
                     raise SourceError(f"{num_lost} replicas that retrieved were lost: ask again ({error})") from None
 
     async def _retrieve(self, handle: DeploymentHandle, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield the events of one replica; raise the source's error, ReplicaLostError, or SourceError for Ray's own."""
         response: Any = None
         try:
-            with translated():
+            with ray_errors_translated():
                 response = handle.remote(query)
                 async for event in response:
                     if isinstance(event, Failed):
-                        raise event.error()
+                        raise event.to_error()
                     yield event
         except BackendError as error:
             raise SourceError(str(error)) from error
@@ -92,14 +92,14 @@ async def _without_repeats(
 ) -> AsyncGenerator[SourceEvent, None]:
     """Skip `events` while they repeat the `sent` ones, hints aside, and yield those behind all of these as they are.
     After a difference, or an early end, yield Updates of the whole context, and other events only if not sent yet."""
-    before = [_content(event) for event in sent]
-    shown, context = _folded(sent), Context()
+    before = [_without_hint(event) for event in sent]
+    shown, context = _context_of(sent), Context()
     num_same: int | None = 0  # number of events so far that equal the sent ones; None after the first difference
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Append | Update):
                 context = context.with_chunks(UpdateMode().fold(context, event))
-            if num_same is not None and num_same < len(before) and _content(event) == before[num_same]:
+            if num_same is not None and num_same < len(before) and _without_hint(event) == before[num_same]:
                 num_same += 1
             elif num_same == len(before):
                 yield event
@@ -108,17 +108,17 @@ async def _without_repeats(
                 if isinstance(event, Append | Update):
                     shown = context
                     yield Update(tuple(context), event.hint)
-                elif _content(event) not in before:
+                elif _without_hint(event) not in before:
                     yield event
     if num_same != len(before) and context != shown:  # it has ended with fewer events
         yield Update(tuple(context))
 
 
-def _content(event: SourceEvent) -> object:
+def _without_hint(event: SourceEvent) -> object:
     return replace(event, hint=None) if isinstance(event, Append | Update) else event
 
 
-def _folded(events: Sequence[SourceEvent]) -> tuple[Chunk, ...]:
+def _context_of(events: Sequence[SourceEvent]) -> tuple[Chunk, ...]:
     """Return the chunks of the context after these events."""
     context = Context()
     for event in events:

@@ -38,7 +38,7 @@ class Delta:
         options = prompt.is_complete, prompt.hint, prompt.source_name, prompt.request_class
         return cls(number, num_shared, tail, *options, draft)
 
-    def after(self, token_ids: tuple[int, ...]) -> Prompt:
+    def apply_to(self, token_ids: tuple[int, ...]) -> Prompt:
         """Return the prompt that follows a prompt of `token_ids`."""
         options = self.is_complete, self.hint, self.source_name, self.request_class
         tail, draft = array("I", self.tail), tuple(array("I", self.draft))
@@ -83,13 +83,13 @@ class Failed:
     def of(cls, error: StreamRagError) -> "Failed":
         return cls(type(error).__name__, message_of(error))
 
-    def error(self) -> StreamRagError:
+    def to_error(self) -> StreamRagError:
         """Return an error of the same type; a BackendError if the type is unknown or not made from a message."""
-        kind = KINDS.get(self.kind, BackendError)
+        kind = ERROR_TYPES.get(self.kind, BackendError)
         return BackendError(self.message) if kind is MissingDependencyError else kind(self.message)
 
 
-KINDS = {
+ERROR_TYPES = {
     n: kind for n, kind in vars(streamrag.errors).items() if isinstance(kind, type) and issubclass(kind, StreamRagError)
 }
 

@@ -33,7 +33,7 @@ from streamrag.serve.service import Service
 from streamrag.serve.session_store.store import SessionFolder
 
 if TYPE_CHECKING:
-    from streamrag.backends.ray.backend import Connects
+    from streamrag.backends.ray.backend import ReplicaCluster
     from streamrag.backends.ray.cluster import Cluster
     from streamrag.backends.vllm import VllmBackend
 
@@ -103,7 +103,7 @@ def make_replicated(
     engine: EngineSettings,
     replicas: ReplicaSettings,
     *,
-    cluster: "Connects | None" = None,
+    cluster: "ReplicaCluster | None" = None,
     name: str = "streamrag",
 ) -> Backend:
     """Return a backend of replicas, not started: those of `cluster`, or else new ones that are named after `name`."""

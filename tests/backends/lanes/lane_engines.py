@@ -26,7 +26,7 @@ needs_nixl = pytest.mark.skipif(
 BLOCK_SIZE, MAX_MODEL_LEN, VOCABULARY = 32, 1_024, 400
 NUM_TOKENS = 16
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, extra={"logprobs": 1})
-MOST_DIFFERENCE = 1e-5
+MAX_LOGPROB_DIFFERENCE = 1e-5
 PATIENCE_S = 60
 """For a lease of 30 s to end."""
 
@@ -105,7 +105,7 @@ async def check_exact(backend: LanesBackend, prompt: Sequence[int], found: list[
     )
     expected, _ = await answer(engine, growing(prompt), params)
     assert [t for t, _ in found] == [t for t, _ in expected]
-    assert max(abs(a - b) for (_, a), (_, b) in zip(found, expected, strict=True)) <= MOST_DIFFERENCE
+    assert max(abs(a - b) for (_, a), (_, b) in zip(found, expected, strict=True)) <= MAX_LOGPROB_DIFFERENCE
 
 
 def is_alive(lane: VllmBackend) -> bool:

@@ -47,7 +47,7 @@ PARAMS = replace(GREEDY, max_tokens=NUM_TOKENS)
 Kind = Literal["prefill", "decode"]
 Moment = Literal["begins", "prefilled", "is handed over", "is answered"]
 
-LONGEST_S: dict[Moment, float] = {"begins": 1.5, "prefilled": 0.3, "is handed over": 0.06, "is answered": 0.5}
+MAX_DELAY_S: dict[Moment, float] = {"begins": 1.5, "prefilled": 0.3, "is handed over": 0.06, "is answered": 0.5}
 """Most seconds after a moment of a query at which a lane is killed."""
 
 
@@ -57,7 +57,7 @@ def send_signal(lane: VllmBackend, number: signal.Signals) -> None:
 
 
 @dataclass
-class Asked:
+class QueryRun:
     """A query, and what was shown of its answer."""
 
     prompts: list[list[int]]
@@ -88,7 +88,7 @@ class Asked:
 
 def lane_to_kill(backend: LanesBackend, kind: Kind, rng: random.Random) -> VllmBackend:
     """Choose a lane that a query uses, if any."""
-    lanes = backend._prefill if kind == "prefill" else backend._decode
+    lanes = backend._prefill_lanes if kind == "prefill" else backend._decode_lanes
     assert lanes is not None
     alive = [name for name, lane in backend._backends.items() if lane.lane == kind and is_alive(lane)]
     assert len(alive) > 1
@@ -116,7 +116,7 @@ async def run_kill(backend: LanesBackend, kill_it: Kill) -> Counter[str]:
     """Ask some queries at once, kill a lane, and check the answers."""
     rng = random.Random(kill_it.name)
     whole = [tokens((kill_it.name, number), rng.randrange(100, 400)) for number in range(kill_it.num_queries)]
-    queries = [Asked([prompt[: len(prompt) // 2], prompt]) for prompt in whole]
+    queries = [QueryRun([prompt[: len(prompt) // 2], prompt]) for prompt in whole]
     loop, killed = asyncio.get_running_loop(), asyncio.Event()
     num_alive, is_reached = num_lanes(backend), False
 
@@ -135,15 +135,15 @@ async def run_kill(backend: LanesBackend, kill_it: Kill) -> Counter[str]:
         if isinstance(event, AnswerChunk):
             reach("is answered")
 
-    fetching = lanes_module._fetching
+    with_kv_transfer = lanes_module.with_kv_transfer
 
     def hand_over(*args: Any) -> Any:
         """Called between the end of the prefill and the request to the decode lane."""
         reach("is handed over")
-        return fetching(*args)
+        return with_kv_transfer(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lanes_module, "_fetching", hand_over)
+        patch.setattr(lanes_module, "with_kv_transfer", hand_over)
         reach("begins")
         runs = [query.run(backend, on_event if query is queries[0] else lambda event: None) for query in queries]
         await asyncio.gather(*runs)
@@ -159,8 +159,8 @@ def kills(seed: int) -> list[Kill]:
     rng = random.Random(f"kills {seed}")
     found = []
     for number in range(2 * (NUM_EACH - 1)):
-        moment: Moment = "is handed over" if number < 2 else rng.choice(list(LONGEST_S))
-        after_s = rng.choice([0.0, rng.uniform(0.0, LONGEST_S[moment])])
+        moment: Moment = "is handed over" if number < 2 else rng.choice(list(MAX_DELAY_S))
+        after_s = rng.choice([0.0, rng.uniform(0.0, MAX_DELAY_S[moment])])
         kind: Kind = "decode" if number % 2 else "prefill"
         found.append(Kill(f"kill {number} of seed {seed}", kind, moment, round(after_s, 3), rng.choice([1, 3])))
     return found
@@ -170,7 +170,7 @@ async def run_seeds(first: int, num: int) -> None:
     counts: Counter[str] = Counter()
     for seed in range(first, first + num):
         with tempfile.TemporaryDirectory() as folder:
-            async with started_lanes(Path(folder) / "model", lambda passed: None, num_each=NUM_EACH) as backend:
+            async with started_lanes(Path(folder) / "model", lambda transfer: None, num_each=NUM_EACH) as backend:
                 for kill in kills(seed):
                     counts += await run_kill(backend, kill)
                 await check_nothing_pinned(backend)

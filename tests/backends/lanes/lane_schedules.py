@@ -95,7 +95,7 @@ async def run_schedule(backend: LanesBackend, seed: int) -> Counter[str]:
 async def run_schedules(first: int, num: int) -> None:
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        async with started_lanes(Path(folder) / "model", lambda passed: counts.update(["handed over"])) as backend:
+        async with started_lanes(Path(folder) / "model", lambda transfer: counts.update(["handed over"])) as backend:
             for number in range(num):
                 counts += await run_schedule(backend, first + number)
                 if number % NUM_PINNED_CHECKS == NUM_PINNED_CHECKS - 1:

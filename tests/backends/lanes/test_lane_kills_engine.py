@@ -24,7 +24,7 @@ MAX_FETCH_S = 8.0
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def backend(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LanesBackend]:
     folder = tmp_path_factory.mktemp("models") / "model"
-    async with started_lanes(folder, lambda passed: None, num_each=NUM_EACH, max_fetch_s=MAX_FETCH_S) as lanes:
+    async with started_lanes(folder, lambda transfer: None, num_each=NUM_EACH, max_fetch_s=MAX_FETCH_S) as lanes:
         yield lanes
 
 
@@ -36,16 +36,16 @@ async def test_kv_that_a_stopped_prefill_lane_does_not_send_is_computed_in_time(
     handshake after 5 s; KV may come all the same after others, because the lane's workers run on."""
     if is_known:
         await asyncio.gather(*(answer(backend, growing(tokens(("warm", n), 100))) for n in range(12)))
-    fetching, stopped = lanes_module._fetching, []
+    with_kv_transfer, stopped = lanes_module.with_kv_transfer, []
 
     def stop(*args: Any) -> Any:
         stopped.append(lane_to_kill(backend, "prefill", random.Random(0)))
         send_signal(stopped[0], signal.SIGSTOP)
-        return fetching(*args)
+        return with_kv_transfer(*args)
 
     prompt = tokens(("stopped", is_known), 300)
     with monkeypatch.context() as patch:
-        patch.setattr(lanes_module, "_fetching", stop)
+        patch.setattr(lanes_module, "with_kv_transfer", stop)
         try:
             began_s = time.monotonic()
             found, _ = await answer(backend, growing(prompt[:100], prompt, pause_s=0.1))

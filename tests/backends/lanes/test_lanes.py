@@ -11,7 +11,7 @@ import pytest
 from streamrag.backends.lanes import LanesBackend
 from streamrag.backends.lanes import backend as lanes_module
 from streamrag.backends.lanes.backend import KvTransfer
-from streamrag.backends.lanes.kv_promises import KvPromises
+from streamrag.backends.lanes.reserved_blocks import ReservedBlocks
 from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.lane_engine import LaneFacts
 from streamrag.backends.vllm.client.token_streams import StreamedTokens
@@ -114,7 +114,7 @@ class FakeLane:
             yield AnswerChunk(str(number), (number,), "length" if number == 3 else None)
 
 
-async def started(prefill: list[FakeLane], decode: list[FakeLane], **options: Any) -> LanesBackend:
+async def start_lanes(prefill: list[FakeLane], decode: list[FakeLane], **options: Any) -> LanesBackend:
     backend = LanesBackend(prefill, decode, router="round_robin", **options)
     await backend.start(lambda line: None)
     return backend
@@ -131,15 +131,15 @@ async def answer(backend: LanesBackend, *prompts: tuple[int, ...], params: Sampl
         return [event.text async for event in events if isinstance(event, AnswerChunk)]
 
 
-async def settled() -> None:
+async def settle() -> None:
     for _ in range(50):
         await asyncio.sleep(0)
 
 
 async def test_a_prompt_goes_to_a_prefill_lane_and_its_kv_to_a_decode_lane() -> None:
-    prefill, decode, passed = FakeLane("prefill"), FakeLane("decode"), []
-    backend = await started([prefill], [decode])
-    backend.on_transfer = passed.append
+    prefill, decode, transfers = FakeLane("prefill"), FakeLane("decode"), []
+    backend = await start_lanes([prefill], [decode])
+    backend.on_transfer = transfers.append
     assert backend.model == "the model"
     extra = {"extra_args": {"theirs": 1}}
     assert await answer(backend, (5,), (5, 6), params=SamplingParams(top_k=3, extra=extra)) == ["1", "2", "3"]
@@ -152,7 +152,7 @@ async def test_a_prompt_goes_to_a_prefill_lane_and_its_kv_to_a_decode_lane() -> 
         "theirs": 1,
         "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[3, 4]]},
     }
-    (one,) = passed
+    (one,) = transfers
     assert isinstance(one, KvTransfer)
     assert (one.prefill_lane, one.decode_lane, one.num_tokens, one.num_blocks) == ("prefill-0", "decode-0", 2, 2)
     await backend.aclose()
@@ -162,7 +162,7 @@ async def test_a_prompt_goes_to_a_prefill_lane_and_its_kv_to_a_decode_lane() -> 
 
 async def test_kv_is_fetched_once_for_several_answers_and_not_for_log_probabilities_of_the_prompt() -> None:
     prefill, decode = FakeLane("prefill"), FakeLane("decode")
-    backend = await started([prefill], [decode])
+    backend = await start_lanes([prefill], [decode])
     await answer(backend, (5,), params=SamplingParams(n=2))
     fetching, answering = decode.params
     assert fetching.max_tokens == 1
@@ -176,14 +176,14 @@ async def test_kv_is_fetched_once_for_several_answers_and_not_for_log_probabilit
 
 async def test_a_query_waits_with_an_open_prompt_until_a_decode_lane_has_room() -> None:
     prefill, decode = FakeLane("prefill"), FakeLane("decode")
-    backend = await started([prefill], [decode], max_open=1)
+    backend = await start_lanes([prefill], [decode], max_open=1)
     decode.goes_on.clear()
     asking = [asyncio.create_task(answer(backend, (number,))) for number in range(3)]
-    await settled()
+    await settle()
     assert [prompt for prompt in prefill.prompts if prompt[1]] == [((0,), True)]
     assert {prompt for prompt in prefill.prompts if not prompt[1]} == {((1,), False), ((2,), False)}
     asking[1].cancel()
-    await settled()
+    await settle()
     decode.goes_on.set()
     assert await asking[0] == await asking[2] == ["1", "2", "3"]
     assert [prompt[0] for prompt in decode.prompts] == [(0,), (2,)]
@@ -192,10 +192,10 @@ async def test_a_query_waits_with_an_open_prompt_until_a_decode_lane_has_room() 
 
 async def test_a_decode_lane_gets_no_more_queries_than_its_engine_answers_at_a_time() -> None:
     prefill, decode = FakeLane("prefill", max_num_seqs=1), FakeLane("decode", max_num_seqs=2)
-    backend = await started([prefill], [decode])
+    backend = await start_lanes([prefill], [decode])
     decode.goes_on.clear()
     asking = [asyncio.create_task(answer(backend, (number,))) for number in range(4)]
-    await settled()
+    await settle()
     assert [prompt[0] for prompt in decode.prompts] == [(0,), (1,)]
     assert {prompt for prompt in prefill.prompts if not prompt[1]} == {((2,), False), ((3,), False)}
     decode.goes_on.set()
@@ -204,15 +204,15 @@ async def test_a_decode_lane_gets_no_more_queries_than_its_engine_answers_at_a_t
 
 async def test_a_query_waits_while_its_prompt_does_not_fit_into_the_kv_cache_beside_others() -> None:
     prefill, decode = FakeLane("prefill"), FakeLane("decode", num_blocks=6)
-    backend = await started([prefill], [decode])
+    backend = await start_lanes([prefill], [decode])
     decode.goes_on.clear()
     prompts = [(1, 2, 3, 4, 5), (6, 7, 8, 9), (10, 11), (12,)]  # three blocks, three, two, and one
     asking = [asyncio.create_task(answer(backend, prompt)) for prompt in prompts]
-    await settled()
+    await settle()
     assert [prompt for prompt, _ in decode.prompts] == prompts[:2]
     assert {prompt for prompt, is_complete in prefill.prompts if not is_complete} == {*prompts[2:]}
     asking[0].cancel()
-    await settled()
+    await settle()
     assert [prompt for prompt, _ in decode.prompts] == prompts
     decode.goes_on.set()
     for each in asking[1:]:
@@ -221,11 +221,11 @@ async def test_a_query_waits_while_its_prompt_does_not_fit_into_the_kv_cache_bes
 
 async def test_a_prompt_larger_than_a_decode_lane_is_answered_alone() -> None:
     decode = FakeLane("decode", num_blocks=3)
-    backend = await started([FakeLane("prefill")], [decode])
+    backend = await start_lanes([FakeLane("prefill")], [decode])
     decode.goes_on.clear()
     large, small = tuple(range(100)), (7,)
     asking = [asyncio.create_task(answer(backend, prompt)) for prompt in (large, small)]
-    await settled()
+    await settle()
     assert [prompt for prompt, _ in decode.prompts] == [large]
     decode.goes_on.set()
     assert await asking[0] == await asking[1] == ["1", "2", "3"]
@@ -233,15 +233,15 @@ async def test_a_prompt_larger_than_a_decode_lane_is_answered_alone() -> None:
 
 async def test_prompts_with_the_same_beginning_count_once_when_one_of_them_is_answered() -> None:
     decode = FakeLane("decode", num_blocks=50 + 2)
-    backend = await started([FakeLane("prefill")], [decode])
+    backend = await start_lanes([FakeLane("prefill")], [decode])
     decode.goes_on.clear()
     decode.goes_on_after_first.clear()
     data = tuple(range(100))
     asking = [asyncio.create_task(answer(backend, (*data, number))) for number in range(3)]
-    await settled()
+    await settle()
     assert len(decode.prompts) == 1  # vLLM loads a copy for each query
     decode.goes_on.set()
-    await settled()
+    await settle()
     assert len(decode.prompts) == 2  # each needs one block of its own
     decode.goes_on_after_first.set()
     await asyncio.gather(*asking)
@@ -249,32 +249,32 @@ async def test_prompts_with_the_same_beginning_count_once_when_one_of_them_is_an
 
 
 def test_blocks_are_shared_only_with_queries_that_answer_already() -> None:
-    promises = KvPromises(8)
-    promises.add("a", [1, 2], 1)
-    promises.add("b", [1, 2], 1)  # loads a copy of its own
-    assert promises.has_room([7], 1)
-    assert not promises.has_room([1, 2], 1)
-    promises.begin("a")
-    promises.begin("b")
-    assert promises.has_room([1, 2, 3], 1)
-    promises.add("c", [1, 2, 3], 1)
-    promises.remove("a")
-    promises.remove("b")
-    assert promises.has_room([1, 2, 9], 3)  # "c" holds three blocks, and one for its answer
-    assert not promises.has_room([1, 2, 9], 4)
-    promises.remove("c")
-    promises.remove("c")
-    promises.add("d", [1, 2], 1)
-    assert not promises.has_room([1, 2], 4)
+    blocks = ReservedBlocks(8)
+    blocks.reserve("a", [1, 2], 1)
+    blocks.reserve("b", [1, 2], 1)  # loads a copy of its own
+    assert blocks.has_room([7], 1)
+    assert not blocks.has_room([1, 2], 1)
+    blocks.share("a")
+    blocks.share("b")
+    assert blocks.has_room([1, 2, 3], 1)
+    blocks.reserve("c", [1, 2, 3], 1)
+    blocks.release("a")
+    blocks.release("b")
+    assert blocks.has_room([1, 2, 9], 3)  # "c" holds three blocks, and one for its answer
+    assert not blocks.has_room([1, 2, 9], 4)
+    blocks.release("c")
+    blocks.release("c")
+    blocks.reserve("d", [1, 2], 1)
+    assert not blocks.has_room([1, 2], 4)
 
 
 async def test_each_of_several_answers_needs_a_block() -> None:
     decode = FakeLane("decode", num_blocks=4)
-    backend = await started([FakeLane("prefill")], [decode])
+    backend = await start_lanes([FakeLane("prefill")], [decode])
     decode.goes_on.clear()
     params = SamplingParams(n=3)
     asking = [asyncio.create_task(answer(backend, (number,), params=params)) for number in range(2)]
-    await settled()
+    await settle()
     assert [prompt[0] for prompt in decode.prompts] == [(0,)]
     decode.goes_on.set()
     await asyncio.gather(*asking)
@@ -283,15 +283,15 @@ async def test_each_of_several_answers_needs_a_block() -> None:
 async def test_a_query_that_waits_goes_to_a_replica_that_was_added() -> None:
     decode = FakeLane("decode")
     decode.num_replicas = 1  # type: ignore[attr-defined]
-    backend = await started([FakeLane("prefill")], [decode], max_open=1)
+    backend = await start_lanes([FakeLane("prefill")], [decode], max_open=1)
     decode.goes_on.clear()
     decode.goes_on_after_first.clear()
     asking = [asyncio.create_task(answer(backend, (number,))) for number in range(2)]
-    await settled()
+    await settle()
     assert len(decode.prompts) == 1
     decode.num_replicas = 2  # type: ignore[attr-defined]
     decode.goes_on.set()
-    await settled()
+    await settle()
     assert len(decode.prompts) == 2
     decode.goes_on_after_first.set()
     await asyncio.gather(*asking)
@@ -299,12 +299,12 @@ async def test_a_query_that_waits_goes_to_a_replica_that_was_added() -> None:
 
 async def test_a_prompt_goes_to_the_decode_lane_that_has_room_for_it() -> None:
     decode = [FakeLane("decode", num_blocks=num_blocks) for num_blocks in (3, 10, 3)]
-    backend = await started([FakeLane("prefill")], decode)
+    backend = await start_lanes([FakeLane("prefill")], decode)
     for lane in decode:
         lane.goes_on.clear()
     prompts = [(number,) * 4 for number in range(5)]
     asking = [asyncio.create_task(answer(backend, prompt)) for prompt in prompts]
-    await settled()
+    await settle()
     assert [len(lane.prompts) for lane in decode] == [1, 3, 1]
     for lane in decode:
         lane.goes_on.set()
@@ -315,29 +315,29 @@ async def test_a_prompt_goes_to_the_decode_lane_that_has_room_for_it() -> None:
 async def test_a_decode_lane_whose_kv_does_not_come_computes_the_prompt(
     caplog: pytest.LogCaptureFixture, num_answers: int
 ) -> None:
-    decode, passed = FakeLane("decode"), []
-    backend = await started([FakeLane("prefill")], [decode], max_fetch_s=0.01, max_replays=0)
-    backend.on_transfer = passed.append
+    decode, transfers = FakeLane("decode"), []
+    backend = await start_lanes([FakeLane("prefill")], [decode], max_fetch_s=0.01, max_replays=0)
+    backend.on_transfer = transfers.append
     decode.hangs_when_it_reads_kv = True
     assert await answer(backend, (5,), params=SamplingParams(n=num_answers)) == ["1", "2", "3"]
     reading, computing = decode.params
     assert "kv_transfer_params" in reading.extra["extra_args"]
     assert (computing.n, computing.extra) == (num_answers, {})
-    assert not passed
+    assert not transfers
     assert [record.message for record in caplog.records] == [
         "no first token 0.01 s after the KV transfer was requested: decode-0 computes the prompt"
     ]
-    assert backend._prefill is not None
-    assert backend._decode is not None
-    assert backend._prefill._chooser.in_use() == backend._decode._chooser.in_use() == set()
+    assert backend._prefill_lanes is not None
+    assert backend._decode_lanes is not None
+    assert backend._prefill_lanes._chooser.in_use() == backend._decode_lanes._chooser.in_use() == set()
 
 
-async def test_a_query_that_is_cancelled_while_kv_does_not_come_holds_no_seat() -> None:
+async def test_a_query_that_is_cancelled_while_kv_does_not_come_holds_no_reservation() -> None:
     decode = FakeLane("decode", num_blocks=1)
-    backend = await started([FakeLane("prefill")], [decode])
+    backend = await start_lanes([FakeLane("prefill")], [decode])
     decode.hangs_when_it_reads_kv = True
     asking = asyncio.create_task(answer(backend, (5,)))
-    await settled()
+    await settle()
     asking.cancel()
     await asyncio.wait([asking])
     assert asking.cancelled()
@@ -346,7 +346,7 @@ async def test_a_query_that_is_cancelled_while_kv_does_not_come_holds_no_seat() 
 
 
 async def test_a_caller_cannot_say_which_kv_is_read() -> None:
-    backend = await started([FakeLane("prefill")], [FakeLane("decode")])
+    backend = await start_lanes([FakeLane("prefill")], [FakeLane("decode")])
     extra = {"extra_args": {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "elsewhere"}}}
     with pytest.raises(ConfigurationError, match=r"extra_args\['kv_transfer_params'\] is reserved for lanes"):
         await answer(backend, (5,), params=SamplingParams(extra=extra))
@@ -355,7 +355,7 @@ async def test_a_caller_cannot_say_which_kv_is_read() -> None:
 async def test_a_query_without_output_is_computed_again_when_a_lane_dies() -> None:
     prefill = [FakeLane("prefill"), FakeLane("prefill")]
     decode = [FakeLane("decode", dies_before=1), FakeLane("decode")]
-    backend = await started(prefill, decode)
+    backend = await start_lanes(prefill, decode)
     prefill[0].is_dead = True
     assert await answer(backend, (5,), (5, 6)) == ["1", "2", "3"]
     assert [lane.is_dead for lane in decode] == [True, False]
@@ -365,7 +365,7 @@ async def test_a_query_without_output_is_computed_again_when_a_lane_dies() -> No
 
 async def test_a_prefill_lane_that_dies_with_an_open_prompt_loses_nothing() -> None:
     prefill = [FakeLane("prefill"), FakeLane("prefill")]
-    backend = await started(prefill, [FakeLane("decode")])
+    backend = await start_lanes(prefill, [FakeLane("decode")])
     goes_on = asyncio.Event()
 
     async def prompts() -> AsyncIterator[Prompt]:
@@ -382,14 +382,14 @@ async def test_a_prefill_lane_that_dies_with_an_open_prompt_loses_nothing() -> N
 
 
 async def test_an_answer_that_has_shown_tokens_ends_with_an_error() -> None:
-    backend = await started([FakeLane("prefill")], [FakeLane("decode", dies_before=3), FakeLane("decode")])
+    backend = await start_lanes([FakeLane("prefill")], [FakeLane("decode", dies_before=3), FakeLane("decode")])
     with pytest.raises(BackendError, match="decode-0 was lost: it was killed, after 2 tokens were shown: ask again"):
         await answer(backend, (5,))
 
 
 async def test_replays_end() -> None:
     decode = [FakeLane("decode", dies_before=1) for _ in range(3)]
-    backend = await started([FakeLane("prefill")], decode, max_replays=1)
+    backend = await start_lanes([FakeLane("prefill")], decode, max_replays=1)
     with pytest.raises(BackendError, match=r"2 lanes were lost, one after another: decode-\d was lost"):
         await answer(backend, (5,))
     for lane in decode:
@@ -404,49 +404,52 @@ async def test_replays_end() -> None:
 async def test_kv_whose_lease_may_have_ended_is_computed_by_the_decode_lane(
     monkeypatch: pytest.MonkeyPatch, num_answers: int
 ) -> None:
-    decode, passed = FakeLane("decode"), []
-    backend = await started([FakeLane("prefill")], [decode], max_replays=0)
-    backend.on_transfer = passed.append
-    monkeypatch.setattr(lanes_module, "LATEST_S", -1.0)
+    decode, transfers = FakeLane("decode"), []
+    backend = await start_lanes([FakeLane("prefill")], [decode], max_replays=0)
+    backend.on_transfer = transfers.append
+    monkeypatch.setattr(lanes_module, "MAX_KV_AGE_S", -1.0)
     assert await answer(backend, (5,), params=SamplingParams(n=num_answers)) == ["1", "2", "3"]
     assert [params.extra for params in decode.params] == [{}]
-    assert not passed
+    assert not transfers
 
 
-async def test_a_reader_that_pauses_holds_no_seat() -> None:
+async def test_a_reader_that_pauses_holds_no_reservation() -> None:
     prefill, decode = FakeLane("prefill"), FakeLane("decode")
-    backend = await started([prefill], [decode], max_open=1)
+    backend = await start_lanes([prefill], [decode], max_open=1)
 
     async def prompts() -> AsyncIterator[Prompt]:
         yield Prompt((4,), 0, is_complete=False)
-        await settled()
+        await settle()
         yield Prompt((4, 5), 1, is_complete=True)
 
     pausing = backend.generate(prompts(), SamplingParams())
     assert await anext(pausing) == Prefilled(0)
-    await settled()
-    await settled()
+    await settle()
+    await settle()
     assert decode.prompts == [((4, 5), True)]
     assert await asyncio.wait_for(answer(backend, (7,)), 5) == ["1", "2", "3"]
     assert [event.text async for event in pausing if isinstance(event, AnswerChunk)] == ["1", "2", "3"]
 
 
-async def test_a_seat_in_a_prefill_lane_is_free_when_the_decode_lane_begins() -> None:
+async def test_the_reservation_in_a_prefill_lane_is_released_when_the_decode_lane_begins() -> None:
     decode = FakeLane("decode")
-    backend = await started([FakeLane("prefill")], [decode])
+    backend = await start_lanes([FakeLane("prefill")], [decode])
     decode.goes_on.clear()
     asking = asyncio.create_task(answer(backend, (5,)))
-    await settled()
-    assert backend._prefill is not None
-    assert backend._decode is not None
-    assert (backend._prefill._chooser.in_use(), backend._decode._chooser.in_use()) == ({"prefill-0"}, {"decode-0"})
+    await settle()
+    assert backend._prefill_lanes is not None
+    assert backend._decode_lanes is not None
+    assert (backend._prefill_lanes._chooser.in_use(), backend._decode_lanes._chooser.in_use()) == (
+        {"prefill-0"},
+        {"decode-0"},
+    )
     decode.goes_on_after_first.clear()
     decode.goes_on.set()
-    await settled()
-    assert (backend._prefill._chooser.in_use(), backend._decode._chooser.in_use()) == (set(), {"decode-0"})
+    await settle()
+    assert (backend._prefill_lanes._chooser.in_use(), backend._decode_lanes._chooser.in_use()) == (set(), {"decode-0"})
     decode.goes_on_after_first.set()
     await asking
-    assert backend._decode._chooser.in_use() == set()
+    assert backend._decode_lanes._chooser.in_use() == set()
 
 
 async def test_questions_go_to_the_lane_that_has_the_data_of_their_session() -> None:
@@ -457,7 +460,7 @@ async def test_questions_go_to_the_lane_that_has_the_data_of_their_session() -> 
 
     async def session() -> AsyncIterator[Prompt]:
         yield Prompt(data[:1], 0, is_complete=False, request_class="stream")
-        await settled()
+        await settle()
         yield Prompt(data, 1, is_complete=False, request_class="stream")
         await asyncio.Event().wait()
 
@@ -473,7 +476,7 @@ async def test_questions_go_to_the_lane_that_has_the_data_of_their_session() -> 
 
 async def test_a_dead_lane_is_asked_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     prefill = [FakeLane("prefill"), FakeLane("prefill")]
-    backend = await started(prefill, [FakeLane("decode")])
+    backend = await start_lanes(prefill, [FakeLane("decode")])
     prefill[1].is_dead = True
     backend.check_health()
     num_checks = prefill[1].num_health_checks
@@ -486,21 +489,21 @@ async def test_a_dead_lane_is_asked_and_logged_once(caplog: pytest.LogCaptureFix
         backend.check_health()
 
 
-async def test_nobody_takes_a_seat_before_those_who_wait() -> None:
-    backend = await started([FakeLane("prefill")], [FakeLane("decode")], max_open=1)
-    lanes, prompt = backend._decode, Prompt((5,), 0, is_complete=True)
+async def test_nobody_reserves_before_those_who_wait() -> None:
+    backend = await start_lanes([FakeLane("prefill")], [FakeLane("decode")], max_open=1)
+    lanes, prompt = backend._decode_lanes, Prompt((5,), 0, is_complete=True)
     assert lanes is not None
-    first = lanes.take_now(prompt)
+    first = lanes.try_reserve(prompt)
     assert first is not None
-    waiting = [asyncio.create_task(lanes.take(prompt)) for _ in range(2)]
-    await settled()
-    lanes.leave(first)
+    waiting = [asyncio.create_task(lanes.reserve(prompt)) for _ in range(2)]
+    await settle()
+    lanes.release(first)
     for task in waiting:
         while not task.done():
-            assert lanes.take_now(prompt) is None
+            assert lanes.try_reserve(prompt) is None
             await asyncio.sleep(0)
-        lanes.leave(task.result())
-    assert lanes.take_now(prompt) is not None
+        lanes.release(task.result())
+    assert lanes.try_reserve(prompt) is not None
 
 
 async def test_lanes_that_differ_are_refused_by_name_and_closed() -> None:
@@ -509,13 +512,13 @@ async def test_lanes_that_differ_are_refused_by_name_and_closed() -> None:
     decode.lane_facts = LaneFacts(common, block_size=16, num_blocks=10, max_num_seqs=1)
     message = "lanes differ in block_size: 2 in prefill-0, 16 in decode-0"
     with pytest.raises(ConfigurationError, match=message):
-        await started([prefill], [decode])
+        await start_lanes([prefill], [decode])
     assert prefill.is_closed
     assert decode.is_closed
 
 
 async def test_errors_of_the_prompts_are_raised() -> None:
-    backend = await started([FakeLane("prefill")], [FakeLane("decode")])
+    backend = await start_lanes([FakeLane("prefill")], [FakeLane("decode")])
 
     async def failing() -> AsyncIterator[Prompt]:
         yield Prompt((5,), 0, is_complete=False)

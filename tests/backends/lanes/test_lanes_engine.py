@@ -54,15 +54,15 @@ async def test_a_prompt_that_grows_is_answered_in_another_engine(backend: LanesB
     num_before = num_received_bytes(backend)
     found, last = await answer(backend, growing(prompt[:100], prompt[:250], prompt, pause_s=0.1))
     await check_exact(backend, prompt, found)
-    (passed,) = transfers
-    assert (passed.num_tokens, passed.num_blocks) == (300, 10)
-    assert passed.prefill_lane.startswith("prefill-")
-    assert passed.decode_lane.startswith("decode-")
+    (transfer,) = transfers
+    assert (transfer.num_tokens, transfer.num_blocks) == (300, 10)
+    assert transfer.prefill_lane.startswith("prefill-")
+    assert transfer.decode_lane.startswith("decode-")
     # The record of the prefill and the parameters of the hand-over came with the same output.
     assert last.record is not None
     assert last.record.num_prompt_tokens == 300
     block_bytes = 2 * 4 * 128 * 4 * BLOCK_SIZE  # key and value, layers, hidden size, float32
-    assert num_received_bytes(backend) - num_before == passed.num_blocks * block_bytes
+    assert num_received_bytes(backend) - num_before == transfer.num_blocks * block_bytes
 
 
 async def test_a_prompt_that_is_replaced_is_answered_as_a_fresh_one(backend: LanesBackend) -> None:
@@ -186,7 +186,7 @@ async def test_kv_that_was_computed_too_long_ago_is_not_fetched(
     backend: LanesBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = tokens("lease", 100)
-    monkeypatch.setattr(lanes_module, "LATEST_S", -1.0)
+    monkeypatch.setattr(lanes_module, "MAX_KV_AGE_S", -1.0)
     num_before = num_received_bytes(backend)
     found, _ = await answer(backend, growing(prompt))
     await check_exact(backend, prompt, found)
@@ -223,7 +223,7 @@ async def test_a_query_is_computed_again_when_its_prefill_lane_dies(backend: Lan
     found: list[tuple[int, float]] = []
     async with aclosing(backend.generate(prompts(), GREEDY)) as events:
         assert isinstance(await anext(events), Prefilled)
-        (lane,) = [name for name in ("prefill-0", "prefill-1") if backend._prefill._chooser.in_use() == {name}]
+        (lane,) = [name for name in ("prefill-0", "prefill-1") if backend._prefill_lanes._chooser.in_use() == {name}]
         await kill(backend._backends[lane])
         goes_on.set()
         async for event in events:
@@ -239,7 +239,7 @@ async def test_an_answer_of_which_tokens_were_shown_fails_with_its_decode_lane(b
     async with aclosing(backend.generate(growing(prompt), params)) as events:
         while not isinstance(await anext(events), AnswerChunk):
             pass
-        (lane,) = backend._decode._chooser.in_use()
+        (lane,) = backend._decode_lanes._chooser.in_use()
         await kill(backend._backends[lane])
         with pytest.raises(BackendError, match=r"decode-\d was lost: .* after \d+ tokens were shown: ask again"):
             _ = [event async for event in events]

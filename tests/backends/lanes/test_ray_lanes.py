@@ -15,7 +15,7 @@ from lane_replicas import RECORD, Decode, Prefill
 pytest.importorskip("ray")
 
 from streamrag.backends.lanes import ray_backend, replica_engines
-from streamrag.backends.lanes.backend import LATEST_S
+from streamrag.backends.lanes.backend import MAX_KV_AGE_S
 from streamrag.backends.lanes.ray_backend import RayLanesBackend
 from streamrag.backends.lanes.replica_engines import ENDED_AT, DecodeEngine, PrefillEngine, without_old_kv
 from streamrag.backends.ray import backend as ray_module
@@ -47,7 +47,7 @@ class FakeCluster:
         self.is_open = False
 
 
-class Started:
+class LanesInProcess:
     """A backend of lanes in replicas of this process."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Started:
             max_replays=2,
         )
 
-    async def __aenter__(self) -> "Started":
+    async def __aenter__(self) -> "LanesInProcess":
         await self.backend.start(lambda line: None)
         return self
 
@@ -95,10 +95,10 @@ async def test_a_prompt_grows_in_a_prefill_replica_and_is_answered_in_a_decode_r
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prefill, decode, second = Prefill(), Decode(), asyncio.Event()
-    async with Started(monkeypatch, {"p": prefill}, {"d": decode}) as lanes:
+    async with LanesInProcess(monkeypatch, {"p": prefill}, {"d": decode}) as lanes:
         assert lanes.backend.model.name == "prefill"
-        passed: list[Any] = []
-        lanes.backend.on_transfer = passed.append
+        transfers: list[Any] = []
+        lanes.backend.on_transfer = transfers.append
         seen: list[BackendEvent] = []
         asking = asyncio.create_task(lanes.ask("Wh", "Why?", waits=(second,), seen=seen))
         await until(lambda: prefill.prompts)
@@ -110,7 +110,7 @@ async def test_a_prompt_grows_in_a_prefill_replica_and_is_answered_in_a_decode_r
         assert prefill.params == [SamplingParams()]
         assert isinstance(seen[0], Prefilled)
         assert seen[-1] == AnswerChunk(f" {os.getpid()}", (2,), "length", RECORD)
-        assert [(each.num_tokens, each.num_blocks) for each in passed] == [(4, 2)]
+        assert [(each.num_tokens, each.num_blocks) for each in transfers] == [(4, 2)]
         lanes.backend.check_health()
     with pytest.raises(BackendError, match="not running"):
         await lanes.ask("Why?")
@@ -120,7 +120,7 @@ async def test_a_query_without_output_is_computed_again_when_a_replica_of_either
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engines = {"p1": Prefill(), "p2": Prefill()}, {"d1": Decode(), "d2": Decode()}
-    async with Started(monkeypatch, *engines) as lanes:
+    async with LanesInProcess(monkeypatch, *engines) as lanes:
         second = asyncio.Event()
         asking = asyncio.create_task(lanes.ask("ho", "hold", waits=(second,)))
         await until(lambda: engines[0]["p1"].prompts or engines[0]["p2"].prompts)
@@ -138,7 +138,7 @@ async def test_an_answer_that_has_shown_tokens_ends_with_an_error_and_replays_en
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decode = {name: Decode() for name in ("d1", "d2", "d3", "d4")}
-    async with Started(monkeypatch, {"p": Prefill()}, decode) as lanes:
+    async with LanesInProcess(monkeypatch, {"p": Prefill()}, decode) as lanes:
         events = lanes.backend.generate(after(growing("endless")), SamplingParams())
         while not isinstance(await anext(events), AnswerChunk):
             pass
@@ -160,7 +160,7 @@ async def test_a_prefill_replica_that_dies_while_a_decode_replica_answers_is_not
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     decode = Decode()
-    async with Started(monkeypatch, {"p": Prefill()}, {"d": decode}) as lanes:
+    async with LanesInProcess(monkeypatch, {"p": Prefill()}, {"d": decode}) as lanes:
         asking = asyncio.create_task(lanes.ask("hold"))
         await until(lambda: decode.prompts)
         lanes.replicas["prefill"].kill("p")
@@ -176,7 +176,7 @@ async def test_queries_wait_with_open_prompts_for_decode_replicas_and_more_of_th
     def num_complete() -> int:
         return sum(is_complete for engine in prefill.values() for _, is_complete in engine.prompts)
 
-    async with Started(monkeypatch, prefill, decode) as lanes:
+    async with LanesInProcess(monkeypatch, prefill, decode) as lanes:
         assert await lanes.ask("Why?") == ANSWER  # by now it is known that there are two decode replicas
         asking = [asyncio.create_task(lanes.ask("hold")) for number in range(6)]
         await until(lambda: sum(len(engine.prompts) for engine in decode.values()) == 5)
@@ -192,7 +192,7 @@ async def test_a_decode_replica_gets_no_more_queries_than_its_engine_answers_at_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prefill, decode = Prefill(), Decode(max_num_seqs=1)
-    async with Started(monkeypatch, {"p": prefill}, {"d": decode}) as lanes:
+    async with LanesInProcess(monkeypatch, {"p": prefill}, {"d": decode}) as lanes:
         asking = [asyncio.create_task(lanes.ask("hold")) for number in range(2)]
         await until(lambda: decode.prompts and len(prefill.prompts) >= 2)
         await asyncio.sleep(0.1)
@@ -201,22 +201,22 @@ async def test_a_decode_replica_gets_no_more_queries_than_its_engine_answers_at_
         assert await asyncio.gather(*asking) == [ANSWER] * 2
 
 
-async def test_a_query_takes_no_place_in_a_decode_replica_before_it_has_one_in_a_prefill_replica(
+async def test_a_query_reserves_no_decode_replica_before_a_prefill_replica_has_opened_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with Started(monkeypatch, {"p": Prefill()}, {"d": Decode()}) as lanes:
+    async with LanesInProcess(monkeypatch, {"p": Prefill()}, {"d": Decode()}) as lanes:
         open_prompt = asyncio.Event()
         holding = [asyncio.create_task(lanes.ask("Wh", "Why?", waits=(open_prompt,))) for _ in range(2)]
         await asyncio.sleep(0.02)
-        asking = [asyncio.create_task(lanes.ask("Why?")) for _ in range(4)]  # wait for places of those that hold them
+        asking = [asyncio.create_task(lanes.ask("Why?")) for _ in range(4)]  # wait until a prefill replica has room
         await asyncio.sleep(0.02)
         open_prompt.set()
         async with asyncio.timeout(10):
             assert await asyncio.gather(*holding, *asking) == [ANSWER] * 6
 
 
-async def test_who_walks_away_leaves_no_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Started(monkeypatch, {"p": Prefill()}, {"d": Decode()}) as lanes:
+async def test_queries_that_are_cancelled_leave_no_stream_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with LanesInProcess(monkeypatch, {"p": Prefill()}, {"d": Decode()}) as lanes:
         asking = [asyncio.create_task(lanes.ask(text)) for text in ("hold", "endless")]
         await until(lambda: lanes.replicas["decode"].replicas["d"].num_open == 2)
         for task in asking:
@@ -229,7 +229,7 @@ async def test_who_walks_away_leaves_no_places(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_lanes_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    lanes = Started(monkeypatch, {"p": Prefill()}, {"d": Decode("bfloat16")})
+    lanes = LanesInProcess(monkeypatch, {"p": Prefill()}, {"d": Decode("bfloat16")})
     with pytest.raises(ConfigurationError, match="lanes differ in dtype: float32 in prefill-0, bfloat16 in decode-0"):
         await lanes.backend.start(lambda line: None)
     assert not lanes.cluster.is_open
@@ -258,7 +258,7 @@ async def test_parameters_are_checked_before_the_prompt_is_computed(monkeypatch:
 
 
 async def test_parameters_for_vllm_that_are_no_mapping_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Started(monkeypatch, {"p": Prefill()}, {"d": Decode()}) as lanes:
+    async with LanesInProcess(monkeypatch, {"p": Prefill()}, {"d": Decode()}) as lanes:
         params = SamplingParams(extra={"extra_args": 5})
         with pytest.raises(ConfigurationError, match="extra_args=5 must be a mapping"):
             await anext(lanes.backend.generate(after(growing("Why?")), params))
@@ -266,7 +266,7 @@ async def test_parameters_for_vllm_that_are_no_mapping_are_refused(monkeypatch: 
 
 @pytest.mark.parametrize(
     ("age_s", "is_read"),
-    [(0.0, True), (LATEST_S - 1, True), (LATEST_S + 1, False), (-0.5, True), (-5.0, False)],
+    [(0.0, True), (MAX_KV_AGE_S - 1, True), (MAX_KV_AGE_S + 1, False), (-0.5, True), (-5.0, False)],
 )
 def test_kv_whose_lease_may_have_ended_is_not_read(
     caplog: pytest.LogCaptureFixture, age_s: float, is_read: bool

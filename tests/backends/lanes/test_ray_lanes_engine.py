@@ -88,11 +88,11 @@ async def test_the_kv_of_a_prompt_that_grows_is_read_in_another_replica(backend:
     await check_exact(backend, prompt, found)
     assert last.record is not None
     assert last.record.num_prompt_tokens == 300
-    (passed,) = transfers
-    assert (passed.num_tokens, passed.num_blocks) == (300, 10)
+    (transfer,) = transfers
+    assert (transfer.num_tokens, transfer.num_blocks) == (300, 10)
     block_bytes = 2 * 4 * 128 * 4 * BLOCK_SIZE  # key and value, layers, hidden size, float32
     _, num_after = await decode_process(backend)
-    assert num_after - num_before == passed.num_blocks * block_bytes
+    assert num_after - num_before == transfer.num_blocks * block_bytes
 
 
 async def test_several_answers_are_sampled_in_a_decode_replica(backend: RayLanesBackend) -> None:

@@ -82,10 +82,10 @@ class InProcess:
             raise ReplicaLostError(f"{replica_id} was killed")
         return self.replicas[replica_id].update(stream_id, pickle.loads(pickle.dumps(delta)))
 
-    async def touch(self, replica_id: str, caller_id: str) -> None:
+    async def send_heartbeat(self, replica_id: str, caller_id: str) -> None:
         if replica_id not in self.replicas:
             raise ReplicaLostError(f"{replica_id} was killed")
-        self.replicas[replica_id].touch(caller_id)
+        self.replicas[replica_id].record_heartbeat(caller_id)
 
 
 def replica_streams(replicas: InProcess, router: Fewest | None = None, *, max_replays: int = 3) -> ReplicaStreams:

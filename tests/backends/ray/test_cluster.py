@@ -40,7 +40,7 @@ async def test_ray_that_does_not_end_is_killed(
     has_ended = threading.Event()
     monkeypatch.setattr(ray, "shutdown", never)
     monkeypatch.setattr(serve, "shutdown", lambda: None)
-    monkeypatch.setattr(cluster, "LEAVE_S", 0.01)
+    monkeypatch.setattr(cluster, "LEAVE_TIMEOUT_S", 0.01)
     left._thread, left._has_connected, left._started = ThreadPoolExecutor(1), True, [process]
     await left.aclose()
     assert has_ended.wait(30)
@@ -77,7 +77,7 @@ def deployed(number: int, *nodes: str | None, **needed: float) -> dict[str, obje
 def test_replicas_that_a_machine_has_no_room_for_are_named(
     there: dict[str, float], deployments: dict[str, object], why: str | None
 ) -> None:
-    told = cluster.missing_resources(deployments, there)
+    told = cluster.describe_missing_resources(deployments, there)
     if why is None:
         assert told is None
     else:

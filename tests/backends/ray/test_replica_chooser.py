@@ -51,7 +51,7 @@ def test_a_router_is_told_what_replicas_told_when_it_was_heard_and_what_is_open_
     router = Seeing()
     chooser = ReplicaChooser(router, clock=lambda: now_s)
     conversation.set("of alice")
-    there = [ReplicaCandidate("a", 3, {}), ReplicaCandidate("b", 3, {**STATS, "told_s": 77.0})]
+    there = [ReplicaCandidate("a", 3, {}), ReplicaCandidate("b", 3, {**STATS, "reported_s": 77.0})]
     assert chooser.ticket("1", FIRST).rank(there) == ["a", "b"]
     assert router.opening == Opening(FIRST.token_ids, "search", "of alice")
     told = ReplicaState(
@@ -62,7 +62,7 @@ def test_a_router_is_told_what_replicas_told_when_it_was_heard_and_what_is_open_
     chooser.ticket("2", FIRST).rank(there)
     assert router.states[0] == ReplicaState("a", num_queued=1, num_open=1, max_open=3, num_new_tokens=3)
     assert router.states[1].measured_s == 5.0  # it has told nothing new
-    there[1] = ReplicaCandidate("b", 3, {**STATS, "told_s": 78.0})
+    there[1] = ReplicaCandidate("b", 3, {**STATS, "reported_s": 78.0})
     chooser.ticket("3", FIRST).rank(there)
     assert router.states[1].measured_s == 6.0
 
@@ -73,12 +73,12 @@ def test_full_replicas_are_left_out_and_a_stream_counts_where_it_went() -> None:
     there = [ReplicaCandidate("a", 1, {}), ReplicaCandidate("b", 1, {})]
     ticket = chooser.ticket("1", FIRST)
     assert ticket.rank(there) == ["a", "b"]
-    ticket.went_to("b")
+    ticket.record_opened("b")
     assert chooser.ticket("2", FIRST).rank(there) == ["a"]
     assert chooser.ticket("3", FIRST).rank(there) == []
-    chooser.ended("1")
+    chooser.record_ended("1")
     assert chooser.ticket("3", FIRST).rank(there) == ["b"]
-    chooser.computed("2", (1, 2, 3, 4), "a")
+    chooser.record_computed("2", (1, 2, 3, 4), "a")
     assert router.computed == [((1, 2, 3, 4), "a")]
 
 
@@ -88,16 +88,16 @@ def test_a_stream_that_is_ranked_once_more_after_it_has_ended_counts_nowhere() -
     there = [ReplicaCandidate("a", 1, {})]
     ticket = chooser.ticket("1", FIRST)
     assert ticket.rank(there) == ["a"]
-    chooser.ended("1")
+    chooser.record_ended("1")
     assert ticket.rank(there) == ["a"]
-    ticket.went_to("a")
+    ticket.record_opened("a")
     assert chooser.in_use() == set()
     assert chooser.ticket("2", FIRST).rank(there) == ["a"]
 
 
 def test_a_replica_of_another_version_may_tell_less_or_more() -> None:
     router = Seeing()
-    told = {"cache_hit_rate": 0.5, "num_wings": 2, "told_s": 1.0}
+    told = {"cache_hit_rate": 0.5, "num_wings": 2, "reported_s": 1.0}
     ReplicaChooser(router, clock=lambda: 0.0).ticket("1", FIRST).rank([ReplicaCandidate("a", 3, told)])
     assert router.states == [ReplicaState("a", max_open=3, cache_hit_rate=0.5, measured_s=0.0)]
 
@@ -111,10 +111,10 @@ async def test_stats_are_as_old_as_they_are_when_a_query_comes_and_not_as_new_as
     monkeypatch.setattr(RequestRouter, "update_replicas", lambda self, replicas: None)
     router, seeing = router_of(StreamRouter), Seeing()
     chooser = ReplicaChooser(seeing, clock=lambda: now_s)
-    there = [replica_of_ray("a", told_s=77.0), replica_of_ray("b")]
+    there = [replica_of_ray("a", reported_s=77.0), replica_of_ray("b")]
     router.update_replicas(there)
     now_s = 12.0
-    there[1].routing_stats = {"told_s": 50.0}
+    there[1].routing_stats = {"reported_s": 50.0}
     router.update_replicas(there)
     now_s = 15.0
     call = Open("1", Delta.of(FIRST, number=1, num_shared=0), SamplingParams(), "me", chooser.ticket("1", FIRST))
@@ -150,17 +150,17 @@ async def test_no_query_fails_with_a_router_that_fails_to_hear_of_it(caplog: pyt
     there = [ReplicaCandidate("a", 9, {}), ReplicaCandidate("b", 9, {})]
     assert chooser.ticket("1", FIRST).rank(there) == ["a", "b"]
     assert chooser.ticket("2", FIRST).rank(there) == ["b", "a"]  # the tracker knows of the first
-    chooser.ticket("3", FIRST).went_to("a")
-    chooser.computed("1", (1,), "a")
-    chooser.computed("1", (1,), "a", is_complete=False)
-    chooser.died("a")
+    chooser.ticket("3", FIRST).record_opened("a")
+    chooser.record_computed("1", (1,), "a")
+    chooser.record_computed("1", (1,), "a", is_complete=False)
+    chooser.record_dead("a")
     assert chooser.in_use() == {"a", "b"}
     assert caplog.text.count("the router failed to process") == 6
 
 
 def test_a_stream_that_another_router_has_sent_counts_where_it_is() -> None:
     chooser = ReplicaChooser(Fewest(), clock=lambda: 0.0)
-    chooser.ticket("1", FIRST).went_to("a")
+    chooser.ticket("1", FIRST).record_opened("a")
     assert chooser.in_use() == {"a"}
     assert chooser.ticket("2", FIRST).rank([ReplicaCandidate("a", 1, {}), ReplicaCandidate("b", 1, {})]) == ["b"]
 
@@ -170,10 +170,10 @@ def test_what_lay_in_a_replica_that_is_gone_or_dead_is_forgotten() -> None:
     chooser = ReplicaChooser(router, clock=lambda: 0.0)
     there = [ReplicaCandidate("a", 9, {}), ReplicaCandidate("b", 9, {})]
     chooser.ticket("1", FIRST).rank(there)
-    chooser.died("a")
+    chooser.record_dead("a")
     assert chooser.ticket("2", FIRST).rank(there) == ["b"]
     assert chooser.ticket("3", FIRST).rank(there[1:]) == ["b"]
-    chooser.computed("1", (1,), "a")
+    chooser.record_computed("1", (1,), "a")
     assert router.computed == []
     assert chooser.ticket("4", FIRST).rank([ReplicaCandidate("c", 9, {})]) == ["c"]
     assert set(router.gone) == {"a", "b"}
@@ -277,7 +277,7 @@ async def test_streams_of_a_caller_that_is_not_heard_of_any_more_are_ended() -> 
     await anyio.wait_all_tasks_blocked()
     assert replica.num_open == backend.num_requests == 4
     now_s = 9.0
-    replica.touch("here")
+    replica.record_heartbeat("here")
     replica.end_abandoned()
     now_s = 11.0
     replica.end_abandoned()
@@ -320,10 +320,10 @@ def test_options_that_cannot_work_are_refused(values: dict[str, int], said: str)
 
 def test_what_an_engine_needs_of_its_node_is_passed_to_ray() -> None:
     options = ReplicaOptions(num_cpus=4, num_gpus=1, accelerator="H100", resources={"rack_7": 1})
-    assert options.for_actor == {
+    assert options.actor_options == {
         "num_cpus": 4, "num_gpus": 1, "accelerator_type": "H100", "resources": {"rack_7": 1},
     }  # fmt: skip
-    assert ReplicaOptions().for_actor == {"num_cpus": 1.0, "resources": {}}
+    assert ReplicaOptions().actor_options == {"num_cpus": 1.0, "resources": {}}
 
 
 def test_sources_and_the_service_take_no_cpus_that_engines_may_have_taken_unless_they_are_told(tmp_path: Path) -> None:

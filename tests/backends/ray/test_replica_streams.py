@@ -301,32 +301,32 @@ async def test_replicas_in_use_are_told_that_their_caller_lives() -> None:
     await settled()
     heard: list[str] = []
     for name, replica in replicas.replicas.items():
-        replica.touch = lambda caller_id, name=name: heard.append(name)  # type: ignore[method-assign, misc]
-    await streams.touch()
+        replica.record_heartbeat = lambda caller_id, name=name: heard.append(name)  # type: ignore[method-assign, misc]
+    await streams.send_heartbeats()
     assert sorted(heard) == ["a", "b"]
     for task in asking:
         task.cancel()
     await asyncio.wait(asking)
-    await streams.touch()
+    await streams.send_heartbeats()
     assert sorted(heard) == ["a", "b"]
 
 
 async def test_a_replica_that_hangs_does_not_keep_others_from_being_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrag.backends.ray.replica_streams.TOUCH_S", 0.01)
+    monkeypatch.setattr("streamrag.backends.ray.replica_streams.HEARTBEAT_S", 0.01)
     replicas = InProcess({name: ScriptedBackend(hold=anyio.Event()) for name in "ab"})
     streams = replica_streams(replicas)
     asking = [asyncio.create_task(answer(streams, after(growing("Why?")))) for _ in range(2)]
     await settled()
     heard: list[str] = []
 
-    async def touch(replica_id: str, caller_id: str) -> None:
+    async def send_heartbeat(replica_id: str, caller_id: str) -> None:
         if replica_id == "a":
             await asyncio.Event().wait()
         heard.append(replica_id)
 
-    replicas.touch = touch  # type: ignore[method-assign]
-    await streams.touch()
-    await streams.touch()
+    replicas.send_heartbeat = send_heartbeat  # type: ignore[method-assign]
+    await streams.send_heartbeats()
+    await streams.send_heartbeats()
     assert heard == ["b", "b"]
     for task in asking:
         task.cancel()
@@ -372,7 +372,7 @@ def chunk(text: str) -> Append:
     return Append(Chunk(text, f"{text}.md"))
 
 
-async def test_a_draft_goes_to_the_replica_of_its_query_takes_no_place_and_comes_with_the_complete_prompt() -> None:
+async def test_a_draft_goes_to_the_replica_of_its_query_is_not_counted_and_comes_with_the_complete_prompt() -> None:
     a, b = Drafting(), Drafting()
     replicas, router = InProcess({"a": a, "b": b}, max_open=1), Fewest()
     streams, steps = replica_streams(replicas, router), [chunk("damp"), 0.05, chunk("dust"), 0.05]

@@ -36,8 +36,8 @@ def test_a_feed_gives_the_prompts_that_were_sent_and_what_they_share(
                 feed = PromptFeed(delta)
                 prompts = feed.prompts()
             else:
-                feed.take(delta)
-                feed.take(delta)
+                feed.accept(delta)
+                feed.accept(delta)
             before = token_ids
             if is_pulled:
                 found = await anext(prompts)
@@ -66,19 +66,19 @@ def test_a_ticket_stays_with_the_caller() -> None:
 def test_every_error_of_ours_can_be_told_and_is_one_of_ours_again() -> None:
     for name, kind in vars(errors).items():
         if isinstance(kind, type) and issubclass(kind, StreamRagError):
-            again = Failed(name, "it broke").error()
+            again = Failed(name, "it broke").to_error()
             assert type(again) is (BackendError if kind is errors.MissingDependencyError else kind)
             assert str(again) == "it broke"
-    assert type(Failed("SomethingNew", "it broke").error()) is BackendError
+    assert type(Failed("SomethingNew", "it broke").to_error()) is BackendError
 
 
 def test_more_waiting_tokens_ask_for_more_replicas_and_none_for_one() -> None:
-    def wanted(queued_tokens: float, current: int = 2, num_told: int = 2) -> int:
-        return wanted_replicas(queued_tokens, target=1_000, current=current, num_told=num_told)
+    def wanted(queued_tokens: float, current: int = 2, num_reports: int = 2) -> int:
+        return wanted_replicas(queued_tokens, target=1_000, current=current, num_reports=num_reports)
 
     assert [wanted(tokens) for tokens in (0, 1, 1_000, 1_001, 7_500)] == [1, 1, 1, 2, 8]
-    assert wanted(3_000, current=4, num_told=2) == 6
-    assert wanted(0, current=4, num_told=0) == 4
+    assert wanted(3_000, current=4, num_reports=2) == 6
+    assert wanted(0, current=4, num_reports=0) == 4
 
 
 def test_every_test_in_the_table_of_faults_exists() -> None:

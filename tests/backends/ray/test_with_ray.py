@@ -222,7 +222,7 @@ async def test_a_rolling_restart_under_load_fails_no_query(backend: RayBackend) 
             num_answered += 1
 
     asking = [asyncio.create_task(keep_asking(number)) for number in range(6)]
-    await CLUSTER.redeploy()
+    await CLUSTER._in_thread(CLUSTER._deploy)
     is_done.set()
     await asyncio.gather(*asking)
     assert num_answered > 6
@@ -245,12 +245,12 @@ async def test_rays_own_routers_send_prompts_to_the_replica_that_has_the_stream(
     other = await start(Cluster(partial(engines, Engine, replace(OPTIONS, num_cpus=0.1), router), app_name=name))
     assert await asyncio.gather(*[ask(other, "W", "Why", "Why?") for _ in range(8)]) == ["An answer."] * 8
     replicas = other.streams.replicas
-    assert type(replicas._opening._router._asyncio_router.request_router).__name__ == name  # type: ignore[attr-defined]
+    assert type(replicas._generate._router._asyncio_router.request_router).__name__ == name  # type: ignore[attr-defined]
     async with aclosing(other.generate(after(growing("endless")), SamplingParams())) as events:
         async for event in events:
             if isinstance(event, AnswerChunk):
                 break
-        await other.streams.touch()  # what names no replica would raise, and Serve never answer it
+        await other.streams.send_heartbeats()  # what names no replica would raise, and Serve never answer it
     await other.aclose()
 
 

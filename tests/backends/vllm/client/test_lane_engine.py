@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 import zmq
 
-from streamrag.backends.lanes.lane_choice import check_same
+from streamrag.backends.lanes.lane_choice import check_common
 from streamrag.backends.vllm.client import lane_engine
 from streamrag.backends.vllm.client.lane_engine import lane_environment, lane_facts
 from streamrag.errors import ConfigurationError, MissingDependencyError
@@ -104,8 +104,8 @@ def test_a_lower_limit_of_active_answers_counts() -> None:
 
 def test_the_first_difference_of_lanes_is_named() -> None:
     facts = lane_facts(config_of()).common
-    check_same({"prefill-0": facts, "decode-0": dict(facts)})
+    check_common({"prefill-0": facts, "decode-0": dict(facts)})
     with pytest.raises(
         ConfigurationError, match=r"lanes differ in dtype: torch\.float32 in prefill-0, torch\.half in decode-1"
     ):
-        check_same({"prefill-0": facts, "decode-0": facts, "decode-1": {**facts, "dtype": "torch.half"}})
+        check_common({"prefill-0": facts, "decode-0": facts, "decode-1": {**facts, "dtype": "torch.half"}})
