@@ -17,10 +17,9 @@ from itertools import product
 from pathlib import Path
 
 from lane_play import LATENCY_S
-from lanes_simulated import ANSWERS, KV_BYTES_PER_TOKEN, LINK, LINKS, PROFILE, Cell, run
+from lanes_simulated import ANSWERS, KV_BYTES_PER_TOKEN, LINK, LINKS, NAMES, PROFILE, Cell, run
 from results_file import write_results
-from rich.console import Console
-from rich.table import Table
+from study_figures import decimal, study_table, without_repeats
 
 from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
@@ -35,8 +34,6 @@ from streamrag.trace.values import TracedQuery
 NUMBERS = (2, 4)
 NUM_QUERIES = 20
 """For each engine."""
-
-console = Console(highlight=False, width=None if Console().is_terminal else 120)
 
 
 @dataclass
@@ -76,6 +73,14 @@ class Row:
 
 
 FIGURES = ("first_p50_s", "first_p95_s", "last_p50_s", "last_p95_s", "per_token_p50_s", "per_token_p95_s")
+COMPARED = {
+    "median of the last token": "last_p50_s",
+    "its P95": "last_p95_s",
+    "median ms a token": "per_token_p50_s",
+    "median of the first token": "first_p50_s",
+    "its P95 ": "first_p95_s",
+}
+"""Figures of the comparison, by their titles."""
 
 
 def answers_only(profile: StepProfile, parts: Sequence[StepPart]) -> float:
@@ -177,16 +182,33 @@ def rows_of(cell: Cell) -> list[Row]:
     return rows
 
 
-def table_of(rows: Sequence[Row]) -> Table:
-    """Return the rows as a table: seconds to the first and the last token, milliseconds for each between."""
-    head = ("load", "engines", "answer", "way", "model", "first P50", "P95", "last P50", "P95", "ms/token P50", "P95")
-    table = Table(*head)
+def differences_table(rows: Sequence[Row]) -> str:
+    """Return by how much the lean engines differ from vLLM's schedulers: the least and the most of all cells."""
+    lines = []
+    for name, load in product(("both", "lanes"), NAMES):
+        these = [row for row in rows if row.load == load and (row.way == "both") == (name == "both")]
+        pairs = list(zip(these[::2], these[1::2], strict=True))
+        line = [f"{name}, {NAMES[load]}"]
+        for figure in COMPARED.values():
+            changes = [100 * (getattr(lean, figure) / getattr(whole, figure) - 1) for whole, lean in pairs]
+            line.append(f"{min(changes):+.0f} to {max(changes):+.0f} %")
+        lines.append(line)
+    return study_table(("", *COMPARED), lines)
+
+
+def rows_table(rows: Sequence[Row]) -> str:
+    """Return all rows: P50 / P95 of seconds to the first and the last token, and of ms for each between."""
+    lines = []
     for row in rows:
-        seconds = (row.first_p50_s, row.first_p95_s, row.last_p50_s, row.last_p95_s)
-        per_token = (f"{1e3 * each:.1f}" for each in (row.per_token_p50_s, row.per_token_p95_s))
-        what = (row.load, str(row.num_engines), str(row.num_answer), row.way, row.model)
-        table.add_row(*what, *(f"{each:.3f}" for each in seconds), *per_token)
-    return table
+        what = (f"{NAMES[row.load]}, {row.num_answer}", str(row.num_engines), row.way, row.model)
+        seconds = (
+            f"{decimal(getattr(row, f'{of}_p50_s'), 3)} / {decimal(getattr(row, f'{of}_p95_s'))}"
+            for of in ("first", "last")
+        )
+        per_token = f"{decimal(1e3 * row.per_token_p50_s, 1)} / {decimal(1e3 * row.per_token_p95_s, 1)}"
+        lines.append([*what, *seconds, per_token])
+    head = ("load, answer", "engines", "way", "model", "first token", "last token", "ms a token")
+    return study_table(head, without_repeats(lines, 3))
 
 
 def main() -> int:
@@ -197,7 +219,7 @@ def main() -> int:
     for load, num_answer, num_engines in product(("crawler", "anns"), ANSWERS, NUMBERS):
         rows += rows_of(Cell(load, num_answer, num_engines, NUM_QUERIES))
         print(f"{load}, {num_answer} tokens, {num_engines} engines", file=sys.stderr, flush=True)
-    console.print(table_of(rows))
+    print(differences_table(rows), rows_table(rows), sep="\n")
     if arguments.json:
         write_results(arguments.json, rows, command="make bench-lanes-whole")
     return 0
