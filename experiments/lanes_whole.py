@@ -4,7 +4,8 @@
 
 Engines that do both and prefill lanes have our scheduler, decode lanes vLLM's: a decode lane begins with the prompt's
 last token, and has no block before, so all are sent. Whatever it evicts comes back at no cost, so loads that fill its
-memory are not for this simulation. A query goes to the lane with the fewest open queries, in both models.
+memory are not for this simulation. A query goes to the lane with the fewest open queries, in both models. Engines that
+do both are also compared with a small step budget, because `lanes_simulated.py` gives them the one that suits them.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
@@ -34,6 +35,8 @@ from streamrag.trace.values import TracedQuery
 NUMBERS = (2, 4)
 NUM_QUERIES = 20
 """For each engine."""
+SMALL_BUDGET = 1_024
+"""Tokens of a step, in addition to the published budget."""
 
 
 @dataclass
@@ -63,6 +66,7 @@ class Row:
     num_answer: int
     way: str  # "both", or the link
     num_prefill: int
+    budget: int  # tokens of a step
     model: str
     first_p50_s: float
     first_p95_s: float
@@ -167,48 +171,55 @@ async def play(
 
 
 def rows_of(cell: Cell) -> list[Row]:
-    """Return the rows of a cell with both models: engines that do both, and half of them as prefill lanes."""
-    settings, lean_queries, rows = cell.settings(), cell.queries(), []
-    queries = fit_contexts(settings, make_load(settings, load_trace(settings)), None).queries
-    for way, num_prefill in (("both", 0), (LINK, cell.num_engines // 2)):
+    """Return the rows of a cell with both models: engines that do both, with the published and a small step budget, and
+    half of them as prefill lanes."""
+    published, lean_queries, rows = cell.settings(), cell.queries(), []
+    queries = fit_contexts(published, make_load(published, load_trace(published)), None).queries
+    ways = (("both", 0, cell.budget), ("both", 0, SMALL_BUDGET), (LINK, cell.num_engines // 2, cell.budget))
+    for way, num_prefill, budget in ways:
+        settings = replace(published, max_num_batched_tokens=budget)
         timings = run_virtual(play(settings, queries, cell.num_engines, num_prefill, LINKS.get(way, 1.0)))
         values = []
         for of in ("first_s", "last_s", "per_token_s"):
             of_queries = [getattr(timing, of) for timing in timings]
             values += [percentile(of_queries, 0.5), percentile(of_queries, 0.95)]
-        lean = run(cell, lean_queries, num_prefill, way, router="shortest queue", reuses=False)
+        lean = run(cell, lean_queries, num_prefill, way, router="shortest queue", reuses=False, budget=budget)
         for model, figures in (("vLLM's schedulers", values), ("lean", [getattr(lean, name) for name in FIGURES])):
-            rows.append(Row(cell.load, cell.num_engines, cell.num_answer, way, num_prefill, model, *figures))
+            what = (cell.load, cell.num_engines, cell.num_answer, way, num_prefill, budget, model)
+            rows.append(Row(*what, *figures))
     return rows
 
 
 def differences_table(rows: Sequence[Row]) -> str:
     """Return by how much the lean engines differ from vLLM's schedulers: the least and the most of all cells."""
+    of: dict[str, list[Row]] = {}
+    for row in rows:
+        name = "both" if row.way == "both" else "lanes"
+        of.setdefault(f"{name}, {NAMES[row.load]}, {row.budget:,}", []).append(row)
     lines = []
-    for name, load in product(("both", "lanes"), NAMES):
-        these = [row for row in rows if row.load == load and (row.way == "both") == (name == "both")]
+    for name, these in sorted(of.items()):
         pairs = list(zip(these[::2], these[1::2], strict=True))
-        line = [f"{name}, {NAMES[load]}"]
+        line = [name]
         for figure in COMPARED.values():
             changes = [100 * (getattr(lean, figure) / getattr(whole, figure) - 1) for whole, lean in pairs]
             line.append(f"{min(changes):+.0f} to {max(changes):+.0f} %")
         lines.append(line)
-    return study_table(("", *COMPARED), lines)
+    return study_table(("way, load, tokens of a step", *COMPARED), lines)
 
 
 def rows_table(rows: Sequence[Row]) -> str:
     """Return all rows: P50 / P95 of seconds to the first and the last token, and of ms for each between."""
     lines = []
     for row in rows:
-        what = (f"{NAMES[row.load]}, {row.num_answer}", str(row.num_engines), row.way, row.model)
+        what = (f"{NAMES[row.load]}, {row.num_answer}", str(row.num_engines), row.way, f"{row.budget:,}", row.model)
         seconds = (
             f"{decimal(getattr(row, f'{of}_p50_s'), 3)} / {decimal(getattr(row, f'{of}_p95_s'))}"
             for of in ("first", "last")
         )
         per_token = f"{decimal(1e3 * row.per_token_p50_s, 1)} / {decimal(1e3 * row.per_token_p95_s, 1)}"
         lines.append([*what, *seconds, per_token])
-    head = ("load, answer", "engines", "way", "model", "first token", "last token", "ms a token")
-    return study_table(head, without_repeats(lines, 3))
+    head = ("load, answer", "engines", "way", "tokens of a step", "model", "first token", "last token", "ms a token")
+    return study_table(head, without_repeats(lines, 4))
 
 
 def main() -> int:

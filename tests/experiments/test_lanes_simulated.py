@@ -223,7 +223,7 @@ def test_the_rows_of_a_cell_are_those_of_links_and_arms_and_the_same_each_time()
 
 
 def test_lanes_are_compared_with_the_step_budget_that_suits_engines_that_do_both_best():
-    cell = Cell("anns", 50, 2, 20)
+    cell = Cell("anns", 50, 2, 10)
     rows, queries = rows_of(cell), cell.queries()
     shown = [row for row in best_of_each(rows) if row.way == "both"]
     assert [(row.router, row.rule) for row in shown] == list(ARMS)
@@ -272,10 +272,19 @@ def test_documents_that_are_popular_are_sent_less_often():
 
 def test_the_medians_of_lean_engines_are_those_of_vllms_schedulers_within_a_sixth():
     rows = lanes_whole.rows_of(Cell("crawler", 20, 2, 6))
-    assert [row.model for row in rows] == ["vLLM's schedulers", "lean"] * 2
+    assert [row.model for row in rows] == ["vLLM's schedulers", "lean"] * 3
+    assert [row.budget for row in rows] == [2_048, 2_048, 1_024, 1_024, 2_048, 2_048]
     for whole, lean in zip(rows[::2], rows[1::2], strict=True):
         for name in ("last_p50_s", "per_token_p50_s"):
             assert getattr(lean, name) == pytest.approx(getattr(whole, name), rel=1 / 6), (whole.way, name)
+    assert lanes_whole.rows_table(rows).count("| lean |") == 3
+
+
+def test_differences_of_the_models_are_those_of_the_least_and_the_most_cell():
+    row = lanes_whole.Row("anns", 2, 50, "both", 0, 1_024, "vLLM's schedulers", *[1.0] * 6)
+    rows = [row, replace(row, model="lean", last_p50_s=1.1), row, replace(row, model="lean", last_p50_s=0.8)]
+    line = lanes_whole.differences_table(rows).splitlines()[-1]
+    assert line == "| both, searches, 1,024 | -20 to +10 % |" + " +0 to +0 % |" * 4
 
 
 def test_a_decode_lane_computes_only_the_last_token_of_a_prompt():
