@@ -172,7 +172,7 @@ bench-lanes: .venv/installed ## lanes beside as many engines that do both, 2 to 
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/lanes_simulated.py $(LANES) --json experiments/results/lanes_simulated.json
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/streamserve.py --json experiments/results/streamserve.json
 
-bench-lanes-whole: .venv/installed ## the engines of bench-lanes beside vLLM's own schedulers, simulated: do they agree? two minutes
+bench-lanes-whole: .venv/installed ## the engines of bench-lanes beside vLLM's own schedulers, simulated: do they agree? three minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/lanes_whole.py --json experiments/results/lanes_whole.json
 
 bench-hand-over: .venv/installed ## one model's text streams into the next prompt: seconds between them, by how often it is sent; real engine, then GPUs simulated; ten minutes

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from routing.cells import ROUTERS
+from routing.cells import ROUTERS, soonest
 from routing.fleet import REPORT_S
 from routing.loads import BLOCK, Piece, Pieces, Query, blocks
 from simulated_lanes import LaneEngine, LaneOptions
@@ -21,6 +21,7 @@ from streamrag.bench.virtual_time import run_virtual
 from streamrag.bench.workload import NUM_TAIL_TOKENS, moments_of
 from streamrag.routing import Opening, ReplicaState, ReplicaTracker, Router
 from streamrag.routing.basic_routers import BasicRouter
+from streamrag.routing.soonest import OPEN_TOKENS
 from streamrag.trace.values import TracedAppend, TracedQuery, chunks_of
 
 LATENCY_S = 0.001
@@ -39,6 +40,11 @@ class Random(BasicRouter):
 
 
 LANE_ROUTERS: dict[str, Callable[[], Router]] = {**ROUTERS, "random": Random}
+
+
+def make_router(name: str, block_size: int) -> Router:
+    """Return a router to replicas that count in blocks of this size. `soonest` alone compares them with tokens."""
+    return soonest(open_tokens=OPEN_TOKENS / block_size) if name == "soonest" else LANE_ROUTERS[name]()
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Timing:
     first_s: float
     last_s: float
     per_token_s: float
+    num_prompt: int  # tokens, as simulated
     num_answer: int
     num_sent: int = 0
     num_reused: int = 0
@@ -118,13 +125,13 @@ class LanePlayer:
     """Plays queries on engines that it makes."""
 
     def __init__(self, way: Way, options: LaneOptions) -> None:
-        make_router, num = LANE_ROUTERS[way.router], way.num_engines
+        num = way.num_engines
         first = range(num if way.layout == "both" else way.num_prefill)
         prefill = {f"e{n}": LaneEngine(options, f"e{n}") for n in first}
         decode = {f"e{n}": LaneEngine(options, f"e{n}", decodes=True) for n in range(len(first), num)}
-        self._way, self.outcome = way, Outcome()
-        self._prefill = LaneGroup(prefill, make_router())
-        self._decode = LaneGroup(decode, make_router())
+        self._way, self._block_size, self.outcome = way, options.block_size, Outcome()
+        self._prefill = LaneGroup(prefill, make_router(way.router, options.block_size))
+        self._decode = LaneGroup(decode, make_router(way.router, options.block_size))
         self._decode_of_pair = dict(zip(prefill, decode, strict=False))
         self._open = asyncio.Semaphore(way.num_at_once) if way.num_at_once else nullcontext()
 
@@ -157,14 +164,14 @@ class LanePlayer:
             self._prefill.end(query_id)
             first_s, last_s = times_s[0], times_s[-1]
             per_token_s = (last_s - first_s) / max(query.num_output - 1, 1)
-            timing = Timing(first_s - end_s, last_s - end_s, per_token_s, query.num_output, num_sent, num_reused)
-            self.outcome.timings.append(timing)
+            lengths = len(prompt) * self._block_size, query.num_output, num_sent, num_reused
+            self.outcome.timings.append(Timing(first_s - end_s, last_s - end_s, per_token_s, *lengths))
 
     async def _prefill_lane(self, query_id: str, query: Query) -> tuple[str, tuple[int, ...], list[float]]:
         """Compute the prompt as it arrives, and the answer or one token of it. Return the lane, the prompt, and the
         times of the first and the last token."""
         loop, start_s = asyncio.get_running_loop(), asyncio.get_running_loop().time()
-        prompts = [(start_s + at_s, blocks(text)) for at_s, text in query.texts]
+        prompts = [(start_s + at_s, blocks(text, self._block_size)) for at_s, text in query.texts]
         await asyncio.sleep(prompts[0][0] - start_s)
         prompt = prompts[0][1]
         name = self._prefill.choose(query_id, prompt)
@@ -188,11 +195,11 @@ class LanePlayer:
         sent, those that were there, and the times of the first and the last token."""
         way, loop, is_pair = self._way, asyncio.get_running_loop(), self._way.layout == "pairs"
         name = self._decode_of_pair[lane] if is_pair else self._decode.choose(query_id, prompt)
-        engine = self._decode.engines[name]
+        engine, num_bytes = self._decode.engines[name], self._block_size * way.kv_bytes_per_token
         async with self._prefill.engines[lane].link, engine.link:
             num_reused = engine.num_found(prompt) if way.reuses else 0
             num_sent = len(prompt) - num_reused
-            await asyncio.sleep(LATENCY_S + num_sent * BLOCK * way.kv_bytes_per_token / way.link_bytes_s)
+            await asyncio.sleep(LATENCY_S + num_sent * num_bytes / way.link_bytes_s)
         if not is_pair:
             self._prefill.end(query_id)
         times_s = []

@@ -11,13 +11,15 @@ links       lanes for each link, beside engines that do both; routed by `soonest
 arms        routers and depths of speculation, for engines that do both, and for lanes with 400 Gb/s
 documents   popular documents, which decode lanes find in their prefix caches, or are sent again
 
-"prefill" is the number of prefill lanes: for each link, the best of three splits by the P95 of the last token. Seconds
-from the end of retrieval.
+Both sides are tuned in the same way: engines that do both have the best of four step budgets for each load, number,
+router and depth, and lanes have the best of three splits for each link. The best has the least P95 of the last token;
+of those within 5 % of it, the least P95 of the first one. Prefill lanes have the step budget that Stream2LLM published
+for the load. Seconds are from the end of retrieval; tables are in Markdown.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -26,10 +28,9 @@ from pathlib import Path
 
 from lane_play import Layout, Outcome, Way, play, queries_of
 from results_file import write_results
-from rich.console import Console
-from rich.table import Table
 from routing.loads import Query, rag
 from simulated_lanes import LaneOptions
+from study_figures import decimal, study_table, without_repeats
 
 from streamrag.bench.cell import CellSettings
 from streamrag.bench.summary import percentile
@@ -62,9 +63,17 @@ ARMS = (
     ("FlowGuard", "SpecuStream"),
 )
 """(router, depth of speculation)."""
+MOST_WITH_ARMS = 16
+"""Engines for which arms are played: they are two thirds of a cell's runs, and 64 engines take minutes for each."""
 DOCUMENTS_BUDGET = 8_192
-
-console = Console(highlight=False, width=None if Console().is_terminal else 160)
+BUDGETS = (8_192, 2_048, 1_024, 512)
+"""Tokens of a step from which engines that do both get the best. With 256, prompts waited for seconds (P95) in short
+runs of searches."""
+NEARLY = 0.05
+"""Share by which two P95s of the last token may differ and count as equal. Else a small step budget wins by a hundredth
+of a second, and its first token comes late."""
+NAMES = {"crawler": "crawls", "anns": "searches"}
+"""Loads, as the studies call them."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,7 @@ class Row:
     router: str
     rule: str
     reuses: bool
+    budget: int  # tokens of a step
     first_p50_s: float
     first_p95_s: float
     last_p50_s: float
@@ -118,9 +128,10 @@ class Cell:
         traced = fit_contexts(settings, make_load(settings, load_trace(settings)), None).queries
         return queries_of(traced, self.num_answer)
 
-    def options(self, rule: str) -> LaneOptions:
-        budget = DOCUMENTS_BUDGET if self.load == "documents" else token_budget(self.settings())
-        return LaneOptions(load_profile(PROFILE), budget, rule, ACCEPTANCE, seed=self.seed)
+    @property
+    def budget(self) -> int:
+        """The published step budget of the load."""
+        return DOCUMENTS_BUDGET if self.load == "documents" else token_budget(self.settings())
 
 
 def run(
@@ -132,13 +143,19 @@ def run(
     router: str = "soonest",
     rule: str = "none",
     reuses: bool = True,
+    budget: int | None = None,
 ) -> Row:
-    """Play the queries of a cell in one way. `link`: a name of `LINKS`, or "both" for engines that do both."""
+    """Play the queries of a cell in one way.
+
+    link: a name of `LINKS`, or "both" for engines that do both.
+    budget: tokens of a step; None: as published.
+    """
+    options = LaneOptions(load_profile(PROFILE), budget or cell.budget, rule, ACCEPTANCE, seed=cell.seed)
     layout: Layout = "both" if link == "both" else "lanes"
     link_bytes_s = LINKS.get(link, 1.0)
     way = Way(layout, cell.num_engines, num_prefill, link_bytes_s, KV_BYTES_PER_TOKEN, router, reuses)
-    outcome = play(queries, way, cell.options(rule))
-    what = (cell.load, cell.num_engines, cell.num_answer, link, num_prefill, router, rule, reuses)
+    outcome = play(queries, way, options)
+    what = (cell.load, cell.num_engines, cell.num_answer, link, num_prefill, router, rule, reuses, options.budget)
     return Row(*what, *_figures(outcome))
 
 
@@ -157,74 +174,143 @@ def splits(num_engines: int) -> list[int]:
     return sorted({min(max(round(num_engines * share), 1), num_engines - 1) for share in (0.25, 0.5, 0.75)})
 
 
-def best_split(cell: Cell, one: Callable[..., Row], link: str) -> Row:
-    """Return the row of the best split of the engines by the P95 of the last token."""
-    return min((one(num, link) for num in splits(cell.num_engines)), key=lambda row: row.last_p95_s)
+def best(rows: Iterable[Row]) -> Row:
+    """Return the row with the least P95 of the last token; of those that nearly have it, the one with the least P95 of
+    the first token. Splits of lanes and step budgets of engines that do both are chosen alike."""
+    tried = list(rows)
+    limit_s = (1 + NEARLY) * min(row.last_p95_s for row in tried)
+    return min((row for row in tried if row.last_p95_s <= limit_s), key=lambda row: row.first_p95_s)
+
+
+def with_budgets(one: Callable[..., Row], **how: str) -> list[Row]:
+    """Return the rows of engines that do both, one for each step budget."""
+    return [one(0, budget=budget, **how) for budget in BUDGETS]
 
 
 def rows_of(cell: Cell) -> list[Row]:
-    """Return all rows of a cell."""
+    """Return all rows of a cell. Engines that do both have a row for each step budget with the first arm, and the best
+    budget's row with the others."""
     one = partial(run, cell, cell.queries())
-    of_links = [best_split(cell, one, link) for link in LINKS]
-    num_prefill = next(row.num_prefill for row in of_links if row.way == LINK)
+    both = with_budgets(one)
+    of_links = [best(one(num, link) for num in splits(cell.num_engines)) for link in LINKS]
     if cell.load == "documents":
         resent = [one(row.num_prefill, row.way, reuses=False) for row in of_links]
-        return [one(0), *(row for pair in zip(of_links, resent, strict=True) for row in pair)]
-    arms = [(router, rule) for router, rule in ARMS if (router, rule) != ARMS[0]]
+        return [*both, *(row for pair in zip(of_links, resent, strict=True) for row in pair)]
+    if cell.num_engines > MOST_WITH_ARMS:
+        return [*both, *of_links]
+    num_prefill = next(row.num_prefill for row in of_links if row.way == LINK)
     return [
-        one(0),
+        *both,
         *of_links,
-        *(one(0, router=router, rule=rule) for router, rule in arms),
-        *(one(num_prefill, LINK, router=router, rule=rule) for router, rule in arms),
+        *(best(with_budgets(one, router=router, rule=rule)) for router, rule in ARMS[1:]),
+        *(one(num_prefill, LINK, router=router, rule=rule) for router, rule in ARMS[1:]),
     ]
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
 
+FIGURES = ("first token", "last token", "ms a token")
 
-def links_table(rows: Sequence[Row]) -> Table:
-    """Return engines that do both, and lanes with each link: seconds, and milliseconds a token after the first."""
-    head = ("load", "engines", "answer", "way", "prefill", "first P50", "P95", "last P50", "P95", "ms/token P50", "P95")
-    table = Table(*head, title="Lanes and engines that do both; routed by soonest, nothing is drafted")
+
+def best_of_each(rows: Sequence[Row]) -> list[Row]:
+    """Return the best row of each way that is in a table: step budgets of engines that do both compete."""
+    found: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        if row.load != "documents" and (row.router, row.rule) == ARMS[0]:
-            table.add_row(*_what(row), row.way, str(row.num_prefill or ""), *_seconds(row))
-    return table
+        key = row.load, row.num_answer, row.num_engines, row.way, row.router, row.rule, row.reuses
+        found.setdefault(key, []).append(row)
+    return [best(of_key) for of_key in found.values()]
 
 
-def arms_table(rows: Sequence[Row]) -> Table:
-    """Return seconds to the first and the last token (P95) and ms/token (P50), a column for each arm."""
-    names = [router if rule == "none" else f"{router}, {rule}" for router, rule in ARMS]
-    title = f"Routers and speculation: first P95 / last P95, s; ms/token P50. Lanes with {LINK}"
-    table = Table("load", "engines", "answer", "way", *names, title=title)
-    found = {(row.load, row.num_engines, row.num_answer, row.way, row.router, row.rule): row for row in rows}
-    for load, num_engines, num_answer, way in dict.fromkeys(key[:4] for key in found):
-        if load != "documents" and way in ("both", LINK):
-            of_arms = [found[load, num_engines, num_answer, way, *arm] for arm in ARMS]
-            cells = [f"{r.first_p95_s:.2f} / {r.last_p95_s:.2f}; {1e3 * r.per_token_p50_s:.1f}" for r in of_arms]
-            table.add_row(load, str(num_engines), str(num_answer), "lanes" if way == LINK else way, *cells)
-    return table
+def links_table(rows: Sequence[Row]) -> str:
+    """Return engines that do both with their best step budget, and lanes with each link."""
+    return study_table(
+        ("load, answer", "engines", "way", "tokens of a step", "prefill lanes", *FIGURES),
+        without_repeats(
+            (
+                [*_what(row), row.way, f"{row.budget:,}", str(row.num_prefill or ""), *_figures_of(row)]
+                for row in best_of_each(rows)
+                if row.load != "documents" and (row.router, row.rule) == ARMS[0]
+            ),
+            2,
+        ),
+    )
 
 
-def documents_table(rows: Sequence[Row]) -> Table:
+def budgets_table(rows: Sequence[Row]) -> str:
+    """Return engines that do both with each step budget, of which the other tables have the best."""
+    chosen = best_of_each(rows)
+    return study_table(
+        ("load, answer", "engines", "tokens of a step", "chosen", *FIGURES),
+        without_repeats(
+            (
+                [*_what(row), f"{row.budget:,}", "yes" if row in chosen else "", *_figures_of(row)]
+                for row in rows
+                if row.way == "both" and (row.router, row.rule) == ARMS[0]
+            ),
+            2,
+        ),
+    )
+
+
+def arms_table(rows: Sequence[Row], num_engines: int) -> str:
+    """Return the P95 of the first and the last token and the median of ms a token, a row for each arm. In brackets: the
+    step budget of engines that do both."""
+    found = {
+        (row.load, row.num_answer, row.way, row.router, row.rule): row
+        for row in best_of_each(rows)
+        if row.num_engines == num_engines and row.load != "documents"
+    }
+    loads = list(dict.fromkeys(key[:2] for key in found))
+    head = [name for load, num in loads for name in (f"both, {NAMES[load]}, {num}", "lanes")]
+    lines = []
+    for router, rule in ARMS:
+        of_arm = [found[*load, way, router, rule] for load in loads for way in ("both", LINK)]
+        name = f"`{router}`" if router == "soonest" else router
+        lines.append([name if rule == "none" else f"{name}, {rule.replace('fixed', 'depth')}", *map(_arm_cell, of_arm)])
+    return study_table(("", *head), lines)
+
+
+def _arm_cell(row: Row) -> str:
+    figures = f"{decimal(row.first_p95_s)} / {decimal(row.last_p95_s)}, {decimal(1e3 * row.per_token_p50_s, 1)}"
+    return figures if row.num_prefill else f"{figures} ({row.budget:,})"
+
+
+def documents_table(rows: Sequence[Row]) -> str:
     """Return what it brings that a decode lane is not sent the blocks that it has."""
-    head = ("engines", "way", "prefill", "sent", "first P50", "P95", "last P50", "P95", "ms/token P50", "P95")
-    table = Table(*head, title="Popular documents: blocks that a decode lane has are not sent, or all are")
-    for row in rows:
+    lines = []
+    for row in best_of_each(rows):
         if row.load == "documents":
             way = row.way if row.reuses else f"{row.way}, all sent"
-            sent = f"{row.sent_share:.0%}" if row.num_prefill else ""
-            table.add_row(str(row.num_engines), way, str(row.num_prefill or ""), sent, *_seconds(row))
-    return table
+            sent = f"{100 * row.sent_share:.0f} %" if row.num_prefill else ""
+            what = (str(row.num_engines), way, f"{row.budget:,}", str(row.num_prefill or ""), sent)
+            lines.append([*what, *list(_figures_of(row))[:2]])
+    head = ("engines", "way", "tokens of a step", "prefill lanes", "blocks sent", *FIGURES[:2])
+    return study_table(head, without_repeats(lines, 1))
 
 
-def _what(row: Row) -> tuple[str, str, str]:
-    return row.load, str(row.num_engines), str(row.num_answer)
+def _what(row: Row) -> tuple[str, str]:
+    load = NAMES.get(row.load, row.load)
+    return f"{load}, {row.num_answer}" if row.num_answer else load, str(row.num_engines)
 
 
-def _seconds(row: Row) -> Iterator[str]:
-    yield from (f"{each:.3f}" for each in (row.first_p50_s, row.first_p95_s, row.last_p50_s, row.last_p95_s))
-    yield from (f"{1e3 * each:.1f}" for each in (row.per_token_p50_s, row.per_token_p95_s))
+def _figures_of(row: Row) -> Iterator[str]:
+    """Yield P50 / P95 of seconds to the first and the last token, and of milliseconds a token."""
+    yield f"{decimal(row.first_p50_s, 3)} / {decimal(row.first_p95_s)}"
+    yield f"{decimal(row.last_p50_s)} / {decimal(row.last_p95_s)}"
+    yield f"{decimal(1e3 * row.per_token_p50_s, 1)} / {decimal(1e3 * row.per_token_p95_s, 1)}"
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Return all tables, with a title each."""
+    with_arms = list(dict.fromkeys(row.num_engines for row in rows if row.rule != "none"))
+    tables = {
+        "Lanes beside engines that do both: P50 / P95": links_table(rows),
+        "Engines that do both, with each step budget": budgets_table(rows),
+        **{f"Routers and speculation, {num} engines; lanes with {LINK}": arms_table(rows, num) for num in with_arms},
+    }
+    if any(row.load == "documents" for row in rows):
+        tables["Popular documents: decode lanes are not sent the blocks that they have, or all"] = documents_table(rows)
+    return "\n".join(f"## {title}\n\n{each}" for title, each in tables.items())
 
 
 def cells_of(*, is_short: bool) -> list[Cell]:
@@ -252,8 +338,7 @@ def main() -> int:
             if arguments.json:
                 write_results(arguments.json, rows, command="make bench-lanes", short=arguments.short)
             print(f"{cell.load}, {cell.num_answer} tokens, {cell.num_engines} engines", file=sys.stderr, flush=True)
-    for table in (links_table(rows), arms_table(rows), documents_table(rows)):
-        console.print(table)
+    print(report(rows))
     return 0
 
 

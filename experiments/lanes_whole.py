@@ -4,7 +4,8 @@
 
 Engines that do both and prefill lanes have our scheduler, decode lanes vLLM's: a decode lane begins with the prompt's
 last token, and has no block before, so all are sent. Whatever it evicts comes back at no cost, so loads that fill its
-memory are not for this simulation. A query goes to the lane with the fewest open queries, in both models.
+memory are not for this simulation. A query goes to the lane with the fewest open queries, in both models. Engines that
+do both are also compared with a small step budget, because `lanes_simulated.py` gives them the one that suits them.
 """
 
 import argparse
@@ -12,15 +13,14 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
 from lane_play import LATENCY_S
-from lanes_simulated import ANSWERS, KV_BYTES_PER_TOKEN, LINK, LINKS, PROFILE, Cell, run
+from lanes_simulated import ANSWERS, KV_BYTES_PER_TOKEN, LINK, LINKS, NAMES, PROFILE, Cell, run
 from results_file import write_results
-from rich.console import Console
-from rich.table import Table
+from study_figures import decimal, study_table, without_repeats
 
 from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
@@ -35,8 +35,8 @@ from streamrag.trace.values import TracedQuery
 NUMBERS = (2, 4)
 NUM_QUERIES = 20
 """For each engine."""
-
-console = Console(highlight=False, width=None if Console().is_terminal else 120)
+SMALL_BUDGET = 1_024
+"""Tokens of a step, in addition to the published budget."""
 
 
 @dataclass
@@ -66,6 +66,7 @@ class Row:
     num_answer: int
     way: str  # "both", or the link
     num_prefill: int
+    budget: int  # tokens of a step
     model: str
     first_p50_s: float
     first_p95_s: float
@@ -76,6 +77,14 @@ class Row:
 
 
 FIGURES = ("first_p50_s", "first_p95_s", "last_p50_s", "last_p95_s", "per_token_p50_s", "per_token_p95_s")
+COMPARED = (
+    ("median of the last token", "last_p50_s"),
+    ("its P95", "last_p95_s"),
+    ("median ms a token", "per_token_p50_s"),
+    ("median of the first token", "first_p50_s"),
+    ("its P95", "first_p95_s"),
+)
+"""(title, figure) of the comparison."""
 
 
 def answers_only(profile: StepProfile, parts: Sequence[StepPart]) -> float:
@@ -162,31 +171,55 @@ async def play(
 
 
 def rows_of(cell: Cell) -> list[Row]:
-    """Return the rows of a cell with both models: engines that do both, and half of them as prefill lanes."""
-    settings, lean_queries, rows = cell.settings(), cell.queries(), []
-    queries = fit_contexts(settings, make_load(settings, load_trace(settings)), None).queries
-    for way, num_prefill in (("both", 0), (LINK, cell.num_engines // 2)):
+    """Return the rows of a cell with both models: engines that do both, with the published and a small step budget, and
+    half of them as prefill lanes."""
+    published, lean_queries, rows = cell.settings(), cell.queries(), []
+    queries = fit_contexts(published, make_load(published, load_trace(published)), None).queries
+    ways = (("both", 0, cell.budget), ("both", 0, SMALL_BUDGET), (LINK, cell.num_engines // 2, cell.budget))
+    for way, num_prefill, budget in ways:
+        settings = replace(published, max_num_batched_tokens=budget)
         timings = run_virtual(play(settings, queries, cell.num_engines, num_prefill, LINKS.get(way, 1.0)))
         values = []
         for of in ("first_s", "last_s", "per_token_s"):
             of_queries = [getattr(timing, of) for timing in timings]
             values += [percentile(of_queries, 0.5), percentile(of_queries, 0.95)]
-        lean = run(cell, lean_queries, num_prefill, way, router="shortest queue", reuses=False)
+        lean = run(cell, lean_queries, num_prefill, way, router="shortest queue", reuses=False, budget=budget)
         for model, figures in (("vLLM's schedulers", values), ("lean", [getattr(lean, name) for name in FIGURES])):
-            rows.append(Row(cell.load, cell.num_engines, cell.num_answer, way, num_prefill, model, *figures))
+            what = (cell.load, cell.num_engines, cell.num_answer, way, num_prefill, budget, model)
+            rows.append(Row(*what, *figures))
     return rows
 
 
-def table_of(rows: Sequence[Row]) -> Table:
-    """Return the rows as a table: seconds to the first and the last token, milliseconds for each between."""
-    head = ("load", "engines", "answer", "way", "model", "first P50", "P95", "last P50", "P95", "ms/token P50", "P95")
-    table = Table(*head)
+def differences_table(rows: Sequence[Row]) -> str:
+    """Return by how much the lean engines differ from vLLM's schedulers: the least and the most of all cells."""
+    of: dict[str, list[Row]] = {}
     for row in rows:
-        seconds = (row.first_p50_s, row.first_p95_s, row.last_p50_s, row.last_p95_s)
-        per_token = (f"{1e3 * each:.1f}" for each in (row.per_token_p50_s, row.per_token_p95_s))
-        what = (row.load, str(row.num_engines), str(row.num_answer), row.way, row.model)
-        table.add_row(*what, *(f"{each:.3f}" for each in seconds), *per_token)
-    return table
+        name = "both" if row.way == "both" else "lanes"
+        of.setdefault(f"{name}, {NAMES[row.load]}, {row.budget:,}", []).append(row)
+    lines = []
+    for name, these in sorted(of.items()):
+        pairs = list(zip(these[::2], these[1::2], strict=True))
+        line = [name]
+        for _, figure in COMPARED:
+            changes = [100 * (getattr(lean, figure) / getattr(whole, figure) - 1) for whole, lean in pairs]
+            line.append(f"{min(changes):+.0f} to {max(changes):+.0f} %")
+        lines.append(line)
+    return study_table(("way, load, tokens of a step", *(title for title, _ in COMPARED)), lines)
+
+
+def rows_table(rows: Sequence[Row]) -> str:
+    """Return all rows: P50 / P95 of seconds to the first and the last token, and of ms for each between."""
+    lines = []
+    for row in rows:
+        what = (f"{NAMES[row.load]}, {row.num_answer}", str(row.num_engines), row.way, f"{row.budget:,}", row.model)
+        seconds = (
+            f"{decimal(getattr(row, f'{of}_p50_s'), 3)} / {decimal(getattr(row, f'{of}_p95_s'))}"
+            for of in ("first", "last")
+        )
+        per_token = f"{decimal(1e3 * row.per_token_p50_s, 1)} / {decimal(1e3 * row.per_token_p95_s, 1)}"
+        lines.append([*what, *seconds, per_token])
+    head = ("load, answer", "engines", "way", "tokens of a step", "model", "first token", "last token", "ms a token")
+    return study_table(head, without_repeats(lines, 4))
 
 
 def main() -> int:
@@ -197,7 +230,7 @@ def main() -> int:
     for load, num_answer, num_engines in product(("crawler", "anns"), ANSWERS, NUMBERS):
         rows += rows_of(Cell(load, num_answer, num_engines, NUM_QUERIES))
         print(f"{load}, {num_answer} tokens, {num_engines} engines", file=sys.stderr, flush=True)
-    console.print(table_of(rows))
+    print(differences_table(rows), rows_table(rows), sep="\n")
     if arguments.json:
         write_results(arguments.json, rows, command="make bench-lanes-whole")
     return 0

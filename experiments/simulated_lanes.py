@@ -3,10 +3,12 @@
     prefill lane, or an engine that does both     complete prompts first, the shortest of them; then partial ones
     decode lane                                   a prompt's KV is there; the step after it samples its first token
 
-A step verifies `depth` drafted tokens of each answer. Each is right with the probability `acceptance` if all before it
-were; the first wrong one ends them, and one more token is sampled behind them. Verifying costs what the profile says of
-a step with so many more tokens. Drafting costs `DRAFT_SHARE` of a step with one token for each drafted position, as one
-layer of 32 with the output matrix reads: all requests are drafted for together.
+A step verifies `depth` drafted tokens of each answer that has begun. Before its first token, which a decode lane
+samples in a step of its own, there is nothing to draft from. Each drafted token is right with the probability
+`acceptance` if all before it were; the first wrong one ends them, and one more token is sampled behind them.
+Verifying costs what the profile says of a step with so many more tokens. Drafting costs `DRAFT_SHARE` of a step with
+one token for each drafted position, as one layer of 32 with the output matrix reads: all requests are drafted for
+together.
 
 `tests/experiments/test_lanes_simulated.py` holds it to vLLM's schedulers.
 """
@@ -103,6 +105,7 @@ class LaneOptions:
 
     rule: a name of `DEPTH_RULES`.
     most_open: requests that a load of 1 stands for, in FlowGuard's queues and in SpecuStream's load.
+    block_size: tokens of a block. With 1, prompts have their exact lengths, and a long load takes long.
     """
 
     profile: StepProfile
@@ -111,6 +114,7 @@ class LaneOptions:
     acceptance: float = 0.0
     most_open: int = MOST_OPEN
     seed: int = 1
+    block_size: int = BLOCK
 
 
 @dataclass
@@ -130,7 +134,7 @@ class LaneEngine(LeanEngine):
 
     def __init__(self, options: LaneOptions, name: str, *, decodes: bool = False) -> None:
         profile = options.profile
-        super().__init__(profile, profile.kv_tokens, budget=options.budget)
+        super().__init__(profile, profile.kv_tokens, budget=options.budget, block_size=options.block_size)
         self.options, self.decodes = options, decodes
         self.link = asyncio.Lock()
         self._keys_of = _keys
@@ -138,7 +142,7 @@ class LaneEngine(LeanEngine):
         self._rule, self._metrics = DEPTH_RULES[options.rule](), Acceptance()
         self._rng = random.Random(f"{options.seed} {name}")
         self._draft_s = DRAFT_SHARE * profile.step_s([(1, 0)])
-        self._block_s = profile.step_s([(options.budget, 0)]) * BLOCK / options.budget
+        self._block_s = profile.step_s([(options.budget, 0)]) * options.block_size / options.budget
 
     @asynccontextmanager
     async def stream(
@@ -172,9 +176,10 @@ class LaneEngine(LeanEngine):
         decoding = [stream for stream in self._running if stream.is_decoding]
         self._draft(decoding)
         num_tokens = len(decoding) + sum(stream.num_drafted for stream in decoding)
-        prefilling = [] if self.decodes else self._plan(self._budget - math.ceil(num_tokens / BLOCK))
-        parts = [(1 + stream.num_drafted, stream.num_blocks * BLOCK + stream.num_shown) for stream in decoding]
-        parts += [(num * BLOCK, stream.num_computed * BLOCK) for stream, num in prefilling]
+        size = self._block_size
+        prefilling = [] if self.decodes else self._plan(self._budget - math.ceil(num_tokens / size))
+        parts = [(1 + stream.num_drafted, stream.num_blocks * size + stream.num_shown) for stream in decoding]
+        parts += [(num * size, stream.num_computed * size) for stream, num in prefilling]
         if not parts:
             self._step = None
             return
@@ -205,12 +210,14 @@ class LaneEngine(LeanEngine):
         stream.show(num_new)
 
     def _draft(self, decoding: Sequence[LaneStream]) -> None:
-        """Set how many tokens the next step verifies of each answer: never more than it still needs, less one."""
+        """Set how many tokens the next step verifies of each answer: never more than it still needs, less one, and none
+        before its first token. A decode lane drafts behind that token only once it has sampled it."""
         for stream in decoding:
             if stream.depth is None:
                 load = len(self._running) / self.options.most_open
                 stream.depth = int(self._rule.adapt(self._metrics.share, load, self._metrics.tokens_per_s))
-            stream.num_drafted = min(stream.depth, stream.num_output - stream.num_shown - 1)
+            num_needed = stream.num_output - stream.num_shown - 1
+            stream.num_drafted = min(stream.depth, num_needed) if stream.num_shown else 0
 
     def _plan(self, budget: int) -> list[tuple[LaneStream, int]]:  # type: ignore[override]
         """Return the blocks of each prompt to compute in the next step, in the order of the policy `srpf`."""

@@ -3,10 +3,11 @@
     python experiments/streamserve.py [--json FILE]
 
 80 queries of each of four datasets, on four A800 with Llama 2 7B: two pairs of a prefill and a decode lane, four
-engines that do both, or one engine on all four. Every arm answers the same queries with answers of the same length: 233
-tokens, which are the latency over the time per token of the published tensor-parallel baseline. The paper names no
-lengths. The prompts have the lengths that follow from its own definition of throughput for StreamServe's rows:
-throughput x latency - latency / time per token.
+engines that do both, or one engine on all four. Every arm answers the same queries with answers of the same lengths:
+233 tokens on average, which are the latency over the time per token of the published tensor-parallel baseline. The
+paper names no lengths. The prompts have the mean lengths that follow from its own definition of throughput for
+StreamServe's rows: throughput x latency - latency / time per token. Lengths vary about these means, and are simulated
+to the token. Tables are in Markdown.
 
 Fitted: the overhead of a step, to the time per token of the two baselines. Assumed: acceptance rates, and bandwidths.
 """
@@ -24,10 +25,9 @@ from typing import NamedTuple
 
 from lane_play import Way, play
 from results_file import write_results
-from rich.console import Console
-from rich.table import Table
-from routing.loads import Pieces, Query, lognormal
+from routing.loads import Pieces, Query
 from simulated_lanes import LaneOptions
+from study_figures import decimal, study_table
 
 from streamrag.bench.summary import percentile
 from streamrag.engine.costs.step_profiles import AnalyticProfile, ModelShape
@@ -39,8 +39,13 @@ AT_ONCE = (1, 16, 64)
 about 15 in its figure 4a."""
 USUAL_AT_ONCE = 16
 NUM_ANSWER = 233
+"""Mean."""
 VARIED = 0.6
-"""Standard deviation of the logarithm of an answer's length, where answers vary."""
+"""Standard deviation of the logarithm of an answer's length. Assumed."""
+PROMPTS_VARIED = 0.4
+"""As `VARIED`, of a prompt's length."""
+LOADS = (*((at_once, VARIED) for at_once in AT_ONCE), (USUAL_AT_ONCE, 0.0))
+"""(queries at once, deviation of answers): the last one has answers of one length."""
 BUDGET = 2_048
 SHORT_ANSWER = 18
 """Tokens that the published latency of the whole system has room for: .275 s at .0153 s each."""
@@ -52,8 +57,6 @@ NVLINK, PCIE = 200e9, 25e9
 OVERHEAD_S = {1: 0.0073, 4: 0.0124}
 """Seconds of a step besides reading and computing, by GPUs of the engine: fitted, see above."""
 MODEL = ModelShape("Llama-2-7B", 6.74e9, 32, 32, 128, 13.48e9, KV_BYTES_PER_TOKEN)
-
-console = Console(highlight=False, width=None if Console().is_terminal else 160)
 
 
 class Published(NamedTuple):
@@ -79,7 +82,7 @@ class Dataset(NamedTuple):
     EAGLE-3 on MT-Bench: more for code and mathematics, as EAGLE-2 reports, and less for summaries."""
 
     name: str
-    num_prompt: int
+    num_prompt: int  # mean
     acceptance: float
 
 
@@ -152,7 +155,7 @@ class Row:
     dataset: str
     at_once: int
     sigma: float
-    tokens_per_s: float  # of a query, as the paper counts: prompt and answer over the latency
+    tokens_per_s: float  # as the paper counts: a query's mean tokens, prompt and answer, over the mean latency
     latency_s: float
     p99_s: float
     tpot_s: float
@@ -176,22 +179,31 @@ def profile(num_gpus: int) -> AnalyticProfile:
     )
 
 
+def lengths(mean: float, sigma: float, rng: random.Random) -> list[int]:
+    """Return a log-normal length for each query, in a random order: quantiles, which have this mean to half a token.
+
+    Lengths that are drawn independently do not: the mean of 80 answers was up to 14 % off.
+    """
+    normal = statistics.NormalDist()
+    quantiles = [math.exp(sigma * normal.inv_cdf((n + 0.5) / NUM_QUERIES)) for n in range(NUM_QUERIES)]
+    rng.shuffle(quantiles)
+    return [round(mean * each / statistics.mean(quantiles)) for each in quantiles]
+
+
 def queries_of(dataset: Dataset, num_answer: int, sigma: float, seed: int = 1) -> list[Query]:
     """Return queries that share nothing. `sigma`: standard deviation of the logarithm of an answer's length, of which
     the mean is `num_answer`."""
     rng, named = random.Random(f"{dataset.name} {seed}"), Pieces()
-    queries = []
-    for number in range(NUM_QUERIES):
-        prompt = named(number, lognormal(rng, dataset.num_prompt, 0.4, 8, 4_000))
-        num_output = lognormal(rng, num_answer / math.exp(sigma**2 / 2), sigma, 2, 2_000)
-        queries.append(Query(0.0, ((0.0, (prompt,)),), num_output))
-    return queries
+    prompts = lengths(dataset.num_prompt, PROMPTS_VARIED, rng)
+    answers = lengths(num_answer, sigma, rng)
+    named_prompts = (named(number, num) for number, num in enumerate(prompts))
+    return [Query(0.0, ((0.0, (prompt,)),), num) for prompt, num in zip(named_prompts, answers, strict=True)]
 
 
 def run(arm: Arm, dataset: Dataset, at_once: int, sigma: float) -> Row:
     """Play one dataset on one arm."""
     acceptance = dataset.acceptance if arm.acceptance is None else arm.acceptance
-    options = LaneOptions(profile(arm.num_gpus), BUDGET, arm.rule, acceptance, MICRO_BATCH)
+    options = LaneOptions(profile(arm.num_gpus), BUDGET, arm.rule, acceptance, MICRO_BATCH, block_size=1)
     queries = queries_of(dataset, arm.num_answer, sigma)
     outcome = play(queries, replace(arm.way, num_at_once=at_once), options)
     latencies_s = [timing.last_s for timing in outcome.timings]
@@ -200,7 +212,7 @@ def run(arm: Arm, dataset: Dataset, at_once: int, sigma: float) -> Row:
         dataset=dataset.name,
         at_once=at_once,
         sigma=sigma,
-        tokens_per_s=statistics.mean((dataset.num_prompt + t.num_answer) / t.last_s for t in outcome.timings),
+        tokens_per_s=sum(t.num_prompt + t.num_answer for t in outcome.timings) / sum(latencies_s),
         latency_s=statistics.mean(latencies_s),
         p99_s=percentile(latencies_s, 0.99),
         tpot_s=statistics.mean(timing.per_token_s for timing in outcome.timings),
@@ -220,73 +232,83 @@ def mean_of(rows: Sequence[Row], arm: str, at_once: int, sigma: float) -> Row:
 # --------------------------------------------------------------------------------------------------------------- tables
 
 
-def work_table() -> Table:
-    """Return how many tokens a query of each published row can have had."""
-    head = ("row", "latency, s", "s/token", "an answer has at most", "prompt and answer", "so a prompt of")
-    table = Table(*head, title="Tokens of a query by the paper's own definitions")
-    systems = ("DP", "TP", "StreamServe")
-    named = [
-        (f"{name}, {system}", row)
-        for name, of in PUBLISHED_DATASETS.items()
-        for system, row in zip(systems, of, strict=True)
-    ]
-    for name, row in (*named, *((arm.name, arm.published) for arm in ARMS if arm.published)):
-        numbers = (row.most_answer, row.num_tokens, row.num_tokens - row.most_answer)
-        table.add_row(name, f"{row.latency_s:g}", f"{row.tpot_s:g}", *(f"{number:.0f}" for number in numbers))
-    return table
+def work_table() -> str:
+    """Return how many tokens a query of each published row can have had: an answer's at most + a prompt's."""
+    lines = [[name, *map(_room, of)] for name, of in PUBLISHED_DATASETS.items()]
+    return study_table(("", "data parallel", "tensor parallel", "StreamServe"), lines)
 
 
-def ablation_table(rows: Sequence[Row]) -> Table:
+def room_table() -> str:
+    """Return the same for the published rows of the ablation."""
+    return study_table(
+        ("arm", "answer at most + prompt"), ([arm.name, _room(arm.published)] for arm in ARMS if arm.published)
+    )
+
+
+def _room(row: Published) -> str:
+    return f"{row.most_answer:.0f} + {row.num_tokens - row.most_answer:.0f}"
+
+
+def ablation_table(rows: Sequence[Row]) -> str:
     """Return the published means beside ours, and latencies over that of the whole system."""
-    head = ("arm", "published: tokens/s", "s", "ms/token", "of all", "ours: tokens/s", "s", "P99", "ms/token", "of all")
-    title = f"Tables 8 and 9, {USUAL_AT_ONCE} queries at once; all answers have {NUM_ANSWER} tokens, but for two rows"
-    table = Table(*head, "answer tokens/s", "accepted", title=title)
-    whole = mean_of(rows, ARMS[0].name, USUAL_AT_ONCE, 0.0)
+    whole, lines = mean_of(rows, ARMS[0].name, USUAL_AT_ONCE, VARIED), []
     for arm in ARMS:
-        ours, theirs = mean_of(rows, arm.name, USUAL_AT_ONCE, 0.0), arm.published
-        published = ("", "", "", "")
+        ours, theirs = mean_of(rows, arm.name, USUAL_AT_ONCE, VARIED), arm.published
+        published = ["-", ""]
         if theirs:
-            ratio = theirs.latency_s / PUBLISHED_ALL.latency_s
-            published = (
-                f"{theirs.tokens_per_s:g}",
-                f"{theirs.latency_s:g}",
-                f"{1e3 * theirs.tpot_s:.1f}",
-                f"{ratio:.1f}",
-            )
-        table.add_row(
-            arm.name,
-            *published,
-            f"{ours.tokens_per_s:.0f}",
-            f"{ours.latency_s:.2f}",
-            f"{ours.p99_s:.2f}",
-            f"{1e3 * ours.tpot_s:.1f}",
-            f"{ours.latency_s / whole.latency_s:.2f}",
-            f"{ours.answer_tokens_per_s:.0f}",
-            f"{ours.accepted_share:.0%}" if ours.accepted_share else "",
-        )
-    return table
+            published = [_published(theirs), f"{theirs.latency_s / PUBLISHED_ALL.latency_s:.3g}"]
+        accepted = f"{100 * ours.accepted_share:.0f} %" if ours.accepted_share else ""
+        lines.append([arm.name, *published, _ours(ours), decimal(ours.latency_s / whole.latency_s), accepted])
+    figures = "tokens/s, s, ms/token"
+    return study_table(("arm", f"published: {figures}", "x", f"ours: {figures}", "x", "drafts that hold"), lines)
 
 
-def load_table(rows: Sequence[Row]) -> Table:
-    """Return mean latencies and times per token by queries at once, and with answers of varied length."""
-    columns = [(at_once, 0.0) for at_once in AT_ONCE] + [(USUAL_AT_ONCE, VARIED)]
-    names = [f"{at_once} at once" + (", varied" if sigma else "") for at_once, sigma in columns]
-    table = Table("arm", *names, title="Mean latency, s; ms/token; tokens of answers a second")
+def load_table(rows: Sequence[Row]) -> str:
+    """Return mean latencies in seconds and answer tokens a second, by queries at once; last, answers of one length."""
+    lines = []
     for arm in ARMS:
-        of = [mean_of(rows, arm.name, *column) for column in columns]
-        cells = (f"{row.latency_s:.2f}; {1e3 * row.tpot_s:.1f}; {row.answer_tokens_per_s:.0f}" for row in of)
-        table.add_row(arm.name, *cells)
-    return table
+        of = [mean_of(rows, arm.name, *load) for load in LOADS]
+        lines.append([arm.name, *(f"{decimal(row.latency_s)}, {row.answer_tokens_per_s:,.0f}" for row in of)])
+    names = [f"{at_once}" if sigma else f"{at_once}, answers of one length" for at_once, sigma in LOADS]
+    return study_table(("arm", *names), lines)
+
+
+def short_table(rows: Sequence[Row]) -> str:
+    """Return each dataset's published row of the whole system beside ours with answers of 18 tokens."""
+    arm = next(arm.name for arm in ARMS if arm.num_answer == SHORT_ANSWER)
+    ours = {row.dataset: row for row in rows if (row.arm, row.at_once, row.sigma) == (arm, USUAL_AT_ONCE, VARIED)}
+    figures = "tokens/s, s, ms/token"
+    head = ("all of it", f"published: {figures}", f"ours with answers of {SHORT_ANSWER} tokens")
+    return study_table(head, ([name, _published(of[2]), _ours(ours[name])] for name, of in PUBLISHED_DATASETS.items()))
+
+
+def _published(row: Published) -> str:
+    return f"{row.tokens_per_s:,g}, {decimal(row.latency_s, 3)}, {decimal(1e3 * row.tpot_s, 1)}"
+
+
+def _ours(row: Row) -> str:
+    return f"{row.tokens_per_s:,.0f}, {decimal(row.latency_s, 3)}, {decimal(1e3 * row.tpot_s, 1)}"
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Return all tables, with a title each."""
+    at_once = f"{USUAL_AT_ONCE} queries at once"
+    tables = {
+        f"Tables 8 and 9, {at_once}; answers of {NUM_ANSWER} tokens on average": ablation_table(rows),
+        "Mean latency in seconds and answer tokens a second, by queries at once": load_table(rows),
+        "Tokens of a query by the paper's own definitions": work_table(),
+        "The same for its ablation": room_table(),
+        f"Short answers, {at_once}": short_table(rows),
+    }
+    return "\n".join(f"## {title}\n\n{each}" for title, each in tables.items())
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
     arguments = parser.parse_args()
-    loads = [(at_once, 0.0) for at_once in AT_ONCE] + [(USUAL_AT_ONCE, VARIED)]
-    rows = [run(arm, dataset, *load) for arm, dataset, load in product(ARMS, DATASETS, loads)]
-    for table in (work_table(), ablation_table(rows), load_table(rows)):
-        console.print(table)
+    rows = [run(arm, dataset, *load) for arm, dataset, load in product(ARMS, DATASETS, LOADS)]
+    print(report(rows))
     if arguments.json:
         write_results(arguments.json, rows, command="make bench-lanes")
     return 0

@@ -32,9 +32,9 @@ class Piece(NamedTuple):
 Text: TypeAlias = tuple[Piece, ...]
 
 
-def blocks(text: Text) -> tuple[int, ...]:
-    """What a router and an engine are given for it."""
-    starts = ((piece.number * MOST_BLOCKS, math.ceil(piece.num_tokens / BLOCK)) for piece in text)
+def blocks(text: Text, block_size: int = BLOCK) -> tuple[int, ...]:
+    """Return what a router and an engine are given for a text: whole blocks, so that each piece is rounded up."""
+    starts = ((piece.number * MOST_BLOCKS, math.ceil(piece.num_tokens / block_size)) for piece in text)
     return tuple(chain.from_iterable(range(start, start + num) for start, num in starts))
 
 

@@ -2,16 +2,18 @@
 
 import asyncio
 import statistics
+from dataclasses import replace
 
 import lanes_simulated
 import lanes_whole
 import pytest
 from lane_play import LANE_ROUTERS, Outcome, Timing, Way, play
-from lanes_simulated import ARMS, LINKS, PROFILE, Cell, rows_of, splits
+from lanes_simulated import ARMS, BUDGETS, LINKS, PROFILE, Cell, best, best_of_each, report, rows_of, run, splits
 from routing.flowguard import overload
 from routing.loads import Piece, Query
 from simulated_lanes import DEPTH_RULES, DRAFT_SHARE, Acceptance, LaneEngine, LaneOptions, accepted
 from speculation_policies import SpecuStream
+from study_figures import decimal
 
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.engine.costs.profile_files import load_profile
@@ -64,6 +66,34 @@ def test_wrong_drafts_cost_their_drafting_and_save_nothing():
     assert last_s - first_s > 8 * STEP_S
     assert engine.counts.num_right == 0
     assert engine.counts.num_drafted == 3 * 5 + 2 + 1, "no more than the answer still needs"
+
+
+def test_a_decode_lane_verifies_no_drafts_before_its_first_token():
+    engine = LaneEngine(options("fixed 3"), "e0", decodes=True)
+    step_s = STEP_S + 3 * DRAFT_SHARE * STEP_S
+    # One token in the first step, then four in each of two steps with three right drafts.
+    assert ask(engine) == pytest.approx([STEP_S, STEP_S + 2 * step_s])
+    assert engine.counts.num_drafted == 2 * 3
+
+
+def test_blocks_of_one_token_compute_exact_prompts():
+    class Recording(Half):
+        def __init__(self):
+            self.steps = []
+
+        def step_s(self, parts):
+            self.steps.append(list(parts))
+            return STEP_S
+
+    def steps(block_size):
+        profile = Recording()
+        engine = LaneEngine(LaneOptions(profile, 128, block_size=block_size), "e0")
+        profile.steps.clear()  # of estimates
+        ask(engine, num_blocks=-(-150 // block_size), num_output=1)
+        return profile.steps
+
+    assert steps(1) == [[(128, 0)], [(22, 128)]]
+    assert steps(64) == [[(128, 0)], [(64, 128)]]
 
 
 def test_a_decode_lane_samples_in_its_first_step():
@@ -136,8 +166,8 @@ def test_a_transfer_comes_between_the_two_lanes_and_what_is_there_is_not_sent():
     way = Way("lanes", 2, 1, link_bytes_s=128.0, kv_bytes_per_token=1)
     first, second = play([query(), query(at_s=10.0)], way, options()).timings
     # prefill, a transfer of 128 tokens, and the decode lane's first of three steps
-    assert first == Timing(pytest.approx(0.5 + 1.001 + 0.5), pytest.approx(3.001), 0.5, 3, 2, 0)
-    assert second == Timing(pytest.approx(0.5 + 0.001 + 0.5), pytest.approx(2.001), 0.5, 3, 0, 2)
+    assert first == Timing(pytest.approx(0.5 + 1.001 + 0.5), pytest.approx(3.001), 0.5, 128, 3, 2, 0)
+    assert second == Timing(pytest.approx(0.5 + 0.001 + 0.5), pytest.approx(2.001), 0.5, 128, 3, 0, 2)
     again = play([query(), query(at_s=10.0)], Way("lanes", 2, 1, 128.0, 1, reuses=False), options())
     assert [timing.num_sent for timing in again.timings] == [2, 2]
 
@@ -180,17 +210,61 @@ def test_the_rows_of_a_cell_are_those_of_links_and_arms_and_the_same_each_time()
     cell = Cell("crawler", 10, 2, 2)
     rows = rows_of(cell)
     links = [row for row in rows if (row.router, row.rule) == ARMS[0]]
-    assert [row.way for row in links] == ["both", *LINKS]
+    assert [(row.way, row.budget) for row in links] == [
+        *(("both", budget) for budget in BUDGETS),
+        *((link, 2_048) for link in LINKS),
+    ]
     assert len(rows) == len(links) + 2 * (len(ARMS) - 1)
     # The KV of several thousand tokens crosses 12.5 GB/s in some 50 ms.
-    assert links[1].first_p50_s + 0.02 < links[-1].first_p50_s
+    assert links[-3].first_p50_s + 0.02 < links[-1].first_p50_s
     drafting = [row for row in rows if row.rule != "none"]
     assert all(row.per_token_p50_s < links[0].per_token_p50_s for row in drafting)
     assert rows_of(cell) == rows
 
 
+def test_lanes_are_compared_with_the_step_budget_that_suits_engines_that_do_both_best():
+    cell = Cell("anns", 50, 2, 10)
+    rows, queries = rows_of(cell), cell.queries()
+    shown = [row for row in best_of_each(rows) if row.way == "both"]
+    assert [(row.router, row.rule) for row in shown] == list(ARMS)
+    for row in shown:
+        tried = [run(cell, queries, 0, router=row.router, rule=row.rule, budget=budget) for budget in BUDGETS]
+        assert row == best(tried)
+    assert shown[0].budget < cell.budget == 8_192, "else this load does not tell the budgets apart"
+
+
+def test_the_best_row_has_the_least_p95_of_the_last_token_and_of_nearly_equal_ones_the_first_token_decides():
+    row = run(Cell("crawler", 10, 2, 2), Cell("crawler", 10, 2, 2).queries(), 0)
+    early, late, slow = (replace(row, first_p95_s=a, last_p95_s=b) for a, b in ((0.1, 1.03), (0.3, 1.0), (0.0, 1.1)))
+    assert best([late, slow, early]) == early
+    assert best([late, slow]) == late
+
+
+def test_tables_are_markdown_and_name_the_step_budget():
+    rows = rows_of(Cell("anns", 20, 2, 6))
+    tables = report(rows)
+    both = next(row for row in best_of_each(rows) if row.way == "both")
+    assert f"| searches, 20 | 2 | both | {both.budget:,} |  | " in tables
+    assert f"{1e3 * both.per_token_p50_s:.1f} ({both.budget:,}) |" in tables, "with the arms"
+    for table in tables.split("## ")[1:]:
+        assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1, table
+
+
+def test_more_engines_have_no_arms(monkeypatch):
+    monkeypatch.setattr(lanes_simulated, "MOST_WITH_ARMS", 1)
+    rows = rows_of(Cell("crawler", 10, 2, 2))
+    assert {(row.router, row.rule) for row in rows} == {ARMS[0]}
+    assert "Routers" not in report(rows)
+
+
+def test_figures_lose_their_leading_zero_and_decimals_that_say_nothing():
+    assert [decimal(each) for each in (0.05, 0.944, 1.0, 13.94, 102.6)] == [".05", ".94", "1.00", "13.9", "103"]
+    assert [decimal(each, 3) for each in (0.05, 1.2345)] == [".050", "1.23"]
+
+
 def test_documents_that_are_popular_are_sent_less_often():
     rows = rows_of(Cell("documents", 0, 2, 6))
+    assert [row.budget for row in rows if row.way == "both"] == list(BUDGETS)
     of = {(row.way, row.reuses): row for row in rows}
     assert of["100 Gb/s", True].sent_share < of["100 Gb/s", False].sent_share == 1.0
     assert of["100 Gb/s", True].first_p50_s <= of["100 Gb/s", False].first_p50_s
@@ -198,10 +272,19 @@ def test_documents_that_are_popular_are_sent_less_often():
 
 def test_the_medians_of_lean_engines_are_those_of_vllms_schedulers_within_a_sixth():
     rows = lanes_whole.rows_of(Cell("crawler", 20, 2, 6))
-    assert [row.model for row in rows] == ["vLLM's schedulers", "lean"] * 2
+    assert [row.model for row in rows] == ["vLLM's schedulers", "lean"] * 3
+    assert [row.budget for row in rows] == [2_048, 2_048, 1_024, 1_024, 2_048, 2_048]
     for whole, lean in zip(rows[::2], rows[1::2], strict=True):
         for name in ("last_p50_s", "per_token_p50_s"):
             assert getattr(lean, name) == pytest.approx(getattr(whole, name), rel=1 / 6), (whole.way, name)
+    assert lanes_whole.rows_table(rows).count("| lean |") == 3
+
+
+def test_differences_of_the_models_are_those_of_the_least_and_the_most_cell():
+    row = lanes_whole.Row("anns", 2, 50, "both", 0, 1_024, "vLLM's schedulers", *[1.0] * 6)
+    rows = [row, replace(row, model="lean", last_p50_s=1.1), row, replace(row, model="lean", last_p50_s=0.8)]
+    line = lanes_whole.differences_table(rows).splitlines()[-1]
+    assert line == "| both, searches, 1,024 | -20 to +10 % |" + " +0 to +0 % |" * 4
 
 
 def test_a_decode_lane_computes_only_the_last_token_of_a_prompt():
