@@ -1,4 +1,4 @@
-"""Experiments, and examples that compare answers, name the dtype of their engines: in bfloat16 equal answers are luck."""
+"""Experiments, and examples that compare answers, name the dtype of their engines. In bfloat16 equal answers are luck."""
 
 import ast
 from collections.abc import Iterator
@@ -42,6 +42,8 @@ def test_examples_that_leave_the_dtype_to_the_engine_make_one() -> None:
     assert found & CHOOSE_NOTHING == CHOOSE_NOTHING
 
 
-@pytest.mark.parametrize("code", ["vllm.LLM(model)", "partial(VllmBackend, model)", "arg_utils.EngineArgs(model=model)"])
+@pytest.mark.parametrize(
+    "code", ["vllm.LLM(model)", "partial(VllmBackend, model)", "arg_utils.EngineArgs(model=model)"]
+)
 def test_a_call_without_dtype_is_found(code: str) -> None:
     assert len([*engine_calls(ast.parse(code))]) == 1
