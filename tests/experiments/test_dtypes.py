@@ -1,4 +1,4 @@
-"""Experiments, and examples that compare answers, name the dtype of their engines. In bfloat16 equal answers are luck."""
+"""Experiments, and examples that compare answers, name the dtype of their engines: equal bfloat16 answers are luck."""
 
 import ast
 from collections.abc import Iterator
