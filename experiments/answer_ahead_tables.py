@@ -7,7 +7,6 @@
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -46,7 +45,7 @@ def worse(row: Summary, over: str) -> Iterator[str]:
 
 def figure(value: float) -> str:
     """Return a figure with three digits, or with three decimals."""
-    return f"{value:#.3g}" if 0.1 <= value < 100 else f"{value:.{3 if math.isfinite(value) and value < 1 else 0}f}"
+    return f"{value:#.3g}" if 0.1 <= value < 99.95 else f"{value:.{3 if value < 0.1 else 0}f}"
 
 
 def triple(row: Summary, name: str) -> str:

@@ -11,7 +11,7 @@ from page_tables import table, with_tables
 RENEW = "run experiments/answer_ahead_tables.py"
 
 
-@pytest.mark.parametrize("page", pages(), ids=str)
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.parent.name)
 def test_the_tables_of_a_page_are_those_of_the_results(page: Path) -> None:
     text = page.read_text()
     assert with_tables(text, pages()[page]) == text, RENEW
