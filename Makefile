@@ -157,6 +157,7 @@ bench-one-user: .venv/installed ## one user whose context changes faster than a 
 
 bench-ahead: .venv/installed ## answers drafted while retrieval runs: seconds to the last token with drafts and without; real engine, ten minutes
 	$(RUN) experiments/answer_ahead.py --json experiments/results/answer_ahead.json
+	$(RUN) experiments/answer_ahead_tables.py
 
 bench-depth: .venv/installed ## how many tokens of a draft should a step verify? ten policies; real engine, then simulated; twenty minutes
 	$(RUN) experiments/speculation_depth.py --json experiments/results/speculation_depth.json --plot docs/speculation-depth.png
@@ -184,9 +185,11 @@ bench-routes: .venv/installed ## two ways to verify a draft, as speculative toke
 
 bench-copies: .venv/installed ## answers copied from their prompts, by our scheduler and by vLLM's ngram: steps and seconds; real engine, eight minutes
 	$(RUN) experiments/copies.py --json experiments/results/copies.json
+	$(RUN) experiments/answer_ahead_tables.py
 
-bench-ahead-simulated: .venv/installed ## the same on an H200 under load, simulated: crawls and searches up to twice saturation; half an hour of two cores; ONLY="200 tokens" runs a part
-	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/answer_ahead_simulated.py $(if $(ONLY),--only "$(ONLY)") --json experiments/results/answer_ahead_simulated.json --docs experiments/studies/answer-ahead.md
+bench-ahead-simulated: .venv/installed ## the same on two H200s under load, simulated: crawls and searches up to twice saturation; half an hour of two cores; ONLY="200 tokens" runs a part
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/answer_ahead_simulated.py $(if $(ONLY),--only "$(ONLY)") --json experiments/results/answer_ahead_simulated.json
+	$(RUN) experiments/answer_ahead_tables.py
 
 bench-auto: .venv/installed ## overlap="auto" against always and never, and what learning costs; real engine, quarter of an hour
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/auto_overlap.py --json experiments/results/auto_overlap.json

@@ -1,6 +1,6 @@
-"""How much sooner is an answer complete if it is drafted while retrieval runs, on an H200 under load? Simulated.
+"""How much sooner is an answer complete if it is drafted while retrieval runs, on two H200s under load? Simulated.
 
-    python experiments/answer_ahead_simulated.py [--only REGEX] [--seeds N] [--queries N] [--json FILE] [--docs FILE]
+    python experiments/answer_ahead_simulated.py [--only REGEX] [--seeds N] [--queries N] [--json FILE]
 
 The crawls and searches of `make paper`, with answers of 50, 200 and 500 tokens, each load served in three ways with
 the same arrivals: without drafts as engines schedule by default (off) and as engines with `answer_ahead` do (sync), and
@@ -16,12 +16,11 @@ and the end of its retrieval, as seen without drafts.
 import argparse
 import gc
 import json
-import math
 import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from datetime import date
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from answer_ahead_replay import PROFILE, WAYS, Load, Replay, Row, Totals, Way
+from answer_ahead_tables import MOST_WORSE, SIMULATED_TABLES
 from rich.console import Console
 from rich.progress import track
 
@@ -56,7 +56,6 @@ LOADS = (
     *(Load(*point, 200, NUM_QUERIES[point[1]], quality="right") for point in POINTS),
 )
 RANKS = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
-MOST_WORSE = 0.02
 
 console = Console(highlight=False, width=None if Console().is_terminal else 160)
 
@@ -92,6 +91,8 @@ def summarize(seeds: Sequence[Served], num_tokens: int) -> Summary:
     computing_s, held_s = sum(each.computing_s for each in of), sum(each.held_s for each in of)
     drafted, accepted = sum(each.num_drafted for each in of), sum(row.num_accepted for row in ahead)
     return {
+        "date": date.today().isoformat(),
+        "num_seeds": len(seeds),
         "num_queries": len(ahead),
         **{
             f"{name}_{rank}": percentile(values, share)
@@ -120,102 +121,6 @@ def is_later(served: Served, query_id: str) -> bool:
     return served["ahead"][0][query_id].last_s > (1 + MOST_WORSE) * served["sync"][0][query_id].last_s
 
 
-def ratio(row: Summary, name: str, rank: str, over: str = "sync") -> float:
-    """Return how many times sooner a token comes than `over`."""
-    return float(row[f"{name.partition('_')[0]}_{over}_{rank}"] / max(row[f"{name}_{rank}"], 1e-9))
-
-
-def worse(row: Summary, over: Way) -> Iterator[str]:
-    """Yield the percentiles that are more than `MOST_WORSE` worse with drafts than `over`."""
-    for name in ("first", "last"):
-        for rank in RANKS:
-            change = row[f"{name}_ahead_{rank}"] / row[f"{name}_{over}_{rank}"] - 1
-            if change > MOST_WORSE:
-                yield f"{name} {rank.upper()} {change:+.0%}"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, the first column to the left."""
-    lines = [list(head), ["---", *(["---:"] * (len(head) - 1))], *map(list, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def figure(value: float) -> str:
-    """Return a figure with two or three digits."""
-    return f"{value:.3g}" if value >= 0.1 or not math.isfinite(value) else f"{value:.3f}"
-
-
-def triple(row: Summary, name: str) -> str:
-    """Return P50, P95 and P99."""
-    return " / ".join(figure(row[f"{name}_{rank}"]) for rank in RANKS)
-
-
-def ratios_table(found: Mapping[str, Summary]) -> str:
-    """Return seconds to the last token, ratios and bounds."""
-    head = ["load, simulated", "last token, sync", "with drafts", "P50", "P95", "P99", "bound, idle", "bound, decoding"]
-    return table(
-        head,
-        (
-            [
-                name,
-                triple(row, "last_sync"),
-                triple(row, "last_ahead"),
-                *(f"{ratio(row, 'last_ahead', rank):.2f}x" for rank in RANKS),
-                *(f"{ratio(row, f'last_bound_{kind}', 'p50'):.1f}x" for kind in ("idle", "decode")),
-            ]
-            for name, row in found.items()
-        ),
-    )
-
-
-def drafts_table(found: Mapping[str, Summary]) -> str:
-    """Return what became of drafts, and what they cost."""
-    head = ["load, simulated", "complete", "drafted", "verified", "accepted", "wasted", "engine time", "idle", "held"]
-    return table(
-        head,
-        (
-            [
-                name,
-                f"{row['complete']:.0%}",
-                *(
-                    f"{row[f'num_{kind}'] / row['num_tokens']:.2f}"
-                    for kind in ("drafted", "verified", "accepted", "wasted")
-                ),
-                f"{row['draft_s'] / row['busy_s_ahead']:.0%}",
-                f"{row['idle_share']:.0%}",
-                f"{row['held_share']:.0%}",
-            ]
-            for name, row in found.items()
-        ),
-    )
-
-
-def first_table(found: Mapping[str, Summary]) -> str:
-    """Return seconds to the first token in each way, and which percentiles are worse with drafts."""
-    head = ["load, simulated", *(f"first token, {way}" for way in WAYS), "queries with a later last token"]
-    head += ["worse than sync", "worse than off"]
-    return table(
-        head,
-        (
-            [name, *(triple(row, f"first_{way}") for way in WAYS), f"{row['later_share']:.0%}"]
-            + [", ".join(worse(row, over)) or "none" for over in ("sync", "off")]
-            for name, row in found.items()
-        ),
-    )
-
-
-TABLES = {"ratios": ratios_table, "drafts": drafts_table, "first": first_table}
-
-
-def written(page: str, found: Mapping[str, Summary]) -> str:
-    """Return the page with its tables renewed, each behind a comment with its name."""
-    for name, make in TABLES.items():
-        mark = f"<!-- table: {name} -->\n\n"
-        before, _, rest = page.partition(mark)
-        page = before + mark + make(found) + rest[rest.index("\n\n") + 1 :]
-    return page
-
-
 def run(loads: Sequence[Load], num_seeds: int, num_processes: int) -> Iterator[tuple[Load, Summary]]:
     """Serve each load with each seed, in processes, and yield each load when all of its seeds are served."""
     jobs = [(load, replace(load, seed=seed)) for load in loads for seed in range(1, num_seeds + 1)]
@@ -230,10 +135,10 @@ def run(loads: Sequence[Load], num_seeds: int, num_processes: int) -> Iterator[t
                 yield load, summarize(served.pop(load), load.num_output_tokens)
 
 
-def write(path: Path, found: Mapping[str, Summary], num_seeds: int) -> None:
-    """Write the figures, with how they were made."""
+def write(path: Path, found: Mapping[str, Summary]) -> None:
+    """Write the figures, with how they were made. Rows of an earlier run have its date and number of seeds."""
     about = {"is_simulated": True, "command": "make bench-ahead-simulated", "date": date.today().isoformat()}
-    about |= {"num_seeds": num_seeds, "profile": PROFILE, "versions": versions()}
+    about |= {"profile": PROFILE, "versions": versions()}
     about["rules"] = [name for name in vars(rules) if "Draft" in name]
     write_atomic(path, json.dumps({**about, "loads": found}, indent=1) + "\n")
 
@@ -246,7 +151,6 @@ def main() -> None:
     add("--queries", type=int, metavar="N", help="at most so many of each load and seed: to try it out")
     add("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
-    add("--docs", type=Path, metavar="FILE", help="write the tables into that page, behind comments with their names")
     arguments = parser.parse_args()
     most = arguments.queries or sys.maxsize
     loads = [
@@ -256,13 +160,11 @@ def main() -> None:
     known = json.loads(path.read_text())["loads"] if path and path.exists() else {}
     for load, summary in run(loads, arguments.seeds, arguments.processes):
         known[load.name] = summary
+        known = {load.name: known[load.name] for load in LOADS if load.name in known}
         if path:
-            write(path, known, arguments.seeds)
-    found = {load.name: known[load.name] for load in LOADS if load.name in known}
-    for make in TABLES.values():
-        console.print(make(found))
-    if arguments.docs:
-        write_atomic(arguments.docs, written(arguments.docs.read_text(), found))
+            write(path, known)
+    for make in SIMULATED_TABLES.values():
+        console.print(make(known))
 
 
 if __name__ == "__main__":

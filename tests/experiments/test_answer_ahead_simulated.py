@@ -4,7 +4,8 @@ import random
 
 import pytest
 from answer_ahead_replay import WAYS, Load, Replay
-from answer_ahead_simulated import summarize, worse
+from answer_ahead_simulated import summarize
+from answer_ahead_tables import SIMULATED_TABLES, worse
 from answer_revisions import KEPT, Answers, Block, Revision
 
 
@@ -63,6 +64,8 @@ def test_the_engines_time_is_split_between_drafts_and_others(served: dict) -> No
 def test_a_summary_counts_complete_answers_and_names_what_became_worse(served: dict) -> None:
     summary = summarize([served], 20)
     assert summary["complete"] == 1.0
+    assert (summary["num_seeds"], summary["num_queries"]) == (1, 3)
+    assert all("crawler 1 QPS" in make({"crawler 1 QPS, 200 tokens": summary}) for make in SIMULATED_TABLES.values())
     assert summary["num_accepted"] == 54
     assert summary["last_bound_decode_p50"] <= summary["last_bound_idle_p50"] <= summary["last_sync_p50"]
     assert not [text for text in worse(summary, "sync") if text.startswith("last")]

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,25 @@ async def test_drafts_good_and_bad_change_no_token_and_no_log_probability(engine
     assert verified["right"] == (len(right) - 2, len(right) - 2)
     assert verified["wrong at once"] == (0, 0)
     assert verified["wrong in the middle"][1] >= 7
+
+
+@pytest.mark.parametrize("min_tokens", [0, 12])
+async def test_drafts_change_neither_where_a_stop_token_ends_an_answer_nor_its_least_number_of_tokens(
+    engine: AsyncLLM, min_tokens: int
+) -> None:
+    """A draft that has a stop token before the least number of tokens is left there."""
+    whole = token_ids((await answer(engine))[0])
+    number = next(i for i in range(4, 12) if whole[i] not in whole[:i])
+    params = replace(GREEDY, extra={**GREEDY.extra, "stop_token_ids": [whole[number]], "min_tokens": min_tokens})
+    plain, _ = await answer(engine, params=params)
+    if min_tokens:
+        assert len(plain) >= min_tokens
+    else:
+        assert token_ids(plain) == whole[: number + 1]
+    for draft in (token_ids(plain), whole, [*whole[: number + 1], *whole]):
+        found, record = await answer(engine, draft, params)
+        assert largest_difference(found, plain) <= MOST_DIFFERENCE
+        assert record.num_verified > 0
 
 
 async def test_many_drafts_at_once_beside_answers_and_drafts_of_drafts(engine: AsyncLLM) -> None:

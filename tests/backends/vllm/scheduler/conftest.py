@@ -58,12 +58,18 @@ class Bench:
         request_class: RequestClass = "pool",
         structured_outputs: StructuredOutputsParams | None = None,
         draft: Sequence[int] = (),
+        stop_token_ids: Sequence[int] = (),
     ) -> None:
         index = self._num_messages[name] = self._num_messages.get(name, -1) + 1
         message = PromptMessage(
             index, kept, is_complete, self.engine.now_s, request_class=request_class, draft=list(draft)
         )
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, structured_outputs=structured_outputs)
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            structured_outputs=structured_outputs,
+            stop_token_ids=list(stop_token_ids),
+        )
         self.engine.add(name, tokens, params, message)
 
     def step(self) -> list[EngineCoreOutput]:

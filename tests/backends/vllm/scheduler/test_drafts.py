@@ -48,6 +48,18 @@ def test_a_wrong_draft_changes_nothing(drafting: Make) -> None:
         assert num_steps(b, draft) <= LENGTH + 2
 
 
+@pytest.mark.parametrize("num_behind", [0, 1, 10])
+def test_a_stop_token_within_a_draft_ends_the_answer_there(drafting: Make, num_behind: int) -> None:
+    b = drafting(max_num_batched_tokens=64)
+    answer = b.fresh_answer(PROMPT, LENGTH)
+    number = next(i for i in range(20, LENGTH) if answer[i] not in answer[:i])
+    draft = answer[: number + 1 + num_behind]
+    b.chunk("s", PROMPT, is_complete=True, max_tokens=LENGTH, draft=draft, stop_token_ids=[answer[number]])
+    b.run()
+    assert b.tokens("s") == answer[: number + 1]
+    assert b.record("s").num_verified > number / 2
+
+
 def test_a_step_verifies_no_more_than_its_budget_and_the_free_blocks_allow(drafting: Make) -> None:
     answer = drafting().fresh_answer(PROMPT, LENGTH)
     for limits in ({"max_num_batched_tokens": 5}, {"num_blocks": 50}, {"num_blocks": 18, "max_model_len": 72}):
