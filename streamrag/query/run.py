@@ -256,17 +256,20 @@ class QueryRun:
             overlap=self._overlap,
             stretches=prompts.stretches,
         )
-        return replace(answer, draft=self._draft_use(prompts, answer.record))
+        return replace(answer, draft=self._draft_use(prompts, answer.record, len(answer.token_ids)))
 
-    def _draft_use(self, prompts: QueryPrompts, record: RequestRecord | None) -> DraftUse | None:
-        """Return how many drafted tokens were verified and accepted, or why none; None if drafts were not wanted."""
+    def _draft_use(self, prompts: QueryPrompts, record: RequestRecord | None, num_tokens: int) -> DraftUse | None:
+        """Return how many drafted tokens were verified and accepted, or why none; None if drafts were not wanted.
+
+        A record also counts what was accepted behind a token that ends the answer, so `num_tokens` is the most.
+        """
         if not self._query.answer_ahead and not self._query.draft:
             return None
         num_drafted = prompts.num_drafted
         if prompts.answer:
             return DraftUse(num_drafted, num_drafted, num_drafted)
         num_verified, num_accepted = (record.num_verified, record.num_accepted) if record else (0, 0)
-        return DraftUse(num_drafted, num_verified, num_accepted, self._why_not_drafted())
+        return DraftUse(num_drafted, num_verified, min(num_accepted, num_tokens), self._why_not_drafted())
 
     def _now(self) -> float:
         return self._clock() - self._submitted_s

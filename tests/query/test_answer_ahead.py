@@ -11,6 +11,7 @@ from streamrag import AnswerChunk, Append, Chunk, Pipeline, Prompt, SamplingPara
 from streamrag.core import BackendEvent
 from streamrag.errors import BackendError, ConfigurationError
 from streamrag.query.options import MAX_DRAFT
+from streamrag.records import RequestRecord
 from streamrag.telemetry import DraftChanged, DraftUse, QueryEvent, TokensGenerated
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
@@ -118,6 +119,25 @@ async def test_a_finished_draft_of_the_complete_prompt_is_the_answer_if_nothing_
     assert was_sent == [temperature > 0, True]  # the query's, and the draft's
     assert use == (DraftUse(9) if temperature else DraftUse(9, 9, 9))
     assert backend.num_requests == 0
+
+
+class StoppedBackend(DraftingBackend):
+    """A token inside a verified draft ends its answers, and its record counts what was accepted behind that too."""
+
+    async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
+        async for event in super().generate(prompts, params):
+            assert isinstance(event, AnswerChunk)
+            yield replace(event, record=RECORD) if event.finish_reason else event
+
+
+RECORD = RequestRecord("1", "finished", True, 0, 0, 0, 0, 0, 0, 10, 8, 10, 0, 0, 0, num_verified=29, num_accepted=29)
+
+
+async def test_no_more_is_accepted_than_the_answer_has() -> None:
+    async with Pipeline(ScriptedSource([Append(A)]), StoppedBackend()) as pipeline:
+        stream = pipeline.stream("What?", draft="see alpha and much more")
+        assert [chunk async for chunk in stream]
+    assert stream.result.draft == DraftUse(num_drafted=23, num_verified=29, num_accepted=len("see alpha"))
 
 
 async def test_a_draft_of_an_earlier_context_or_an_unfinished_one_is_not_the_answer() -> None:
