@@ -272,11 +272,13 @@ class ByReplica(ReplicaChooser):
         self.tokens_per_s = {each.id: round(each.stats.get("tokens_per_s", 0.0)) for each in candidates}
         return super().rank(stream_id, opening, candidates)
 
-    def computed(self, stream_id: str, token_ids: Sequence[int], replica_id: str, *, is_complete: bool = True) -> None:
+    def record_computed(
+        self, stream_id: str, token_ids: Sequence[int], replica_id: str, *, is_complete: bool = True
+    ) -> None:
         if is_complete:
             self.sent[replica_id] += 1
             self._shown.add(stream_id)
-        super().computed(stream_id, token_ids, replica_id, is_complete=is_complete)
+        super().record_computed(stream_id, token_ids, replica_id, is_complete=is_complete)
 
     async def busiest(self) -> str:
         """The replica with most queries that have shown nothing, once there is such a query."""
