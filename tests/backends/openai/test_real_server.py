@@ -23,6 +23,7 @@ from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenize
 from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams, Turn
 from streamrag.errors import ConfigurationError, ServerError
 from streamrag.testing import make_tiny_llama
+from tests.backends.vllm import forking_executor
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -61,6 +62,7 @@ async def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Async
     log_path = tmp_path_factory.mktemp("server") / "log"
     arguments = ["--model", model, "--served-model-name", "tiny", "--port", port, "--dtype", "float32"]
     arguments += ["--enforce-eager", "--block-size", 32, "--kv-cache-memory-bytes", 1 << 28]
+    arguments += ["--distributed-executor-backend", "forking_executor.ForkingExecutor"]  # a third less to start
     folder = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)  # vLLM leaves sockets in it
     with log_path.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
@@ -68,7 +70,13 @@ async def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Async
             *map(str, arguments),
             stdout=log,
             stderr=log,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TMPDIR": folder.name},
+            env={
+                **os.environ,
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "TMPDIR": folder.name,
+                "PYTHONPATH": str(Path(forking_executor.__file__).parent),
+            },
         )
     server = VllmServer(f"http://127.0.0.1:{port}")
     try:
