@@ -23,7 +23,6 @@ from streamrag.backends.tokenizer import CodePointTokenizer, HuggingFaceTokenize
 from streamrag.core import AnswerChunk, Prefilled, Prompt, SamplingParams, Turn
 from streamrag.errors import ConfigurationError, ServerError
 from streamrag.testing import make_tiny_llama
-from tests.backends.vllm import forking_executor
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -75,7 +74,7 @@ async def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Async
                 "HF_HUB_OFFLINE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "TMPDIR": folder.name,
-                "PYTHONPATH": str(Path(forking_executor.__file__).parent),
+                "PYTHONPATH": str(Path(__file__).parents[1] / "vllm"),
             },
         )
     server = VllmServer(f"http://127.0.0.1:{port}")
