@@ -66,7 +66,7 @@ def test_both_ways_are_measured(
     """The tiny model's context is too short for the documents, which is no error: they are left out."""
     make_tiny_llama(folder / "smollm2")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, which are all written when an engine starts
-    runpy.run_path("compare.py", run_name="__main__")
+    runpy.run_path(str(folder / "compare.py"), run_name="__main__")  # which the engine's process imports, too
     check_comparison(capsys.readouterr().out.splitlines())
 
 
