@@ -41,6 +41,11 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # some modules complain of what is left when Python ends
 
 
+LONGEST = ("engine", "tests/test_vllm_releases.py", "tests/engine/test_fuzz.py")
+"""What `pytest -n` gives out first, longest first. xdist gives files of few tests out last, and these few take minutes:
+at the end of the run, one process had the first of these files for 95 s, and the others had nothing left to do."""
+
+
 class OneWithEngines(LoadScopeScheduling):
     """For `pytest -n`: one process has all files with tests that start an engine: two engines at a time would be slow,
     and take too much memory. The tests of another file stay together too: they share indexes, servers and imports."""
@@ -48,6 +53,12 @@ class OneWithEngines(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         name = nodeid.partition("::")[0]
         return "engine" if "mark.engine" in (self.config.rootpath / name).read_text() else name
+
+    def _assign_work_unit(self, node: Any) -> None:
+        first = next((scope for scope in LONGEST if scope in self.workqueue), None)
+        if first:
+            self.workqueue.move_to_end(first, last=False)
+        super()._assign_work_unit(node)
 
 
 @pytest.hookimpl

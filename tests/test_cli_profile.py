@@ -54,8 +54,9 @@ def test_what_cannot_be_written_or_read_is_an_error_before_the_engine_starts(
 
 @pytest.mark.engine
 def test_a_machine_is_measured_written_drawn_and_printed(
-    tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, which are all written when an engine starts
     output = tmp_path / "tiny.json"
     limits = ["--max-model-len", "512", "--max-num-batched-tokens", "256", "--engine-args", '{"load_format": "dummy"}']
     # Without the weights, which such an engine makes up itself.

@@ -173,7 +173,8 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
 
 
 @pytest.mark.engine
-def test_the_real_engine_streams_the_load(tiny_model: Path) -> None:
+def test_the_real_engine_streams_the_load(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, which are all written when an engine starts
     load = PublicLoad("azure", "recorded-crawl", 20.0, 4, 1, 3, max_context_tokens=900)
     engine = EngineUnderTest("streamrag", model=str(tiny_model))
     result = run_public(engine, load, (1,))

@@ -173,8 +173,9 @@ def test_an_engine_core_that_is_killed_while_it_starts_takes_its_worker_with_it(
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM])
 def test_the_command_line_closes_its_engine_on_a_signal(
-    tiny_model: Path, temporary: Path, number: signal.Signals
+    tiny_model: Path, temporary: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, which are all written when an engine starts
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
         ask = ["-m", "streamrag", "ask", "Why?", "--url", url, "--allow-private", "--model", str(tiny_model)]
