@@ -11,6 +11,9 @@ help: ## list the targets
 demo: .venv/installed ## crawl and search real documentation into a real vLLM, streaming and not; prints and draws it
 	$(RUN) examples/demo.py
 
+demo-figures: .venv/installed ## draw docs/timeline.svg, and put figures into texts, from experiments/results/demo.json
+	$(RUN) scripts/demo_figures.py
+
 demo-ray: .venv/installed ## two replicas on Ray Serve, one killed under load: what is lost, what is asked again; real engines, Linux, two minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/ray_replicas.py demo
 

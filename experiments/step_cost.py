@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
@@ -223,6 +224,7 @@ def main() -> None:
     if arguments.json:
         made = {
             "command": "make bench-step",
+            "date": date.today().isoformat(),
             "num_rounds": arguments.rounds,
             "machine": machine(),
             "versions": versions(),

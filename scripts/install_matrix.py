@@ -5,8 +5,9 @@ a star, one command of uv installs the combination with overrides.txt, and pip n
 cell may also have the number of the reason below the table why nothing can be installed. Then each extra alone. Needs
 uv, and downloads only metadata. Takes some minutes.
 
-With --install, the commands of docs/install.md run with pip and this Python, each block in an environment of its own.
-What the block's extras bring is imported, and `pip check` is shown. Takes about half an hour and some gigabytes.
+With --install, the commands of docs/install.md run with pip, or `uv pip`, and this Python, each block in an environment
+of its own. What the block's extras bring is imported, and `pip check` is shown. Takes about half an hour and some
+gigabytes. `uv sync` does not run: it would write a lock file into the checkout.
 """
 
 import argparse
@@ -92,6 +93,11 @@ def uv() -> str:
     return shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
 
 
+def index() -> dict[str, str]:
+    """Return the setting of uv for pip's package index, if pip has one."""
+    return {"UV_DEFAULT_INDEX": os.environ["PIP_INDEX_URL"]} if "PIP_INDEX_URL" in os.environ else {}
+
+
 def resolve(python: str, overrides: str, *extras: str) -> int | str:
     """Return the bytes to download for a combination of extras, or the reason why it cannot be installed."""
     named = [name for name in extras if name]
@@ -103,8 +109,7 @@ def resolve(python: str, overrides: str, *extras: str) -> int | str:
         command = [uv(), "pip", "compile", "--quiet", "--no-sources", "--no-config", "--override", str(override)]
         command += ["--python-version", python, *(f"--extra={name}" for name in named), "--output-file", str(lock)]
         command += ["--format", "pylock.toml", str(ROOT / "pyproject.toml"), str(also)]
-        settings = {"UV_DEFAULT_INDEX": os.environ["PIP_INDEX_URL"]} if "PIP_INDEX_URL" in os.environ else {}
-        environment = {**settings, **os.environ, "UV_FIND_LINKS": ""}  # a wheel on disk may stand for another build
+        environment = {**index(), **os.environ, "UV_FIND_LINKS": ""}  # a wheel on disk may stand for another build
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         if done.returncode:
             reason = re.sub(r"^.*?because", "", done.stderr, flags=re.I | re.S)
@@ -115,9 +120,9 @@ def resolve(python: str, overrides: str, *extras: str) -> int | str:
 
 
 def documented_commands() -> list[str]:
-    """Return the blocks of docs/install.md that begin with pip, each with one command a line."""
+    """Return the blocks of docs/install.md that begin with pip or `uv pip`, each with one command a line."""
     text = (ROOT / "docs" / "install.md").read_text()
-    blocks = re.findall(r"^ {4}pip install .*\n(?: {4}.+\n)*", text, re.MULTILINE)
+    blocks = re.findall(r"^ {4}(?:uv )?pip install .*\n(?: {4}.+\n)*", text, re.MULTILINE)
     return [re.sub("^ {4}", "", block, flags=re.MULTILINE).strip() for block in blocks]
 
 
@@ -125,12 +130,14 @@ def install(block: str) -> str | None:
     """Run commands in a new environment, import what they bring, and print what pip checks. Return what failed."""
     if "PIP_FIND_LINKS" in os.environ:  # there is torch for CPUs
         block = block.replace(f" --extra-index-url {CPU_TORCH_INDEX}", "")
+        block = block.replace("uv pip install", "uv pip install --no-sources")
     extras = {extra for names in re.findall(r"\[([\w,-]+)\]", block) for extra in names.split(",")}
     imports = f"import {', '.join(['streamrag', *(MODULES[extra] for extra in sorted(extras & MODULES.keys()))])}"
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        path = f"{folder}/bin{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path, "PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
+        path = os.pathsep.join([f"{folder}/bin", os.environ["PATH"], str(Path(uv()).parent)])
+        environment = {**index(), **os.environ, "PATH": path, "PYTHONPATH": "", "PYTHONSAFEPATH": "1"}
+        environment |= {"VIRTUAL_ENV": folder, "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "")}  # for uv
         run = partial(subprocess.run, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         for command in (["bash", "-ec", block], ["python", "-c", imports]):
             done = run(command)

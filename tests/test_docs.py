@@ -5,7 +5,9 @@ import doctest
 import importlib
 import importlib.util
 import inspect
+import json
 import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -162,10 +164,36 @@ def test_a_page_has_at_most_two_thousand_words(path: Path) -> None:
     assert len(path.read_text().split()) <= 2_000, "studies stand in experiments/studies"
 
 
-def test_the_picture_of_the_readme_shows_the_recorded_query() -> None:
-    command = [sys.executable, "scripts/timeline.py", "--check"]
+def test_the_picture_and_the_texts_have_the_figures_of_the_recorded_demo() -> None:
+    command = [sys.executable, "scripts/demo_figures.py", "--check"]
     checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stdout
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_words_about_the_picture_have_its_seconds() -> None:
+    (words,) = re.findall(r"!\[(.*)\]\(docs/timeline\.svg\)", (ROOT / "README.md").read_text())
+    picture = (ROOT / "docs" / "timeline.svg").read_text()
+    assert re.findall(r"[\d.]+ s\b", words) == re.findall(r">([\d.]+ s) to the first token<", picture)
+
+
+def test_the_search_of_the_demo_gains_nothing_as_the_readme_says() -> None:
+    figures = runpy.run_path(str(ROOT / "scripts" / "demo_figures.py"))
+    pairs = figures["pairs_of"](json.loads(figures["RESULTS"].read_text())["search"])
+    ratio = figures["interval"]([waiting["ttft_s"] / streaming["ttft_s"] for streaming, waiting in pairs])
+    assert ratio.low <= 1
+    assert "The demo's search gains nothing" in (ROOT / "README.md").read_text()
+
+
+def test_the_picture_shows_the_median_of_all_pairs_also_of_those_with_the_same_question() -> None:
+    figures = runpy.run_path(str(ROOT / "scripts" / "demo_figures.py"))
+    rows = [
+        {"question": question, "arm": arm, "ttft_after_retrieval_s": seconds}
+        for question, waiting_s in (("a", 4.0), ("b", 3.0), ("a", 1.0), ("a", 2.0), ("b", 5.0))
+        for arm, seconds in (("streaming", 1.0), ("not streaming", waiting_s))
+    ]
+    pairs = figures["pairs_of"](rows)
+    assert figures["median_pair"](pairs)[1]["ttft_after_retrieval_s"] == 3.0
+    assert figures["median_pair"](pairs[:4])[1]["ttft_after_retrieval_s"] == 2.0  # the lower one, of an even number
 
 
 def test_the_versions_are_those_of_the_package_metadata() -> None:

@@ -1,6 +1,7 @@
 """Which way imports run, and what is not imported before it is used."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -157,6 +158,28 @@ def test_the_core_can_be_read_in_a_day() -> None:
     core = set().union(*CORE)
     lines = [path.read_text().count("\n") for path in PACKAGE.rglob("*.py") if part_of(module_of(path)) in core]
     assert sum(lines) <= MAX_CORE_LINES
+
+
+def parts_of(line: str) -> list[str]:
+    """The parts of a line in the list of CONTRIBUTING.md; a name may stand in the folder of the one before."""
+    known = set().union(*RING, *CORE)
+    parts = [""]
+    for name in line.strip().partition("  ")[0].split(", "):
+        beside = f"{parts[-1].partition('/')[0]}/{name}"
+        parts.append(beside if "/" in parts[-1] and beside in known else name)
+    return parts[1:]
+
+
+def test_the_list_for_contributors_has_the_same_parts_in_the_same_order() -> None:
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    ((ring, core),) = re.findall(r"\n\n((?: {4}.+\n)+?) {4}-+ the core\n((?: {4}.+\n)+)", text)
+    for lines, expected in ((ring, RING), (core, CORE)):
+        height_of = {part: height for height, parts in enumerate(expected) for part in parts}
+        listed = [parts_of(line) for line in lines.splitlines()]
+        assert sorted(part for parts in listed for part in parts) == sorted(height_of)
+        heights = [{height_of[part] for part in parts} for parts in listed]
+        assert all(len(of_line) == 1 for of_line in heights)
+        assert heights == sorted(heights, key=min)
 
 
 def test_only_backends_import_vllm() -> None:

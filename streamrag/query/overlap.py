@@ -54,8 +54,8 @@ class OverlapOutcome:
 class OverlapChooser:
     """Learns for one source and engine which way is best, separately for each level of load.
 
-    Each way has its turn until it is clearly worse than the best one (successive elimination). Ways that cannot be told
-    apart are almost equally good, so this costs little. The answer is the same in any case.
+    Each way has its turn until it is clearly worse than the best one (successive elimination). Until then, turns cost a
+    part of the difference: 6 % in experiments/results/auto_overlap.json. The answer is the same in any case.
     """
 
     def __init__(self) -> None:

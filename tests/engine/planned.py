@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from streamrag.engine import Fate, Memory, Plan, RequestView, StepBudget
 from streamrag.engine import plan as plan_with_rules
 from streamrag.engine.rules import (
+    AdapterSlots,
     DataHighWater,
     DataShare,
+    DraftMemory,
+    DraftPrice,
     GroupedPrefills,
     KvBudget,
     KvBudgetLeft,
@@ -18,8 +21,10 @@ from streamrag.engine.rules import (
     PartialEviction,
     Rule,
     ShortBeforeReplaced,
+    ShortDrafts,
     SizedSteps,
     Turns,
+    WholeUnits,
 )
 from streamrag.engine.step_size import StepCosts
 
@@ -41,12 +46,20 @@ class Limits:
     max_data_tokens: int | None = None
     budget: KvBudgetLeft | None = None
     turn: int = 0
+    draft_survival: float | None = None
+    """Share of drafted tokens that hold; None for an engine that verifies no drafts."""
+    max_adapters: int | None = None
+    adapters_ahead: frozenset[int] = frozenset()
+    prefill_unit: int = 1
 
     def rules(self, next_block: NextBlock | None = None) -> list[Rule]:
         """Return them in the engine's order."""
         sized = SizedSteps(lambda: self.step_costs) if self.step_costs else None
-        budget = self.budget
+        budget, survival = self.budget, self.draft_survival
         rules = [
+            None if survival is None else DraftPrice(lambda: self.step_costs, lambda: survival),
+            None if survival is None else ShortDrafts(lambda: self.num_partial_tokens),
+            None if self.max_adapters is None else AdapterSlots(self.max_adapters, lambda: self.adapters_ahead),
             LeanPartials(lambda: self.num_partial_tokens, self.num_blocks_kept_free),
             ShortBeforeReplaced(),
             DataShare(self.max_data_tokens) if self.max_data_tokens else None,
@@ -55,6 +68,8 @@ class Limits:
             LowWater(self.num_blocks_kept_free),
             KvBudget(lambda: budget) if budget else None,
             sized,
+            None if self.prefill_unit == 1 else WholeUnits(self.prefill_unit),
+            None if survival is None else DraftMemory(self.num_blocks_kept_free),
             GroupedPrefills(next_block) if next_block else None,
             None if self.num_blocks_kept_from_data is None else DataHighWater(self.num_blocks_kept_from_data),
             LateBinding(lambda: self.is_early, sized),

@@ -38,6 +38,8 @@ def views(draw: st.DrawFn, name: str = "r0", *, is_idle: bool = False) -> Reques
         is_running=not is_idle and draw(st.booleans()),
         request_class=draw(st.sampled_from(get_args(RequestClass))),
         since_s=arrival_s + draw(st.integers(0, 5)),
+        num_step_tokens=draw(st.none() | st.integers(1, 100)),
+        adapter_id=draw(st.none() | st.integers(1, 3)),
     )
 
 

@@ -1,6 +1,8 @@
 """What a plan promises, whatever the requests and the policy."""
 
+import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from planned import Limits, plan
 from strategies import BLOCK_SIZE, SPECS, policy_of, view_lists, views
 
+import streamrag
 from streamrag.engine import Plan, RequestView, StepBudget, make_policy
 from streamrag.engine.rules import KvBudgetLeft
 from streamrag.engine.rules.sized_steps import count_waiting
@@ -48,7 +51,29 @@ LIMITS = st.builds(
     num_blocks_kept_from_data=st.none() | st.integers(0, 20),
     max_data_tokens=st.none() | st.integers(1, 200),
     budget=st.none() | st.builds(KvBudgetLeft, st.integers(-5, 30), st.booleans()),
+    draft_survival=st.none() | st.floats(0, 1),
+    max_adapters=st.none() | st.integers(1, 2),
+    adapters_ahead=st.frozensets(st.integers(1, 3), max_size=1),
+    prefill_unit=st.sampled_from([1, BLOCK_SIZE, 4 * BLOCK_SIZE]),
+    num_blocks_kept_free=st.integers(0, 10),
 )
+
+
+def test_plans_are_tested_with_the_rules_of_the_engine_in_its_order() -> None:
+    text = (Path(streamrag.__file__).parent / "backends" / "vllm" / "scheduler" / "step.py").read_text()
+    (listed,) = re.findall(r"\n        rules = \[\n(.*?)\n        \]", text, re.DOTALL)
+    engines = re.findall(r"^ +(?:None if .+? else )?(\w+)", listed.replace(" sized,", " SizedSteps,"), re.MULTILINE)
+    limits = Limits(
+        *(400, 6),
+        step_costs=StepCosts(60, 0.1),
+        num_blocks_kept_from_data=1,
+        max_data_tokens=1,
+        budget=KvBudgetLeft(1, has_claims=False),
+        draft_survival=0.5,
+        max_adapters=1,
+        prefill_unit=BLOCK_SIZE,
+    )
+    assert [type(rule).__name__ for rule in limits.rules(lambda request, num_tokens: None)] == engines
 
 
 def make(spec: str, requests: list[RequestView], idle: list[RequestView], limits: Limits, memory: Blocks) -> Plan:
@@ -74,6 +99,11 @@ def test_a_plan_keeps_its_promises(
     assert sum(g.num_tokens for g in made.grants) <= limits.num_tokens
     assert len(granted) <= limits.num_seqs
     assert all(1 <= g.num_tokens <= g.request.num_remaining_tokens for g in made.grants)
+    # Never more adapters than there is room for, and never a part of a unit that is not a prompt's end.
+    adapters = limits.adapters_ahead | {r.adapter_id for r in granted if r.adapter_id is not None}
+    assert limits.max_adapters is None or len(adapters) <= limits.max_adapters
+    ends = (g.request.num_tokens - memory.num_present_tokens(g.request) == g.num_tokens for g in made.grants)
+    assert all(is_end or g.num_tokens % limits.prefill_unit == 0 for g, is_end in zip(made.grants, ends, strict=True))
     # Never evicts a request that it schedules, nor anybody twice, nor for nothing.
     assert len({*granted, *evicted}) == len(granted) + len(evicted)
     assert all(e.num_blocks for e in evicted)
@@ -105,7 +135,9 @@ def test_victims_are_idle_ones_then_drafts_then_others_and_shown_ones_last(
 
 @given(view_lists(), LIMITS)
 def test_the_most_urgent_request_with_work_is_always_served(requests: list[RequestView], limits: Limits) -> None:
-    limits = replace(limits, is_early=False, num_blocks_kept_from_data=None, budget=None)
+    limits = replace(
+        limits, is_early=False, num_blocks_kept_from_data=None, budget=None, max_adapters=None, prefill_unit=1
+    )
     ordered = make_policy("fcfs").order(requests, 10.0)
     # Among those that have shown a token, whoever holds a slot goes on first. Drafts come last.
     ordered.sort(key=lambda r: 3 if r.request_class == "draft" else 2 if not r.has_output else not r.is_running)

@@ -158,8 +158,11 @@ def test_a_plan_that_takes_too_long_is_named(tmp_path: Path) -> None:
     assert "met in 1 of 2" in told
     assert "at worst 610 us with 500. Missed: 500 requests, all, fcfs (610 us)." in told
     rows[1] |= {"policy": "k_lpm(4)", "way": "a way"}
-    (tmp_path / "step_cost.json").write_text(json.dumps({"results": rows}))
-    assert "all, k_lpm(4), a way (610 us: it asks the prefix cache" in included.planning(tmp_path)
+    (tmp_path / "step_cost.json").write_text(json.dumps({"date": "2026-12-01", "results": rows}))
+    later = included.planning(tmp_path)
+    assert "all, k_lpm(4), a way (610 us: it asks the prefix cache" in later
+    assert included.OLD_PLANNER in told
+    assert later.endswith(". Measured on 2026-12-01.\n")
 
 
 def test_published_costs_of_sorting_stand_beside_ours_as_far_as_there_are_any() -> None:
