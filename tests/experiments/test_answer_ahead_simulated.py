@@ -69,4 +69,4 @@ def test_a_summary_counts_complete_answers_and_names_what_became_worse(served: d
     assert summary["num_accepted"] == 54
     assert summary["last_bound_decode_p50"] <= summary["last_bound_idle_p50"] <= summary["last_sync_p50"]
     assert not [text for text in worse(summary, "sync") if text.startswith("last")]
-    assert list(worse({**summary, "last_ahead_p95": 2 * summary["last_sync_p95"]}, "sync")) == ["last P95 +100%"]
+    assert list(worse({**summary, "last_ahead_p95": 2 * summary["last_sync_p95"]}, "sync")) == ["last P95 +100.0%"]
