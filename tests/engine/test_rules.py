@@ -141,6 +141,12 @@ def test_a_draft_takes_from_others_no_more_than_one_of_its_tokens_saves() -> Non
     assert tokens(planned([draft], unknown)) == {"draft": 160}
 
 
+def test_a_draft_beside_a_partial_draft_alone_has_a_price() -> None:
+    price = DraftPrice(lambda: StepCosts(100.0, 0.0), lambda: 0.5)
+    begun, draft = (make(name, request_class="draft") for make, name in ((partial, "begun"), (complete, "draft")))
+    assert tokens(planned([begun, draft], price)) == {"begun": 160, "draft": 50}
+
+
 def test_drafts_come_last_and_lend_their_blocks() -> None:
     draft = holding(complete("draft", request_class="draft", has_output=True), 5)
     made = planned([draft, complete("a", 80)], DraftMemory(0), num_free=0)

@@ -48,7 +48,7 @@ class DraftPrice(TokenRule):
         if self._costs is None:
             return 0
         num_others = walk.num_ahead + sum(r.num_remaining_tokens > 0 and not r.is_draft for r in walk.order)
-        return self._survival() * self._costs.overhead / num_others
+        return self._survival() * self._costs.overhead / max(num_others, 1)  # 0 beside a partial draft only
 
 
 class ShortDrafts(TokenRule):
