@@ -70,7 +70,7 @@ async def reuse_blocks(lane: VllmBackend) -> None:
         await answer(lane, growing(tokens(("other", number), 900)))
 
 
-@pytest.mark.parametrize("after_s", [None, 0.0, 0.003, 0.006, 0.01, 0.02, 0.04])
+@pytest.mark.parametrize("after_s", [None, 0.0, 0.003, 0.006, 0.01])
 async def test_kv_of_reused_blocks_is_not_used(
     backend: LanesBackend, monkeypatch: pytest.MonkeyPatch, after_s: float | None
 ) -> None:
@@ -89,7 +89,7 @@ async def test_kv_of_reused_blocks_is_not_used(
             asyncio.get_running_loop().call_later(after_s, stop)
         return with_kv_transfer(*args)
 
-    prompt = tokens(("lease", after_s), 600)
+    prompt, num_before = tokens(("lease", after_s), 600), num_late_reads(decode)
     monkeypatch.setattr(lanes_module, "with_kv_transfer", hand_over)
     answering = asyncio.create_task(answer(backend, growing(prompt[:300], prompt, pause_s=0.1)))
     try:
@@ -100,7 +100,7 @@ async def test_kv_of_reused_blocks_is_not_used(
     found, _ = await answering
     monkeypatch.undo()
     await check_exact(backend, prompt, found)
-    print(f"{num_late_reads(decode)} late reads until now")
+    assert after_s is not None or num_late_reads(decode) > num_before
     # Nor did the wrong KV stay in the decode lane's prefix cache.
     found, _ = await answer(decode, growing(prompt))
     await check_exact(backend, prompt, found)
