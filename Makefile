@@ -17,7 +17,7 @@ demo-figures: .venv/installed ## draw docs/timeline.svg, and put figures into te
 demo-ray: .venv/installed ## two replicas on Ray Serve, one killed under load: what is lost, what is asked again; real engines, Linux, two minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/ray_replicas.py demo
 
-demo-lanes: .venv/installed ## one query through two engines: one computes the prompt, the other answers; real engines, needs NIXL, two minutes
+demo-lanes: .venv/nixl-installed ## one query through two engines: one computes the prompt, the other answers; real engines, installs NIXL, two minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/lanes.py
 
 serve: .venv/installed ## ask streamrag's own documentation in the browser, at http://127.0.0.1:8080/; the first start takes minutes
@@ -66,7 +66,7 @@ fuzz-serve: .venv/installed ## anything at all sent to the service's interfaces:
 fuzz-sessions: .venv/installed ## random sessions on vLLM's client and scheduler: is each answer that of one request? 2,000 loads, minutes
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.sessions.fuzz --first 0 --seeds 2000
 
-fuzz-lanes: .venv/installed ## random queries through two prefill and two decode engines: is each answer that of a fresh request? 200 schedules, then 10 sets of engines that are killed; needs NIXL, most of an hour
+fuzz-lanes: .venv/nixl-installed ## random queries through two prefill and two decode engines: is each answer that of a fresh request? 200 schedules, then 10 sets of engines that are killed; installs NIXL, most of an hour
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.backends.lanes.lane_schedules --first 0 --seeds 200
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.backends.lanes.lane_kills --first 0 --seeds 10
 
@@ -173,7 +173,7 @@ bench-refresh: .venv/installed ## questions that need two documents: right answe
 	$(RUN) experiments/refresh.py --json experiments/results/refresh.json
 
 bench-lanes: .venv/installed ## lanes beside as many engines that do both, 2 to 64, for three links, routers and speculation, simulated; StreamServe's ablation; 20 minutes; LANES=--short takes one
-	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/lanes_simulated.py $(LANES) --json experiments/results/lanes_simulated.json
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/lanes_simulated.py $(LANES) $(if $(filter --short,$(LANES)),,--json experiments/results/lanes_simulated.json)
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/streamserve.py --json experiments/results/streamserve.json
 
 bench-lanes-whole: .venv/installed ## the engines of bench-lanes beside vLLM's own schedulers, simulated: do they agree? three minutes
@@ -246,6 +246,9 @@ clean: ## remove what the targets made
 
 .venv/installed: pyproject.toml scripts/install.sh
 	scripts/install.sh
+
+.venv/nixl-installed: .venv/installed
+	scripts/install.sh nixl
 
 .venv-voice/installed: pyproject.toml scripts/install.sh
 	scripts/install.sh voice

@@ -2,8 +2,8 @@
 
     python experiments/lanes.py [--model FOLDER]
 
-Without a model, a tiny one of random weights is made: the answer means nothing, the work is real. Needs NIXL. Two
-cores show that the transfer of KV is correct, not that it is fast: both engines share the cores.
+Without a model, that of `make demo` is made. Needs NIXL. Two cores show that the transfer of KV is correct, not that it
+is fast: both engines share the cores.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from streamrag import AnswerChunk, SamplingParams, VllmBackend
 from streamrag.backends.lanes import LanesBackend
 from streamrag.backends.lanes.backend import KvTransfer
 from streamrag.backends.vllm.client.lane_engine import INSTALL, Lane
-from streamrag.core import Prefilled, Prompt, common_prefix_len
-from streamrag.testing import make_tiny_llama
+from streamrag.core import Prefilled, Prompt, Turn, common_prefix_len
+from streamrag.testing import make_demo_model
 
 QUESTION = "What do the notes say about prefill?"
 NOTES = [
@@ -32,7 +32,7 @@ NOTES = [
     "Writing is called decode: one token after another, each of which attends to all that stand before it. ",
     "Separate engines for the two do not slow each other down, but the keys and values must move between them. ",
 ]
-PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=32)
 
 console = Console(highlight=False, width=None if Console().is_terminal else 120)
 
@@ -50,7 +50,7 @@ async def prompts(backend: LanesBackend | VllmBackend, pause_s: float) -> AsyncI
     before: tuple[int, ...] = ()
     for number, note in enumerate(NOTES, start=1):
         text += note * 6
-        token_ids = tuple(tokenizer.encode(text))
+        token_ids = tuple(tokenizer.encode(tokenizer.render_chat([Turn("user", text)]), allow_special=True))
         yield Prompt(token_ids, common_prefix_len(before, token_ids), is_complete=number == len(NOTES))
         before = token_ids
         await asyncio.sleep(pause_s)
@@ -61,7 +61,7 @@ async def ask(
 ) -> tuple[tuple[int, ...], float]:
     """Return the answer's tokens and the seconds from the complete prompt to the first of them."""
     began_s, complete_s, first_s = time.monotonic(), 0.0, 0.0
-    token_ids: tuple[int, ...] = ()
+    token_ids, text = tuple[int, ...](), ""
 
     async def timed() -> AsyncIterator[Prompt]:
         nonlocal complete_s
@@ -80,8 +80,9 @@ async def ask(
             elif isinstance(event, AnswerChunk):
                 first_s = first_s or now_s
                 token_ids += event.token_ids
+                text += event.text
     if is_shown:
-        console.print(f"{time.monotonic() - began_s:6.2f} s  decode lane: {len(token_ids)} tokens sampled")
+        console.print(f"{time.monotonic() - began_s:6.2f} s  decode lane: {len(token_ids)} tokens sampled: {text!r}")
     return token_ids, first_s - complete_s
 
 
@@ -136,7 +137,7 @@ async def demo(model: Path) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a model; by default a tiny one is made")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a model; by default, that of `make demo`")
     arguments = parser.parse_args()
     if importlib.util.find_spec("nixl") is None:
         console.print(f"NIXL is not installed. Install it with:  {INSTALL}")
@@ -144,7 +145,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # else the threads of two engines wait for each other
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(demo(arguments.model or make_tiny_llama(Path(folder) / "model", hidden_size=128)))
+        return asyncio.run(demo(arguments.model or make_demo_model(Path(folder) / "model")))
 
 
 if __name__ == "__main__":

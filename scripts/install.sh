@@ -1,6 +1,7 @@
 #!/bin/sh
 # Makes .venv with streamrag, all its parts, a CPU build of vLLM and the development tools. Linux x86-64.
 # `scripts/install.sh voice` makes .venv-voice instead, with LiveKit Agents, Pipecat and what their tests need.
+# `scripts/install.sh nixl` adds NIXL to .venv.
 # uv does the work: from PATH if it is there, else in a small environment of its own, .uv.
 set -eu
 cd "$(dirname "$0")/.."
@@ -21,6 +22,12 @@ if [ "${1:-}" = voice ]; then # not in .venv: Pipecat wants an older protobuf th
     $uv venv --quiet --allow-existing --python 3.11 .venv-voice
     $uv pip install --quiet --python .venv-voice --no-sources --editable '.[livekit,pipecat]' $tools
     touch .venv-voice/installed
+    exit
+fi
+
+if [ "${1:-}" = nixl ]; then # without its dependencies: .venv has NumPy, and torch for a CPU
+    $uv pip install --quiet --no-deps nixl nixl-cu12
+    touch .venv/nixl-installed
     exit
 fi
 

@@ -6,3 +6,9 @@ from typing import TypeAlias
 
 Clock: TypeAlias = Callable[[], float]
 monotonic: Clock = time.monotonic
+
+
+def seconds_since_boot() -> float:
+    """Return the seconds since this machine started, with those in which it slept, which `monotonic` leaves out. Linux
+    only."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -21,7 +21,7 @@ import anyio
 
 from streamrag.backends.lanes.lane_choice import LaneReservation, Lanes, check_common
 from streamrag.backends.ray.replica_streams import NewestPrompt, ReplicaLostError
-from streamrag.backends.vllm.client.lane_engine import LEASE_S
+from streamrag.backends.vllm.client.lane_engine import LEASE_S, MAX_READ_S, READ_BY_KEY
 from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStream
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Prefilled, Progress, Prompt, SamplingParams
@@ -29,7 +29,7 @@ from streamrag.core.lifecycle import start_all, started_once
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError
 from streamrag.query.answer_ahead import only
 from streamrag.routing import make_router
-from streamrag.support.clock import monotonic
+from streamrag.support.clock import monotonic, seconds_since_boot
 from streamrag.support.messages import short_repr
 from streamrag.support.tasks import cancel_and_wait, run_shielded
 from streamrag.support.validation import Count, CountOrZero, Seconds, validated
@@ -290,7 +290,9 @@ class _Attempt:
         # The KV is old if this process was held up. Both times are by this host's clock.
         if monotonic() - ended_s <= MAX_KV_AGE_S:
             fetch_params = SamplingParams(max_tokens=1) if is_for_cache else params
-            fetch_params = with_kv_transfer(fetch_params, stream.kv_transfer)
+            # The boot clock is read first: should this process stop in between, the time is too early, not too late.
+            read_by_s = seconds_since_boot() + MAX_READ_S - (monotonic() - ended_s)
+            fetch_params = with_kv_transfer(fetch_params, {**stream.kv_transfer, READ_BY_KEY: read_by_s})
             async with aclosing(self._decode_with_kv(prompt, fetch_params)) as chunks:
                 async for chunk in chunks:
                     if not is_fetched:

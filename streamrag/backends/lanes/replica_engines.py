@@ -14,10 +14,11 @@ from typing import Any
 
 from streamrag.backends.lanes.backend import KV_TRANSFER_KEY, MAX_KV_AGE_S, PREFILL_PARAMS
 from streamrag.backends.vllm import VllmBackend
+from streamrag.backends.vllm.client.lane_engine import MAX_READ_S, READ_BY_KEY
 from streamrag.backends.vllm.client.streaming import stream_then_generate
 from streamrag.backends.vllm.client.token_streams import TokenStream
 from streamrag.core import AnswerChunk, BackendEvent, Prompt, SamplingParams
-from streamrag.support.clock import monotonic
+from streamrag.support.clock import monotonic, seconds_since_boot
 
 log = logging.getLogger("streamrag.lanes")
 
@@ -73,9 +74,10 @@ def without_old_kv(params: SamplingParams) -> SamplingParams:
     kv_transfer = dict(extra_args.pop(KV_TRANSFER_KEY, {}))
     if not kv_transfer:
         return params
+    now_s = seconds_since_boot()  # first, as in `LanesBackend`
     age_s = time.time() - kv_transfer.pop(ENDED_AT)
     if -MAX_CLOCK_SKEW_S <= age_s <= MAX_KV_AGE_S:
-        extra_args[KV_TRANSFER_KEY] = kv_transfer
+        extra_args[KV_TRANSFER_KEY] = {**kv_transfer, READ_BY_KEY: now_s + MAX_READ_S - age_s}
     elif age_s < -MAX_CLOCK_SKEW_S:
         log.warning("the clock of a prefill lane's node is %.1f s ahead: its KV is not read", -age_s)
     return replace(params, extra={**params.extra, "extra_args": extra_args})

@@ -10,16 +10,16 @@ import pytest
 
 from streamrag.backends.lanes import LanesBackend
 from streamrag.backends.lanes import backend as lanes_module
-from streamrag.backends.lanes.backend import KvTransfer
+from streamrag.backends.lanes.backend import MAX_KV_AGE_S, KvTransfer
 from streamrag.backends.lanes.reserved_blocks import ReservedBlocks
 from streamrag.backends.vllm import VllmBackend
-from streamrag.backends.vllm.client.lane_engine import LaneFacts
+from streamrag.backends.vllm.client.lane_engine import MAX_READ_S, READ_BY_KEY, LaneFacts
 from streamrag.backends.vllm.client.token_streams import StreamedTokens
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, Prompt, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, SourceError
 from streamrag.serve.config.factories import make_backend
 from streamrag.serve.config.layers import load
-from streamrag.support.clock import monotonic
+from streamrag.support.clock import monotonic, seconds_since_boot
 
 
 class FakeStream:
@@ -148,10 +148,11 @@ async def test_a_prompt_goes_to_a_prefill_lane_and_its_kv_to_a_decode_lane() -> 
     assert prefill.params[0].extra == {"extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
     assert decode.prompts == [((5, 6), True)]
     assert decode.params[0].top_k == 3
-    assert decode.params[0].extra["extra_args"] == {
-        "theirs": 1,
-        "kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[3, 4]]},
-    }
+    extra_args = dict(decode.params[0].extra["extra_args"])
+    kv_transfer = extra_args.pop("kv_transfer_params")
+    assert extra_args == {"theirs": 1}
+    assert kv_transfer.pop(READ_BY_KEY) == pytest.approx(seconds_since_boot() + MAX_READ_S, abs=MAX_KV_AGE_S)
+    assert kv_transfer == {"do_remote_prefill": True, "remote_block_ids": [[3, 4]]}
     (one,) = transfers
     assert isinstance(one, KvTransfer)
     assert (one.prefill_lane, one.decode_lane, one.num_tokens, one.num_blocks) == ("prefill-0", "decode-0", 2, 2)

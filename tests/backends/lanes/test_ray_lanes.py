@@ -21,12 +21,14 @@ from streamrag.backends.lanes.replica_engines import ENDED_AT, DecodeEngine, Pre
 from streamrag.backends.ray import backend as ray_module
 from streamrag.backends.ray.replica import ModelFacts
 from streamrag.backends.tokenizer import CodePointTokenizer
+from streamrag.backends.vllm.client.lane_engine import MAX_READ_S, READ_BY_KEY
 from streamrag.core import AnswerChunk, BackendEvent, Prefilled, SamplingParams
 from streamrag.errors import BackendError, ConfigurationError
 from streamrag.serve.config.checks import check
 from streamrag.serve.config.factories import make_engines, make_replica_lane, make_replicated
 from streamrag.serve.config.layers import load
 from streamrag.serve.ray_app import application
+from streamrag.support.clock import seconds_since_boot
 
 ANSWER = f"{os.getpid()} {os.getpid()}"
 
@@ -273,6 +275,9 @@ def test_kv_whose_lease_may_have_ended_is_not_read(
 ) -> None:
     given = {"kv_transfer_params": {"remote_port": 1, ENDED_AT: time.time() - age_s}, "theirs": 2}
     kept = without_old_kv(SamplingParams(top_k=3, extra={"extra_args": given})).extra["extra_args"]
+    if is_read:
+        read_by_s = kept["kv_transfer_params"].pop(READ_BY_KEY)
+        assert read_by_s == pytest.approx(seconds_since_boot() + MAX_READ_S - age_s, abs=0.5)
     assert kept == {"theirs": 2, **({"kv_transfer_params": {"remote_port": 1}} if is_read else {})}
     expected = ["the clock of a prefill lane's node is 5.0 s ahead: its KV is not read"] if age_s == -5.0 else []
     assert [record.message for record in caplog.records] == expected

@@ -22,9 +22,17 @@ Lane: TypeAlias = Literal["prefill", "decode"]
 
 KV_ROLES: dict[Lane, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
-LEASE_S = 30.0
-"""Seconds that a prefill lane keeps the KV of a complete prompt for a decode lane: vLLM's default. The decode lane's
-heartbeats extend the lease once it has the request. After the lease, the blocks are reused: a read finds other KV."""
+LEASE_S = 30
+"""Seconds that a prefill lane keeps the KV of a complete prompt for a decode lane. The decode lane's heartbeats extend
+the lease once it has the request. After the lease, the blocks are reused: a read finds other KV."""
+
+MAX_READ_S = LEASE_S - 5
+"""Most seconds from the end of a prefill to the end of a read of its KV. Heartbeats do not count: they may come after
+the lease. The rest of the lease is for the clocks of two nodes."""
+
+READ_BY_KEY = "remote_blocks_expiry_time"
+"""Key in vLLM's `kv_transfer_params` of the time by which the KV must have been read, as `seconds_since_boot` of the
+decode lane's machine. vLLM passes it to `nixl_connector`, and uses it itself only if KV moves in both directions."""
 
 HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 
@@ -44,17 +52,27 @@ def lane_args(
     problem = None
     if engine_args.get("kv_transfer_config") is not None:
         problem = "kv_transfer_config in engine_args", "vLLM takes one KV connector. Leave one of them out"
+    elif engine_args.get("speculative_config") is not None:
+        problem = "speculative_config in engine_args", "drafts were never tried in lanes. Leave one of them out"
     elif eviction not in (None, "recompute"):
         reason = "host memory and NIXL each need a KV connector, and vLLM takes one. Use eviction='recompute'"
         problem = f"eviction={eviction!r}", reason
     elif answer_ahead:
-        problem = "answer_ahead=True", "the scheduler of a decode lane verifies no drafts. Leave one of them out"
+        reason = "only our scheduler takes drafts of answers, and a decode lane runs vLLM's. Leave one of them out"
+        problem = "answer_ahead=True", reason
     elif lane == "prefill" and strategy == "warming":
         problem = "strategy='warming'", "a prefill lane runs our scheduler. Use strategy='streaming'"
     if problem is not None:
         raise ConfigurationError(f"lane={lane!r} and {problem[0]} exclude each other: {problem[1]}")
-    # If a prefill lane dies before its KV has been read, the decode lane computes the prompt itself.
-    config = {"kv_connector": "NixlConnector", "kv_role": KV_ROLES[lane], "kv_load_failure_policy": "recompute"}
+    config: dict[str, Any] = {
+        "kv_connector": "NixlConnector",
+        "kv_role": KV_ROLES[lane],
+        "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+        # If a prefill lane dies before its KV has been read, the decode lane computes the prompt itself.
+        "kv_load_failure_policy": "recompute",
+    }
+    if lane == "decode":
+        config["kv_connector_module_path"] = "streamrag.backends.vllm.nixl_connector"
     return {"kv_transfer_config": config}
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.arguments import KV_TRANSFER, default_eviction, kv_transfer_config, scheduler_args
+from streamrag.backends.vllm.client.lane_engine import LEASE_S
 from streamrag.errors import ConfigurationError
 
 
@@ -77,6 +78,8 @@ def test_a_lane_has_vllms_connector(lane: Any, role: str) -> None:
         "kv_connector": "NixlConnector",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+        **({"kv_connector_module_path": "streamrag.backends.vllm.nixl_connector"} if lane == "decode" else {}),
     }
     if lane == "prefill":  # our scheduler, without host memory
         assert args["additional_config"] == {"streamrag": {"policy": "srpf"}}
@@ -90,8 +93,12 @@ def test_a_lane_has_vllms_connector(lane: Any, role: str) -> None:
     [
         ({"lane": "both"}, "lane='both' must be 'prefill' or 'decode'"),
         ({"lane": "prefill", "eviction": "swap"}, "lane='prefill' and eviction='swap' exclude each other: host memory"),
-        ({"lane": "prefill", "answer_ahead": True}, "answer_ahead=True exclude each other: .* verifies no drafts"),
-        ({"lane": "decode", "answer_ahead": True}, "answer_ahead=True exclude each other: .* verifies no drafts"),
+        ({"lane": "prefill", "answer_ahead": True}, "answer_ahead=True exclude each other: only our scheduler"),
+        ({"lane": "decode", "answer_ahead": True}, "answer_ahead=True exclude each other: only our scheduler"),
+        (
+            {"lane": "decode", "engine_args": {"speculative_config": {"method": "ngram"}}},
+            "lane='decode' and speculative_config in engine_args exclude each other: drafts were never tried",
+        ),
         ({"lane": "prefill", "strategy": "warming"}, "strategy='warming' exclude each other: .* runs our scheduler"),
         ({"lane": "decode", "policy": "fcfs"}, "with .warming., vLLM's own scheduler runs"),
         (
