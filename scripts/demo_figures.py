@@ -90,7 +90,8 @@ def draw(pair: Pair) -> str:
         x_0, x_1, y = LEFT + retrieved_s * scale, LEFT + first_token_s * scale, top + 80
         parts += [f'<path d="M{x:.1f} {top + 8}V{y + 5}" stroke="{INK}" stroke-dasharray="3 3"/>' for x in (x_0, x_1)]
         parts.append(f'<path d="M{x_0:.1f} {y}H{x_1:.1f}" stroke="{INK}" stroke-width="2"/>')
-        text(x_1 + 8, y + 5, f"{row['ttft_after_retrieval_s']:.2f} s to the first token")
+        label = f"{row['ttft_after_retrieval_s']:.2f} s to the first token"
+        text(x_0 - 8, y + 5, label, style=' text-anchor="end"')  # behind the line it might leave the picture
     for second in range(int(last_s) + 1):
         x = LEFT + second * scale
         parts.append(f'<path d="M{x:.1f} 262v6" stroke="{GREY}"/>')
