@@ -403,7 +403,7 @@ async def run(arguments: argparse.Namespace, groups: dict[str, Group], ahead: li
                 search,
                 "Keywords, then vectors, then a reranker update the context, each when it knows better. The first "
                 "question shows all of it; then it is known how long a search takes, and only what comes near its end "
-                "is sent.",
+                "is sent. The pairs repeat the recorded search: its reranker takes no cores then.",
             ),
         ):
             console.rule(f"[bold]{name}", align="left")

@@ -195,7 +195,7 @@ def summarize(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 def show(found: dict[str, dict[str, float]]) -> None:
     """Print a table of what was measured."""
     table = Table("seconds after retrieval, without / ahead", "first P50", "last P50", "last P95", "bound P50")
-    for column in ("complete at once", "drafted, verified, right, of", "same"):
+    for column in ("whole draft right", "drafted, verified, right, of", "same"):
         table.add_column(column)
     for load, row in found.items():
         columns = (("first_s", 50), ("last_s", 50), ("last_s", 95))

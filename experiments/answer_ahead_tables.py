@@ -138,7 +138,7 @@ def measured_table(found: Loads) -> str:
     """Return seconds from the end of retrieval, without and with drafts; in bold what misses the target."""
     columns = [(token, percent) for token in ("first", "last") for percent in (50, 95)]
     head = ["retrieval", *(f"{token} token, P{percent}" for token, percent in columns)]
-    head += ["bound, last P50", "complete at once", "same tokens"]
+    head += ["bound, last P50", "whole draft right", "same tokens"]
 
     def cell(row: Summary, token: str, percent: int) -> str:
         before, after = (row[f"{token}_s_p{percent}_{way}"] for way in ("without", "ahead"))

@@ -9,7 +9,7 @@ may start workers from threads that do not stay; so these watch their parent pro
 
 On a CPU, vLLM preloads libgomp into workers. It binds a process to one core as soon as it loads, which is here already,
 and would take this core for all that there are in the process to come. Its threads would then sleep wherever they
-should spin, and a token would take 15 % longer. So this process gets back the cores that its parent has.
+should spin, and a token would take 10 to 30 % longer. So this process gets back the cores that its parent has.
 """
 
 import os
