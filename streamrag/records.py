@@ -131,7 +131,7 @@ class RequestRecord:
     num_verified: int = 0
     """Tokens of drafts that were computed to verify them."""
     num_accepted: int = 0
-    """Verified tokens that became part of the answer: so many steps were saved."""
+    """Verified tokens that were right: so many steps were saved. Those behind the end of the answer count too."""
     num_copies_verified: int = 0
     """Tokens from the prompt that were computed to verify them, where the answer followed no draft."""
     num_copied: int = 0

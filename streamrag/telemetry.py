@@ -271,7 +271,7 @@ class DraftUse:
     num_verified: int = 0
     """Tokens of it that were verified, those behind a wrong one perhaps several times. All, if it is the answer."""
     num_accepted: int = 0
-    """Tokens that were right: so many steps were saved."""
+    """Tokens that were right, and are in the answer: so many steps were saved."""
     why_none: str | None = None
     """Reason for which there was no draft; None if there could be one."""
 

@@ -9,6 +9,6 @@ monotonic: Clock = time.monotonic
 
 
 def seconds_since_boot() -> float:
-    """Return the seconds since this machine started, with those in which it slept, which `monotonic` leaves out. Linux
-    only."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+    """Return the seconds since this machine started, with those in which it slept, which `monotonic` leaves out;
+    without these where the system is not Linux."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -6,9 +6,9 @@
                     ◀─ copy_wire ──▶
     worker/       vLLM's workers'         copies KV between the device and host memory
 
-vLLM calls `connector` for copies, in the scheduler's process and in the workers. Client and scheduler share
-`scheduler_options`, vLLM's `version` and the `facts` of an engine. These, `client` and `chunk_wire` do not import
-vLLM before an engine starts.
+vLLM calls `connector` for copies, in the scheduler's process and in the workers, and `nixl_connector` there in decode
+lanes. Client and scheduler share `scheduler_options`, vLLM's `version` and the `facts` of an engine. These, `client`
+and `chunk_wire` do not import vLLM before an engine starts.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -34,12 +34,12 @@ def test_vllm_takes_our_connector_for_a_decode_lane_alone() -> None:
 def test_reads_that_ended_too_late_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_connector, "seconds_since_boot", lambda: 100.0)
     metadata = NixlConnectorMetadata()
-    for name, read_by_s in {"in time": 100.5, "late": 99.5, "not done": 99.5}.items():
+    for name, read_by_s in {"in time": 100.5, "late": 99.5, "no time": None, "not done": 99.5}.items():
         metadata.add_new_req_to_recv(name, ([1],), {**KV_TRANSFER, READ_BY_KEY: read_by_s})
     reads = metadata.reqs_to_recv
 
     def end_reads() -> KVConnectorTransferResults:
-        names = {"in time", "late"}
+        names = {"in time", "late", "no time"}
         for name in names:
             del reads[name]
         return KVConnectorTransferResults(finished_recving=names)
@@ -48,5 +48,5 @@ def test_reads_that_ended_too_late_have_failed(monkeypatch: pytest.MonkeyPatch) 
     connector.connector_worker = SimpleNamespace(_recving_metadata=reads, get_transfer_results=end_reads)
     connector.kv_transfer_config = SimpleNamespace(kv_role="kv_consumer")
     results = connector.get_transfer_results(set())
-    assert results.finished_recving == {"in time", "late"}
-    assert results.failed_recving == {"late"}
+    assert results.finished_recving == {"in time", "late", "no time"}
+    assert results.failed_recving == {"late", "no time"}

@@ -7,13 +7,15 @@ imports vLLM a quarter faster with the garbage collector off, and skips the tear
 The kernel signals when the *thread* ends that started a process. Our own thread stays as long as the engine, but vLLM
 may start workers from threads that do not stay; so these watch their parent process.
 
-On a CPU, vLLM preloads libgomp into workers. It binds a process to one core as soon as it loads, which is here already,
-and would take this core for all that there are in the process to come. Its threads would then sleep wherever they
-should spin, and a token would take 10 to 30 % longer. So this process gets back the cores that its parent has.
+On a CPU, vLLM preloads libgomp, and names the cores of workers in GOMP_CPU_AFFINITY. So libgomp binds a process to one
+core as soon as it loads, which is here already, and would take this core for all that there are in the process to come.
+Its threads would then sleep wherever they should spin, and a token would take 10 to 30 % longer. So this process gets
+back the cores that its parent has.
 """
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[4]))
@@ -56,8 +58,9 @@ def main() -> None:
         os.environ["STREAMRAG_SPAWN_PARENT"] = str(os.getpid())
         code = arguments.index("-c") + 1
         arguments[code] = CODE.format(package_parent=PACKAGE_PARENT, parent=parent, script=script, code=arguments[code])
-    if "libgomp" in os.environ.get("LD_PRELOAD", ""):
-        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    if "libgomp" in os.environ.get("LD_PRELOAD", "") and "GOMP_CPU_AFFINITY" in os.environ:
+        with suppress(OSError):  # not allowed here: the process works, but more slowly
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
     python = os.environ["STREAMRAG_SPAWN_PYTHON"]
     os.execv(python, [python, *arguments])
 
