@@ -172,7 +172,7 @@ bench-listen: .venv/installed ## questions that are typed or spoken: seconds fro
 bench-refresh: .venv/installed ## questions that need two documents: right answers with one retrieval and with retrieval in mid-answer, seconds, tokens; real engine, three minutes
 	$(RUN) experiments/refresh.py --json experiments/results/refresh.json
 
-bench-lanes: .venv/installed ## lanes beside as many engines that do both, 2 to 64, for three links, routers and speculation, simulated; StreamServe's ablation; 20 minutes; LANES=--short takes one
+bench-lanes: .venv/installed ## lanes beside as many engines that do both, 2 to 64, for three links, routers and speculation, simulated; StreamServe's ablation; 20 minutes up to 16 engines; LANES=--short takes one
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/lanes_simulated.py $(LANES) $(if $(filter --short,$(LANES)),,--json experiments/results/lanes_simulated.json)
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/streamserve.py --json experiments/results/streamserve.json
 
