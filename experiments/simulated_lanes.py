@@ -16,8 +16,7 @@ together.
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
@@ -128,6 +127,7 @@ class _Counts:
 class LaneEngine(LeanEngine):
     """One engine. `decodes`: whether it is a decode lane, to which prompts come with their KV."""
 
+    stream_class = LaneStream
     _running: dict[LaneStream, None]  # type: ignore[assignment]
     _waiting: dict[LaneStream, None]  # type: ignore[assignment]
     _step: tuple[float, float, int, list[tuple[LaneStream, int]]] | None  # type: ignore[assignment]
@@ -143,18 +143,6 @@ class LaneEngine(LeanEngine):
         self._rng = random.Random(f"{options.seed} {name}")
         self._draft_s = DRAFT_SHARE * profile.step_s([(1, 0)])
         self._block_s = profile.step_s([(options.budget, 0)]) * options.block_size / options.budget
-
-    @asynccontextmanager
-    async def stream(
-        self, token_ids: Sequence[int], num_output: int, *, is_complete: bool
-    ) -> AsyncIterator[LeanStream]:
-        stream = LaneStream(self, num_output)
-        self.update(stream, token_ids, is_complete)
-        try:
-            yield stream
-        finally:
-            self._finish(stream)
-            self._go_on()
 
     def update(self, stream: LeanStream, token_ids: Sequence[int], is_complete: bool) -> None:
         assert isinstance(stream, LaneStream)  # all are

@@ -79,6 +79,8 @@ class LeanEngine:
     block_size: tokens of a block.
     """
 
+    stream_class: type[LeanStream] = LeanStream
+
     def __init__(
         self,
         profile: StepProfile,
@@ -115,7 +117,7 @@ class LeanEngine:
         self, token_ids: Sequence[int], num_output: int, *, is_complete: bool
     ) -> AsyncIterator[LeanStream]:
         """A request. Leaving the context aborts what is not finished."""
-        stream = LeanStream(self, num_output)
+        stream = self.stream_class(self, num_output)
         self.update(stream, token_ids, is_complete)
         try:
             yield stream
