@@ -194,7 +194,7 @@ bench-ahead-simulated: .venv/installed ## the same on two H200s under load, simu
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/answer_ahead_simulated.py $(if $(ONLY),--only "$(ONLY)") --json experiments/results/answer_ahead_simulated.json
 	$(RUN) experiments/answer_ahead_tables.py
 
-bench-auto: .venv/installed ## overlap="auto" against always and never, and what learning costs; real engine, quarter of an hour
+bench-auto: .venv/installed ## overlap="auto" against always and never, and what learning costs, also with the retrieval that `make demo` recorded; real engine, half an hour
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) experiments/auto_overlap.py --json experiments/results/auto_overlap.json
 
 bench-crawl: .venv/installed ## milliseconds of each step of a crawl, pages a second, the first page's delay, memory; near-duplicates

@@ -1,9 +1,9 @@
 """Choose for each query whether, and when, to prefill during retrieval: whatever brings the first token sooner."""
 
 from collections import defaultdict, deque
-from collections.abc import Collection
 from dataclasses import dataclass
 from math import exp, inf, log, sqrt
+from random import Random
 from statistics import fmean, median
 from typing import Self
 
@@ -13,12 +13,11 @@ MIN_TURNS = 3
 """Turns that each way gets before any of them is judged. A turn is as many queries as run at once: queries slow each
 other down, so that a way shows its worth only if the others use it as well."""
 WINDOW = 128  # newest queries that a way is judged by
-NUM_DEVIATIONS = 2.0  # standard deviations by which the mean of a worse way differs from that of the best one
 RECHECK_EVERY = 100
 """A worse way is tried again once in so many turns. With 1 % of the queries, P95 becomes what P96 was; with 2.5 %, it
 was 4 % longer in a simulation."""
 TRY_EVERY = 8
-"""The same while learning, if retrieval and the model share no processors: waiting for retrieval rarely helps then."""
+"""The same before MIN_TURNS, where model and retrieval share no processors: waiting for retrieval rarely helps then."""
 NEGLIGIBLE = 0.03  # share of the time to the first token that is not worth any work
 
 
@@ -54,8 +53,8 @@ class OverlapOutcome:
 class OverlapChooser:
     """Learns for one source and engine which way is best, separately for each level of load.
 
-    Each way has its turn until it is clearly worse than the best one (successive elimination). Until then, turns cost a
-    part of the difference: 6 % in experiments/results/auto_overlap.json. The answer is the same in any case.
+    A way is chosen as often as it is likely to be the best one (Thompson sampling): often while little is known, hardly
+    ever once it is clearly worse. The answer is the same in any case.
     """
 
     def __init__(self) -> None:
@@ -88,6 +87,7 @@ class _Level:
         self._gains: deque[float] = deque(maxlen=WINDOW)  # most that overlap can save, as a share
         self._choice = NEVER
         self._num_left = 0  # queries of the current turn
+        self._random = Random(0)
 
     def learn(self, outcome: OverlapOutcome) -> None:
         """Keep an outcome's time, gain and, of "none", prefill. "none" with a forecast makes "delayed" a way, too."""
@@ -112,34 +112,37 @@ class _Level:
     def _next(self) -> tuple[OverlapWay, str]:
         """Return the next turn's way and the reason in words: "none" if overlap hardly gains, else the best way.
 
-        Until each way had MIN_TURNS, and in each `RECHECK_EVERY`-th turn, it is the rarest; later the rarest of those
-        not clearly worse than the best. Without shared processors, only each `TRY_EVERY`-th turn and the recheck try
-        others; the rest is "immediate" before MIN_TURNS, and then the best.
+        Until each way had MIN_TURNS, and in each `RECHECK_EVERY`-th turn, it is the rarest; later the one whose sampled
+        time is the shortest. Without shared processors, only each `TRY_EVERY`-th turn before MIN_TURNS tries others.
         """
         if len(self._gains) >= MIN_TURNS and max(self._gains) < NEGLIGIBLE:
             return "none", "retrieval sends everything at its end"
         num_turns = sum(self._num_turns.values())
         rarest = min(self._num_turns, key=self._num_turns.__getitem__)
-        may_try = self._shares_processors or num_turns % TRY_EVERY == TRY_EVERY - 1
         if self._num_turns[rarest] < MIN_TURNS:
+            may_try = self._shares_processors or num_turns % TRY_EVERY == TRY_EVERY - 1
             return (rarest, "to learn which way is best") if may_try else ("immediate", "until others were tried")
         if num_turns % RECHECK_EVERY == RECHECK_EVERY - 1:
             return rarest, "to check whether it is still worse"
         best = min(self._num_turns, key=self._mean)
-        rivals = [way for way in self._num_turns if way == best or not self._is_worse(way, best)]
-        if len(rivals) > 1 and may_try:
-            return min(rivals, key=self._num_turns.__getitem__), "no way is clearly best so far"
-        return best, self._advantage(best)
+        deviation = self._deviation()
+        may_be = {
+            way: self._random.gauss(self._mean(way), deviation / sqrt(len(self._logs[way])))
+            for way in self._num_turns
+            if self._logs[way]
+        }
+        chosen = min(may_be, key=may_be.__getitem__, default=best)
+        return chosen, self._advantage(best) if chosen == best else f'it may be better than "{best}"'
 
     def _mean(self, way: OverlapWay) -> float:
         """Return the mean logarithm of a way's seconds; infinity if no query of it was answered."""
-        return fmean(logs) if (logs := self._logs[way]) else inf  # no query of the way was answered
+        return fmean(logs) if (logs := self._logs[way]) else inf
 
-    def _is_worse(self, way: OverlapWay, best: OverlapWay) -> bool:
-        """Whether `way` is clearly worse than `best`."""
-        difference = self._mean(way) - self._mean(best)
-        error = sqrt(sum(_variance_of_mean(self._logs[each]) for each in (way, best)))
-        return difference == inf or difference > NUM_DEVIATIONS * error
+    def _deviation(self) -> float:
+        """Return the standard deviation of one way's logarithms, from those of all ways."""
+        means = {way: self._mean(way) for way in self._logs}
+        squares = [(each - means[way]) ** 2 for way, logs in self._logs.items() for each in logs]
+        return sqrt(sum(squares) / max(len(squares) - len(means), 1))
 
     def _advantage(self, best: OverlapWay) -> str:
         """Return in words how much sooner the first token comes on average with the best way than with the second."""
@@ -147,11 +150,3 @@ class _Level:
         share = 1 - exp(self._mean(best) - self._mean(second))
         since = "the question" if self._shares_processors else "the end of retrieval"
         return f'the first token comes {share:.0%} sooner after {since} than with "{second}"'
-
-
-def _variance_of_mean(values: Collection[float]) -> float:
-    """Return the squared standard error of the mean; infinity for fewer than two values."""
-    if len(values) < 2:
-        return inf
-    mean = fmean(values)
-    return sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)
