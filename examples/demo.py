@@ -331,8 +331,8 @@ def _from_to(counts: list[int]) -> str:
     return f"{least} to {most} changes" if least < most else f"{most} change{'s' * (most != 1)}"
 
 
-def save(out: Path, groups: dict[str, Group], ahead: list[AheadPair]) -> None:
-    """The timeline picture, and the numbers behind it."""
+def save(out: Path, groups: dict[str, Group], ahead: list[AheadPair], others_share: float) -> None:
+    """The timeline picture, and the numbers behind it, with the share of the cores that other programs kept busy."""
     rows = [
         (
             name,
@@ -348,7 +348,7 @@ def save(out: Path, groups: dict[str, Group], ahead: list[AheadPair]) -> None:
         row = [QueryRow("without drafts", pair.without), QueryRow("with drafts", pair.ahead)]
         rows.append(("a slow crawl, both streaming", row))
     draw_timeline(out / "timeline.png", rows, title="From the query to the answer, with and without streaming")
-    results: dict[str, list[dict[str, Any]]] = {
+    results: dict[str, Any] = {
         name: [
             {
                 "question": pair.question,
@@ -366,6 +366,7 @@ def save(out: Path, groups: dict[str, Group], ahead: list[AheadPair]) -> None:
     }
     if ahead:
         results["answers ahead"] = ahead[0].rows
+    results["share of cores kept busy by others"] = others_share
     (out / "results.json").write_text(json.dumps(results, indent=2))
     for what, name in (("timeline", "timeline.png"), ("numbers", "results.json")):
         console.print(f"{what}: {os.path.relpath(out / name)}", soft_wrap=True)
@@ -422,8 +423,9 @@ def print_results(
         return
     console.rule("[bold]results", align="left")
     print_table(measured)
-    warn_if_busy(others.share(), "kept")
-    save(arguments.out, measured, ahead)
+    others_share = others.share()
+    warn_if_busy(others_share, "kept")
+    save(arguments.out, measured, ahead, others_share)
     if arguments.model:
         console.print(
             "In another dtype than float32 some answers may differ by rounding alone: docs/backends.md#exactness"

@@ -109,14 +109,24 @@ def cells(pairs: Sequence[Pair], time: str) -> tuple[str, str, str]:
     return f"{streaming:.2f}", f"{waiting:.2f}", f"{middle:.2f}x ({low:.2f} to {high:.2f})"
 
 
+def live_search_pairs() -> list[Pair]:
+    """Return the pairs of the search that computes its ranking, streaming first."""
+    rows = json.loads(LIVE_SEARCH.read_text())["rows"]
+    arms: dict[str, dict[tuple[str, int], Row]] = {}
+    for row in rows:
+        arms.setdefault(row["arm"], {})[row["question"], row["turn"]] = row
+    return [(arms["DelayedUpdates, 0.3 s"][key], waiting) for key, waiting in arms["not streaming"].items()]
+
+
 def put_into_readme(text: str, groups: dict[str, list[Pair]]) -> str:
     """Return README.md with the figures of the picture and of the search, which is not replayed: see `LIVE_SEARCH`."""
     first, second = (f"{row['ttft_after_retrieval_s']:.2f}" for row in median_pair(groups["crawl"]))
-    arms = json.loads(LIVE_SEARCH.read_text())["arms"]
-    streaming, waiting = (arms[name]["ttft_s"] for name in ("DelayedUpdates, 0.3 s", "not streaming"))
+    crawl = cells(groups["crawl"], "ttft_after_retrieval_s")[2].removesuffix(")").replace("(", "(95 % interval ")
+    ratio, _, span = crawl.partition(" ")
     for sentence in (
         f"{first} s after retrieval; without, {second} s](",
-        f"{streaming:.2f} s after the question with streaming and {waiting:.2f} s without",
+        f"the first token comes {ratio} as soon {span})",
+        "{} s after the question with streaming and {} s without: {}".format(*cells(live_search_pairs(), "ttft_s")),
     ):
         pattern = re.sub(r"\d+\\\.\d+", r"\\d+\\.\\d+", re.escape(sentence))
         found = re.findall(pattern, text)

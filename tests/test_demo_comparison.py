@@ -157,8 +157,28 @@ def test_ctrl_c_keeps_what_was_measured(
     assert "crawl: 1 pair;" in printed
     assert "unclear" in printed, "one pair shows nothing"
     results = json.loads((interrupted / "results.json").read_text())
+    assert 0.0 <= results.pop("share of cores kept busy by others") <= 1.0
     assert {name: len(rows) for name, rows in results.items()} == {"crawl": 2}
     assert (interrupted / "timeline.png").exists()
+
+
+@pytest.mark.parametrize(("share", "is_warned_of"), [(0.05, False), (0.6, True)])
+def test_a_busy_machine_is_warned_of_before_and_after(
+    demo: ModuleType,
+    interrupted: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    share: float,
+    is_warned_of: bool,
+) -> None:
+    monkeypatch.setattr(demo.psutil, "cpu_percent", lambda interval: share * 100)
+    monkeypatch.setattr(demo.OthersLoad, "share", lambda self: share)
+    demo.main()
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        "Other programs keep 60% of this machine's cores busy: do not rely on these times" in printed
+    ) == is_warned_of
+    assert ("Other programs kept 60% of this machine's cores busy" in printed) == is_warned_of
 
 
 async def test_a_provisional_answer_is_shown_before_retrieval_ends_and_drawn(
@@ -189,6 +209,6 @@ async def test_a_provisional_answer_is_shown_before_retrieval_ends_and_drawn(
     ]
     assert "The answers have the same tokens; 9 of 9 came from the draft." in pair.outcome()
     assert [row["arm"] for row in pair.rows] == ["with drafts", "without drafts"]
-    demo.save(tmp_path, {}, [pair])
+    demo.save(tmp_path, {}, [pair], 0.0)
     assert json.loads((tmp_path / "results.json").read_text())["answers ahead"] == pair.rows
     assert (tmp_path / "timeline.png").exists()

@@ -176,11 +176,11 @@ def test_the_words_about_the_picture_have_its_seconds() -> None:
     assert re.findall(r"[\d.]+ s\b", words) == re.findall(r">([\d.]+ s) to the first token<", picture)
 
 
-def test_a_live_search_loses_on_two_cores_as_the_readme_says() -> None:
+def test_a_live_search_loses_on_two_cores_as_the_page_of_benchmarks_says() -> None:
     figures = runpy.run_path(str(ROOT / "scripts" / "demo_figures.py"))
     arms = json.loads(figures["LIVE_SEARCH"].read_text())["arms"]
     loss = 1 - arms["DelayedUpdates, 0.3 s"]["ttft_s_ratio"]
-    assert f"loses {loss:.0%}".replace("%", " %") in (ROOT / "README.md").read_text()
+    assert f"loses {loss:.0%}".replace("%", " %") in (ROOT / "docs" / "benchmarks.md").read_text()
 
 
 def test_the_picture_shows_the_median_of_all_pairs_also_of_those_with_the_same_question() -> None:
