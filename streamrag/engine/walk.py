@@ -100,7 +100,11 @@ class Candidate:
 
 
 class Walk:
-    """A walk through the order that grants tokens to one candidate after the other."""
+    """A walk through the order that grants tokens to one candidate after the other.
+
+    Whatever the policy says, requests with output come first, and drafts last. Of the requests with output, those that
+    hold a slot come first: their slot cannot be taken without evicting their KV.
+    """
 
     def __init__(
         self,
@@ -109,9 +113,19 @@ class Walk:
         budget: StepBudget,
         memory: Memory,
     ) -> None:
-        self.order = order
+        self.with_output: list[RequestView] = []
+        self.prompts: list[RequestView] = []
+        """Requests that have no output and are no drafts."""
+        drafts: list[RequestView] = []
+        for request in order:
+            if request.request_class == "draft":
+                drafts.append(request)
+            else:
+                (self.with_output if request.has_output else self.prompts).append(request)
+        self.with_output.sort(key=lambda r: not r.is_running)
+        self.order = self.with_output + self.prompts + drafts
         self.memory = memory
-        self.victims = Victims(order, idle, memory)
+        self.victims = Victims(self.order, idle, memory)
         self.num_tokens = self.num_tokens_left = budget.num_tokens - budget.num_ahead
         self.num_seqs = budget.num_seqs - budget.num_ahead
         self.num_ahead = budget.num_ahead
