@@ -113,16 +113,7 @@ class Walk:
         budget: StepBudget,
         memory: Memory,
     ) -> None:
-        self.with_output: list[RequestView] = []
-        self.prompts: list[RequestView] = []
-        """Requests that have no output and are no drafts."""
-        drafts: list[RequestView] = []
-        for request in order:
-            if request.request_class == "draft":
-                drafts.append(request)
-            else:
-                (self.with_output if request.has_output else self.prompts).append(request)
-        self.with_output.sort(key=lambda r: not r.is_running)
+        self.with_output, self.prompts, drafts = _split(order)
         self.order = self.with_output + self.prompts + drafts
         self.memory = memory
         self.victims = Victims(self.order, idle, memory)
@@ -199,3 +190,19 @@ class Walk:
         """Add requests behind a reserve to `waiting` if nothing runs whose end would free memory for them."""
         if not self.grants and self.num_ahead == 0:
             self.waiting += [held.request for held in self._held_by_reserve]
+
+
+def _split(order: Sequence[RequestView]) -> tuple[list[RequestView], list[RequestView], list[RequestView]]:
+    """Return the requests with output, those that hold a slot first; prompts, which have none; and drafts."""
+    with_output: list[RequestView] = []
+    prompts: list[RequestView] = []
+    drafts: list[RequestView] = []
+    for request in order:
+        if request.request_class == "draft":
+            drafts.append(request)
+        elif request.has_output:
+            with_output.append(request)
+        else:
+            prompts.append(request)
+    with_output.sort(key=lambda r: not r.is_running)
+    return with_output, prompts, drafts
