@@ -103,7 +103,7 @@ class Walk:
     """A walk through the order that grants tokens to one candidate after the other.
 
     Whatever the policy says, requests with output come first, and drafts last. Of the requests with output, those that
-    hold a slot come first: their slot cannot be taken without evicting their KV.
+    hold a slot come first: their slot cannot be taken without evicting their KV. `prompts` are neither of the two.
     """
 
     def __init__(
@@ -113,8 +113,12 @@ class Walk:
         budget: StepBudget,
         memory: Memory,
     ) -> None:
-        self.with_output, self.prompts, drafts = _split(order)
-        self.order = self.with_output + self.prompts + drafts
+        drafts = [r for r in order if r.request_class == "draft"]
+        others = [r for r in order if r.request_class != "draft"] if drafts else order
+        self.with_output = [r for r in others if r.has_output]
+        self.with_output.sort(key=lambda r: not r.is_running)
+        self.prompts = [r for r in others if not r.has_output] if self.with_output else others
+        self.order = [*self.with_output, *self.prompts, *drafts]
         self.memory = memory
         self.victims = Victims(self.order, idle, memory)
         self.num_tokens = self.num_tokens_left = budget.num_tokens - budget.num_ahead
@@ -190,19 +194,3 @@ class Walk:
         """Add requests behind a reserve to `waiting` if nothing runs whose end would free memory for them."""
         if not self.grants and self.num_ahead == 0:
             self.waiting += [held.request for held in self._held_by_reserve]
-
-
-def _split(order: Sequence[RequestView]) -> tuple[list[RequestView], list[RequestView], list[RequestView]]:
-    """Return the requests with output, those that hold a slot first; prompts, which have none; and drafts."""
-    with_output: list[RequestView] = []
-    prompts: list[RequestView] = []
-    drafts: list[RequestView] = []
-    for request in order:
-        if request.request_class == "draft":
-            drafts.append(request)
-        elif request.has_output:
-            with_output.append(request)
-        else:
-            prompts.append(request)
-    with_output.sort(key=lambda r: not r.is_running)
-    return with_output, prompts, drafts

@@ -50,7 +50,7 @@ SUPPORTED = "streamrag.backends.vllm.scheduler.supported"
 OF_PRODUCERS = "tests/backends/vllm/scheduler/test_kv_producer.py"
 WIRE, DRAFTS = "streamrag.backends.vllm.chunk_wire", "streamrag.engine.drafts"
 KV_MEMORY = "streamrag.backends.vllm.scheduler.kv.memory"
-REQUEST, PLANNING = "streamrag.backends.vllm.scheduler.request", "streamrag.engine.planning"
+REQUEST = "streamrag.backends.vllm.scheduler.request"
 TRACKER, TRACKER_TEST = "streamrag.routing.replica_tracker", "tests/routing/test_replica_tracker.py"
 INDEX, INDEX_TEST = "streamrag.routing.prefix_index", "tests/routing/test_prefix_index.py"
 SOONEST, FLOWGUARD = "streamrag.routing.soonest", "experiments.routing.flowguard"
@@ -103,8 +103,8 @@ MUTANTS = (
     Mutant(
         "a draft leaves no budget for prompts, and is not counted",
         STEP,
-        "num_tokens -= sum(len(r.spec_token_ids) for r in decoding)",
-        "pass",
+        "num_tokens = scheduler.max_num_scheduled_tokens - sum(len(r.spec_token_ids) for r in decoding)",
+        "num_tokens = scheduler.max_num_scheduled_tokens",
         400,
     ),
     Mutant(
@@ -184,8 +184,8 @@ MUTANTS = (
     Mutant(
         "the policy may put drafts before others",
         WALK,
-        'if request.request_class == "draft":',
-        "if False:",
+        'if r.request_class == "draft"]',
+        "if False]",
         0,
         "tests/engine/test_rules.py::test_drafts_come_last_and_lend_their_blocks",
     ),
@@ -627,7 +627,7 @@ MUTANTS = (
     Mutant(
         "those that have shown a token take each other's slots",
         WALK,
-        "    with_output.sort(key=lambda r: not r.is_running)\n",
+        "        self.with_output.sort(key=lambda r: not r.is_running)\n",
         "",
         0,
         "tests/engine/test_planning.py::test_of_those_that_have_shown_a_token_the_ones_that_hold_a_slot_come_first",

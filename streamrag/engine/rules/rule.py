@@ -50,10 +50,7 @@ class TokenRule(Rule):
 
 
 class RuleList:
-    """Rules in the order in which they are asked, listed once by the questions that they answer.
-
-    A step is planned often, and most rules answer one question of five.
-    """
+    """Rules in the order in which they are asked, listed once by the questions that they answer."""
 
     def __init__(self, rules: Iterable[Rule] = ()) -> None:
         rules = tuple(rules)

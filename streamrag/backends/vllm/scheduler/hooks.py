@@ -77,9 +77,8 @@ class StreamingHooks(_Base):
             return super().schedule(throttle_prefills)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        self.plugin.steps.record_scheduled(scheduler_output)
-        super()._update_after_schedule(scheduler_output)
-        self.plugin.steps.withhold_samples()
+        with self.plugin.steps.record_scheduled(scheduler_output):
+            super()._update_after_schedule(scheduler_output)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: "ModelRunnerOutput"

@@ -97,28 +97,23 @@ class StepPlanner:
             views.append(view)
         if self.policy.needs_prefix_hits:
             views = [self.kv_memory.with_prefix_hit(v) for v in views]
+        scheduler = self.scheduler
+        num_tokens = scheduler.max_num_scheduled_tokens - sum(len(r.spec_token_ids) for r in decoding)
+        budget = StepBudget(num_tokens, scheduler.max_num_active_reqs, len(decoding))
         order = self.policy.order(views, self.steps.start_s)
         step_plan = plan(
             order,
             self._idle_views,
-            self._make_budget(decoding),
+            budget,
             self.kv_memory,
             self.rules,
             self.evictions.fate,
             reports_holds=self.options.records is not None,
         )
         for request_id, rule in step_plan.holds:
-            self.scheduler.requests[request_id].log.holds[rule] += 1
+            scheduler.requests[request_id].log.holds[rule] += 1
         self.policy.on_admitted([g.request for g in step_plan.grants if not g.request.is_running])
         return PlannedStep(step_plan, order, decoding, blocked)
-
-    def _make_budget(self, decoding: list[StreamRequest]) -> StepBudget:
-        """Return what one step may compute, without the tokens that are proposed to the `decoding` requests."""
-        scheduler = self.scheduler
-        num_tokens = scheduler.max_num_scheduled_tokens
-        if scheduler.num_spec_tokens:
-            num_tokens -= sum(len(r.spec_token_ids) for r in decoding)
-        return StepBudget(num_tokens, scheduler.max_num_active_reqs, len(decoding))
 
     def _make_rules(self) -> RuleList:
         """Return the rules that are switched on, in the order in which they are evaluated."""

@@ -1,7 +1,8 @@
 """Steps whose output is outstanding: one, or two with asynchronous scheduling. They end in the order of their start."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,12 +50,14 @@ class StepsInFlight:
     def mark_start(self) -> None:
         self.start_s = self.clock.monotonic()
 
-    def record_scheduled(self, scheduler_output: SchedulerOutput) -> None:
-        """Record what a step computes, before vLLM counts its tokens."""
+    @contextmanager
+    def record_scheduled(self, scheduler_output: SchedulerOutput) -> Iterator[None]:
+        """Record what a step computes. Within the context, vLLM counts its tokens; then partial prompts sample none."""
         requests = self.scheduler.requests
         if self.scheduler.need_mamba_block_aligned_split and scheduler_output.preempted_req_ids is not None:
             # The first model runner then forgets in which block it left the state of a Mamba layer for such an id.
             scheduler_output.preempted_req_ids.update(new.req_id for new in scheduler_output.scheduled_new_reqs)
+        partial: list[StreamRequest] = []
         prefills: list[tuple[StreamRequest, bool]] = []
         num_pairs = 0.0
         for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
@@ -64,17 +67,14 @@ class StepsInFlight:
             if request.log.num_present >= request.num_prompt_tokens:
                 continue  # a decode
             prefills.append((request, self._record_prefill(request, num_tokens)))
-            if self.host_memory is not None and not request.is_complete:
-                self.host_memory.on_partial(request)
+            if not request.is_complete:
+                partial.append(request)
+                if self.host_memory is not None:
+                    self.host_memory.on_partial(request)
         self._steps.append(StepInFlight(self.start_s, num_pairs, prefills, scheduler_output.num_scheduled_tokens))
-
-    def withhold_samples(self) -> None:
-        """Have partial prompts of the newest step sample no token, after vLLM has counted the step's tokens."""
-        for request, _ in self._steps[-1].prefills:
-            if request.is_complete:
-                if request.is_prefill_chunk:
-                    self.scheduler._inflight_prefills.add(request)
-                continue
+        yield
+        self.scheduler._inflight_prefills.update(r for r, _ in prefills if r.is_complete and r.is_prefill_chunk)
+        for request in partial:
             # Even where the counts reach the end of a partial prompt, this step must not sample a token.
             request.is_prefill_chunk = True
             request.num_output_placeholders = 0
