@@ -16,8 +16,10 @@ from typing import NamedTuple
 from streamrag.engine.memory import Memory
 from streamrag.engine.recompute_or_swap import Fate
 from streamrag.engine.request import RequestView
-from streamrag.engine.rules.rule import Rule
+from streamrag.engine.rules.rule import Rule, RuleList
 from streamrag.engine.walk import Candidate, Grant, StepBudget, Wait, Walk
+
+NO_RULES = RuleList()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def plan(
     idle: Callable[[], Sequence[RequestView]],
     budget: StepBudget,
     memory: Memory,
-    rules: Sequence[Rule] = (),
+    rules: RuleList = NO_RULES,
     fate: Callable[[RequestView], Fate] = lambda victim: "recompute",
     reports_holds: bool = False,
 ) -> Plan:
@@ -64,21 +66,18 @@ def plan(
     If nothing is granted and nothing runs ahead, plan again without the rules that are waived then. If a rule puts off
     the step, the plan has nothing else.
 
-    :param order: the requests that have tokens to compute or hold KV, the most urgent first. Requests with output are
-        moved to the front, and of these the ones that hold a slot come first: their slot cannot be taken without
-        evicting their KV. Drafts are moved to the end.
+    :param order: the requests that have tokens to compute or hold KV, the most urgent first. `Walk` moves requests with
+        output to the front, and drafts to the end.
     :param idle: returns the idle requests, the last of which is the first victim. Called only when memory is short.
     :param fate: decides what happens to a victim's KV.
     :param reports_holds: whether to report the requests that were held back, and the rule that did so.
     """
-    if any(r.has_output or r.is_draft for r in order):
-        order = sorted(order, key=_turn)
     # Phase 1
     walk, held_by = _grant_tokens(Walk(order, idle, budget, memory), rules)
-    if not walk.grants and not walk.num_ahead and any(rule.is_waived_if_idle for rule in rules):
-        rules = [rule for rule in rules if not rule.is_waived_if_idle]
+    if not walk.grants and not walk.num_ahead and rules.if_idle is not rules:
+        rules = rules.if_idle
         walk, held_by = _grant_tokens(Walk(order, idle, budget, memory), rules)
-    if walk.grants and any(rule.puts_off_step(walk) for rule in rules):
+    if walk.grants and any(rule.puts_off_step(walk) for rule in rules.that_put_off):
         return Plan((), (), is_put_off=True)
     holds = tuple(_holds(walk, held_by)) if reports_holds else ()
     # Phase 2
@@ -87,24 +86,14 @@ def plan(
     return Plan(tuple(walk.grants), evictions, waiting=tuple(walk.waiting), holds=holds)
 
 
-def _turn(request: RequestView) -> int:
-    """Return the place of a request before or behind others, whatever the policy says."""
-    if request.is_draft:
-        return 3
-    return 2 if not request.has_output else 0 if request.is_running else 1
-
-
-def _grant_tokens(walk: Walk, rules: Sequence[Rule]) -> tuple[Walk, dict[str, str]]:
+def _grant_tokens(walk: Walk, rules: RuleList) -> tuple[Walk, dict[str, str]]:
     """Grant tokens to each request in turn, as rules and memory allow. Return the walk, and a rule per held request.
 
     A complete prompt that does not fit lets requests behind it that hold KV continue, but lets none without KV start.
     A partial prompt that may not evict blocks no other request.
     """
-    for rule in rules:
+    for rule in rules.that_start:
         rule.start(walk)
-    observers = [rule for rule in rules if type(rule).on_grant is not Rule.on_grant]
-    for_complete = [rule for rule in rules if rule.asks_complete]
-    for_partial = [rule for rule in rules if rule.asks_partial]
     held_by: dict[str, str] = {}
     for position, request in enumerate(walk.order):
         if walk.closed_by:
@@ -112,10 +101,10 @@ def _grant_tokens(walk: Walk, rules: Sequence[Rule]) -> tuple[Walk, dict[str, st
         if request.num_tokens <= request.num_computed_tokens or walk.closed_to(request):
             continue
         candidate = Candidate(walk, request, position)
-        wait, name = _first_wait(candidate, for_complete if request.is_complete else for_partial)
+        wait, name = _first_wait(candidate, rules.for_complete if request.is_complete else rules.for_partial)
         if wait is None:
             walk.grant(candidate)
-            for rule in observers:
+            for rule in rules.that_observe:
                 rule.on_grant(candidate)
         else:
             walk.hold(candidate, wait)

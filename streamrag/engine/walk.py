@@ -100,7 +100,11 @@ class Candidate:
 
 
 class Walk:
-    """A walk through the order that grants tokens to one candidate after the other."""
+    """A walk through the order that grants tokens to one candidate after the other.
+
+    Whatever the policy says, requests with output come first, and drafts last. Of the requests with output, those that
+    hold a slot come first: their slot cannot be taken without evicting their KV. `prompts` are neither of the two.
+    """
 
     def __init__(
         self,
@@ -109,9 +113,14 @@ class Walk:
         budget: StepBudget,
         memory: Memory,
     ) -> None:
-        self.order = order
+        drafts = [r for r in order if r.request_class == "draft"]
+        others = [r for r in order if r.request_class != "draft"] if drafts else order
+        self.with_output = [r for r in others if r.has_output]
+        self.with_output.sort(key=lambda r: not r.is_running)
+        self.prompts = [r for r in others if not r.has_output] if self.with_output else others
+        self.order = [*self.with_output, *self.prompts, *drafts]
         self.memory = memory
-        self.victims = Victims(order, idle, memory)
+        self.victims = Victims(self.order, idle, memory)
         self.num_tokens = self.num_tokens_left = budget.num_tokens - budget.num_ahead
         self.num_seqs = budget.num_seqs - budget.num_ahead
         self.num_ahead = budget.num_ahead

@@ -50,7 +50,7 @@ SUPPORTED = "streamrag.backends.vllm.scheduler.supported"
 OF_PRODUCERS = "tests/backends/vllm/scheduler/test_kv_producer.py"
 WIRE, DRAFTS = "streamrag.backends.vllm.chunk_wire", "streamrag.engine.drafts"
 KV_MEMORY = "streamrag.backends.vllm.scheduler.kv.memory"
-REQUEST, PLANNING = "streamrag.backends.vllm.scheduler.request", "streamrag.engine.planning"
+REQUEST = "streamrag.backends.vllm.scheduler.request"
 TRACKER, TRACKER_TEST = "streamrag.routing.replica_tracker", "tests/routing/test_replica_tracker.py"
 INDEX, INDEX_TEST = "streamrag.routing.prefix_index", "tests/routing/test_prefix_index.py"
 SOONEST, FLOWGUARD = "streamrag.routing.soonest", "experiments.routing.flowguard"
@@ -183,9 +183,9 @@ MUTANTS = (
     ),
     Mutant(
         "the policy may put drafts before others",
-        PLANNING,
-        "return 3",
-        "return 2",
+        WALK,
+        'if r.request_class == "draft"]',
+        "if False]",
         0,
         "tests/engine/test_rules.py::test_drafts_come_last_and_lend_their_blocks",
     ),
@@ -626,9 +626,9 @@ MUTANTS = (
     # It matters only if those with a slot do not decode, which they mostly do, and then run ahead of any plan.
     Mutant(
         "those that have shown a token take each other's slots",
-        PLANNING,
-        "return 2 if not request.has_output else 0 if request.is_running else 1",
-        "return 2 if not request.has_output else 1",
+        WALK,
+        "        self.with_output.sort(key=lambda r: not r.is_running)\n",
+        "",
         0,
         "tests/engine/test_planning.py::test_of_those_that_have_shown_a_token_the_ones_that_hold_a_slot_come_first",
     ),

@@ -20,6 +20,7 @@ from streamrag.engine.rules import (
     NextBlock,
     PartialEviction,
     Rule,
+    RuleList,
     ShortBeforeReplaced,
     ShortDrafts,
     SizedSteps,
@@ -87,4 +88,4 @@ def plan(
 ) -> Plan:
     """Plan a step with the rules of `limits`."""
     budget = StepBudget(limits.num_tokens, limits.num_seqs, limits.num_ahead)
-    return plan_with_rules(order, idle, budget, memory, limits.rules(next_block), fate)
+    return plan_with_rules(order, idle, budget, memory, RuleList(limits.rules(next_block)), fate)

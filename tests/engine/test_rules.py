@@ -22,6 +22,7 @@ from streamrag.engine.rules import (
     LowWater,
     PartialEviction,
     Rule,
+    RuleList,
     ShortBeforeReplaced,
     ShortDrafts,
     SizedSteps,
@@ -70,7 +71,7 @@ def planned(
     budget: StepBudget = BUDGET,
     idle: Callable[[], Sequence[RequestView]] = list,
 ) -> Plan:
-    return plan(order, idle, budget, Blocks(num_free), rules)
+    return plan(order, idle, budget, Blocks(num_free), RuleList(rules))
 
 
 def tokens(made: Plan) -> dict[str, int]:
@@ -273,7 +274,7 @@ def test_late_binding_puts_off_what_nobody_waits_for_while_a_step_computes(is_ea
 
 def test_a_plan_tells_who_gets_nothing_and_which_rule_held_it_back() -> None:
     def holds(order: Sequence[RequestView], *rules: Rule, num_free: int = 1_000) -> dict[str, str]:
-        made = plan(order, list, BUDGET, Blocks(num_free), rules, reports_holds=True)
+        made = plan(order, list, BUDGET, Blocks(num_free), RuleList(rules), reports_holds=True)
         return dict(made.holds)
 
     lean, low = LeanPartials(lambda: 100), LowWater(5)

@@ -19,6 +19,7 @@ from streamrag.engine.rules.memory_rules import KvBudgetLeft as KvBudgetLeft
 from streamrag.engine.rules.memory_rules import LowWater as LowWater
 from streamrag.engine.rules.memory_rules import PartialEviction as PartialEviction
 from streamrag.engine.rules.rule import Rule as Rule
+from streamrag.engine.rules.rule import RuleList as RuleList
 from streamrag.engine.rules.sized_steps import LateBinding as LateBinding
 from streamrag.engine.rules.sized_steps import SizedSteps as SizedSteps
 from streamrag.engine.rules.tokens import DataShare as DataShare

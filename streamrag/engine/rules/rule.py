@@ -1,6 +1,7 @@
 """The base classes of rules."""
 
 from abc import abstractmethod
+from collections.abc import Iterable
 
 from streamrag.engine.walk import Candidate, Wait, Walk
 
@@ -46,3 +47,24 @@ class TokenRule(Rule):
         if most < candidate.num_allowed:
             candidate.num_allowed = int(most)
         return Wait.SKIP if most <= 0 else None
+
+
+class RuleList:
+    """Rules in the order in which they are asked, listed once by the questions that they answer."""
+
+    def __init__(self, rules: Iterable[Rule] = ()) -> None:
+        rules = tuple(rules)
+        asked = _answering(rules, "ask")
+        self.that_start = _answering(rules, "start")
+        self.for_complete = [rule for rule in asked if rule.asks_complete]
+        self.for_partial = [rule for rule in asked if rule.asks_partial]
+        self.that_observe = _answering(rules, "on_grant")
+        self.that_put_off = _answering(rules, "puts_off_step")
+        strict = [rule for rule in rules if not rule.is_waived_if_idle]
+        self.if_idle = self if len(strict) == len(rules) else RuleList(strict)
+        """The rules without those that are waived where a step would otherwise compute nothing."""
+
+
+def _answering(rules: Iterable[Rule], question: str) -> list[Rule]:
+    """Return the rules whose class has a method `question` of its own."""
+    return [rule for rule in rules if getattr(type(rule), question) is not getattr(Rule, question)]

@@ -21,7 +21,7 @@ class SizedSteps(TokenRule):
     def start(self, walk: Walk) -> None:
         """Set the length to aim for: no limit while costs are unknown, or where no complete prompt waits."""
         costs = self._costs = self._estimate_costs()
-        self.num_waiting = 0.0 if costs is None else count_waiting(walk.order, costs)
+        self.num_waiting = 0.0 if costs is None else count_waiting(walk.prompts, costs)
         # A step for which no complete prompt waits is as long as the other rules allow.
         self._limiting_costs = costs if self.num_waiting else None
         self._num_ready_prompts, self._num_still_waiting = 0, self.num_waiting
@@ -72,13 +72,13 @@ def _is_awaited(request: RequestView) -> bool:
     return request.is_complete and not request.has_output and not request.is_draft
 
 
-def count_waiting(order: Sequence[RequestView], costs: StepCosts) -> float:
-    """Return how many awaited prompts have tokens to compute, plus those that will arrive while these compute."""
+def count_waiting(prompts: Sequence[RequestView], costs: StepCosts) -> float:
+    """Return how many complete `prompts` have tokens to compute, plus those that will arrive while these compute."""
     num, length, pair_cost = 0, 0.0, costs.pair_cost
-    for request in order:
-        if not request.is_complete or request.has_output or request.is_draft:
+    for request in prompts:
+        if not request.is_complete:
             continue
-        # `_is_awaited`, `num_likely_tokens`, `StepCosts.length`, inlined: hundreds of requests wait on a busy engine.
+        # `num_likely_tokens` and `StepCosts.length`, inlined: hundreds of requests wait on a busy engine.
         num_before, num_kept = request.num_computed_tokens, request.num_kept_tokens
         if num_kept > num_before:
             num_before = num_kept

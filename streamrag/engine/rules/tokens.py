@@ -62,9 +62,7 @@ def num_filling_tokens(walk: Walk, num_blocks_short: int) -> int:
     """
     is_memory_short = walk.memory.num_free_blocks <= num_blocks_short
     num_tokens = 0
-    for request in walk.order:
-        if request.is_draft:
-            continue
+    for request in (*walk.with_output, *walk.prompts):
         if request.is_complete or not (request.is_speculative or (is_memory_short and not request.num_blocks)):
             num_before, num_kept = request.num_computed_tokens, request.num_kept_tokens
             num_tokens += request.num_tokens - (num_before if num_before > num_kept else num_kept)

@@ -29,7 +29,7 @@ from streamrag.engine.rules import (
     LeanPartials,
     LowWater,
     PartialEviction,
-    Rule,
+    RuleList,
     ShortBeforeReplaced,
     ShortDrafts,
     SizedSteps,
@@ -115,7 +115,7 @@ class StepPlanner:
         self.policy.on_admitted([g.request for g in step_plan.grants if not g.request.is_running])
         return PlannedStep(step_plan, order, decoding, blocked)
 
-    def _make_rules(self) -> list[Rule]:
+    def _make_rules(self) -> RuleList:
         """Return the rules that are switched on, in the order in which they are evaluated."""
 
         def step_costs() -> StepCosts | None:
@@ -145,7 +145,7 @@ class StepPlanner:
             None if self.num_reserved_from_data is None else DataHighWater(self.num_reserved_from_data),
             LateBinding(lambda: self.steps.has_prefills, sized) if options.late_binding else None,
         ]
-        return [rule for rule in rules if rule is not None]
+        return RuleList(rule for rule in rules if rule is not None)
 
     def _is_evicted_kv_kept(self) -> bool:
         """Whether device memory is short and the KV of all prompts is worth keeping in host memory."""
