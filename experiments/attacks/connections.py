@@ -1,7 +1,7 @@
 """Attacks on connections: bytes around a question, not the question itself.
 
 Each attack keeps 12 connections busy, and opens one again a quarter of a second after the service has closed it. Floods
-of connections and of whole requests are not among them: those take a limit of the rate in front of the service.
+of connections are not among them: those take a limit of the rate in front of the service.
 """
 
 import asyncio

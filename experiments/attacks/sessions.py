@@ -70,7 +70,7 @@ def change(http: httpx.AsyncClient, urls: list[str], number: int) -> Awaitable[h
 
 
 async def data_flood(port: int, key: str | None, seconds: float) -> str:
-    """Append data to sessions as fast as they are taken: a flood of whole requests, which nginx bounds in front."""
+    """Append data to sessions as fast as they are taken: a flood of whole requests."""
     async with attacker(port, key) as http:
         urls = [await opened(http, window_tokens=200) for _ in range(NUM_SESSIONS)]
         seen = await repeat(seconds, lambda i: change(http, urls, i))
