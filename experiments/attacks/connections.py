@@ -1,7 +1,7 @@
 """Attacks on connections: bytes around a question, not the question itself.
 
 Each attack keeps 12 connections busy, and opens one again a quarter of a second after the service has closed it. Floods
-of connections and of whole requests are not among them: those take a limit of the rate in front of the service.
+of connections are not among them: those take a limit of the rate in front of the service.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ def stream(key: str | None) -> bytes:
     return head("POST", "/v1/streams", key, "transfer-encoding: chunked") + chunk(line)
 
 
-def socket(key: str | None, *headers: str) -> bytes:
+def socket(key: str | None, *headers: str, path: str = "/v1/responses") -> bytes:
     """Return the head of a request for a WebSocket."""
     fields = ["connection: upgrade", "upgrade: websocket", "sec-websocket-version: 13"]
-    return head("GET", "/v1/responses", key, *fields, "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==", *headers)
+    return head("GET", path, key, *fields, "sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==", *headers)
 
 
 def frame(opcode: int, payload: bytes = b"", *, is_last: bool = True, is_compressed: bool = False) -> bytes:

@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 
+from .connections import TEXT, flood, frame, repeated, socket
+
 NUM_SESSIONS = 16
 """As many as one client may have."""
 NUM_WATCHES = 32
@@ -68,11 +70,26 @@ def change(http: httpx.AsyncClient, urls: list[str], number: int) -> Awaitable[h
 
 
 async def data_flood(port: int, key: str | None, seconds: float) -> str:
-    """Append data to sessions as fast as they are taken: a flood of whole requests, which nginx bounds in front."""
+    """Append data to sessions as fast as they are taken: a flood of whole requests."""
     async with attacker(port, key) as http:
         urls = [await opened(http, window_tokens=200) for _ in range(NUM_SESSIONS)]
         seen = await repeat(seconds, lambda i: change(http, urls, i))
     return f"{NUM_SESSIONS} sessions; answers to data by status: {seen}"
+
+
+async def frame_flood(port: int, key: str | None, seconds: float) -> str:
+    """Append data on WebSockets of sessions, as fast as they are taken."""
+    append = frame(TEXT, b'{"type":"append","data":["reading"]}')
+    async with attacker(port, key) as http:
+        urls = [await opened(http, window_tokens=200) for _ in range(NUM_SESSIONS)]
+        sent = [0, 0]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
+                for url in urls:
+                    first, pieces = socket(key, path=f"{url}/socket"), itertools.repeat(repeated(append))
+                    tasks.create_task(flood(port, first, pieces, reads=True, sent=sent))
+        versions = [(await http.get(url)).json()["version"] for url in urls]
+    return f"{NUM_SESSIONS} sockets, {sent[1] / 1e6:.0f} MB; {sum(versions):,} frames were appended"
 
 
 async def watch_flood(port: int, key: str | None, seconds: float) -> str:
@@ -189,6 +206,7 @@ ATTACKS: dict[str, Callable[[int, str | None, float], Awaitable[str]]] = {
     each.__name__: each
     for each in (
         data_flood,
+        frame_flood,
         watch_flood,
         restricted_watch_flood,
         silent_event_readers,

@@ -28,7 +28,9 @@ class Caller:
     has_key: Callable[[], bool] = lambda: True
     """Whether the client's key is still valid: keys may be reloaded during a long request."""
     account: Account = field(default_factory=lambda: Account(FairShare()), repr=False, compare=False)
-    """The client's account of event loop time, over all of its requests. Without keys, all clients share one."""
+    """The client's account of the time to parse its large bodies and frames. Without keys, all clients share one."""
+    turns: Account = field(default_factory=lambda: Account(FairShare()), repr=False, compare=False)
+    """The same of the time that each of its requests and frames takes, however small."""
 
 
 @dataclass(slots=True, eq=False)

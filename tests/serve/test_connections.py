@@ -19,6 +19,7 @@ from uvicorn.server import ServerState
 from streamrag import Append
 from streamrag.serve import Limits, Service, create_app
 from streamrag.serve.connections.http import MAX_REFUSED, READ_BYTES, BoundedProtocol
+from streamrag.serve.failures import ANONYMOUS
 from streamrag.serve.server import listen, uvicorn_config
 from streamrag.testing import ScriptedBackend, Step
 from tests.serve.raw import Raw, raw
@@ -138,12 +139,19 @@ async def test_a_message_in_fragments_without_end_is_closed_at_the_limit_and_not
         await works(served)
 
 
-async def test_a_socket_of_many_errors_is_read_at_a_slower_pace() -> None:
+@pytest.mark.parametrize(
+    ("frame", "type"), [("", "error"), ('{"type": "append", "data": ["reading"], "id": "a"}', "appended")]
+)
+async def test_a_socket_of_many_frames_is_read_at_a_slower_pace(frame: str, type: str) -> None:
     async with serving() as served:
-        async with websockets.connect(f"ws{served.url.removeprefix('http')}/v1/responses") as client:
-            while not served.service.share.busy_until_s:
-                await client.send("")
-                assert json.loads(await client.recv())["type"] == "error"
+        share = served.app._turns[ANONYMOUS]._share
+        share.now_s = lambda: 0.0  # on a busy machine, frames come so slowly that they are free
+        id = (await served.http.post("/v1/sessions", json={})).json()["id"]
+        async with websockets.connect(f"ws{served.url.removeprefix('http')}/v1/sessions/{id}/socket") as client:
+            while not share.busy_until_s:
+                await client.send(frame)
+                while json.loads(await client.recv())["type"] != type:
+                    pass
 
 
 async def test_a_pipelined_request_is_dropped_and_its_connection_closed() -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from anyio import wait_all_tasks_blocked
-from starlette.types import Message
+from starlette.types import Message, Receive, Scope, Send
 
 from streamrag.serve import Limits, Service
 from streamrag.serve.connections import fair_share, json_body
 from streamrag.serve.connections import http as connections
 from streamrag.serve.connections.fair_share import BUSY_SHARE, FREE_S, Account, FairShare
+from streamrag.serve.connections.gate import REQUEST_S, Gate
 from streamrag.serve.connections.http import READ_BYTES, HttpConnection
 from streamrag.serve.connections.json_body import (
     MAX_VALUES,
@@ -63,6 +64,45 @@ def test_all_that_cause_much_work_take_a_fifth_of_the_time_together(num_accounts
         heapq.heappush(due, (clock.now_s + account.pause_s(work_s), number, account))
     assert took_s / clock.now_s == pytest.approx(BUSY_SHARE, rel=0.2)
     assert Account(share).pause_s(FREE_S) == 0.0, "whoever causes little waits for none of them"
+
+
+def test_small_pieces_that_are_further_apart_than_their_pauses_never_wait() -> None:
+    clock = Clock()
+    account = Account(FairShare(clock))
+    for number in range(1000):
+        clock.now_s = number / 100
+        assert account.turn_s(REQUEST_S) == 0.0
+
+
+async def test_requests_of_one_client_take_turns_however_many_connections_bring_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits_s: list[float] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer nothing."""
+
+    async def sleep(seconds: float) -> None:
+        waits_s.append(seconds)
+
+    async def ask(key: str, path: str = "/v1/models") -> float:
+        """Send a request, and return how long it waits."""
+        waits_s.clear()
+        headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {key}".encode())]
+        await gate({"type": "http", "method": "GET", "path": path, "headers": headers}, never, never)  # type: ignore[arg-type]
+        return sum(waits_s)
+
+    clock, never = Clock(), None
+    gate = Gate(app, limits=Limits(), keys={"a": "alice", "b": "bob"}, share=FairShare(clock))
+    monkeypatch.setattr(fair_share.asyncio, "sleep", sleep)
+    num_free = round(FREE_S / REQUEST_S)
+    flood_s = [await ask("a") for _ in range(100)]
+    assert flood_s[: num_free + 1] == [0.0] * (num_free + 1)
+    assert flood_s[-1] == pytest.approx((99 - num_free) * REQUEST_S / BUSY_SHARE)
+    assert await ask("b") == 0.0, "another client waits for none of them"
+    assert await ask("a", "/healthz") == 0.0
+    clock.now_s = 1000.0
+    assert await ask("a") == 0.0
 
 
 class Transport:
@@ -224,15 +264,16 @@ def large(num_values: int = 10) -> bytes:
 
 
 async def test_large_bodies_of_one_client_are_parsed_one_at_a_time_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu_s = Clock()
+    cpu_s, clock = Clock(), Clock()
     pauses_s: list[float] = []
     is_over = asyncio.Semaphore(0)
 
     async def sleep(seconds: float) -> None:
         pauses_s.append(seconds)
         await is_over.acquire()
+        clock.now_s += seconds
 
-    account = Account(FairShare(Clock()))
+    account = Account(FairShare(clock))
     monkeypatch.setattr(fair_share.time, "thread_time", cpu_s)
     monkeypatch.setattr(fair_share.asyncio, "sleep", sleep)
     parsed: list[int] = []

@@ -42,6 +42,7 @@ class Account:
         """Charge `took_s` of CPU time, and return the seconds that the caller has to pause.
 
         They are 0 within the free part, else `took_s / BUSY_SHARE` times the number of paused accounts, this one too.
+        The pauses of an account add up.
         """
         now_s = self._share.now_s()
         self._used_s = max(self._used_s - FREE_SHARE * (now_s - self._since_s), 0.0) + took_s
@@ -51,10 +52,18 @@ class Account:
         busy = self._share.busy_until_s
         for account in [each for each, until_s in busy.items() if until_s <= now_s]:
             del busy[account]
-        busy.pop(self, None)
-        pause_s = took_s * (len(busy) + 1) / BUSY_SHARE
-        busy[self] = now_s + pause_s
-        return pause_s
+        until_s = busy.pop(self, now_s)
+        busy[self] = until_s + took_s * (len(busy) + 1) / BUSY_SHARE
+        return busy[self] - now_s
+
+    def turn_s(self, takes_s: float) -> float:
+        """Charge work ahead of time, and return the seconds until its turn, which earlier work's pauses delay.
+
+        For small pieces: a client whose pieces are further apart than their pauses never waits.
+        """
+        wait_s = max(self._share.busy_until_s.get(self, 0.0) - self._share.now_s(), 0.0)
+        self.pause_s(takes_s)
+        return wait_s
 
     async def take_turn(self, work: Callable[[], T]) -> T:
         """Return `work()`, called after the account's earlier turns and their pauses, and then pause for its cost.
