@@ -114,6 +114,7 @@ def test_a_benchmark_is_run_reported_and_not_run_twice(tmp_path: Path, capsys: p
     assert "simulated with profile h200-llama8b-tp2" in shown.out
     assert shown.out.index("Verdict: streaming srpf/cost at 2 QPS ") > shown.out.index("no-streaming")
     assert "\n  Cost: " in shown.out.partition("Verdict")[2]
+    assert "For your machine: streamrag profile" in shown.out
     assert "2/2" in shown.err
     written = json.loads(figures.read_text())
     cells, (verdict,) = written["cells"], written["verdicts"]

@@ -31,11 +31,11 @@ class Eviction:
 
 
 class Hold(NamedTuple):
-    """A request with tokens to compute that gets none in this step. A step that is put off has no holds."""
+    """A request with tokens to compute that gets none in this step."""
 
     request_id: str
     rule: str
-    """The name of the rule that held it back, or "Memory" or "StepBudget"."""
+    """The name of the rule that held it back or put off the step, or "Memory" or "StepBudget"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def plan(
     """Plan which requests compute how many tokens in the next step, and which requests are evicted for it.
 
     If nothing is granted and nothing runs ahead, plan again without the rules that are waived then. If a rule puts off
-    the step, the plan has nothing else.
+    the step, the plan has holds only.
 
     :param order: the requests that have tokens to compute or hold KV, the most urgent first. `Walk` moves requests with
         output to the front, and drafts to the end.
@@ -77,9 +77,10 @@ def plan(
     if not walk.grants and not walk.num_ahead and rules.if_idle is not rules:
         rules = rules.if_idle
         walk, held_by = _grant_tokens(Walk(order, idle, budget, memory), rules)
-    if walk.grants and any(rule.puts_off_step(walk) for rule in rules.that_put_off):
-        return Plan((), (), is_put_off=True)
-    holds = tuple(_holds(walk, held_by)) if reports_holds else ()
+    put_off_by = next((type(r).__name__ for r in rules.that_put_off if walk.grants and r.puts_off_step(walk)), "")
+    holds = tuple(_holds(walk, held_by, put_off_by)) if reports_holds else ()
+    if put_off_by:
+        return Plan((), (), is_put_off=True, holds=holds)
     # Phase 2
     victims = walk.victims.choose(walk.num_missing, walk.last_position)[0] if walk.num_missing > 0 else []
     evictions = tuple(Eviction(victim, fate(victim)) for victim in victims)
@@ -121,10 +122,11 @@ def _first_wait(candidate: Candidate, rules: Sequence[Rule]) -> tuple[Wait | Non
     return candidate.walk.memory_wait(candidate), candidate.held_by_memory
 
 
-def _holds(walk: Walk, held_by: Mapping[str, str]) -> Iterator[Hold]:
-    """Yield a `Hold` for each request that has tokens to compute and gets none, with the rule that held it or that
-    ended the step before its turn."""
+def _holds(walk: Walk, held_by: Mapping[str, str], put_off_by: str) -> Iterator[Hold]:
+    """Yield a `Hold` for each request that has tokens to compute and gets none, with the rule that held it, that ended
+    the step before its turn, or that put off the step."""
     granted = {grant.request.request_id for grant in walk.grants}
     for request in walk.order:
-        if request.num_remaining_tokens > 0 and request.request_id not in granted:
-            yield Hold(request.request_id, held_by.get(request.request_id) or walk.closed_to(request))
+        request_id, is_granted = request.request_id, request.request_id in granted
+        if request.num_remaining_tokens > 0 and (put_off_by or not is_granted):
+            yield Hold(request_id, put_off_by if is_granted else held_by.get(request_id) or walk.closed_to(request))

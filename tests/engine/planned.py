@@ -85,7 +85,8 @@ def plan(
     memory: Memory,
     fate: Callable[[RequestView], Fate] = lambda victim: "recompute",
     next_block: NextBlock | None = None,
+    reports_holds: bool = False,
 ) -> Plan:
     """Plan a step with the rules of `limits`."""
     budget = StepBudget(limits.num_tokens, limits.num_seqs, limits.num_ahead)
-    return plan_with_rules(order, idle, budget, memory, RuleList(limits.rules(next_block)), fate)
+    return plan_with_rules(order, idle, budget, memory, RuleList(limits.rules(next_block)), fate, reports_holds)

@@ -247,8 +247,9 @@ def test_a_step_is_filled_up_to_a_share_of_the_backlog() -> None:
 def test_a_step_of_partial_prompts_only_is_put_off_while_another_computes(is_early: bool) -> None:
     partial = RequestView("partial", 1, 1, 96, is_complete=False)
     early = Limits(100, 8, num_partial_tokens=64, is_early=is_early)
-    made = plan([partial], list, early, Blocks(100))
+    made = plan([partial], list, early, Blocks(100), reports_holds=True)
     assert (made.is_put_off, len(made.grants)) == (is_early, not is_early)
+    assert made.holds == ((("partial", "LateBinding"),) if is_early else ())
     complete, decoding = RequestView("complete", 0, 0, 32), RequestView("decoding", 0, 0, 33, 32, 3, has_output=True)
     for other in (complete, decoding):
         made = plan([other, partial], list, early, Blocks(100))

@@ -28,6 +28,9 @@ CONFIDENCE = 0.98
 """Share of the swaps that noise covers. A verdict has nine changes, so that 95 % would often call noise a change."""
 MIN_CHANGE_S, MIN_CHANGE = 0.010, 0.01
 """Seconds, and share of the time without streaming, below which a change makes no difference."""
+FEW_QUERIES = 30
+"""Number of queries below which noise hides most changes: in runs of three, seven of ten must agree."""
+MIN_EXTRA_COST = 5.0  # percent of engine time from which the first sentence names it
 NO_VERDICT = "No verdict: it compares with the arm no-streaming, and no other arm ran with the same load."
 
 Pairs: TypeAlias = list[list[tuple[float, float]]]
@@ -92,7 +95,7 @@ class Verdict:
 
     @property
     def headline(self) -> str:
-        """The verdict in one sentence: unanswered queries, then percentiles that are later, then those that are sooner.
+        """The verdict in a sentence: unanswered queries, percentiles that are later, those that are sooner, a high cost.
 
         Without any of these, the arm "makes no difference", or none that the queries show if a change is within noise.
         """
@@ -105,7 +108,16 @@ class Verdict:
         if not parts:
             is_noise = any(change.effect == "within noise" for change in self.changes)
             parts.append("makes no difference" + (f" that {self.num_queries:,} queries show" if is_noise else ""))
-        return f"{self.arm} at {describe_qps(self.qps)} {_listed(parts)}."
+            if is_noise and self.num_queries < FEW_QUERIES:
+                parts[-1] += f" (record {FEW_QUERIES} or more)"
+        is_costly = abs(self._extra_cost) >= MIN_EXTRA_COST
+        costs = f", for {_amount(self._extra_cost)} engine time" if is_costly else ""
+        return f"{self.arm} at {describe_qps(self.qps)} {_listed(parts)}{costs}."
+
+    @property
+    def _extra_cost(self) -> float:
+        """Engine time beyond the baseline's, in percent of it."""
+        return 100 * (self.busy_s / self.baseline_busy_s - 1) if self.baseline_busy_s else 0.0
 
     def _places(self, effect: str, percentiles: Iterable[str]) -> str:
         """Return the percentiles with this effect in words, such as "at P50 and P95"; "" if none.
@@ -131,10 +143,8 @@ class Verdict:
 
     def _costs(self) -> str:
         """Return a sentence on engine time, compared with the baseline's, and on tokens thrown away if known."""
-        more = 100 * (self.busy_s / self.baseline_busy_s - 1) if self.baseline_busy_s else 0.0
-        amount = "as much" if abs(more) < 0.5 else f"{abs(more):.0f} % {'more' if more > 0 else 'less'}"
         busy = f"{figure_text(self.busy_s)} s, without streaming {figure_text(self.baseline_busy_s)} s"
-        costs = f"Cost: {amount} engine time ({busy})"
+        costs = f"Cost: {_amount(self._extra_cost)} engine time ({busy})"
         if self.num_thrown_away is None or not self.num_computed:
             return f"{costs}."
         share = 100 * self.num_thrown_away / self.num_computed
@@ -145,6 +155,10 @@ class Verdict:
         """Return the verdict as `--json` writes it."""
         changes = [{**asdict(change), "effect": change.effect} for change in self.changes]
         return {"headline": self.headline, "sentences": self.sentences, **asdict(self), "changes": changes}
+
+
+def _amount(percent: float) -> str:
+    return "as much" if abs(percent) < 0.5 else f"{abs(percent):.0f} % {'more' if percent > 0 else 'less'}"
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import Digest, Slos, digest, parse_slos, summarise
 from streamrag.cli.bench import public
 from streamrag.cli.bench.display import CellsView, print_comparison, print_verdicts
-from streamrag.cli.bench.options import DESCRIPTION, EPILOG, VERBS, grid_of
+from streamrag.cli.bench.options import DEFAULT_PROFILE, DESCRIPTION, EPILOG, VERBS, grid_of
 from streamrag.cli.output import Output
 from streamrag.display_text import json_text
 from streamrag.errors import ConfigurationError
@@ -121,6 +121,8 @@ def _publish(
     write_atomic(path, make_report(digests.values(), slos=slos, failed=named))
     console.print_line(f"report: {path}")
     print_verdicts(found, figures)
+    if any(each.settings.profile == DEFAULT_PROFILE for each in requested):
+        console.print(f"That is {DEFAULT_PROFILE}. For your machine: streamrag profile, then --profile FILE.")
 
 
 def _cut(digest: Digest) -> str:

@@ -105,7 +105,8 @@ def test_noise_is_no_change(num: int) -> None:
 def test_queries_too_few_to_tell_are_not_said_to_show_anything() -> None:
     before, after = [1.0, 2.0, 9.0, 1.5], [2.0, 1.0, 7.0, 3.0]
     found = verdict(cell("no-streaming", before), cell("streaming", after))
-    assert found.headline == "streaming srpf/recompute at 2 QPS makes no difference that 4 queries show."
+    few = "makes no difference that 4 queries show (record 30 or more)"
+    assert found.headline == f"streaming srpf/recompute at 2 QPS {few}."
     assert "within noise at P50 (1.75 to 2.50 s)" in found.sentences[0]
 
 
@@ -116,6 +117,15 @@ def test_a_query_is_compared_with_itself_in_the_same_seed() -> None:
     found = verdict(*before, *after)
     assert (found.num_queries, found.num_unanswered) == (199, 1)
     assert found.headline.startswith("streaming srpf/recompute at 2 QPS leaves 1 query without an answer")
+
+
+def test_a_high_cost_stands_in_the_first_sentence() -> None:
+    cells = [cell(arm, noise(500, seed=5)) for arm in ("no-streaming", "streaming")]  # type: ignore[arg-type]
+    headlines = [verdict(cells[0], replace(cells[1], busy_s=cells[0].busy_s * more)).headline for more in (1.04, 1.66)]
+    assert headlines == [
+        "streaming srpf/recompute at 2 QPS makes no difference.",
+        "streaming srpf/recompute at 2 QPS makes no difference, for 66 % more engine time.",
+    ]
 
 
 def test_costs_are_engine_time_and_tokens_thrown_away() -> None:
