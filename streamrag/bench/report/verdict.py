@@ -95,7 +95,7 @@ class Verdict:
 
     @property
     def headline(self) -> str:
-        """The verdict in a sentence: unanswered queries, percentiles that are later, those that are sooner, a high cost.
+        """The verdict in a sentence: unanswered queries, percentiles that are later, those sooner, a high cost.
 
         Without any of these, the arm "makes no difference", or none that the queries show if a change is within noise.
         """
