@@ -106,7 +106,7 @@ def load_together(num_learning: int, num_rounds: int) -> Load:
 
 
 def _part(chunk: Chunk) -> Chunk:
-    return Chunk(" ".join(chunk.text.split()[:45]), chunk.url, passage=chunk.passage)
+    return Chunk(" ".join(chunk.text.split()[:45]), chunk.uri, passage=chunk.passage)
 
 
 def recorded_loads(folder: Path, num_learning: int, num_rounds: int) -> list[Load]:
