@@ -89,7 +89,7 @@ class Lesson:
 
 
 def plain_questions() -> dict[str, str]:
-    """Return the questions that were written by hand, by the sentences that answer them."""
+    """Return the plain questions, by the sentences that answer them."""
     with PLAIN_QUESTIONS.open("rb") as file:
         return {sentence: question for question, sentence in tomllib.load(file).items()}
 
