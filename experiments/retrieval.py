@@ -6,9 +6,9 @@
 Each file in retrieval_questions/ names pages of a Debian package and asks 30 questions about them, each with the
 answers that pages give: the page, and words that must all stand in one passage of it. Settings are chosen on the first
 two documentations; the third is the test. The packages come from `apt-get download`, or from `--packages`, a folder
-with what they hold. Questions are asked one at a time. `--keep` uses the indexes of an earlier run. With `--model`,
-that model answers each question too, greedily and in float32: an answer is right if it has the words of one of the
-answers, and cited if the first number in it is that of a passage with these words.
+with what they hold. Questions are searched for one at a time. `--keep` uses the indexes of an earlier run. With
+`--model`, that model answers each question too, several at a time, greedily and in float32: an answer is right if it
+has the words of one of the answers, and cited if the first number in it is that of a passage with these words.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrag import (
+    Answer,
     Chunk,
     HybridSource,
     IvfSource,
@@ -53,6 +54,7 @@ from streamrag.testing import ScriptedSource
 QUESTIONS = Path(__file__).with_name("retrieval_questions")
 CHOOSING, TESTING = ("postgresql-doc", "python3-doc"), ("apache2-doc",)
 LATE = "late-interaction"
+NUM_AT_ONCE = 8  # questions that the model answers
 
 console = Console(highlight=False, width=None if Console().is_terminal else 140)
 
@@ -159,23 +161,28 @@ async def answer(backend: VllmBackend, found: list[Found]) -> list[dict[str, Any
     """Answer each question with the demo's template, and return whether the answers are right and rightly cited."""
     chunks = {each.question.text: each.chunks for each in found}
     source = ScriptedSource(lambda question: [Update(chunks[question])])
-    rows = []
+    limit = asyncio.Semaphore(NUM_AT_ONCE)
     async with Pipeline(source, backend, owns_backend=False, template=TEMPLATE) as pipeline:
-        for each in found:
-            stream = pipeline.stream(each.question.text, params=SamplingParams(max_tokens=MAX_TOKENS), overlap=False)
-            async for _ in stream:
-                pass
+
+        async def one(question: Question) -> dict[str, Any]:
+            async with limit:
+                stream = pipeline.stream(question.text, params=SamplingParams(max_tokens=MAX_TOKENS), overlap=False)
+                async for _ in stream:
+                    pass
             assert stream.result is not None
-            text = stream.result.text
-            cited = {citation.number: citation for citation in stream.result.citations}
-            numbers = [int(number) for number in CITED.findall(text)]
-            first = cited.get(numbers[0]) if numbers else None
-            is_right = each.question.is_answered_by(CITED.sub("", text))
-            is_cited = first is not None and each.question.is_answered_by(first.text, first.uri)
-            rows.append(
-                {"question": each.question.text, "text": text, "right": is_right, "cited": is_right and is_cited}
-            )
-    return rows
+            return judge(question, stream.result)
+
+        return list(await asyncio.gather(*(one(each.question) for each in found)))
+
+
+def judge(question: Question, answer: Answer) -> dict[str, Any]:
+    """Return the text of an answer, and whether it is right and rightly cited."""
+    citations = {citation.number: citation for citation in answer.citations}
+    numbers = [int(number) for number in CITED.findall(answer.text)]
+    first = citations.get(numbers[0]) if numbers else None
+    is_right = question.is_answered_by(CITED.sub("", answer.text))
+    is_cited = first is not None and question.is_answered_by(first.text, first.uri)
+    return {"question": question.text, "text": answer.text, "right": is_right, "cited": is_right and is_cited}
 
 
 def summary(found: list[Found]) -> dict[str, Any]:
@@ -201,11 +208,14 @@ async def measure(
             await asyncio.to_thread(build_index, pages, index)
     results = {}
     for setting in SETTINGS:
+        names = {
+            setting.name if count is None else f"{setting.name}: the first {count}": count
+            for count in setting.counts or (None,)
+        }
         if only and setting.name not in only:
-            continue
-        whole = await search(setting, index, documentation.questions)
-        for count in setting.counts or (None,):
-            name = setting.name if count is None else f"{setting.name}: the first {count}"
+            names = {name: count for name, count in names.items() if name in only}
+        whole = await search(setting, index, documentation.questions) if names else []
+        for name, count in names.items():
             found = [replace(each, chunks=each.chunks[:count]) for each in whole]
             result = results[name] = summary(found)
             if backend:

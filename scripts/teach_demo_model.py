@@ -16,7 +16,8 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,15 @@ TAUGHT = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 BATCH, LEARNING_RATE, WARM_UP = 2, 8e-4, 10
 """In lessons, and in steps of so many."""
 
-MAX_QUESTIONS, MAX_TOKENS = 4, 600
+MAX_QUESTIONS, MAX_TOKENS = 6, 1000
 DEFAULT_SHARE = 0.3
 """Of lessons with the default template, and not the demo's."""
 
 HELD_OUT_EVERY, NUM_HELD_OUT = 24, 8
-CHECK_EVERY, SAVE_EVERY = 100, 10
+CHECK_EVERY, SAVE_EVERY = 50, 5
 """In steps of `BATCH` lessons."""
 END = "<|im_end|>"
+PLAIN_QUESTIONS = Path(__file__).with_name("plain_questions.toml")
 
 console = Console(highlight=False)
 
@@ -86,6 +88,12 @@ class Lesson:
         return len(self.shared) + sum(len(asked) + len(answer) for asked, answer in self.branches)
 
 
+def plain_questions() -> dict[str, str]:
+    """Return the plain questions, by the sentences that answer them."""
+    with PLAIN_QUESTIONS.open("rb") as file:
+        return {sentence: question for question, sentence in tomllib.load(file).items()}
+
+
 def with_loras(model: Any) -> dict[str, Lora]:
     """Put a LoRA around each linear layer of the blocks; returns them by the names of the layers."""
     model.requires_grad_(False)
@@ -112,14 +120,16 @@ def make_lesson(examples: Sequence[Example], tokenizer: Any, template: PromptTem
     return Lesson(first[:num_shared], tuple(branches))
 
 
-def lessons(pages: Sequence[Page], tokenizer: Any, seed: str, first: int = 0) -> Iterator[Lesson]:
+def lessons(
+    pages: Sequence[Page], tokenizer: Any, seed: str, plain: Mapping[str, str], first: int = 0
+) -> Iterator[Lesson]:
     """Without end; those of one `seed` are always the same, from whichever they begin."""
     number = first
     while True:
         rng = random.Random(f"{seed} {number}")
         while True:
             template = PromptTemplate() if rng.random() < DEFAULT_SHARE else TEMPLATE
-            lesson = make_lesson(make_examples(pages, rng, MAX_QUESTIONS), tokenizer, template)
+            lesson = make_lesson(make_examples(pages, rng, MAX_QUESTIONS, plain), tokenizer, template)
             if lesson.num_tokens <= MAX_TOKENS:
                 break
         yield lesson
@@ -185,7 +195,8 @@ def teach(model: Any, loras: dict[str, Lora], arguments: argparse.Namespace, pag
     state: Path = arguments.state
     taught = [page for number, page in enumerate(pages) if number % HELD_OUT_EVERY]
     unseen = [page for number, page in enumerate(pages) if not number % HELD_OUT_EVERY]
-    source = lessons(unseen, tokenizer, "held out")
+    plain = plain_questions()
+    source = lessons(unseen, tokenizer, "held out", plain)
     held_out = [next(source) for _ in range(NUM_HELD_OUT)]
     parameters = [p for lora in loras.values() for p in (lora.down, lora.up)]
     if arguments.go_on_from is not None:
@@ -201,7 +212,7 @@ def teach(model: Any, loras: dict[str, Lora], arguments: argparse.Namespace, pag
         first = saved["step"]
         console.print(f"goes on at step {first}")
     num_steps = arguments.lessons // BATCH
-    source = lessons(taught, tokenizer, "taught", first * BATCH)
+    source = lessons(taught, tokenizer, "taught", plain, first * BATCH)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("teaching", total=num_steps, completed=first)

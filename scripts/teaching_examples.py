@@ -4,14 +4,15 @@ Most passages are single sentences, as `HybridSource(sentences=...)` gives them,
 question by one of a few rules of English, or by leaving a part of it out; the answer is that sentence, with the number
 of its passage in brackets. The other passages share rare words with the question, as those do that a search finds, and
 several questions are asked over the same ones: what differs is the sentence that answers. A question is used if it
-shares more rare words with its sentence than with any other.
+shares more rare words with its sentence than with any other. Plain questions, which people wrote about sentences, are
+used as they are.
 """
 
 import math
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,17 +36,20 @@ NO_ANSWER_SHARE = 0.02
 ITEM_SHARE = 0.6
 """Of sentences that say what something is, which become an item of a list: `- Term: what it is.`"""
 
-FIRST_SHARE = 0.7
+FIRST_SHARE = 0.5
 """Of examples whose right passage stands first, as a search that ranks has it; in the others it is anywhere."""
 
-NUM_PASSAGES, NUM_WHOLE = (2, 3, 3, 3, 3, 4), (1, 2, 2, 2, 3)
-WHOLE_SHARE = 0.4
+NUM_PASSAGES, NUM_WHOLE = (2, 3, 3, 3, 3, 4), (2, 3, 3, 4)
+WHOLE_SHARE = 0.6
 """Of pages whose passages are whole."""
+
+PLAIN_SHARE = 0.6
+"""Of examples about a sentence that has a plain question."""
 
 NUM_LOOKED_THROUGH = 40
 """Passages that those beside the right one are found in: of its page, and as many of others."""
 
-PASSAGE_WORDS = (45, 60, 75)
+PASSAGE_WORDS = (60, 100, 140)
 MIN_WORDS, MAX_WORDS = 3, 45
 """Of a sentence, and of one that is an answer."""
 NUM_TRIES = 6
@@ -146,26 +150,39 @@ def is_asked(question: str, sentence: str, others: Sequence[str]) -> bool:
     return first > max(rest, default=0)
 
 
-def make_examples(pages: Sequence[Page], rng: random.Random, max_questions: int) -> list[Example]:
-    """Up to so many questions over the same passages, most of them about one; a few have no answer there."""
+def choose_passage(pages: Sequence[Page], plain: Mapping[str, str], rng: random.Random) -> tuple[Page, Chunk]:
+    """Return a page and one of its passages; of those with a plain question, in `PLAIN_SHARE` of all cases."""
+    if rng.random() < PLAIN_SHARE and (found := passages_with(tuple(pages), frozenset(plain))):
+        return rng.choice(found)
+    page = rng.choice(pages)
+    return page, rng.choice(page.passages)
+
+
+@cache
+def passages_with(pages: tuple[Page, ...], sentences: frozenset[str]) -> list[tuple[Page, Chunk]]:
+    """Return the passages that have one of these sentences, each with its page."""
+    return [(page, chunk) for page in pages for chunk in page.passages if sentences & {*usable_sentences(chunk.text)}]
+
+
+def make_examples(
+    pages: Sequence[Page], rng: random.Random, max_questions: int, plain: Mapping[str, str] | None = None
+) -> list[Example]:
+    """Return up to `max_questions` about the same passages, most of them about one; a few have no answer there.
+
+    plain: questions by the sentences that answer them.
+    """
+    plain = plain or {}
     while True:
-        page = rng.choice(pages)
-        alike = [other for other in pages if other.is_whole == page.is_whole]
-        num_passages = NUM_WHOLE if page.is_whole else NUM_PASSAGES
-        right = rng.choice(page.passages)
+        page, right = choose_passage(pages, plain, rng)
         usable = usable_sentences(right.text)
         if not usable:
             continue
-        question = make_question(rng.choice(usable), rng)
-        beside = dict.fromkeys(rng.sample(page.passages, min(NUM_LOOKED_THROUGH, len(page.passages))))
-        beside |= {rng.choice(rng.choice(alike).passages): None for _ in range(NUM_LOOKED_THROUGH)}
-        known = {*usable}
-        wrong = [c for c in beside if c != right and known.isdisjoint(split_sentences(c.text))]
-        near = nearest(question, wrong, 2 * max(num_passages))
-        others = near[: rng.choice(num_passages) - 1]
-        place = 0 if rng.random() < FIRST_SHARE else rng.randrange(len(others) + 1)
-        chunks = (*others[:place], right, *others[place:])
-        targets = [(place, s) for s in rng.sample(usable, len(usable))][: max(2, max_questions * 2 // 3)]
+        rng.shuffle(usable)
+        usable.sort(key=lambda sentence: sentence not in plain)
+        question = plain.get(usable[0]) or make_question(usable[0], rng)
+        chunks, beyond = put_others_beside(right, page, pages, question, rng)
+        place = chunks.index(right)
+        targets = [(place, s) for s in usable][: max(2, max_questions * 2 // 3)]
         rest = [(n, s) for n, c in enumerate(chunks) if n != place for s in usable_sentences(c.text)]
         targets += rng.sample(rest, min(len(rest), max_questions - len(targets)))
         every = [s for chunk in chunks for s in (*split_sentences(chunk.text), chunk.title)]
@@ -175,11 +192,27 @@ def make_examples(pages: Sequence[Page], rng: random.Random, max_questions: int)
                 continue
             competing = [s for s in every if s != sentence]
             tried = (make_question(sentence, rng) for _ in range(NUM_TRIES))
-            question = next((q for q in tried if is_asked(q, sentence, competing)), "")
+            question = plain.get(sentence) or next((q for q in tried if is_asked(q, sentence, competing)), "")
             if question:
                 examples.append(Example(question, chunks, f"{sentence[:-1]} [{number + 1}]."))
-        unknown = [s for chunk in near[len(others) :] for s in usable_sentences(chunk.text) if s not in every]
+        unknown = [s for chunk in beyond for s in usable_sentences(chunk.text) if s not in every]
         if examples and unknown and rng.random() < NO_ANSWER_SHARE * max_questions:
             examples.append(Example(make_question(rng.choice(unknown), rng), chunks, NO_ANSWER))
         if examples:
             return examples
+
+
+def put_others_beside(
+    right: Chunk, page: Page, pages: Sequence[Page], question: str, rng: random.Random
+) -> tuple[tuple[Chunk, ...], list[Chunk]]:
+    """Return the passages of a context in their order, and some that are near to the question and not in it."""
+    alike = [other for other in pages if other.is_whole == page.is_whole]
+    num_passages = NUM_WHOLE if page.is_whole else NUM_PASSAGES
+    beside = dict.fromkeys(rng.sample(page.passages, min(NUM_LOOKED_THROUGH, len(page.passages))))
+    beside |= {rng.choice(rng.choice(alike).passages): None for _ in range(NUM_LOOKED_THROUGH)}
+    known = {*usable_sentences(right.text)}
+    wrong = [c for c in beside if c != right and known.isdisjoint(split_sentences(c.text))]
+    near = nearest(question, wrong, 2 * max(num_passages))
+    others = near[: rng.choice(num_passages) - 1]
+    place = 0 if rng.random() < FIRST_SHARE else rng.randrange(len(others) + 1)
+    return (*others[:place], right, *others[place:]), near[len(others) :]

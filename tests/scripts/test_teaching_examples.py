@@ -62,6 +62,15 @@ def test_an_answer_is_a_sentence_of_the_passage_that_it_cites(pages: Sequence[Pa
     assert "Warming: asking for one token that nobody reads" in seen, "an item of a list"
 
 
+def test_a_plain_question_is_asked_as_it_was_written(pages: Sequence[Page]) -> None:
+    sentence, question = "A queue that is empty closes by itself.", "Do I have to tidy up?"
+    plain = {sentence: question}
+    examples = [each for seed in range(50) for each in make_examples(pages, random.Random(seed), 4, plain)]
+    answers = {example.answer.rpartition(" [")[0] for example in examples if example.question == question}
+    assert answers == {sentence.removesuffix(".")}
+    assert len({example.question for example in examples}) > 1, "other sentences are asked about by rule"
+
+
 def test_a_question_is_asked_only_where_it_shares_most_with_its_own_sentence() -> None:
     sentence, others = "A queue has at most 200 places.", ["A queue that is empty closes by itself."]
     assert is_asked("How many places has a queue?", sentence, others)
