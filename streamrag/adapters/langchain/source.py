@@ -1,6 +1,8 @@
 """LangChain's retrievers, vector stores and document loaders as sources."""
 
 import asyncio
+import logging
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -21,7 +23,11 @@ from streamrag.sources.user_functions import call_for_list, name_of
 from streamrag.support.messages import is_number, message_of, short_repr, type_name
 from streamrag.support.tasks import cancel_and_wait
 
-MAX_CALLS = 32  # concurrent calls of one stage
+log = logging.getLogger("streamrag.sources")
+
+MAX_CALLS = 32  # concurrent calls of one stage or source
+NOT_ASYNC = AssertionError, NotImplementedError
+"""What `ainvoke` raises where only `invoke` works, as with the store `PGVector` of langchain_postgres by default."""
 
 
 def from_langchain(found_by: Any, *, name: str = "") -> Source:
@@ -70,7 +76,8 @@ class StagedSource:
 
     def __init__(self, stages: Sequence[Any], name: str) -> None:
         self.name = name
-        self._stages = list(map(_Stage, stages))
+        self._retrievers = _Retrievers(name)
+        self._stages = [_Stage(stage, self._retrievers) for stage in stages]
         if not stages or self._stages[0].documents:
             raise ConfigurationError(
                 f"stages={short_repr(stages)} must begin with a function of the query, whose documents others can rank"
@@ -84,7 +91,7 @@ class StagedSource:
 
         :raises SourceError: all stages failed.
         """
-        found = _Query(query, self.name)
+        found = _Query(query, self.name, self._retrievers)
         documents: list[Any] = []
         errors: list[Exception] = []
         searches = {
@@ -111,9 +118,9 @@ class StagedSource:
 class _Stage:
     """A stage of a `staged_retriever`: a function or a retriever that returns a list of documents."""
 
-    def __init__(self, stage: Any) -> None:
+    def __init__(self, stage: Any, retrievers: "_Retrievers") -> None:
         call = stage.as_retriever() if _has(stage, "as_retriever") else stage
-        self._call = call.ainvoke if _has(call, "ainvoke") else call
+        self._call = partial(retrievers.documents, call) if _has(call, "ainvoke") else call
         if isinstance(stage, type) or not callable(self._call):
             raise ConfigurationError(f"{short_repr(stage)} is no stage: give a function of the query, or a retriever")
         self.name = name_of(stage)
@@ -153,24 +160,52 @@ class LangchainSource:
                 f"{short_repr(found_by)} is neither a retriever, vector store, document loader or Runnable of "
                 "LangChain, nor a function of the query that returns one"
             )
-        self._found_by = found_by
         self.name = name or type(found_by).__name__
+        self._found_by = found_by.as_retriever() if _kind(found_by) is _Query.search else found_by
+        self._retrievers = _Retrievers(self.name)
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield chunk events as documents are retrieved.
 
         :raises SourceError: the component did not return documents. Errors of LangChain are raised unchanged.
         """
-        async with aclosing(_Query(query, self.name).events(self._found_by)) as events:
+        async with aclosing(_Query(query, self.name, self._retrievers).events(self._found_by)) as events:
             async for event in events:
                 yield event
+
+
+class _Retrievers:
+    """A caller of retrievers, which remembers those that can only be called in a thread."""
+
+    def __init__(self, name: str) -> None:
+        self._threads = Threads(MAX_CALLS, f"retrieve {name}")
+        self._only_sync: deque[Any] = deque(maxlen=MAX_CALLS)  # bounded: a function may make a retriever per query
+
+    async def documents(self, retriever: Any, query: str) -> Any:
+        """Await `ainvoke`; where that raises one of `NOT_ASYNC`, return what `invoke` does, from then on in a thread.
+
+        Raises the first error if `invoke` is not usable either. Any other error of `ainvoke` is not tried again.
+        """
+        if any(each is retriever for each in self._only_sync):
+            return await self._threads.run(partial(retriever.invoke, query))
+        try:
+            return await retriever.ainvoke(query)
+        except NOT_ASYNC as error:
+            try:
+                documents = await self._threads.run(partial(retriever.invoke, query))
+            except (*NOT_ASYNC, AttributeError, TypeError):  # TypeError: a RunnableLambda of an async function
+                raise error from None
+            log.info("%s is called in threads, because its ainvoke raises %r", type_name(retriever), error)
+            self._only_sync.append(retriever)
+            return documents
 
 
 class _Query:
     """The retrieval of a query, with the documents of its chunks."""
 
-    def __init__(self, text: str, name: str) -> None:
+    def __init__(self, text: str, name: str, retrievers: _Retrievers) -> None:
         self._text = text
+        self._retrievers = retrievers
         self._reader = PassageReader(name)
         self._documents: dict[Chunk, Any] = {}
 
@@ -216,7 +251,7 @@ class _Query:
                 yield event
 
     async def ask(self, retriever: Any) -> AsyncGenerator[SourceEvent, None]:
-        yield self.update(await retriever.ainvoke(self._text))
+        yield self.update(await self._retrievers.documents(retriever, self._text))
 
     async def make(self, function: Callable[[str], Any]) -> AsyncGenerator[SourceEvent, None]:
         """Call a function of the query in the event loop, await its result if needed; yield that component's events."""

@@ -82,6 +82,8 @@ class ServerExaminer:
         self.num_tokens = num_tokens
         self.counts_tokens = counts_tokens
         """Whether `num_tokens` counts tokens; otherwise characters."""
+        self.num_measured = 0
+        """Number of measured pairs, with the one to warm up."""
         self._clock = clock
         self._random = random.Random()
 
@@ -112,7 +114,15 @@ class ServerExaminer:
             cold_s, _ = await self._measure(is_warm=False)
             warm_s, warming_s = warm or await self._measure(is_warm=True)
             pairs.append(Pair(cold_s, warm_s, warming_s))
+            self.num_measured = len(pairs)
         return tuple(pairs[1:])
+
+    def smaller_options(self, num_prompt_tokens: int, num_pairs: int) -> str:
+        """Return options for a measurement that takes about half the time spent so far, if a token takes as long."""
+        repetitions = min(num_pairs, 2)
+        share = max(self.num_measured, 0.5) / (2 * (repetitions + 1))
+        tokens = min(max(int(num_prompt_tokens * share), ROOM), num_prompt_tokens)
+        return f"--prompt-tokens {tokens} --repetitions {repetitions}"
 
     async def _measure(self, *, is_warm: bool) -> tuple[float, float]:
         """Return the seconds from a complete prompt to its first token, and those to send its context ahead.
