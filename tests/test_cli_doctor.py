@@ -11,7 +11,7 @@ import pytest
 
 from streamrag.backends.openai import OpenAIBackend
 from streamrag.cli import main
-from streamrag.cli.doctor.server import ServerExaminer
+from streamrag.cli.doctor.server import Pair, ServerExaminer
 from streamrag.core import common_prefix_len
 
 S_PER_TOKEN = 0.001
@@ -203,13 +203,13 @@ def test_a_server_that_hangs_is_given_up(doctor: Any) -> None:
         (2, (2000, 5), "--prompt-tokens 666 --repetitions 2"),
         (5, (2000, 5), "--prompt-tokens 1666 --repetitions 2"),
         (15, (2000, 20), "--prompt-tokens 2000 --repetitions 2"),
-        (1, (2000, 1), "--prompt-tokens 500 --repetitions 1"),
+        (1, (2000, 1), "--prompt-tokens 333 --repetitions 1"),
         (0, (100, 5), "--prompt-tokens 64 --repetitions 2"),
     ],
 )
 def test_smaller_options_take_about_half_the_time(num_measured: int, given: tuple[int, int], smaller: str) -> None:
     examiner = ServerExaminer(OpenAIBackend("http://127.0.0.1:1"), 2000, True, lambda: 0.0)
-    examiner.num_measured = num_measured
+    examiner.measured = [Pair(1.0, 0.1, 1.0)] * num_measured
     assert examiner.smaller_options(*given) == smaller
 
 

@@ -3,11 +3,12 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from inspect import getattr_static, isawaitable, signature
+from types import SimpleNamespace
 from typing import Any
 
 from streamrag.adapters.langchain.retriever import StreamragRetriever
@@ -24,7 +25,6 @@ from streamrag.support.messages import is_number, message_of, short_repr, type_n
 from streamrag.support.tasks import cancel_and_wait
 
 log = logging.getLogger("streamrag.sources")
-
 MAX_CALLS = 32  # concurrent calls of one stage or source
 NOT_ASYNC = AssertionError, NotImplementedError
 """What `ainvoke` raises where only `invoke` works, as with the store `PGVector` of langchain_postgres by default."""
@@ -119,8 +119,7 @@ class _Stage:
     """A stage of a `staged_retriever`: a function or a retriever that returns a list of documents."""
 
     def __init__(self, stage: Any, retrievers: "_Retrievers") -> None:
-        call = stage.as_retriever() if _has(stage, "as_retriever") else stage
-        self._call = partial(retrievers.documents, call) if _has(call, "ainvoke") else call
+        self._call = partial(retrievers.ask, stage) if _has(stage, "as_retriever") or _has(stage, "ainvoke") else stage
         if isinstance(stage, type) or not callable(self._call):
             raise ConfigurationError(f"{short_repr(stage)} is no stage: give a function of the query, or a retriever")
         self.name = name_of(stage)
@@ -161,7 +160,7 @@ class LangchainSource:
                 "LangChain, nor a function of the query that returns one"
             )
         self.name = name or type(found_by).__name__
-        self._found_by = found_by.as_retriever() if _kind(found_by) is _Query.search else found_by
+        self._found_by = found_by
         self._retrievers = _Retrievers(self.name)
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
@@ -175,18 +174,19 @@ class LangchainSource:
 
 
 class _Retrievers:
-    """A caller of retrievers, which remembers those that can only be called in a thread."""
+    """A caller of retrievers and vector stores, which remembers those whose `ainvoke` does not work."""
 
     def __init__(self, name: str) -> None:
         self._threads = Threads(MAX_CALLS, f"retrieve {name}")
         self._only_sync: deque[Any] = deque(maxlen=MAX_CALLS)  # bounded: a function may make a retriever per query
 
-    async def documents(self, retriever: Any, query: str) -> Any:
-        """Await `ainvoke`; where that raises one of `NOT_ASYNC`, return what `invoke` does, from then on in a thread.
+    async def ask(self, found_by: Any, query: str) -> Any:
+        """Return what `ainvoke` does or, where that raises one of `NOT_ASYNC`, from then on `invoke` in a thread.
 
-        Raises the first error if `invoke` is not usable either. Any other error of `ainvoke` is not tried again.
+        Raises the first error if `invoke` does not work either. Another error of `ainvoke` is not tried again.
         """
-        if any(each is retriever for each in self._only_sync):
+        retriever = found_by.as_retriever() if _has(found_by, "as_retriever") else found_by
+        if any(each is found_by for each in self._only_sync):
             return await self._threads.run(partial(retriever.invoke, query))
         try:
             return await retriever.ainvoke(query)
@@ -195,8 +195,8 @@ class _Retrievers:
                 documents = await self._threads.run(partial(retriever.invoke, query))
             except (*NOT_ASYNC, AttributeError, TypeError):  # TypeError: a RunnableLambda of an async function
                 raise error from None
-            log.info("%s is called in threads, because its ainvoke raises %r", type_name(retriever), error)
-            self._only_sync.append(retriever)
+            log.info("%s is called in threads, because its ainvoke raises %r", type_name(found_by), error)
+            self._only_sync.append(found_by)
             return documents
 
 
@@ -225,7 +225,10 @@ class _Query:
 
     async def ask_members(self, ensemble: Any) -> AsyncGenerator[SourceEvent, None]:
         """Yield the events of an ensemble's members, run concurrently, fused by a `MergedSource` with its weights."""
-        members = [_Member(self, member) for member in ensemble.retrievers]
+        members: list[Any] = [
+            SimpleNamespace(name=type(each).__name__, stream=lambda _, each=each: self.events(each))
+            for each in ensemble.retrievers
+        ]
         merged = MergedSource(
             *members, weights=ensemble.weights, k=getattr(ensemble, "c", RRF_K), name=self._reader.name
         )
@@ -245,13 +248,8 @@ class _Query:
             documents = [self._documents[replace(chunk, score=None)] for chunk in chunks]
             yield self.update(await retriever.base_compressor.acompress_documents(documents, self._text))
 
-    async def search(self, store: Any) -> AsyncGenerator[SourceEvent, None]:
-        async with aclosing(self.ask(store.as_retriever())) as events:
-            async for event in events:
-                yield event
-
     async def ask(self, retriever: Any) -> AsyncGenerator[SourceEvent, None]:
-        yield self.update(await self._retrievers.documents(retriever, self._text))
+        yield self.update(await self._retrievers.ask(retriever, self._text))
 
     async def make(self, function: Callable[[str], Any]) -> AsyncGenerator[SourceEvent, None]:
         """Call a function of the query in the event loop, await its result if needed; yield that component's events."""
@@ -276,16 +274,6 @@ class _Query:
         return chunk
 
 
-class _Member:
-    def __init__(self, query: _Query, found_by: Any) -> None:
-        self._query = query
-        self._found_by = found_by
-        self.name = type(found_by).__name__
-
-    def stream(self, query: str) -> AsyncIterator[SourceEvent]:
-        return self._query.events(self._found_by)
-
-
 def _kind(found_by: Any) -> Callable[[_Query, Any], AsyncGenerator[SourceEvent, None]] | None:
     """Return the method of `_Query` that yields the events of the component `found_by`; `make` for any other callable.
 
@@ -298,9 +286,7 @@ def _kind(found_by: Any) -> Callable[[_Query, Any], AsyncGenerator[SourceEvent, 
         return _Query.ask_members
     if _has(found_by, "base_retriever", "base_compressor"):
         return _Query.compress
-    if _has(found_by, "as_retriever"):
-        return _Query.search
-    if _has(found_by, "ainvoke"):
+    if _has(found_by, "as_retriever") or _has(found_by, "ainvoke"):
         return _Query.ask
     return _Query.make if callable(found_by) else None
 
