@@ -21,7 +21,7 @@ OWN = ChatPromptTemplate.from_template("Answer from these documents:\n{context}\
 
 
 class SyncStore(VectorStore):
-    """A store that fails as `PGVector` of langchain_postgres 0.0.19 does with its default `async_mode=False`."""
+    """A store that fails as `PGVector` of langchain_postgres 0.0.19 does by default, but does not tell beforehand."""
 
     def __init__(self) -> None:
         self.is_initialized = False
@@ -42,6 +42,12 @@ class SyncStore(VectorStore):
     @classmethod
     def from_texts(cls, texts: list[str], embedding: Embeddings, **kwargs: Any) -> "SyncStore":  # type: ignore[override]
         raise NotImplementedError
+
+
+class TellingStore(SyncStore):
+    """A store that tells by an attribute, as `PGVector` does, that its async methods do not work."""
+
+    async_mode = False
 
 
 class Failing(SyncStore):
@@ -99,6 +105,22 @@ async def test_it_is_called_in_a_thread_and_awaited_only_once(make: Any) -> None
     assert store.num_awaited == 1
     assert threading.current_thread() not in store.threads
     assert len(store.threads) == 3
+
+
+@pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+async def test_it_is_not_awaited_at_all_if_the_store_tells_that_it_is_not_async(make: Any) -> None:
+    store = TellingStore()
+    source = make(store)
+    assert [(await found(source))[-1] for _ in range(2)] == [["T-101"]] * 2
+    assert (store.num_awaited, len(store.threads)) == (0, 2)
+    assert threading.current_thread() not in store.threads
+
+
+async def test_a_store_in_async_mode_is_awaited() -> None:
+    store = Failing(ConnectionError("awaited"), ConnectionError("called"))
+    store.async_mode = True  # type: ignore[attr-defined]
+    with pytest.raises(ConnectionError, match="awaited"):
+        await found(from_langchain(store))
 
 
 async def test_a_function_that_makes_a_store_for_each_query_may_make_such_a_one() -> None:

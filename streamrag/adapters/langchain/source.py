@@ -27,7 +27,7 @@ from streamrag.support.tasks import cancel_and_wait
 log = logging.getLogger("streamrag.sources")
 MAX_CALLS = 32  # concurrent calls of one stage or source
 NOT_ASYNC = AssertionError, NotImplementedError
-"""What `ainvoke` raises where only `invoke` works, as with the store `PGVector` of langchain_postgres by default."""
+"""What `ainvoke` raises where only `invoke` works, as around the store `PGVector` of langchain_postgres by default."""
 
 
 def from_langchain(found_by: Any, *, name: str = "") -> Source:
@@ -181,12 +181,13 @@ class _Retrievers:
         self._only_sync: deque[Any] = deque(maxlen=MAX_CALLS)  # bounded: a function may make a retriever per query
 
     async def ask(self, found_by: Any, query: str) -> Any:
-        """Return what `ainvoke` does or, where that raises one of `NOT_ASYNC`, from then on `invoke` in a thread.
+        """Return the documents of `ainvoke`, or of `invoke` in a thread once `ainvoke` has raised one of `NOT_ASYNC`.
 
         Raises the first error if `invoke` does not work either. Another error of `ainvoke` is not tried again.
         """
         retriever = found_by.as_retriever() if _has(found_by, "as_retriever") else found_by
-        if any(each is found_by for each in self._only_sync):
+        is_sync = getattr(getattr(retriever, "vectorstore", None), "async_mode", True) is False  # PGVector's
+        if is_sync or any(each is found_by for each in self._only_sync):
             return await self._threads.run(partial(retriever.invoke, query))
         try:
             return await retriever.ainvoke(query)
