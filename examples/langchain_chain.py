@@ -1,20 +1,18 @@
-"""A LangChain vector store in a LangChain chain, with streamrag between: the answer streams, and has citations.
+"""A LangChain retriever in a LangChain chain, with streamrag between: the answer streams, and has citations.
 
     pip install '.[langchain]'
     python examples/langchain_chain.py
 
-Embeddings and backend are those for tests. With `OpenAIBackend` or `VllmBackend` in its place, a model answers.
+Put your retriever in place of `RunnableLambda(find)`, and for a model's answers an `OpenAIBackend` for the other.
 """
 
 import asyncio
 
 from langchain_core.documents import Document
-from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.output_parsers import StrOutputParser
-from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_core.runnables import RunnableLambda
 
-from streamrag import Pipeline
-from streamrag.adapters.langchain import StreamragChatModel, from_langchain
+from streamrag.adapters.langchain import StreamragChatModel
 from streamrag.testing import ScriptedBackend
 
 TICKETS = [
@@ -23,11 +21,13 @@ TICKETS = [
 ]
 
 
+def find(query: str) -> list[Document]:
+    return [ticket for ticket in TICKETS if any(word in ticket.page_content for word in query.split())]
+
+
 async def main() -> None:
-    store = InMemoryVectorStore(DeterministicFakeEmbedding(size=8))
-    await store.aadd_documents(TICKETS)
-    pipeline = Pipeline(from_langchain(store), ScriptedBackend("It jams on thick paper [1]."))
-    async with StreamragChatModel(pipeline=pipeline) as model:
+    backend = ScriptedBackend("It jams on thick paper [1].")
+    async with StreamragChatModel.from_retriever(RunnableLambda(find), backend) as model:
         async for text in (model | StrOutputParser()).astream("Why does the printer jam?"):
             print(text, end="", flush=True)
         message = await model.ainvoke("Why does the printer jam?")

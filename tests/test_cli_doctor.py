@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from streamrag.backends.openai import OpenAIBackend
 from streamrag.cli import main
+from streamrag.cli.doctor.server import Pair, ServerExaminer
 from streamrag.core import common_prefix_len
 
 S_PER_TOKEN = 0.001
@@ -148,7 +150,7 @@ def test_a_server_that_takes_only_text_is_asked_with_text(doctor: Any) -> None:
         ({}, [], "serves no model"),
         ({"n" * 3_000_000: 8192}, [], "serves a model whose name has 3,000,000 characters, and 500 is the most"),
         ({"a": 8192}, ["--model", "c"], "does not serve 'c'. It serves: a"),
-        ({"a": None}, [], "give max_model_len"),
+        ({"a": None}, [], "reports no length of the model: give max_model_len (--max-model-len)"),
         ({"a": 1024}, [], "a takes at most 1024 tokens: use --prompt-tokens 960"),
         ({"a": 100}, [], "too few to measure a difference"),
     ],
@@ -188,7 +190,35 @@ def test_a_server_that_hangs_is_given_up(doctor: Any) -> None:
     status, _, err = doctor(server, "--timeout", "1")
     is_given_up.set()
     assert status == 1
-    assert "was not done in 1 s. Give it more time with --timeout" in err
+    assert (
+        "was not done in 1 s. Give it more time with --timeout, or measure less: --prompt-tokens 166 --repetitions 2"
+        in err.replace("\n", " ")
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_measured", "given", "smaller"),
+    [
+        (0, (2000, 5), "--prompt-tokens 166 --repetitions 2"),  # less than a pair: as if it had been half done
+        (2, (2000, 5), "--prompt-tokens 666 --repetitions 2"),
+        (5, (2000, 5), "--prompt-tokens 1666 --repetitions 2"),
+        (15, (2000, 20), "--prompt-tokens 2000 --repetitions 2"),
+        (1, (2000, 1), "--prompt-tokens 333 --repetitions 1"),
+        (0, (100, 5), "--prompt-tokens 64 --repetitions 2"),
+    ],
+)
+def test_smaller_options_take_about_half_the_time(num_measured: int, given: tuple[int, int], smaller: str) -> None:
+    examiner = ServerExaminer(OpenAIBackend("http://127.0.0.1:1"), 2000, True, lambda: 0.0)
+    examiner.measured = [Pair(1.0, 0.1, 1.0)] * num_measured
+    assert examiner.smaller_options(*given) == smaller
+
+
+def test_what_is_sent_is_said_plainly(doctor: Any) -> None:
+    _, _, err = doctor(Server(reuses=True), "--repetitions", "1", "--prompt-tokens", "64")
+    assert (
+        "tiny is served, prompts are sent as token ids, without the model's chat template (give its tokenizer for "
+        "that); text that looks like a special token, such as <|end|>, gets a space"
+    ) in " ".join(err.split())
 
 
 def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

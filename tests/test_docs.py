@@ -164,6 +164,13 @@ def test_a_page_has_at_most_two_thousand_words(path: Path) -> None:
     assert len(path.read_text().split()) <= 2_000, "studies stand in experiments/studies"
 
 
+@pytest.mark.parametrize("name", ["your-server", "harnesses", "public-benchmark"])
+def test_a_page_that_starts_vllms_server_says_how_to_with_the_build_for_cpus(name: str) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    assert re.search(r"^(    |`)vllm serve ", page, re.MULTILINE)
+    assert "`python -m vllm.entrypoints.openai.api_server --model " in page
+
+
 def test_the_picture_and_the_texts_have_the_figures_of_the_recorded_demo() -> None:
     command = [sys.executable, "scripts/demo_figures.py", "--check"]
     checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

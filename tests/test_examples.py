@@ -190,12 +190,30 @@ def test_merged_sources() -> None:
     assert citations == "[1] T-101 [2] handbook#7 [3] T-103"
 
 
+@pytest.fixture
+def without_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an environment with streamrag's extra `langchain` alone."""
+    (tmp_path / "numpy.py").write_text("raise ImportError('numpy is not installed here')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("lang*.py")), ids=lambda path: path.stem)
+def test_an_example_of_langchain_names_the_packages_that_it_imports(path: Path) -> None:
+    header, _, code = path.read_text().partition('"""\n\n')
+    imported = set(re.findall(r"^ *(?:from|import) (\w+)", code, re.MULTILINE)) - sys.stdlib_module_names
+    installed = re.search(r"pip install '\.\[langchain.*\]'(.*)", header)
+    assert installed
+    assert imported - {"streamrag", "langchain_core"} == {*installed[1].split()}
+
+
+@pytest.mark.usefixtures("without_numpy")
 def test_langchain_retriever() -> None:
     *found, answer = run("langchain_retriever.py").splitlines()
     assert found == ["found T-101", "found T-103"]
     assert answer == "T-101 The printer on floor 2 jams when the paper is thick."
 
 
+@pytest.mark.usefixtures("without_numpy")
 def test_langchain_log(tmp_path: Path) -> None:
     assert len((EXAMPLES / "langchain_log.py").read_text().splitlines()) < 70
     log = tmp_path / "langchain.jsonl"
@@ -235,11 +253,11 @@ def test_langchain_log_has_retrievers_in_tools_and_alone_but_none_in_another(
     ]
 
 
+@pytest.mark.usefixtures("without_numpy")
 def test_langchain_chain() -> None:
     assert run("langchain_chain.py").splitlines() == [
         "It jams on thick paper [1].",
         "[1] T-101: The printer jams on thick paper.",
-        "[2] T-102: Travel needs approval.",
     ]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import streamrag
 from streamrag import Append, Chunk
+from streamrag.demo.tiny_llama import END, START
 from streamrag.testing import ScriptedSource
 from tests.backends.openai.openai_server import Request, Server, chunk, stream
 from tests.backends.tools.tool_model import ToolBackend, call, make_tool_llama
@@ -40,9 +41,9 @@ async def answer(request: Request) -> None:
         await request.send_json({**chunk("x", "length"), "usage": {"prompt_tokens": 1}})
 
 
-async def run(program: str, server: Server, folder: Path) -> str:
+async def run(program: str, server: Server, folder: Path, model: Path) -> str:
     path = folder / "program.py"
-    path.write_text(program.replace("http://localhost:8000", server.url))
+    path.write_text(program.replace("http://localhost:8000", server.url).replace("./my-model", str(model)))
     process = await asyncio.create_subprocess_exec(
         sys.executable, path, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -51,25 +52,31 @@ async def run(program: str, server: Server, folder: Path) -> str:
     return output.decode()
 
 
-def test_besides_imports_one_line_changes_and_what_it_no_longer_needs_goes() -> None:
+def test_besides_imports_the_lines_of_model_and_chain_change_and_what_they_no_longer_need_goes() -> None:
     changes = [line for line in difflib.ndiff(BEFORE.splitlines(), AFTER.splitlines()) if line[0] in "+-" and line[2:]]
     added = [line for line in changes if line[0] == "+" and not re.match(r"\+ (from|import) ", line)]
-    assert len(added) == 1
-    assert added[0].startswith("+ chain = StreamragChatModel.from_retriever(retriever, ")
+    assert [line.partition("(")[0] for line in added] == [
+        "+ backend = OpenAIBackend",
+        "+ chain = StreamragChatModel.from_retriever",
+    ]
     assert not any(line.startswith("- prompt") for line in changes)
 
 
 @pytest.mark.parametrize("program", [BEFORE, AFTER], ids=["LangChain's own", "with streamrag"])
-async def test_the_printed_programs_run_and_have_the_prompt_of_the_application(program: str, tmp_path: Path) -> None:
+async def test_the_printed_programs_run_and_have_the_prompt_of_the_application(
+    program: str, tmp_path: Path, tiny_model: Path
+) -> None:
     async with Server() as server:
         server.models = {"data": [{"id": "my-model", "max_model_len": 1000}]}
         server.handlers = Answers()
-        assert await run(STAGED + program, server, tmp_path) == "It jams.\n"
+        assert await run(STAGED + program, server, tmp_path, tiny_model) == "It jams.\n"
         body = server.requests[-1].body
     text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
     assert "Answer from these documents:\n" in text
     assert "The printer jams on thick paper." in text
     assert "\n\nQuestion: Why does the printer jam?" in text
+    if "prompt" in body:  # which streamrag sends in the model's chat template
+        assert text.endswith(f"{END}\n{START}assistant\n")
 
 
 def test_the_printed_program_with_tools_calls_one(

@@ -1,11 +1,14 @@
 """LangChain's retrievers, vector stores and document loaders as sources."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from inspect import getattr_static, isawaitable, signature
+from types import SimpleNamespace
 from typing import Any
 
 from streamrag.adapters.langchain.retriever import StreamragRetriever
@@ -21,7 +24,10 @@ from streamrag.sources.user_functions import call_for_list, name_of
 from streamrag.support.messages import is_number, message_of, short_repr, type_name
 from streamrag.support.tasks import cancel_and_wait
 
-MAX_CALLS = 32  # concurrent calls of one stage
+log = logging.getLogger("streamrag.sources")
+MAX_CALLS = 32  # concurrent calls of one stage or source
+NOT_ASYNC = AssertionError, NotImplementedError
+"""What `ainvoke` raises where only `invoke` works, as around the store `PGVector` of langchain_postgres by default."""
 
 
 def from_langchain(found_by: Any, *, name: str = "") -> Source:
@@ -70,7 +76,8 @@ class StagedSource:
 
     def __init__(self, stages: Sequence[Any], name: str) -> None:
         self.name = name
-        self._stages = list(map(_Stage, stages))
+        self._retrievers = _Retrievers(name)
+        self._stages = [_Stage(stage, self._retrievers) for stage in stages]
         if not stages or self._stages[0].documents:
             raise ConfigurationError(
                 f"stages={short_repr(stages)} must begin with a function of the query, whose documents others can rank"
@@ -84,7 +91,7 @@ class StagedSource:
 
         :raises SourceError: all stages failed.
         """
-        found = _Query(query, self.name)
+        found = _Query(query, self.name, self._retrievers)
         documents: list[Any] = []
         errors: list[Exception] = []
         searches = {
@@ -111,9 +118,8 @@ class StagedSource:
 class _Stage:
     """A stage of a `staged_retriever`: a function or a retriever that returns a list of documents."""
 
-    def __init__(self, stage: Any) -> None:
-        call = stage.as_retriever() if _has(stage, "as_retriever") else stage
-        self._call = call.ainvoke if _has(call, "ainvoke") else call
+    def __init__(self, stage: Any, retrievers: "_Retrievers") -> None:
+        self._call = partial(retrievers.ask, stage) if _has(stage, "as_retriever") or _has(stage, "ainvoke") else stage
         if isinstance(stage, type) or not callable(self._call):
             raise ConfigurationError(f"{short_repr(stage)} is no stage: give a function of the query, or a retriever")
         self.name = name_of(stage)
@@ -153,24 +159,54 @@ class LangchainSource:
                 f"{short_repr(found_by)} is neither a retriever, vector store, document loader or Runnable of "
                 "LangChain, nor a function of the query that returns one"
             )
-        self._found_by = found_by
         self.name = name or type(found_by).__name__
+        self._found_by = found_by
+        self._retrievers = _Retrievers(self.name)
 
     async def stream(self, query: str) -> AsyncGenerator[SourceEvent, None]:
         """Yield chunk events as documents are retrieved.
 
         :raises SourceError: the component did not return documents. Errors of LangChain are raised unchanged.
         """
-        async with aclosing(_Query(query, self.name).events(self._found_by)) as events:
+        async with aclosing(_Query(query, self.name, self._retrievers).events(self._found_by)) as events:
             async for event in events:
                 yield event
+
+
+class _Retrievers:
+    """A caller of retrievers and vector stores, which remembers those whose `ainvoke` does not work."""
+
+    def __init__(self, name: str) -> None:
+        self._threads = Threads(MAX_CALLS, f"retrieve {name}")
+        self._only_sync: deque[Any] = deque(maxlen=MAX_CALLS)  # bounded: a function may make a retriever per query
+
+    async def ask(self, found_by: Any, query: str) -> Any:
+        """Return the documents of `ainvoke`, or of `invoke` in a thread once `ainvoke` has raised one of `NOT_ASYNC`.
+
+        Raises the first error if `invoke` does not work either. Another error of `ainvoke` is not tried again.
+        """
+        retriever = found_by.as_retriever() if _has(found_by, "as_retriever") else found_by
+        is_sync = getattr(getattr(retriever, "vectorstore", None), "async_mode", True) is False  # PGVector's
+        if is_sync or any(each is found_by for each in self._only_sync):
+            return await self._threads.run(partial(retriever.invoke, query))
+        try:
+            return await retriever.ainvoke(query)
+        except NOT_ASYNC as error:
+            try:
+                documents = await self._threads.run(partial(retriever.invoke, query))
+            except (*NOT_ASYNC, AttributeError, TypeError):  # TypeError: a RunnableLambda of an async function
+                raise error from None
+            log.info("%s is called in threads, because its ainvoke raises %r", type_name(found_by), error)
+            self._only_sync.append(found_by)
+            return documents
 
 
 class _Query:
     """The retrieval of a query, with the documents of its chunks."""
 
-    def __init__(self, text: str, name: str) -> None:
+    def __init__(self, text: str, name: str, retrievers: _Retrievers) -> None:
         self._text = text
+        self._retrievers = retrievers
         self._reader = PassageReader(name)
         self._documents: dict[Chunk, Any] = {}
 
@@ -190,7 +226,10 @@ class _Query:
 
     async def ask_members(self, ensemble: Any) -> AsyncGenerator[SourceEvent, None]:
         """Yield the events of an ensemble's members, run concurrently, fused by a `MergedSource` with its weights."""
-        members = [_Member(self, member) for member in ensemble.retrievers]
+        members: list[Any] = [
+            SimpleNamespace(name=type(each).__name__, stream=lambda _, each=each: self.events(each))
+            for each in ensemble.retrievers
+        ]
         merged = MergedSource(
             *members, weights=ensemble.weights, k=getattr(ensemble, "c", RRF_K), name=self._reader.name
         )
@@ -210,13 +249,8 @@ class _Query:
             documents = [self._documents[replace(chunk, score=None)] for chunk in chunks]
             yield self.update(await retriever.base_compressor.acompress_documents(documents, self._text))
 
-    async def search(self, store: Any) -> AsyncGenerator[SourceEvent, None]:
-        async with aclosing(self.ask(store.as_retriever())) as events:
-            async for event in events:
-                yield event
-
     async def ask(self, retriever: Any) -> AsyncGenerator[SourceEvent, None]:
-        yield self.update(await retriever.ainvoke(self._text))
+        yield self.update(await self._retrievers.ask(retriever, self._text))
 
     async def make(self, function: Callable[[str], Any]) -> AsyncGenerator[SourceEvent, None]:
         """Call a function of the query in the event loop, await its result if needed; yield that component's events."""
@@ -241,16 +275,6 @@ class _Query:
         return chunk
 
 
-class _Member:
-    def __init__(self, query: _Query, found_by: Any) -> None:
-        self._query = query
-        self._found_by = found_by
-        self.name = type(found_by).__name__
-
-    def stream(self, query: str) -> AsyncIterator[SourceEvent]:
-        return self._query.events(self._found_by)
-
-
 def _kind(found_by: Any) -> Callable[[_Query, Any], AsyncGenerator[SourceEvent, None]] | None:
     """Return the method of `_Query` that yields the events of the component `found_by`; `make` for any other callable.
 
@@ -263,9 +287,7 @@ def _kind(found_by: Any) -> Callable[[_Query, Any], AsyncGenerator[SourceEvent, 
         return _Query.ask_members
     if _has(found_by, "base_retriever", "base_compressor"):
         return _Query.compress
-    if _has(found_by, "as_retriever"):
-        return _Query.search
-    if _has(found_by, "ainvoke"):
+    if _has(found_by, "as_retriever") or _has(found_by, "ainvoke"):
         return _Query.ask
     return _Query.make if callable(found_by) else None
 

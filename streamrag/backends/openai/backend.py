@@ -27,6 +27,8 @@ from streamrag.support.validation import Count, CountOrZero, Seconds, SecondsOrZ
 PROBE = "The server says which tokens it was sent."
 MAX_MODEL_NAME_CHARS = 500
 RESERVED = {"model", "prompt", "stream"}
+NO_TEMPLATE = ", without the model's chat template (give its tokenizer for that)"
+SPACED = "; text that looks like a special token, such as <|end|>, gets a space"
 
 MAX_PROMPT_TOKEN_BYTES = 64  # most bytes of an answer for each token of the prompt, which servers may repeat
 MAX_TOKEN_BYTES = 1 << 12
@@ -140,10 +142,9 @@ class OpenAIBackend:
             has_logprobs=False,
             unit=text_tokenizer.unit if text_tokenizer else "tokens",
         )
-        progress(
-            f"{self._model_name} is served, prompts are sent as {'token ids' if self._takes_ids else 'text'}"
-            + (", look-alikes of special tokens broken" if text_tokenizer else "")
-        )
+        kind = "token ids" if self._takes_ids else "text"
+        notes = ("" if self._given_tokenizer else NO_TEMPLATE) + (SPACED if text_tokenizer else "")
+        progress(f"{self._model_name} is served, prompts are sent as {kind}{notes}")
 
     async def _make_tokenizer(self, server: Server) -> Tokenizer:
         """Return the given tokenizer, else the server's if the server takes ids, else one of characters.
@@ -189,7 +190,7 @@ class OpenAIBackend:
             return self._max_model_len
         if (max_model_len := models[self._model_name].get("max_model_len")) is not None:
             return length(max_model_len, server=self._url, name="max_model_len")
-        raise ConfigurationError(f"{self._url} does not report the model's length: give max_model_len")
+        raise ConfigurationError(f"{self._url} reports no length of the model: give max_model_len (--max-model-len)")
 
     async def _test_token_ids(self, ids: list[int]) -> None:
         """Send `ids` as a prompt, and ask for their echo; if the server refuses, send them without asking.

@@ -97,6 +97,7 @@ def _check_machine(arguments: argparse.Namespace) -> int:
 async def _examine(arguments: argparse.Namespace) -> Finding:
     """Measure the server, close the client, and return the finding; raise DeadlineExceededError after --timeout."""
     progress = Output(stderr=True)
+    examiner: ServerExaminer | None = None
     with shown_starting(progress) as show:
         backend = OpenAIBackend(
             arguments.server,
@@ -114,9 +115,10 @@ async def _examine(arguments: argparse.Namespace) -> Finding:
         except TimeoutError:
             if not limit.expired():
                 raise
+            less = examiner and examiner.smaller_options(arguments.prompt_tokens, arguments.repetitions)
             raise DeadlineExceededError(
-                f"{arguments.server} was not done in {arguments.timeout:g} s. Give it more time with --timeout, or "
-                "measure less with --repetitions or --prompt-tokens"
+                f"{arguments.server} was not done in {arguments.timeout:g} s. Give it more time with --timeout"
+                + (f", or measure less: {less}" if less else "")
             ) from None
         finally:
             await backend.aclose()

@@ -82,6 +82,7 @@ class ServerExaminer:
         self.num_tokens = num_tokens
         self.counts_tokens = counts_tokens
         """Whether `num_tokens` counts tokens; otherwise characters."""
+        self.measured: list[Pair] = []  # with the one to warm up
         self._clock = clock
         self._random = random.Random()
 
@@ -104,15 +105,19 @@ class ServerExaminer:
 
     async def pairs(self, num_pairs: int, show: Progress) -> tuple[Pair, ...]:
         """Measure pairs of new contexts, cold or warm first in turn, after a warm-up pair that is discarded."""
-        pairs = []
         for number in range(num_pairs + 1):
             show(f"measuring, {number} of {num_pairs}" if number else "measuring once to warm up")
             is_warm_first = number % 2 == 0  # alternate, so that drift affects both alike
             warm = await self._measure(is_warm=True) if is_warm_first else None
             cold_s, _ = await self._measure(is_warm=False)
             warm_s, warming_s = warm or await self._measure(is_warm=True)
-            pairs.append(Pair(cold_s, warm_s, warming_s))
-        return tuple(pairs[1:])
+            self.measured.append(Pair(cold_s, warm_s, warming_s))
+        return tuple(self.measured[1:])
+
+    def smaller_options(self, num_prompt_tokens: int, num_pairs: int) -> str:
+        """Return options that would have taken about half the time until now."""
+        share = min(max(len(self.measured), 0.5) / 6, 1)  # two pairs, and one to warm up
+        return f"--prompt-tokens {max(int(share * num_prompt_tokens), ROOM)} --repetitions {min(num_pairs, 2)}"
 
     async def _measure(self, *, is_warm: bool) -> tuple[float, float]:
         """Return the seconds from a complete prompt to its first token, and those to send its context ahead.
