@@ -70,6 +70,11 @@ def test_each_extra_has_its_packages_and_its_size() -> None:
     assert {name for name, size in rows} == EXTRAS.keys() - MATRIX["NOT_LISTED"]
 
 
+def test_an_extra_contains_only_extras_that_there_are() -> None:
+    contained = re.findall(r"streamrag\[(.+?)\]", "\n".join(line for lines in EXTRAS.values() for line in lines))
+    assert {extra for names in contained for extra in names.split(",")} <= EXTRAS.keys()
+
+
 def test_the_extra_for_indexes_has_all_that_building_one_needs() -> None:
     """DiskANN is not needed."""
     of_extra = {re.split(r"[^\w-]", line)[0] for line in EXTRAS["embed"]}
