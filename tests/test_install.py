@@ -10,6 +10,7 @@ import pytest
 
 from streamrag.cli.doctor.machine import PARTS
 from streamrag.errors import CPU_TORCH_INDEX, install_line
+from streamrag.sources.index.packages import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -67,6 +68,18 @@ def test_each_install_command_of_the_page_is_among_those_that_are_run() -> None:
 def test_each_extra_has_its_packages_and_its_size() -> None:
     rows = re.findall(r"^\| `([a-z-]+)` \| .+ \| ([\d,]+) \|$", INSTALL, re.MULTILINE)
     assert {name for name, size in rows} == EXTRAS.keys() - MATRIX["NOT_LISTED"]
+
+
+def test_an_extra_contains_only_extras_that_there_are() -> None:
+    contained = re.findall(r"streamrag\[(.+?)\]", "\n".join(line for lines in EXTRAS.values() for line in lines))
+    assert {extra for names in contained for extra in names.split(",")} <= EXTRAS.keys()
+
+
+def test_the_extra_for_indexes_has_all_that_building_one_needs() -> None:
+    """DiskANN is not needed."""
+    of_extra = {re.split(r"[^\w-]", line)[0] for line in EXTRAS["embed"]}
+    assert {package for package, _ in PACKAGES.values()} - of_extra == {"diskannpy"}
+    assert {install for package, install in PACKAGES.values() if package in of_extra} == {install_line("embed")}
 
 
 def test_the_cpu_builds_are_of_one_release_of_torch() -> None:

@@ -5,6 +5,7 @@ import asyncio
 import os
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, get_args
 
 from streamrag.backends.openai import OpenAIBackend
@@ -20,6 +21,7 @@ from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import ConfigurationError
 from streamrag.pipeline import Pipeline
 from streamrag.query.options import QueryOptions
+from streamrag.sources.index.index_folder import check_index
 from streamrag.telemetry import Answer
 
 EPILOG = """\
@@ -68,6 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Answer the question, or each line of the input. Progress goes to stderr, answers to stdout."""
+    if arguments.index is not None:  # a wrong one is found before vLLM is imported, which takes up to a minute
+        check_index(Path(arguments.index).absolute())
     return asyncio.run(_ask(arguments))
 
 

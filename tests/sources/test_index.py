@@ -324,15 +324,8 @@ def test_of_damaged_embeddings_only_the_good_are_used_again(
     assert (folder / "index" / "ivf.index").read_bytes() == undamaged
 
 
-@pytest.mark.usefixtures("default_signals")
-def test_ctrl_c_leaves_the_old_index_and_no_process(index: Path, tmp_path: Path) -> None:
-    before = contents(index)
-    documents = write_documents(tmp_path / "documents", 2)
-    (documents / "slow.txt").write_text(f"wait until {tmp_path}/never")
-    waiting = tmp_path / "never.waiting"
-    code = f"from streamrag.sources.index.build import build_index; build_index(*{(str(documents), str(index))!r}, " + (
-        f"embedder={EMBEDDER!r}, force=True)"
-    )
+def interrupt(code: str, waiting: Path) -> bytes:
+    """Run a program, interrupt it once its embedder has written its process id to `waiting`, and return its stderr."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     with subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE) as process:
         bound = threading.Timer(60, process.kill)
@@ -343,10 +336,39 @@ def test_ctrl_c_leaves_the_old_index_and_no_process(index: Path, tmp_path: Path)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate()
         bound.cancel()
-    assert stderr.strip().endswith(b"KeyboardInterrupt")
     assert not alive(int(waiting.read_text()))
+    return stderr.strip()
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_ctrl_c_leaves_the_old_index_and_no_process(index: Path, tmp_path: Path) -> None:
+    before = contents(index)
+    documents = write_documents(tmp_path / "documents", 2)
+    (documents / "slow.txt").write_text(f"wait until {tmp_path}/never")
+    code = f"from streamrag.sources.index.build import build_index; build_index(*{(str(documents), str(index))!r}, " + (
+        f"embedder={EMBEDDER!r}, force=True)"
+    )
+    assert interrupt(code, tmp_path / "never.waiting").endswith(b"KeyboardInterrupt")
     assert contents(index) == before
     assert names(tmp_path) == {"documents", "index", "never.waiting"}
+
+
+@pytest.mark.usefixtures("default_signals")
+def test_a_stopped_command_says_that_it_continues_and_then_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    documents = write_documents(tmp_path / "documents", 130)
+    (documents / "slow.txt").write_text(f"wait until {tmp_path}/never")  # in the second batch
+    command = ["index", "build", str(documents), "--out", str(tmp_path / "index")]
+    command += ["--embedder", EMBEDDER, "--kind", "ivf"]
+    stderr = interrupt(f"from streamrag.cli import main; main({command!r})", tmp_path / "never.waiting")
+    assert stderr.endswith(b"streamrag: stopped. the same command continues: 128 of 131 passages are embedded")
+    assert b"continuing" not in stderr
+    (documents / "slow.txt").write_text("quick")
+    assert main(command) == 0
+    written = capsys.readouterr().err
+    assert "\ncontinuing: 128 of 131 passages are embedded\n" in written
+    assert "faiss IVF; 3 passages were embedded" in written
 
 
 def test_what_a_killed_build_left_is_removed_by_the_next_and_what_is_being_built_is_not(
@@ -480,7 +502,8 @@ def test_where_there_is_no_index_the_message_says_how_to_make_one(tmp_path: Path
         path.mkdir()
     if kind == "other folder":
         (path / "thesis.txt").write_text("")
-    with pytest.raises(IndexMissingError, match=rf"streamrag index build FOLDER --out {path}"):
+    places = f"{path} --out {path}-index" if kind == "other folder" else f"FOLDER --out {path}"
+    with pytest.raises(IndexMissingError, match=rf"streamrag index build {places}$"):
         check_index(path)
 
 

