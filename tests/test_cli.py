@@ -162,7 +162,8 @@ def test_only_the_command_that_is_named_is_imported() -> None:
     ("arguments", "message"),
     [
         (["--url", "ftp://example.org", "--model", "/tmp"], "UnsafeUrlError"),
-        (["--index", "/nowhere", "--model", "/nowhere"], "ModelError"),
+        (["--index", "/nowhere", "--model", "/nowhere"], "IndexMissingError"),
+        (["--url", "http://example.org", "--model", "/nowhere"], "ModelError"),
         (["--url", "http://example.org", "--model", "/tmp", "--api-key", "x"], "--api-key needs --server"),
         (
             ["--url", "http://example.org", "--model", "/tmp", "--sentences", "2"],

@@ -286,7 +286,7 @@ def test_a_plan_tells_who_gets_nothing_and_which_rule_held_it_back() -> None:
     assert holds([complete("all", 1_000), a, asked]) == {"a": "StepBudget", "asked": "StepBudget"}
     sized = SizedSteps(lambda: StepCosts(overhead=50, arrivals_per_token=0.0))
     assert holds([complete("b"), asked, a], sized) == {"asked": "SizedSteps", "a": "SizedSteps"}
-    assert holds([partial("b")], LateBinding(lambda: True)) == {}
+    assert holds([partial("b")], LateBinding(lambda: True)) == {"b": "LateBinding"}
 
 
 def test_each_rule_says_in_one_sentence_what_it_does_and_is_tried_here_alone() -> None:

@@ -27,7 +27,7 @@ from streamrag.support.tasks import cancel_and_wait
 log = logging.getLogger("streamrag.sources")
 MAX_CALLS = 32  # concurrent calls of one stage or source
 NOT_ASYNC = AssertionError, NotImplementedError
-"""What `ainvoke` raises where only `invoke` works, as around the store `PGVector` of langchain_postgres by default."""
+"""Errors of `ainvoke` where only `invoke` works, as around the store `PGVector` of langchain_postgres by default."""
 
 
 def from_langchain(found_by: Any, *, name: str = "") -> Source:

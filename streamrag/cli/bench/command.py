@@ -122,7 +122,7 @@ def _publish(
     console.print_line(f"report: {path}")
     print_verdicts(found, figures)
     if any(each.settings.profile == DEFAULT_PROFILE for each in requested):
-        console.print(f"That is {DEFAULT_PROFILE}. For your machine: streamrag profile, then --profile FILE.")
+        figures.print_line(f"That is {DEFAULT_PROFILE}. For your machine: streamrag profile, then --profile FILE.")
 
 
 def _cut(digest: Digest) -> str:

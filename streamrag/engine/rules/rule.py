@@ -54,17 +54,17 @@ class RuleList:
 
     def __init__(self, rules: Iterable[Rule] = ()) -> None:
         rules = tuple(rules)
-        asked = _answering(rules, "ask")
-        self.that_start = _answering(rules, "start")
+        asked = _rules_with_own(rules, "ask")
+        self.that_start = _rules_with_own(rules, "start")
         self.for_complete = [rule for rule in asked if rule.asks_complete]
         self.for_partial = [rule for rule in asked if rule.asks_partial]
-        self.that_observe = _answering(rules, "on_grant")
-        self.that_put_off = _answering(rules, "puts_off_step")
+        self.that_observe = _rules_with_own(rules, "on_grant")
+        self.that_put_off = _rules_with_own(rules, "puts_off_step")
         strict = [rule for rule in rules if not rule.is_waived_if_idle]
         self.if_idle = self if len(strict) == len(rules) else RuleList(strict)
         """The rules without those that are waived where a step would otherwise compute nothing."""
 
 
-def _answering(rules: Iterable[Rule], question: str) -> list[Rule]:
+def _rules_with_own(rules: Iterable[Rule], question: str) -> list[Rule]:
     """Return the rules whose class has a method `question` of its own."""
     return [rule for rule in rules if getattr(type(rule), question) is not getattr(Rule, question)]
