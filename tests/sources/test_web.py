@@ -306,14 +306,14 @@ async def test_pages_that_are_finished_at_the_deadline_are_used_however_late_the
 ) -> None:
     site.add("/", text("Emperor", "/a"))
     site.add("/a", text("King", "/deep"))
-    async with aclosing(new(crawl_timeout_s=1).stream(QUERY)) as stream:
+    async with aclosing(new(crawl_timeout_s=5).stream(QUERY)) as stream:  # on a busy machine, a page took over a second
         events = [await anext(stream)]
-        await site.until_asked("/a")
-        await asyncio.sleep(1.1)  # a slow reader: the crawl's time is over
+        await asyncio.wait_for(site.until_asked("/a"), 5)
+        await asyncio.sleep(5.1)  # a slow reader: the crawl's time is over
         events += [event async for event in stream]
     assert paths(events) == ["/", "/a"]
     assert reasons(events) == {}
-    assert cut_short(events) == ["crawl_timeout_s=1 ended before all pages were finished"]
+    assert cut_short(events) == ["crawl_timeout_s=5 ended before all pages were finished"]
 
 
 async def test_a_page_that_takes_too_long_to_read_is_skipped(site: Website, new: NewSource) -> None:
