@@ -29,7 +29,7 @@ CONFIDENCE = 0.98
 MIN_CHANGE_S, MIN_CHANGE = 0.010, 0.01
 """Seconds, and share of the time without streaming, below which a change makes no difference."""
 FEW_QUERIES = 30
-"""Number of queries below which noise hides most changes: in runs of three, seven of ten must agree."""
+"""Number of queries below which the `NUM_RUNS` runs have under three queries each, and noise hides most changes."""
 MIN_EXTRA_COST = 5.0  # percent of engine time from which the first sentence names it
 NO_VERDICT = "No verdict: it compares with the arm no-streaming, and no other arm ran with the same load."
 
