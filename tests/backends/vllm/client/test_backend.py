@@ -665,9 +665,7 @@ async def test_a_streamed_prompt_has_the_structured_output_of_one_that_came_at_o
     assert re.match(pattern, backend.model.tokenizer.decode(whole))
     if "json" in grammar:
         same = SamplingParams(max_tokens=40, json_schema=grammar["json"])
-        assert await one_shot_chunks(backend, B + QUESTION, same) == await one_shot_chunks(
-            backend, B + QUESTION, params
-        )
+        assert joined(await one_shot_chunks(backend, B + QUESTION, same))[1] == whole
     await assert_nothing_is_left(backend)
 
 
