@@ -283,3 +283,17 @@ def test_options_of_an_embedded_engine_are_checked_before_it_starts(
     command = ["ask", "Why?", "--url", "http://127.0.0.1:1", "--allow-private", "--model", str(tmp_path), *options]
     assert main(command) == 1
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [([], "overlap immediate, until others were tried"), (["--no-overlap"], "overlap none, overlap=False")],
+)
+def test_overlap_is_chosen_as_in_a_pipeline(
+    options: list[str], shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [Append(Chunk("alpha", "a.md"))]
+    monkeypatch.setattr("streamrag.cli.ask.make_source", lambda arguments: ScriptedSource(steps))
+    monkeypatch.setattr("streamrag.cli.ask._make_backend", lambda arguments: ScriptedBackend("ok"))
+    assert main(["ask", "Why?", "--url", "http://127.0.0.1:1", "--model", "m", *options]) == 0
+    assert shown in " ".join(capsys.readouterr().err.split())

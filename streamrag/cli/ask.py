@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "maximum tokens of context; chunks that do not fit are left out"
     answer.add_argument("--max-context-tokens", type=int, metavar="N", help=about)
     answer.add_argument("--deadline", type=float, metavar="S", help="time limit in seconds, from the engine's start")
-    answer.add_argument("--no-overlap", action="store_true", help="prefill only after retrieval has ended")
+    about = "prefill only after retrieval has ended"
+    answer.add_argument("--no-overlap", dest="overlap", action="store_const", const=False, default="auto", help=about)
     answer.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=run)
 
@@ -84,7 +85,7 @@ async def _ask(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("the standard input is closed; give a QUESTION")
     with shown_starting(progress) as show:
         backend = _make_backend(arguments)
-        pipeline = Pipeline(make_source(arguments), backend, overlap=not arguments.no_overlap, on_progress=show)
+        pipeline = Pipeline(make_source(arguments), backend, overlap=arguments.overlap, on_progress=show)
         pipeline.events("?" if is_conversation else arguments.question, **options)  # check options before starting
         await pipeline.start()
 
