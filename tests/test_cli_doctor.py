@@ -100,7 +100,7 @@ def test_a_server_that_reuses_prefixes_is_told_so_and_by_how_much(doctor: Any) -
     assert status == 0
     assert "prompts are sent as: token ids, exact" in out
     assert "tokenizer: the server's" in out
-    assert "warming saves 97% of the time to the first token: the server reuses prefixes" in out
+    assert "warming saves up to 97% of the time to the first token: the server reuses prefixes" in " ".join(out.split())
     assert "measuring, 5 of 5" in err
 
 
@@ -140,7 +140,7 @@ def test_a_server_that_takes_only_text_is_asked_with_text(doctor: Any) -> None:
     _, out, _ = doctor(Server(reuses=True, takes_ids=False, models={"tiny": 9000}))
     assert "tokenizer: none: characters are counted" in out
     assert "prompts are sent as: text" in out
-    assert "the server reuses prefixes" in out
+    assert "the server reuses prefixes" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,8 @@ def print_timings(answer: Answer, console: Console) -> None:
             f"{_tokens(answer.usage.num_prompt_tokens, 'prompt tokens')}, {answer.num_invalidated} "
             f"{'' if answer.unit == 'tokens' else 'characters '}invalidated on the way, "
             f"{_tokens(answer.usage.num_output_tokens, 'generated')}"
-        )
+        ),
+        soft_wrap=True,
     )
 
 

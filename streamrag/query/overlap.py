@@ -116,7 +116,7 @@ class _Level:
         time is the shortest. Without shared processors, only each `TRY_EVERY`-th turn before MIN_TURNS tries others.
         """
         if len(self._gains) >= MIN_TURNS and max(self._gains) < NEGLIGIBLE:
-            return "none", "retrieval sends everything at its end"
+            return "none", "retrieval ends right after its first result"
         num_turns = sum(self._num_turns.values())
         rarest = min(self._num_turns, key=self._num_turns.__getitem__)
         if self._num_turns[rarest] < MIN_TURNS:

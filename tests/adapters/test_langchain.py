@@ -462,7 +462,16 @@ async def test_chunks_come_one_by_one_and_the_last_has_usage_and_citations(
     assert whole.response_metadata["finish_reason"] == "stop"
     assert whole.response_metadata["model_name"] == "scripted"
     assert whole.response_metadata["timings"]["ttft_s"] > 0
+    assert whole.response_metadata["overlap"] == {"way": "immediate", "reason": "until others were tried"}
+    assert "left_out" not in whole.response_metadata
     assert len(backend.prompts[0]) == 3  # two while retrieval ran
+
+
+def test_sources_that_do_not_fit_are_told(model: StreamragChatModel) -> None:
+    message = model.invoke("Why?", max_context_tokens=5, overlap=False)
+    assert message.response_metadata["citations"] == []
+    assert message.response_metadata["left_out"] == ["a.md", "b.md"]
+    assert message.response_metadata["overlap"] == {"way": "none", "reason": "overlap=False"}
 
 
 def test_alternatives_come_with_the_metadata(model: StreamragChatModel) -> None:
@@ -714,8 +723,15 @@ async def test_what_is_none_of_these_is_refused() -> None:
             from_langchain(wrong)
     with pytest.raises(SourceError, match="instead of a list"):
         await events(RunnableLambda(lambda query: "text"))
-    with pytest.raises(SourceError, match="instead of a loader"):
+    with pytest.raises(SourceError, match="is no loader or retriever"):
         await events(lambda query: 42)
+
+
+async def test_a_function_of_the_query_may_return_documents() -> None:
+    async def find(query: str) -> list[Document]:
+        return [document(A)]
+
+    assert await events(find) == await events(lambda query: [document(A)]) == [plain(A)]
 
 
 async def test_stopping_a_query_stops_langchains_retrievers() -> None:

@@ -188,7 +188,7 @@ async def test_the_applications_own_prompt_is_kept(prompt: Any, expected: str) -
     backend = ScriptedBackend()
     async with StreamragChatModel.from_retriever(staged_retriever(keywords), backend, prompt) as model:
         assert await (model | StrOutputParser()).ainvoke("Why?") == "An answer."
-    documents = "[1] a.md (a.md)\ntext a\n\n[2] b.md (b.md)\ntext b\n\n"
+    documents = "[1] text a\n\n[2] text b\n\n"
     assert prompts(backend)[-1] == expected.replace("DOCUMENTS", documents)
     assert len(backend.prompts[-1]) == 2, "the documents are prefilled before the prompt is complete"
 
@@ -208,6 +208,11 @@ async def test_the_prompt_is_that_of_the_chain_with_the_applications_format_of_d
     asked = prompts(backend)[-1].removeprefix("User: ").removesuffix("\n\nAssistant:")
     assert asked == message.text
     await model.aclose()
+
+
+def test_an_option_that_is_no_field_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no field 'max_token'; did you mean max_tokens"):
+        StreamragChatModel.from_retriever(staged_retriever(keywords), ScriptedBackend(), OWN, max_token=8)
 
 
 async def test_earlier_messages_fill_the_placeholder() -> None:

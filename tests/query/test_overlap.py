@@ -132,7 +132,7 @@ def test_nothing_is_tried_if_retrieval_sends_everything_at_its_end() -> None:
         choices.append(chooser.choose(1, shares_processors=True))
         chooser.learn(outcome(choices[-1].way, 1.0, streaming_s=0.01), 1)
     assert {choice.way for choice in choices[MIN_TURNS:]} == {"none"}
-    assert choices[-1].reason == "retrieval sends everything at its end"
+    assert choices[-1].reason == "retrieval ends right after its first result"
 
 
 def test_a_delay_needs_a_source_that_says_when_it_ends_and_is_as_long_as_a_prefill() -> None:

@@ -507,6 +507,14 @@ def test_where_there_is_no_index_the_message_says_how_to_make_one(tmp_path: Path
         check_index(path)
 
 
+def test_where_the_index_is_beside_its_documents_the_message_names_it(index: Path, tmp_path: Path) -> None:
+    documents = tmp_path / "handbook"
+    write_documents(documents, 1)
+    index.rename(tmp_path / "handbook-index")
+    with pytest.raises(IndexMissingError, match=rf"{documents} is no vector index\. Did you mean {documents}-index\?$"):
+        check_index(documents)
+
+
 def test_an_index_in_another_format_says_so(index: Path) -> None:
     edit_manifest(index, format_version=3)
     with pytest.raises(IndexMismatchError, match="format version 3, and streamrag reads 2"):

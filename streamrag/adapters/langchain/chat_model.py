@@ -4,6 +4,7 @@ import warnings
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, fields, replace
+from difflib import get_close_matches
 from operator import itemgetter
 from typing import Any, Self, cast
 
@@ -21,7 +22,7 @@ from langchain_core.utils.function_calling import convert_to_json_schema, conver
 from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field
 
-from streamrag.adapters.langchain.prompt import template_of, turn_of
+from streamrag.adapters.langchain.prompt import PASSAGE, template_of, turn_of
 from streamrag.adapters.langchain.source import from_langchain
 from streamrag.adapters.langchain.tools import chunk_of, openai_messages, openai_tool_choice, uses_tools
 from streamrag.adapters.portal import LoopPortal, PortalOwner
@@ -53,8 +54,8 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
 
     The answer streams in chunks. The last one has `usage_metadata`, if the numbers of tokens are known, and in
     `response_metadata` the `citations` (number, uri, title, passage, text and score of each passage in the prompt),
-    `finish_reason`, `model_name`, `timings`, `cut_short` and `source_error` if retrieval ended early, and the texts of
-    the `alternatives` if `n` is above 1.
+    `finish_reason`, `model_name`, `timings`, the chosen `overlap`, the sources that were `left_out` for lack of room,
+    `cut_short` and `source_error` if retrieval ended early, and the texts of the `alternatives` if `n` is above 1.
 
     A pipeline that has been started is used in its event loop. Otherwise `async with` starts it in the current loop, or
     the first call starts it in a thread with its own loop, until `close()`, the end of a `with` block, or garbage
@@ -74,7 +75,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
     stop: list[str] | None = None
     """Texts that end the answer."""
     timeout: float | None = None
-    """Time limit of an answer in seconds, including retrieval."""
+    """Time limit of an answer in seconds, including retrieval, but not the start of the pipeline."""
     tool_parser: str | None = None
     """Tool parser of vLLM for the model, such as "hermes", for `bind_tools`."""
     cache: BaseCache | bool | None = Field(default=False, exclude=True)
@@ -94,7 +95,7 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         mode: Mode | None = None,
         context: str = "context",
         question: str | None = None,
-        passage: str = PromptTemplate().passage,
+        passage: str | None = None,
         **options: Any,
     ) -> Self:
         """Return a model that answers with a retriever's documents, in the words of the application's own prompt.
@@ -106,13 +107,22 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
         prompt: a `ChatPromptTemplate` with the documents, in any message; by default streamrag's own words.
         mode: how an update changes the documents in the prompt; by default as the retriever ranks them.
         context, question: the prompt's variables; the question's is by default the only other one.
-        passage: the format of a document, as in `PromptTemplate`.
+        passage: the format of a document, as in `PromptTemplate`; by default its number and its text, and without
+            `prompt` also its title and source.
         options: fields of the model, such as `max_tokens`.
 
-        :raises ConfigurationError: the retriever or the prompt cannot be used.
+        :raises ConfigurationError: the retriever or the prompt cannot be used, or an option is no field.
         """
-        own = None if prompt is None else template_of(prompt, context=context, question=question, passage=passage)
-        template = own or PromptTemplate(passage=passage)
+        if unknown := sorted(options.keys() - cls.model_fields.keys()):  # LangChain ignores what is misspelt
+            near = get_close_matches(unknown[0], cls.model_fields, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigurationError(f"{cls.__name__} has no field {unknown[0]!r}{hint}")
+        if prompt is None:
+            template = PromptTemplate() if passage is None else PromptTemplate(passage=passage)
+        else:
+            template = template_of(
+                prompt, context=context, question=question, passage=PASSAGE if passage is None else passage
+            )
         return cls(pipeline=Pipeline(from_langchain(retriever), backend, mode=mode, template=template), **options)
 
     def model_post_init(self, context: Any) -> None:
@@ -289,6 +299,8 @@ class StreamragChatModel(PortalOwner, BaseChatModel):
             "alternatives": [each.text for each in part.alternatives] or None,
             "model_name": self.pipeline.backend.model.name,
             "timings": asdict(part.timings),
+            "overlap": part.overlap and {"way": part.overlap.way, "reason": part.overlap.reason},
+            "left_out": [chunk.uri for chunk in part.left_out] or None,
             "cut_short": part.cut_short,
             "source_error": part.source_error and str(part.source_error),
         }

@@ -16,6 +16,8 @@ from streamrag.support.messages import short_repr, type_name
 _PLACE = f"@@{secrets.token_hex(16)}@@"
 """Stands for the documents where they divide a prompt; random, so that no text contains it."""
 _QUESTION = f"@@{secrets.token_hex(16)}@@"
+PASSAGE = "[{number}] {text}\n\n"
+"""The format of a document in an application's own prompt: titles and addresses make the prompt a tenth longer."""
 MESSAGES = {"system": SystemMessage, "user": HumanMessage, "assistant": AIMessage}
 
 

@@ -33,8 +33,8 @@ NOT_ASYNC = AssertionError, NotImplementedError
 def from_langchain(found_by: Any, *, name: str = "") -> Source:
     """Return a source that retrieves with a LangChain component. Stages overlap with prefill where possible:
 
-    - A document loader appends each document that its `alazy_load` yields. For a loader that depends on the query, pass
-      a function of the query that returns it.
+    - A document loader appends each document that its `alazy_load` yields.
+    - A function of the query is what it returns, such as a loader that depends on the query, or a list of documents.
     - An ensemble of retrievers (`EnsembleRetriever`) runs its members concurrently, and yields an update after each
       member's answer, fused with the ensemble's weights and constant. A failing member is skipped, and reported.
     - A retriever that compresses or reranks (`ContextualCompressionRetriever`) yields the events of its base retriever,
@@ -157,7 +157,7 @@ class LangchainSource:
         if isinstance(found_by, type) or _kind(found_by) is None:
             raise ConfigurationError(
                 f"{short_repr(found_by)} is neither a retriever, vector store, document loader or Runnable of "
-                "LangChain, nor a function of the query that returns one"
+                "LangChain, nor a function of the query that returns one, or documents"
             )
         self.name = name or type(found_by).__name__
         self._found_by = found_by
@@ -214,7 +214,7 @@ class _Query:
         """Yield the events of a component by the method for its kind (`_kind`); raise SourceError if there is none."""
         kind = _kind(found_by)
         if kind is None:
-            raise SourceError(f"{self._reader.name} returned {short_repr(found_by)} instead of a loader or a retriever")
+            raise SourceError(f"{self._reader.name} returned {short_repr(found_by)}, which is no loader or retriever")
         async with aclosing(kind(self, found_by)) as events:
             async for event in events:
                 yield event
@@ -253,9 +253,14 @@ class _Query:
         yield self.update(await self._retrievers.ask(retriever, self._text))
 
     async def make(self, function: Callable[[str], Any]) -> AsyncGenerator[SourceEvent, None]:
-        """Call a function of the query in the event loop, await its result if needed; yield that component's events."""
+        """Call a function of the query in the event loop, await its result if needed; yield that component's events,
+        or an update with that list of documents."""
         made = function(self._text)
-        async with aclosing(self.events(await made if isawaitable(made) else made)) as events:
+        made = await made if isawaitable(made) else made
+        if isinstance(made, list | tuple):
+            yield self.update(made)
+            return
+        async with aclosing(self.events(made)) as events:
             async for event in events:
                 yield event
 

@@ -123,7 +123,9 @@ class Server:
                     error = RequestRejectedError if response.status_code in REFUSALS else ServerError
                     async with asyncio.timeout(self._timeout_s):
                         message = _message(await _beginning(response))
-                    raise error(f"{self._address(path)} answered with status {response.status_code}: {message}")
+                    is_elsewhere = response.status_code == 404 and not self.url.endswith("/v1")
+                    hint = ". Most servers have addresses that end in /v1" if is_elsewhere else ""
+                    raise error(f"{self._address(path)} answered with status {response.status_code}: {message}{hint}")
                 yield response
             finally:
                 await response.aclose()

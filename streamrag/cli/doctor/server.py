@@ -67,7 +67,10 @@ class Finding:
     def verdict(self) -> str:
         """Sentence with the share of time that warming saves; unless `helps`, with the causes for no gain."""
         if self.helps:
-            return f"warming saves {self.saved:.0%} of the time to the first token: the server reuses prefixes"
+            return (
+                f"warming saves up to {self.saved:.0%} of the time to the first token: the server reuses prefixes. A "
+                "query gains no more than the time that its retrieval goes on after the first result"
+            )
         return (
             "warming gains nothing here: a context that was sent ahead takes as long as a new one. The server does "
             "not reuse prefixes across requests, or prefill is a small part of the time"

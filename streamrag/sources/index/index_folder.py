@@ -146,7 +146,11 @@ def check_index(folder: Path, *, on_file: OnFile | None = None) -> tuple[Manifes
             raise corrupt(folder, f"its {MANIFEST} cannot be read ({error.strerror})") from error
         has_documents = isinstance(error, FileNotFoundError) and folder.is_dir() and any(folder.iterdir())
         build = f"build {folder} --out {folder}-index" if has_documents else f"build FOLDER --out {folder}"
-        raise IndexMissingError(f"{folder} is no vector index. Make one with:  streamrag index {build}") from error
+        hint = f"Make one with:  streamrag index {build}"
+        if Path(f"{folder}-index", MANIFEST).is_file():
+            hint = f"Did you mean {folder}-index?"
+        what = "is no vector index" if folder.exists() else "does not exist"
+        raise IndexMissingError(f"{folder} {what}. {hint}") from error
     manifest = _parse_manifest(folder, text)
     if manifest.kind == "ivf" and manifest.num_lists is None:
         raise corrupt(folder, f"its {MANIFEST} does not say how many lists it has")
