@@ -15,14 +15,6 @@ from .section import Report, Section, nothing
 MOST_ROWS = 40
 
 
-OLD_PLANNER = (
-    "Measured on 2026-11-23 with the planner of that day; a day later plans became a loop and a list of rules "
-    "(DECISIONS 93), which take about 25 us more, and adapters and drafts have come since, so that today's planner may "
-    "meet fewer"
-)
-"""When a file without a date was measured."""
-
-
 class Included(NamedTuple):
     """Results of one experiment: `NAME.json`, with rows of figures in "results", and pictures `NAME*.png`."""
 
@@ -120,13 +112,12 @@ def planning(folder: Path) -> str:
         return "Planning a step, at most 100 and 500 us more with 50 and 500 requests than stock: not measured.\n"
     missed = [_missed(row) for row in rows if not row["is_met"]]
     worst = max(rows, key=lambda row: row["more_us"] / row["most_more_us"])
-    when = f"Measured on {measured['date']}" if "date" in measured else OLD_PLANNER
     return (
         "Planning a step, at most 100 and 500 us more with 50 and 500 requests than stock: met in "
         f"{len(rows) - len(missed)} of {len(rows)} rows of [step_cost.json](step_cost.json), at worst "
         f"{worst['more_us']:,.0f} us with {worst['num_requests']}"
         + (f". Missed: {'; '.join(missed)}" if missed else "")
-        + f". {when}.\n"
+        + f". Measured on {measured['date']}.\n"
     )
 
 
