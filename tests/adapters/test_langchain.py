@@ -734,6 +734,17 @@ async def test_a_function_of_the_query_may_return_documents() -> None:
     assert await events(find) == await events(lambda query: [document(A)]) == [plain(A)]
 
 
+async def test_a_function_that_searches_does_not_hold_up_the_event_loop() -> None:
+    has_time = threading.Event()
+
+    def find(query: str) -> list[Document]:
+        assert has_time.wait(20), "the event loop stands still"
+        return [document(A)]
+
+    asyncio.get_running_loop().call_later(0.01, has_time.set)
+    assert await events(find) == [plain(A)]
+
+
 async def test_stopping_a_query_stops_langchains_retrievers() -> None:
     ensemble_retriever, _ = classic()
     never, stopped = anyio.Event(), [anyio.Event(), anyio.Event()]

@@ -174,7 +174,7 @@ class LangchainSource:
 
 
 class _Retrievers:
-    """A caller of retrievers and vector stores, which remembers those whose `ainvoke` does not work."""
+    """A caller of retrievers, vector stores and functions, which remembers those whose `ainvoke` does not work."""
 
     def __init__(self, name: str) -> None:
         self._threads = Threads(MAX_CALLS, f"retrieve {name}")
@@ -199,6 +199,11 @@ class _Retrievers:
             log.info("%s is called in threads, because its ainvoke raises %r", type_name(found_by), error)
             self._only_sync.append(found_by)
             return documents
+
+    async def call(self, function: Callable[[str], Any], query: str) -> Any:
+        """Call a function of the query in a thread, because it may search; await its result if needed."""
+        made = await self._threads.run(partial(function, query))
+        return await made if isawaitable(made) else made
 
 
 class _Query:
@@ -253,10 +258,8 @@ class _Query:
         yield self.update(await self._retrievers.ask(retriever, self._text))
 
     async def make(self, function: Callable[[str], Any]) -> AsyncGenerator[SourceEvent, None]:
-        """Call a function of the query in the event loop, await its result if needed; yield that component's events,
-        or an update with that list of documents."""
-        made = function(self._text)
-        made = await made if isawaitable(made) else made
+        """Yield the events of the component that a function of the query returns, or an update with its documents."""
+        made = await self._retrievers.call(function, self._text)
         if isinstance(made, list | tuple):
             yield self.update(made)
             return
