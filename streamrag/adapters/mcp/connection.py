@@ -5,7 +5,7 @@ import shutil
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import httpx2
@@ -84,19 +84,14 @@ class McpConnection:
 
         Then, or if the caller is cancelled, `call` is cancelled too, but only `aclose` waits for its end.
         """
-        task = self._begin_task(call)
+        task = asyncio.create_task(call, name=f"{self._name} call")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.shield(task)
         finally:
             task.cancel()
-
-    def _begin_task(self, call: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Start a task that `aclose` waits for, and return the task."""
-        task = asyncio.create_task(call, name=f"{self._name} call")
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-        return task
 
     def doubt(self, client: Client) -> None:
         """Mark the client as lost, so that the next call reconnects."""
@@ -216,20 +211,19 @@ class McpConnection:
                     yield traffic.counted(
                         streamable_http_client(url, http_client=http_client, max_sse_event_size=self._max_bytes)
                     )
-            case StdioServerParameters() as command:
-                yield traffic.counted(stdio_client(self._checked(command), _errors()))
-            case [str(program), *arguments]:
-                command = StdioServerParameters(command=program, args=arguments)
-                yield traffic.counted(stdio_client(self._checked(command), _errors()))
+            case StdioServerParameters() | [str(), *_] as server:
+                if not isinstance(server, StdioServerParameters):
+                    server = StdioServerParameters(command=server[0], args=server[1:])
+                self._check_program(server)
+                yield traffic.counted(stdio_client(server, sys.__stderr__ or sys.stderr))  # not a replaced stderr
             case server:
                 yield server
 
-    def _checked(self, server: StdioServerParameters) -> StdioServerParameters:
-        """Return the server; raise ConfigurationError if its command is not found, unless the server has a `cwd`."""
+    def _check_program(self, server: StdioServerParameters) -> None:
+        """Raise ConfigurationError if the server's command is not found; not checked for a server with a `cwd`."""
         path = (server.env or {}).get("PATH")
         if server.cwd is None and shutil.which(server.command, path=path) is None:
             raise ConfigurationError(f"{self._name}: there is no program {server.command!r} to start the MCP server")
-        return server
 
 
 class _Held:
@@ -252,8 +246,3 @@ class _Held:
         self.reason = self.reason or reason
         self.is_lost = True
         self.scope.cancel()
-
-
-def _errors() -> TextIO:
-    """Return the file for a server's log: the program's original standard error."""
-    return sys.__stderr__ or sys.stderr
