@@ -1,5 +1,6 @@
 """Converts our sampling parameters to vLLM's, and rejects those that a streamed prompt cannot have."""
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,11 @@ OF_WHOLE_PROMPTS = (
     "trace_decode_token_ids",
 )
 """Sampling parameters that a stream cannot have, because vLLM or our scheduler needs the whole prompt at once."""
+
+ALMOST_ONE = math.nextafter(1.0, 0.0)
+"""A `top_p` that drops no token, because vLLM keeps it in 32 bits, where it is 1, but that selects vLLM's other way to
+apply `top_k`: on a CPU, an engine that verifies drafts dies of a `top_k` alone in steps without a draft, as
+`apply_top_k_only` takes the largest of no rows."""
 
 
 def to_vllm(
@@ -54,7 +60,9 @@ def to_vllm(
         raise ConfigurationError(f"SamplingParams.extra: extra_args={short_repr(extra_args)} must be a mapping")
     if KEY in extra_args:
         raise ConfigurationError(f"SamplingParams.extra: extra_args[{KEY!r}] is reserved for streamrag")
-    if params.seed is not None and params.temperature > 0 and _dies_of_seeds(config):
+    # vLLM rewinds generators after unfinished prefills, but cannot on a CPU.
+    dies_of_seeds = _is_cpu(config) and config.scheduler_config.enable_chunked_prefill
+    if params.seed is not None and params.temperature > 0 and dies_of_seeds:
         raise ConfigurationError(
             f"SamplingParams: seed={params.seed} with temperature={params.temperature:g} would crash vLLM's CPU engine "
             "when it prefills a prompt in several steps. Leave out the seed, or use temperature=0"
@@ -63,7 +71,14 @@ def to_vllm(
         args["structured_outputs"] = {"json": dict(params.json_schema)}
     if reserved := params.extra.keys() & (args.keys() | RESERVED):
         raise ConfigurationError(f"SamplingParams.extra: {', '.join(sorted(reserved))} cannot be given there")
+    if params.top_k and params.top_p == 1 and _is_cpu(config) and config.speculative_config is not None:
+        args["top_p"] = ALMOST_ONE
     args |= params.extra
+    if args.get("logprob_token_ids") and config.speculative_config is not None:  # vLLM's rejection sampler ignores them
+        raise ConfigurationError(
+            f"SamplingParams.extra: logprob_token_ids={short_repr(args['logprob_token_ids'])} would crash an engine "
+            "that verifies drafts, once a request has logprobs. Use logprobs, or start the engine without answer_ahead"
+        )
     try:
         constraint = args.get("structured_outputs")
         if isinstance(constraint, Mapping):
@@ -80,9 +95,8 @@ def to_vllm(
         raise ConfigurationError(f"vLLM refuses these SamplingParams: {error}") from error
 
 
-def _dies_of_seeds(config: "VllmConfig") -> bool:
-    """Whether seeds crash the engine: vLLM rewinds generators after unfinished prefills, but cannot on a CPU."""
-    return bool(config.device_config.device_type == "cpu" and config.scheduler_config.enable_chunked_prefill)
+def _is_cpu(config: "VllmConfig") -> bool:
+    return bool(config.device_config.device_type == "cpu")
 
 
 def for_stream(params: "vllm.SamplingParams", *, has_grammar: bool = False) -> "vllm.SamplingParams":
