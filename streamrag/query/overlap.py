@@ -62,9 +62,8 @@ class OverlapChooser:
     A way is chosen as often as it is likely to be the best one (Thompson sampling): often while little is known, hardly
     ever once it is clearly worse. The answer is the same in any case.
 
-    Ways are compared among prompts with about as many new tokens, because one that the engine's prefix cache has is
-    quick whatever the way. The chooser itself remembers what prompts began with: most backends keep no record, and what
-    a record counts as cached depends on the way, as drafts and updates find tokens of their own query there.
+    Ways are compared among prompts with about as many new tokens: what the prefix cache has is quick in each way. What
+    is new does not come from records: many backends keep none, and a query's drafts are in the cache in one way only.
     """
 
     def __init__(self) -> None:
@@ -92,8 +91,7 @@ class OverlapChooser:
         key, num_seen = 0, 0
         for end in range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE):
             key = hash((key, token_ids[end - BLOCK_SIZE : end]))
-            if key in self._blocks:
-                num_seen = end
+            num_seen = end if key in self._blocks else num_seen
             self._blocks[key] = None
             self._blocks.move_to_end(key)
         while len(self._blocks) > MAX_BLOCKS:
@@ -107,7 +105,7 @@ class _Level:
     def __init__(self, shares_processors: bool) -> None:
         self._shares_processors = shares_processors
         self._num_turns: dict[OverlapWay, int] = {"immediate": 0, "none": 0}
-        # Logarithms of seconds, by way and by size of the prompt, as `OverlapChooser` has it.
+        # Logarithms of seconds, by way and by size of the prompt.
         self._logs: dict[tuple[OverlapWay, int], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # sizes, and most seconds that overlap can save
         self._prefill_s: deque[float] = deque(maxlen=WINDOW)  # from the end of retrieval, without overlap

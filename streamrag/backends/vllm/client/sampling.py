@@ -28,9 +28,8 @@ OF_WHOLE_PROMPTS = (
 """Sampling parameters that a stream cannot have, because vLLM or our scheduler needs the whole prompt at once."""
 
 ALMOST_ONE = math.nextafter(1.0, 0.0)
-"""A `top_p` that drops no token, because vLLM keeps it in 32 bits, where it is 1, but that selects vLLM's other way to
-apply `top_k`: on a CPU, an engine that verifies drafts dies of a `top_k` alone in steps without a draft, as
-`apply_top_k_only` takes the largest of no rows."""
+"""A `top_p` that drops no token, since vLLM keeps it in 32 bits, as 1, but with which vLLM does not `apply_top_k_only`.
+That dies on a CPU in an engine that verifies drafts: in a step without a draft, it takes the largest of no rows."""
 
 
 def to_vllm(
@@ -45,11 +44,12 @@ def to_vllm(
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+    is_cpu, verifies_drafts = config.device_config.device_type == "cpu", config.speculative_config is not None
     args: dict[str, Any] = {
         "n": params.n,
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
-        "top_p": params.top_p,
+        "top_p": min(params.top_p, ALMOST_ONE) if params.top_k and is_cpu and verifies_drafts else params.top_p,
         "top_k": params.top_k,
         "seed": params.seed,
         "stop": list(params.stop),
@@ -60,9 +60,8 @@ def to_vllm(
         raise ConfigurationError(f"SamplingParams.extra: extra_args={short_repr(extra_args)} must be a mapping")
     if KEY in extra_args:
         raise ConfigurationError(f"SamplingParams.extra: extra_args[{KEY!r}] is reserved for streamrag")
-    # vLLM rewinds generators after unfinished prefills, but cannot on a CPU.
-    dies_of_seeds = _is_cpu(config) and config.scheduler_config.enable_chunked_prefill
-    if params.seed is not None and params.temperature > 0 and dies_of_seeds:
+    rewinds = config.scheduler_config.enable_chunked_prefill  # generators, after a part of a prefill; a CPU cannot
+    if params.seed is not None and params.temperature > 0 and is_cpu and rewinds:
         raise ConfigurationError(
             f"SamplingParams: seed={params.seed} with temperature={params.temperature:g} would crash vLLM's CPU engine "
             "when it prefills a prompt in several steps. Leave out the seed, or use temperature=0"
@@ -71,10 +70,8 @@ def to_vllm(
         args["structured_outputs"] = {"json": dict(params.json_schema)}
     if reserved := params.extra.keys() & (args.keys() | RESERVED):
         raise ConfigurationError(f"SamplingParams.extra: {', '.join(sorted(reserved))} cannot be given there")
-    if params.top_k and params.top_p == 1 and _is_cpu(config) and config.speculative_config is not None:
-        args["top_p"] = ALMOST_ONE
     args |= params.extra
-    if args.get("logprob_token_ids") and config.speculative_config is not None:  # vLLM's rejection sampler ignores them
+    if args.get("logprob_token_ids") is not None and verifies_drafts:  # vLLM's rejection sampler does not know them
         raise ConfigurationError(
             f"SamplingParams.extra: logprob_token_ids={short_repr(args['logprob_token_ids'])} would crash an engine "
             "that verifies drafts, once a request has logprobs. Use logprobs, or start the engine without answer_ahead"
@@ -93,10 +90,6 @@ def to_vllm(
         return converted
     except (TypeError, ValueError, VLLMClientError) as error:
         raise ConfigurationError(f"vLLM refuses these SamplingParams: {error}") from error
-
-
-def _is_cpu(config: "VllmConfig") -> bool:
-    return bool(config.device_config.device_type == "cpu")
 
 
 def for_stream(params: "vllm.SamplingParams", *, has_grammar: bool = False) -> "vllm.SamplingParams":

@@ -83,5 +83,7 @@ def test_tokens_to_report_the_log_probabilities_of_are_refused_by_an_engine_that
     params = SamplingParams(extra={"logprob_token_ids": [5, 6]})
     with pytest.raises(ConfigurationError, match=r"logprob_token_ids=\[5, 6\] would crash.*without answer_ahead"):
         to_vllm(params, drafting_config)
+    with pytest.raises(ConfigurationError, match=r"logprob_token_ids=\[\] would crash"):
+        to_vllm(SamplingParams(extra={"logprob_token_ids": []}), drafting_config)
     drafting_config.speculative_config = None
     assert to_vllm(params, drafting_config).logprob_token_ids == [5, 6]
