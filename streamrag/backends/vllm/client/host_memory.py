@@ -96,7 +96,7 @@ def _cuda_facts() -> dict[str, str] | None:
         **installed_versions(*DISTRIBUTIONS, "torch"),
         "streamrag": f"{__version__} {hashlib.sha256(code).hexdigest()[:16]}",
         "kernel": platform.release(),
-        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
+        "allocator": " ".join(os.environ.get(f"PYTORCH_{kind}ALLOC_CONF", "") for kind in ("", "CUDA_")),
     }
     with suppress(Exception):  # no NVML, or no device: then no verdict is kept
         nvml = importlib.import_module("vllm.utils.import_utils").import_pynvml()
