@@ -245,7 +245,7 @@ class Failing:
     calls: list[str] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("query_"):
+        if not name.startswith(("query_", "request_")):
             raise AttributeError(name)
         self.calls.append(name)
         raise ZeroDivisionError(name)
@@ -258,6 +258,6 @@ async def test_an_observer_that_fails_hurts_no_query_and_no_other_observer(caplo
         seen = await scrape(served.http)
     assert seen.of("queries_total", interface="chat", outcome="answered") == 2
     assert seen.of("refusals_total", interface="chat", reason="client_rate") == 1
-    assert set(failing.calls) == {"query_started", "query_event", "query_ended", "query_refused"}
+    assert set(failing.calls) == {"query_started", "query_event", "query_ended", "query_refused", "request_failed"}
     told = [line.message for line in caplog.records if "failed; this is logged once" in line.message]
-    assert len(told) == 4
+    assert len(told) == 5
