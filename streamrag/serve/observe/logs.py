@@ -36,6 +36,7 @@ QUERY_OF_ERROR = "streamrag_query"
 MAX_REFUSED = 10
 """Lines about refused requests of one client in a minute: a hostile client can neither fill the disk nor bury the lines
 of others. Metrics count all."""
+MINUTE_S = 60.0
 MAX_PARAM = 80  # characters of a refused request's invalid field, which the client may have named
 
 HIDDEN = "[question]"
@@ -93,7 +94,7 @@ class QueryLog(Observer):
         """Log a request that was refused: at level info if the client has to change it, else as a warning."""
         if request.is_logged:
             return
-        if (minute := int(time.monotonic() / 60)) != self._minute:
+        if (minute := int(time.monotonic() / MINUTE_S)) != self._minute:
             self._minute = minute
             self._num_refused.clear()
         self._num_refused[request.client] += 1
