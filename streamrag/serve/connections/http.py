@@ -20,6 +20,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from streamrag.serve.connections.fair_share import Account, FairShare
+from streamrag.serve.connections.gate import OnFailure
 from streamrag.serve.failures import Failure, RequestError, failure_of
 from streamrag.serve.limits import Limits
 
@@ -152,6 +153,7 @@ class BoundedProtocol(H11Protocol):
     """uvicorn's HTTP protocol, with limits."""
 
     limits: Limits
+    on_failure: OnFailure
     transport: HttpConnection  # type: ignore[assignment]
     _timer: asyncio.TimerHandle | None = None
     _is_pipelined = False
@@ -230,7 +232,8 @@ class BoundedProtocol(H11Protocol):
         self._write(failure_of(RequestError(message, status=status, code="http")))
 
     def _write(self, failure: Failure) -> None:
-        """Write a whole response with the error, and close as `close_once_read` does."""
+        """Report an error, write it as a whole response, and close as `close_once_read` does."""
+        self.on_failure({}, failure.status)
         body = failure.json().encode()
         head = [
             f"HTTP/1.1 {failure.status} {HTTPStatus(failure.status).phrase}",
@@ -243,13 +246,13 @@ class BoundedProtocol(H11Protocol):
         self.transport.close_once_read()
 
 
-def bounded_protocol(limits: Limits) -> Callable[..., asyncio.BaseProtocol]:
+def bounded_protocol(limits: Limits, on_failure: OnFailure) -> Callable[..., asyncio.BaseProtocol]:
     """Return a protocol factory for uvicorn, whose connections share the event loop fairly."""
     share = FairShare()
 
     def connect(*args: Any, **options: Any) -> HttpConnection:
         protocol = BoundedProtocol(*args, **options)
-        protocol.limits = limits
+        protocol.limits, protocol.on_failure = limits, on_failure
         return HttpConnection(protocol, Account(share))
 
     return connect
