@@ -32,7 +32,7 @@ class FailedRequests:
         if error := scope.get(ERROR):
             self.note(scope, error)
         else:
-            self._report(scope, status)
+            self._report(scope, int(status))  # a library may give an `HTTPStatus`
 
     def _report(
         self, scope: Scope, status: int, failure: Failure | None = None, error: BaseException | None = None

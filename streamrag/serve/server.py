@@ -12,7 +12,7 @@ import uvicorn
 
 from streamrag.errors import ConfigurationError
 from streamrag.serve.connections.gate import Gate
-from streamrag.serve.connections.http import bounded_protocol
+from streamrag.serve.connections.http import bounded_protocol, bounded_socket
 from streamrag.serve.limits import Limits
 from streamrag.serve.service import Service
 
@@ -76,7 +76,7 @@ def uvicorn_config(app: Gate, limits: Limits) -> uvicorn.Config:
         timeout_graceful_shutdown=CLOSE_S,
         h11_max_incomplete_event_size=limits.max_head_bytes,
         ws_max_size=2 * limits.max_frame_bytes,  # frames up to this size get an error; larger ones close the socket
-        ws="wsproto",
+        ws=bounded_socket(limits),  # type: ignore[arg-type]
         ws_per_message_deflate=False,
         server_header=False,
     )

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from streamrag.serve.failures import RequestError
@@ -78,6 +79,15 @@ class Account:
     def release(self, num_bytes: int) -> None:
         """Subtract memory that `hold` has counted."""
         self._num_bytes -= num_bytes
+
+    @contextmanager
+    def holding(self, num_bytes: int, most: int) -> Iterator[None]:
+        """Count memory while the block runs, as `hold` does."""
+        self.hold(num_bytes, most)
+        try:
+            yield
+        finally:
+            self.release(num_bytes)
 
     async def take_turn(self, work: Callable[[], T]) -> T:
         """Return `work()`, called after the account's earlier turns and their pauses, and then pause for its cost.

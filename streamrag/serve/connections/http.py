@@ -18,6 +18,8 @@ from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
+from wsproto.events import BytesMessage, CloseConnection, TextMessage
 
 from streamrag.serve.connections.fair_share import Account, FairShare
 from streamrag.serve.connections.gate import OnFailure
@@ -244,6 +246,46 @@ class BoundedProtocol(H11Protocol):
         ]
         self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
         self.transport.close_once_read()
+
+
+class BoundedWebSocket(WSProtocol):
+    """uvicorn's WebSocket, which is closed if a message that has begun is not whole within `body_s`."""
+
+    limits: Limits
+    _timer: asyncio.TimerHandle | None = None
+
+    def handle_message(self, event: TextMessage | BytesMessage) -> None:
+        super().handle_message(event)
+        if self._timer is not None and event.message_finished:
+            self._timer.cancel()
+            self._timer = None
+        elif self._timer is None and not event.message_finished:
+            self._timer = self.loop.call_later(self.limits.body_s, self._end)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _end(self) -> None:
+        """Close the socket, which the application sees as a disconnect."""
+        if not self.close_sent and not self.transport.is_closing():
+            self.close_sent = True
+            reason = f"a message was not received within {self.limits.body_s:g} s"
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": 1008, "reason": reason})
+            self.transport.write(self.conn.send(CloseConnection(code=1008, reason=reason)))
+            self.transport.close()
+
+
+def bounded_socket(limits: Limits) -> Callable[..., asyncio.BaseProtocol]:
+    """Return a factory of WebSockets for uvicorn."""
+
+    def connect(*args: Any, **options: Any) -> BoundedWebSocket:
+        protocol = BoundedWebSocket(*args, **options)
+        protocol.limits = limits
+        return protocol
+
+    return connect
 
 
 def bounded_protocol(limits: Limits, on_failure: OnFailure) -> Callable[..., asyncio.BaseProtocol]:

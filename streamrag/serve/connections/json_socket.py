@@ -1,5 +1,6 @@
 """A WebSocket of JSON objects: bounded frames, error frames, and a timeout for slow readers."""
 
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeAlias, TypeVar
@@ -13,7 +14,14 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from streamrag.serve.connections.fair_share import Account
 from streamrag.serve.connections.gate import CALLER, SUBPROTOCOL
-from streamrag.serve.connections.json_body import check_num_values, encode_json, memory_of, parse, parse_frame
+from streamrag.serve.connections.json_body import (
+    SMALL_BYTES,
+    check_num_values,
+    encode_json,
+    memory_of,
+    parse,
+    parse_frame,
+)
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.open_queries import Caller
 from streamrag.serve.service import Service
@@ -92,7 +100,9 @@ class Frames:
             if len(frame) > most:
                 what = f"the frame has more than {most:,} bytes, which is the most"
                 raise RequestError(what, status=413, code="frame_too_long")
-            parsed, num_bytes = await parse_frame(frame, work, caller.account, self._account)
+            num_waiting = sys.getsizeof(frame) if len(frame) > SMALL_BYTES else 0
+            with caller.account.holding(num_waiting, self._limits.max_stream_bytes):
+                parsed, num_bytes = await parse_frame(frame, work, caller.account, self._account)
         except Exception as error:  # sent to the client, which may continue
             await self.send_error(error, self._id_of(frame))
             return True

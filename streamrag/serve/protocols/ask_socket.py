@@ -15,6 +15,7 @@ ends with an error without a text for `idle_s`. A partial text that is refused g
 `Retry-After` are then ignored.
 """
 
+import sys
 import time
 from dataclasses import dataclass, field
 from functools import partial
@@ -183,14 +184,11 @@ class AskSocket(Frames):
         """Wait for a text, after `pause_s` unless it is committed, while the memory of the question, which has no
         place, counts for its client. Raises RequestError if that is too much, or if no text comes within `idle_s`."""
         account, limits = self._caller.account, self._service.limits
-        account.hold(question.num_bytes, limits.max_stream_bytes)
-        try:
+        with account.holding(question.num_bytes + sys.getsizeof(question.text), limits.max_stream_bytes):
             with anyio.move_on_after(pause_s):
                 await question.is_committed.wait()
             if not await question.changed(limits.idle_s):
                 raise RequestError(f"no text was received for {limits.idle_s:g} s", status=408, code="idle")
-        finally:
-            account.release(question.num_bytes)
 
     async def _listen(self, question: SocketQuestion) -> dict[str, Any] | None:
         """Hold a place from a text to the answer, and return its frame, or None if the place is given back before."""
