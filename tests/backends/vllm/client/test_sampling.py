@@ -51,7 +51,7 @@ def drafting_config(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_top_k_alone_gets_a_top_p_only_where_the_engine_would_die_of_it(drafting_config: Any) -> None:
     def top_p(config: Any, **values: Any) -> float:
-        return to_vllm(SamplingParams(temperature=1.0, **values), config).top_p
+        return float(to_vllm(SamplingParams(temperature=1.0, **values), config).top_p)
 
     assert top_p(drafting_config, top_k=5) == ALMOST_ONE < 1
     assert top_p(drafting_config, top_k=5, top_p=0.9) == 0.9
