@@ -211,6 +211,7 @@ def test_check_prints_what_holds(
             "option --server.host: listens on 0.0.0.0 without keys, where anybody could send requests\n  Give it keys",
         ),
         (("--url", "http://a.example", "--trace", "x"), "option --source.urls and option --source.trace: only one of"),
+        (("--url", "ftp://a.example"), "option --source.urls: 'ftp://a.example' is not fetched"),
         (("--trace", "/nowhere/x"), "option --source.trace: there is no /nowhere/x"),
         (("--model", "./nowhere"), "option --model.name: there is no model at nowhere"),
         (("--rerank", "late-interaction"), "option --source.rerank: is for source.index, which is not set"),
