@@ -213,6 +213,8 @@ def test_check_prints_what_holds(
         (("--url", "http://a.example", "--trace", "x"), "option --source.urls and option --source.trace: only one of"),
         (("--url", "ftp://a.example"), "option --source.urls: 'ftp://a.example' is not fetched"),
         (("--trace", "/nowhere/x"), "option --source.trace: there is no /nowhere/x"),
+        (("--server", "http://["), "option --model.server: base_url='http://[' is not an http or https address"),
+        (("--server", "http://a:99999"), "option --model.server: base_url='http://a:99999' is not an http or https"),
         (("--model", "./nowhere"), "option --model.name: there is no model at nowhere"),
         (("--rerank", "late-interaction"), "option --source.rerank: is for source.index, which is not set"),
         (("--model", "a", "--server", "http://a", "--policy", "lcas"), "option --engine.policy: is for an embedded"),

@@ -152,7 +152,8 @@ def _source(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
 
 def _model(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
     """Yield the problems of model, engine and tool parser: missing files or packages, and what making them raises."""
-    model, where = settings.model, loaded.where("model.name")
+    model = settings.model
+    where = loaded.where("model.name" if model.server is None else "model.server")
     if model.server is None:
         if not model.name:
             yield Problem("model.name", "there is no model", "Name one, as --model ./Llama-3.1-8B-Instruct")

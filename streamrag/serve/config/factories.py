@@ -62,9 +62,9 @@ def make_backend(model: ModelSettings, engine: EngineSettings) -> Backend:
     from streamrag.backends.lanes import LanesBackend
 
     num_prefill, num_decode = map(int, engine.lanes.split("+"))
-    kinds: list[Lane] = ["prefill"] * num_prefill + ["decode"] * num_decode
-    lanes = [_make_lane(VllmBackend, model, engine, kind, each, len(kinds)) for each, kind in enumerate(kinds)]
-    return LanesBackend(lanes[:num_prefill], lanes[num_prefill:])
+    make = partial(_make_lane, VllmBackend, model, engine, num_lanes=num_prefill + num_decode)
+    prefill = [make("prefill", number) for number in range(num_prefill)]
+    return LanesBackend(prefill, [make("decode", num_prefill + number) for number in range(num_decode)])
 
 
 def make_replica_lane(model: ModelSettings, engine: EngineSettings, lane: Lane) -> Backend:
