@@ -83,11 +83,8 @@ class OpenAIBackend:
         retry_delay_s: SecondsOrZero = 0.25,
         block_size: Count = 16,
     ) -> None:
-        parts, is_address = urlsplit(""), False
-        with suppress(ValueError):  # brackets without an IPv6 address, or a port above 65535
-            parts = urlsplit(base_url)
-            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        if not is_address:
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigurationError(f"base_url={base_url!r} is not an http or https address like http://host:8000/v1")
         self._url = base_url.rstrip("/") if parts.path.strip("/") else f"{base_url.rstrip('/')}/v1"
         self._wanted_model = model

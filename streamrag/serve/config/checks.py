@@ -202,10 +202,10 @@ def _missing(where: str, module: str, install: str) -> Iterator[Problem]:
 
 
 def _errors(where: str, make: Callable[..., Any], *arguments: Any) -> Iterator[Problem]:
-    """Yield the error of ours that `make` raises, if any, as a problem; raise other errors."""
+    """Yield what `make` raises as a problem: an error of ours, or a ValueError, as for a URL that cannot be parsed."""
     try:
         make(*arguments)
     except MissingDependencyError as error:
         yield Problem(where, f"{error.package} is not installed", error.install)
-    except StreamRagError as error:
+    except (StreamRagError, ValueError) as error:
         yield Problem(where, str(error))
