@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.backends.tools.parser import ToolCallParser
-from streamrag.backends.vllm.client.lane_engine import Lane
 from streamrag.core import Backend, SamplingParams, Source
 from streamrag.errors import ConfigurationError, require_modules
 from streamrag.modes import PromptTemplate
@@ -57,50 +56,46 @@ def make_backend(model: ModelSettings, engine: EngineSettings) -> Backend:
         )
     from streamrag.backends.vllm import VllmBackend
 
-    if engine.lanes is None:
-        return VllmBackend(model.name, collect_stats=True, **_engine_options(model, engine))
+    options = {"max_model_len": model.max_model_len, **dict(engine)}
+    lanes = options.pop("lanes")
+    if lanes is None:
+        return VllmBackend(model.name, collect_stats=True, **options)
     from streamrag.backends.lanes import LanesBackend
 
-    num_prefill, num_decode = map(int, engine.lanes.split("+"))
-    make = partial(_make_lane, VllmBackend, model, engine, num_lanes=num_prefill + num_decode)
+    num_prefill, num_decode = map(int, lanes.split("+"))
+    make = partial(_make_lane, VllmBackend, model.name, options, num_prefill + num_decode)
     prefill = [make("prefill", number) for number in range(num_prefill)]
     return LanesBackend(prefill, [make("decode", num_prefill + number) for number in range(num_decode)])
 
 
-def make_replica_lane(model: ModelSettings, engine: EngineSettings, lane: Lane) -> Backend:
+def make_replica_lane(model: ModelSettings, engine: EngineSettings, lane: Any) -> Backend:
     """Return the engine of a lane in a replica, not started. Raises ConfigurationError if it cannot be a lane."""
     from streamrag.backends.lanes.replica_engines import DecodeEngine, PrefillEngine
 
-    return _make_lane(PrefillEngine if lane == "prefill" else DecodeEngine, model, engine, lane)
-
-
-def _engine_options(model: ModelSettings, engine: EngineSettings) -> dict[str, Any]:
-    return {"max_model_len": model.max_model_len, **engine.model_dump(exclude={"lanes"})}
+    options = {"max_model_len": model.max_model_len, **dict(engine)}
+    del options["lanes"]
+    return _make_lane(PrefillEngine if lane == "prefill" else DecodeEngine, model.name, options, 1, lane, 0)
 
 
 def _make_lane(
-    kind: type["VllmBackend"],
-    model: ModelSettings,
-    engine: EngineSettings,
-    lane: Lane,
-    number: int = 0,
-    num_lanes: int = 1,
+    kind: type["VllmBackend"], model: str, options: Mapping[str, Any], num_lanes: int, lane: Any, number: int
 ) -> "VllmBackend":
     """Return the engine of this number, with its part of the devices in `engine_args.device_ids`, if there are any. A
     decode lane gets no options of our scheduler.
 
     :raises ConfigurationError: the devices cannot be divided among the lanes.
     """
-    options = _engine_options(model, engine)
-    if device_ids := engine.engine_args.get("device_ids"):
+    engine_args = dict(options["engine_args"])
+    if device_ids := engine_args.get("device_ids"):
         num_each, rest = divmod(len(device_ids), num_lanes)
         if rest:
             raise ConfigurationError(f"device_ids={device_ids} cannot be divided among {num_lanes} lanes")
-        options["engine_args"]["device_ids"] = device_ids[number * num_each : (number + 1) * num_each]
-    if lane == "decode":
-        for name in ("policy", "can_partial_evict", "eviction", "host_kv_bytes", "profile"):
-            del options[name]
-    return kind(model.name, lane=lane, **options)
+        engine_args["device_ids"] = device_ids[number * num_each : (number + 1) * num_each]
+    of_scheduler = (
+        {"policy", "can_partial_evict", "eviction", "host_kv_bytes", "profile"} if lane == "decode" else set()
+    )
+    kept = {name: value for name, value in options.items() if name not in of_scheduler}
+    return kind(model, lane=lane, **{**kept, "engine_args": engine_args})
 
 
 def make_replicated(
