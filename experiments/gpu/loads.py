@@ -130,10 +130,8 @@ async def run_engine(model: Path, args: dict[str, Any], sizes: Sizes, found: Fou
     """Play the missing cells on one engine."""
     base = {"model": str(model), "eviction": "cost"}
     longest = cell("crawls", "streaming", sizes, **base)
-    queries: Sequence[TracedQuery] = [
-        query for workload in WORKLOADS for query in trace_of(workload, sizes, MOST, 1.0).queries
-    ]
-    async with engine_for(longest, queries, engine_args=args) as client:
+    sample = [query for workload in WORKLOADS for query in trace_of(workload, sizes, MOST, 1.0).queries]
+    async with engine_for(longest, sample, engine_args=args) as client:
         profile = await measure_profile(client, model.name, BUDGET, sizes.max_model_len // 2, 16)
         facts = client.facts
         if "loads" not in found.values:
