@@ -15,9 +15,6 @@ from streamrag.support.bounded_reading import (
 )
 from streamrag.support.files import atomic_replace
 
-MAX_LINES = 2_000_000
-"""Maximum number of lines of a trace; each takes hundreds of bytes of memory in addition to its texts."""
-
 
 class LineWriter:
     """A trace file opened for appending. Its methods block, and are not thread-safe.
@@ -113,10 +110,8 @@ class LineReader:
         path, num_lines = self._path, 0
         unpacked = DecompressedFile(path)
         try:
-            for line in split_lines(iter(unpacked)):
+            for line in split_lines(unpacked):
                 num_lines += line.endswith(b"\n")
-                if num_lines > MAX_LINES:
-                    raise ValueError(f"it has more than {MAX_LINES:,} lines")
                 yield line
         except OSError as error:
             raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
