@@ -17,6 +17,10 @@ class QueriesAhead:
     num_unused_tokens: int = 0
     """Number of prompt tokens that were computed for the others."""
 
+    def may_begin(self) -> bool:
+        """Whether one more may run."""
+        return self.num_running < self.max_running
+
     def begin(self) -> None:
         """Count one that has begun."""
         self.num_running += 1

@@ -228,7 +228,7 @@ class OpenQuestion:
 
     async def _begin(self, text: str) -> None:
         """Start and count a query ahead; none if too many run, or if that fails: then the answer's error says why."""
-        if self._queries_ahead.num_running >= self._queries_ahead.max_running:
+        if not self._queries_ahead.may_begin():
             return
         held = HeldSource(self._source_with_found())
 
