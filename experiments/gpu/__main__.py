@@ -60,7 +60,7 @@ def make_parts(device: Device, engine_args: Mapping[str, Any], model: Path, outp
     exact = ("-m", "experiments.gpu.exact", "--device", device, "--engine-args")
     float32 = (*exact, json.dumps({**engine_args, **sizes.float32_args}))
     loads = ("-m", "experiments.gpu.loads", "--device", device, "--json", files["loads"])
-    profile = ("-m", "streamrag", "profile", "--no-plot", "--max-model-len", str(sizes.max_model_len))
+    profile = ("-m", "streamrag", "profile", "--max-model-len", str(sizes.max_model_len))
     copies = ("experiments/copy_overlap.py", "--model", str(model), "--engine-args", measured)
     return {
         "probe": Part(120, ("-m", "experiments.gpu.device", "--device", device, "--json", files["probe"])),

@@ -79,10 +79,6 @@ def simulated_engine(
 
 
 @cache
-def _sampling_params(num_output_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
-
-
 class SimulatedClient:
     """Runs the engine inside its context. The event loop's time must be virtual."""
 
@@ -212,7 +208,7 @@ class SimulatedClient:
         *,
         is_session: bool = False,
     ) -> None:
-        params = _sampling_params(num_output_tokens)
+        params = SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
         self._loop.send(Input(request_id, token_ids, params, self._now(), chunk, is_session))
 
     async def _run(self) -> None:

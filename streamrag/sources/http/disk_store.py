@@ -54,7 +54,7 @@ class DiskStore:
         """
         path = self._path(key)
         try:
-            with open_regular(path, follow_links=False) as file:
+            with open_regular(path) as file:
                 if os.fstat(file.fileno()).st_size > self._max_bytes:
                     return None
                 entry = file.read(self._max_bytes + 1)

@@ -24,7 +24,7 @@ from streamrag.backends.vllm.chunk_wire import KEY
 from streamrag.backends.vllm.client.arguments import KV_TRANSFER
 from streamrag.backends.vllm.version import DISTRIBUTIONS
 from streamrag.errors import ConfigurationError
-from streamrag.support.bounded_reading import parse_json, read_bytes
+from streamrag.support.bounded_reading import open_regular, parse_json
 from streamrag.support.files import cache_folder, write_atomic
 from streamrag.support.tasks import run_shielded
 from streamrag.support.versions import __version__, installed_versions
@@ -115,8 +115,8 @@ def _file(facts: Mapping[str, str]) -> Path:
 
 def _read(facts: Mapping[str, str]) -> CopyTrial | None:
     """Return the verdict that was kept for these facts; None without one, or if its file is damaged."""
-    with suppress(OSError, ValueError, LookupError, TypeError, RuntimeError):
-        kept = parse_json(read_bytes(_file(facts)))
+    with suppress(OSError, ValueError, LookupError, TypeError, RuntimeError), open_regular(_file(facts)) as file:
+        kept = parse_json(file.read())
         if kept["facts"] == facts and isinstance(kept["why_not"], str | None):
             return CopyTrial(kept["why_not"])
     return None
