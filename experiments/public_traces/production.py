@@ -14,7 +14,6 @@ from pydantic import BaseModel, Field, ValidationError
 from streamrag.errors import TraceError
 from streamrag.support.bounded_reading import parse_json
 from streamrag.trace.events import MAX_COUNT, MAX_SECONDS, LineError, TraceCount
-from streamrag.trace.file_schema import KeyQuota
 from streamrag.trace.values import Trace, TracedChunk, TracedQuery, TracedUpdate
 
 from .csv_rows import Row, numbered_lines, read_csv
@@ -41,23 +40,19 @@ def read_mooncake(path: str | os.PathLike[str], *, max_queries: int | None = Non
     """
     path = Path(path)
     queries: list[TracedQuery] = []
-    named = KeyQuota()
     for number, line in numbered_lines(path):
         if max_queries is not None and len(queries) >= max_queries:
             break
         if line.strip():
-            queries.append(_mooncake_query(f"{path}, line {number}", number, line, named))
+            queries.append(_mooncake_query(f"{path}, line {number}", number, line))
     return _by_arrival(queries, "Mooncake")
 
 
-def _mooncake_query(where: str, number: int, line: bytes, named: KeyQuota) -> TracedQuery:
+def _mooncake_query(where: str, number: int, line: bytes) -> TracedQuery:
     try:
         request = _MooncakeRequest.model_validate(parse_json(line))
-        named.add(len(request.hash_ids))
     except ValidationError as error:
         raise TraceError(f"{where}: {LineError(error, is_tagged=False)}") from error
-    except TraceError as error:
-        raise TraceError(f"{where}: {error}") from error
     except ValueError as error:
         raise TraceError(f"{where}: it is not JSON ({error})") from error
     ids, length = request.hash_ids, request.input_length

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from streamrag.errors import TraceError
-from streamrag.support.bounded_reading import MAX_JSON_BYTES, parse_json, read_bytes
+from streamrag.support.bounded_reading import MAX_FILE_BYTES, parse_json, read_bytes
 from streamrag.trace.events import MAX_SECONDS
-from streamrag.trace.file_schema import KeyQuota
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery, TracedSkip, TracedUpdate
 
 from .csv_rows import read_csv
@@ -135,8 +134,7 @@ def read_stream2llm_anns(
     beside = query_map.parent
     trace_dir = Path(trace_dir) if trace_dir else beside / "res" if (beside / "res").is_dir() else beside
     entries = sorted(_load_object(query_map).items(), key=lambda item: (len(item[0]), item[0]))[:max_queries]
-    named = KeyQuota()
-    windows = {query_id: _read_windows(trace_dir, query_map, query_id, entry, named) for query_id, entry in entries}
+    windows = {query_id: _read_windows(trace_dir, query_map, query_id, entry) for query_id, entry in entries}
     wanted = {each for found in windows.values() for window in found for each in window.document_ids}
     documents = {
         document_id: _chunk(text, count_tokens, uri=document_id)
@@ -160,7 +158,7 @@ def read_stream2llm_anns(
     return Trace(queries, made_from)
 
 
-def _read_windows(trace_dir: Path, query_map: Path, query_id: str, entry: Any, named: KeyQuota) -> list[_Window]:
+def _read_windows(trace_dir: Path, query_map: Path, query_id: str, entry: Any) -> list[_Window]:
     if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in ("query", "trace_file")):
         raise TraceError(f'{query_map}: query {query_id!r} must have the texts "query" and "trace_file"')
     path = trace_dir / entry["trace_file"]
@@ -175,10 +173,6 @@ def _read_windows(trace_dir: Path, query_map: Path, query_id: str, entry: Any, n
         at_us += duration_us
         if at_us > 1e6 * MAX_SECONDS:
             raise row.error(f"its windows last more than {MAX_SECONDS:g} s")
-        try:
-            named.add(row["PipelinePool"].count(",") + 1)  # before there are that many, and an empty window counts too
-        except TraceError as error:
-            raise row.error(str(error)) from error
         windows.append(_Window(at_us / 1e6, row.get("PipelinePool", _parse_pool, "ids, as in (12,34)")))
     if not windows:
         raise TraceError(f"{path} has no rows")
@@ -207,7 +201,7 @@ def _read_corpus(folder: Path, wanted: Iterable[str]) -> Iterator[tuple[str, str
 
 def _load_object(path: Path) -> Mapping[str, Any]:
     try:
-        fields = parse_json(read_bytes(path, MAX_JSON_BYTES))
+        fields = parse_json(read_bytes(path, MAX_FILE_BYTES))
     except OSError as error:
         raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:  # not UTF-8, or not JSON, which names the line

@@ -16,10 +16,9 @@ from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.grid import GENERATED, variant_name, workload_name
 from streamrag.errors import ConfigurationError
 from streamrag.support.bounded_reading import (
-    MAX_JSON_BYTES,
+    MAX_FILE_BYTES,
     DecompressedFile,
     as_dataclass,
-    open_regular,
     parse_json,
     read_bytes,
     split_lines,
@@ -60,7 +59,7 @@ def _hash_of(path: str) -> str | None:
             for file in sorted(p for p in Path(path).rglob("*") if p.is_file()):
                 digest.update(f"{file.relative_to(path)} {file.stat().st_size}\n".encode())
         else:
-            with open_regular(path) as file_object:
+            with open(path, "rb") as file_object:
                 digest = hashlib.file_digest(file_object, "sha256")
     except FileNotFoundError:
         return None
@@ -149,16 +148,15 @@ def _compact(values: Any) -> str:
 def _read_settings(path: Path) -> CellSettings:
     """Read the settings on a result file's first line; raise ConfigurationError if there are none."""
     with _explained(path):
-        header = parse_json(
-            next(split_lines(iter(DecompressedFile(path, MAX_JSON_BYTES))), b"").rstrip().removesuffix(b",") + b"}"
-        )
+        first = next(split_lines(DecompressedFile(path)), b"")
+        header = parse_json(first.rstrip().removesuffix(b",") + b"}")
         return as_dataclass(CellSettings, header["settings"])
 
 
 def read_cell(path: Path) -> CellResult:
     """Read a result file; raise ConfigurationError if it is missing, damaged or of another `FORMAT`."""
     with _explained(path):
-        values = parse_json(read_bytes(path, MAX_JSON_BYTES))
+        values = parse_json(read_bytes(path, MAX_FILE_BYTES))
         if values["format"] != FORMAT:
             raise ConfigurationError(
                 f"{path} has the format {str(values['format'])[:40]!r}; this streamrag reads {FORMAT!r}"

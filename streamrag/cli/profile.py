@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Starts vLLM, measures the time to recompute tokens and to copy their KV to host
-memory and back, and writes a profile and a plot: a minute or two for a small
-model. Engines and simulations use the profile to choose between both.
+memory and back, and writes a profile: a minute or two for a small model.
+Engines and simulations use the profile to choose between both.
 """
 EPILOG = """\
 examples:
@@ -48,8 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = DESCRIPTION, EPILOG
     parser.add_argument("--model", metavar="MODEL", help="folder or name of a model for vLLM (a generated tiny model)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="file for the profile (profile-MODEL.json)")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="file for the plot (FILE with .png)")
-    parser.add_argument("--no-plot", action="store_true", help="do not write a plot")
     parser.add_argument("--tensor-parallel-size", type=positive, default=1, metavar="N", help="devices (%(default)s)")
     parser.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help="token budget of a step (vLLM's)")
     parser.add_argument("--max-model-len", type=positive, metavar="N", help="longest prompt (the model's)")
@@ -72,26 +70,19 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Check what would fail only at the end, measure, write the profile and its plot, and print figures; return 0."""
-    from streamrag.bench.profile.picture import draw_profile  # this and the next import pydantic: 0.25 s
-    from streamrag.engine.costs.profile_files import save_profile
+    """Check what would fail only at the end, measure, write the profile, and print figures; return 0."""
+    from streamrag.engine.costs.profile_files import save_profile  # imports pydantic: 0.25 s
 
     console = Output(stderr=True)
     output = arguments.output or Path(f"profile-{_file_name(arguments.model or 'tiny-llama')}.json")
     if not output.parent.is_dir():
         raise ConfigurationError(f"there is no folder {output.parent}; create it, or name another place with --output")
-    plot = None if arguments.no_plot else arguments.plot or output.with_suffix(".png")
     require_modules("bench", "scipy")  # before minutes of measurement
-    if plot:
-        require_modules("plot", "matplotlib")
     with _model(arguments.model, console) as model:
         profile = _measure(model, arguments, console)
     save_profile(profile, output)
     _print(profile, Output())
     console.print_line(f"profile: {output}")
-    if plot:
-        draw_profile(plot, profile)
-        console.print_line(f"drawn: {plot}")
     return 0
 
 
@@ -133,7 +124,7 @@ def _measure(model: str, arguments: argparse.Namespace, console: Output) -> "Tab
 
 def _print(profile: "TableProfile", console: Output) -> None:
     """Print a table of the measured and fitted milliseconds by size, the fit's error, and when copying is faster."""
-    from streamrag.bench.profile.picture import crossing, describe_crossing, most_tokens, step_budget
+    from streamrag.bench.profile.crossing import crossing, describe_crossing, most_tokens, step_budget
     from streamrag.engine.costs.step_profiles import recompute_s
 
     copies, budget = profile.copies, step_budget(profile)

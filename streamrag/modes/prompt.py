@@ -218,10 +218,6 @@ class PromptAssembler:
 
         return encode_bounded(self._tokenizer, chunk.text, self._max_model_len, format_text)
 
-    def _encode(self, text: str) -> list[int]:
-        """Return the token ids of a plain text, or of its beginning if it cannot fit."""
-        return encode_bounded(self._tokenizer, text, self._max_model_len)
-
     def _encode_messages(self, pieces: Sequence[str], messages: Sequence[Turn]) -> tuple[int, ...]:
         """Return the token ids of messages, each behind its piece of the chat template.
 
@@ -231,7 +227,7 @@ class PromptAssembler:
         token_ids: list[int] = []
         for piece, message in zip(pieces, messages, strict=True):
             token_ids += self._tokenizer.encode(piece, allow_special=True) if piece else []
-            token_ids += self._encode(message.text)
+            token_ids += encode_bounded(self._tokenizer, message.text, self._max_model_len)
             if len(token_ids) > self._max_model_len:
                 break  # too long already
         return tuple(token_ids)

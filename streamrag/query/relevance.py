@@ -222,7 +222,8 @@ class Relevance:
         own = [chunk.score for chunk in chunks if chunk.score is not None]
         if len(own) == len(chunks):
             return own
-        passages = [(i, passage) for i, chunk in enumerate(chunks) for passage in split_markdown(_read(chunk))]
+        scored = [chunk.text[: _end_of(chunk.text, MIN_READ_CHARS)] for chunk in chunks]
+        passages = [(i, passage) for i, text in enumerate(scored) for passage in split_markdown(text)]
         texts = [" ".join((chunks[i].title, *passage.headings, *passage.blocks)) for i, passage in passages]
         best = [0.0] * len(chunks)
         for (i, _), score in zip(passages, self._bm25(texts), strict=True):
@@ -249,11 +250,6 @@ class Relevance:
 def _end_of(text: str, max_chars: int) -> int:
     """Return how many characters of a text to score: at most `max_chars`, in whole lines if possible."""
     return len(text) if len(text) <= max_chars else text.rfind("\n", 0, max_chars) + 1 or max_chars
-
-
-def _read(chunk: Chunk) -> str:
-    """Return the part of the chunk's text that is scored."""
-    return chunk.text[: _end_of(chunk.text, MIN_READ_CHARS)]
 
 
 def _stem(word: str) -> str:

@@ -25,8 +25,6 @@ VERSION = 1
 READER_KEYS = ("tokenizer", "text", "num_sessions", "notes")
 """Keys of a trace's provenance that the reader sets; values in the file are ignored."""
 
-MAX_NAMED = 5_000_000  # maximum number of chunks in all updates of a trace; each takes some 200 bytes of memory
-
 TextMode: TypeAlias = Literal["full", "hash"]
 """Record the texts of chunks ("full"), or only hashes and lengths ("hash")."""
 
@@ -145,16 +143,3 @@ def decode(line: bytes) -> TraceLine:
         return (_HEADER if "format" in fields else _OTHERS).decode_values(fields)
     except LineError as error:
         raise TraceError(str(error)) from error
-
-
-class KeyQuota:
-    """A limit of the number of chunks in a trace's updates, which take more memory than space in the file."""
-
-    def __init__(self) -> None:
-        self._num = 0
-
-    def add(self, num_keys: int) -> None:
-        """Count the keys of an update. Raises TraceError if all updates so far have more than `MAX_NAMED`."""
-        self._num += num_keys
-        if self._num > MAX_NAMED:
-            raise TraceError(f"its updates have more than {MAX_NAMED:,} chunks; split it into several traces")

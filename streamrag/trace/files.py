@@ -15,9 +15,6 @@ from streamrag.support.bounded_reading import (
 )
 from streamrag.support.files import atomic_replace
 
-MAX_LINES = 2_000_000
-"""Maximum number of lines of a trace; each takes hundreds of bytes of memory in addition to its texts."""
-
 
 class LineWriter:
     """A trace file opened for appending. Its methods block, and are not thread-safe.
@@ -92,8 +89,6 @@ class LineReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.is_torn = False
-        self.is_cut_off = False
-        """Whether the compressed stream was truncated."""
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield the complete lines without newlines; set `is_torn` if the end of the file is incomplete."""
@@ -102,21 +97,17 @@ class LineReader:
                 yield line[:-1]
             else:
                 self.is_torn = True
-        self.is_torn |= self.is_cut_off
 
     def lines(self) -> Iterator[bytes]:
-        """Yield all lines with newlines, the last one perhaps incomplete; at the end, set `is_cut_off`.
+        """Yield all lines with newlines, the last one perhaps incomplete; set `is_torn` for a truncated stream only.
 
-        `is_cut_off` is whether the compressed stream was truncated; an incomplete line in a plain file does not set it.
         Raises TraceError if the file cannot be read, is damaged, or exceeds a limit, and MissingDependencyError.
         """
         path, num_lines = self._path, 0
         unpacked = DecompressedFile(path)
         try:
-            for line in split_lines(iter(unpacked)):
+            for line in split_lines(unpacked):
                 num_lines += line.endswith(b"\n")
-                if num_lines > MAX_LINES:
-                    raise ValueError(f"it has more than {MAX_LINES:,} lines")
                 yield line
         except OSError as error:
             raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -128,7 +119,7 @@ class LineReader:
             raise
         except ValueError as error:
             raise TraceError(f"{path}, after line {num_lines}: {error}; split it into several files") from error
-        self.is_cut_off = unpacked.is_torn
+        self.is_torn |= unpacked.is_torn
 
 
 def replace_file(path: Path, lines: Iterable[bytes]) -> None:

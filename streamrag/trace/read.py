@@ -13,7 +13,6 @@ from streamrag.trace.file_schema import (
     AppendKeyLine,
     ChunkLine,
     EndLine,
-    KeyQuota,
     QueryLine,
     QuerySkippedLine,
     TraceHeader,
@@ -89,7 +88,6 @@ class _Assembly:
         self._chunks: dict[str, TracedChunk] = {}
         self._open: dict[str, _OpenQuery] = {}
         self._num_lost = 0
-        self._quota = KeyQuota()
         self._queries: dict[str, TracedQuery] = {}
         self._session_s = 0.0  # start of the session on the trace's clock
 
@@ -149,9 +147,8 @@ class _Assembly:
             raise TraceError(f"its sessions last {self._session_s:.3g} s in total; the limit is {MAX_SECONDS:g} s")
 
     def _update(self, line: UpdateKeysLine) -> None:
-        """Add an update to its query; raise TraceError for unequal numbers of keys and scores, or too many keys."""
+        """Add an update to its query; raise TraceError for unequal numbers of keys and scores."""
         scores = line.scores or (None,) * len(line.keys)
-        self._quota.add(len(line.keys))
         if len(scores) != len(line.keys):
             raise TraceError(f"{len(line.keys)} keys and {len(scores)} scores")
         chunks = tuple(self._chunk(key, score) for key, score in zip(line.keys, scores, strict=True))

@@ -10,6 +10,7 @@ import pytest
 from scripts.settings_tables import PAGES, updated
 from streamrag.errors import ConfigurationError
 from streamrag.serve import Limits
+from streamrag.serve.config.checks import check
 from streamrag.serve.config.factories import name_on_ray
 from streamrag.serve.config.layers import SECTIONS, load
 from streamrag.serve.config.settings import Settings
@@ -79,6 +80,43 @@ def test_an_option_or_a_default_of_no_section_is_wrong_too() -> None:
     ]
     with pytest.raises(ConfigurationError, match=r"no section \[limit\]"):
         _ = loaded.settings
+
+
+def test_a_key_with_a_dot_and_one_without_a_name_are_wrong_and_end_no_check(tmp_path: Path) -> None:
+    file = file_of(tmp_path, "[limits]\n'a.b' = 1\n[engine]\n'' = 1\n")
+    loaded = load(file, {}, {"server.port": 0, "model": "x"})
+    assert [str(problem).partition(". ")[0] for problem in check(loaded)] == [
+        "option --model: [model] has no ",
+        f"{file}, line 3: engine.: [engine] has no ",
+        f"{file}: limits.a.b: [limits] has no a.b",
+        "model.name: there is no model",
+    ]
+
+
+def test_a_start_address_that_is_not_fetched_hides_no_other_problem() -> None:
+    loaded = load(None, {}, {"source.urls": "ftp://a.example", "server.port": 0, "prompt.passage": "{nonsense}"})
+    assert [str(problem).partition(" is not fetched")[0].partition("=")[0] for problem in check(loaded)] == [
+        "prompt: PromptTemplate.passage",
+        "option --source.urls: 'ftp://a.example'",
+        "model.name: there is no model. Name one, as --model ./Llama-3.1-8B-Instruct",
+    ]
+
+
+def test_a_missing_package_is_reported_at_the_setting_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_spec(name: str) -> object:
+        if name == "opentelemetry.exporter.otlp.proto.http":
+            raise ModuleNotFoundError(name)
+        return None if name in ("vllm", "ray", "psycopg_pool") else object()
+
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
+    options = {"replicas.sources": "1", "source.postgres": "postgresql://a", "observe.otel_endpoint": "http://a"}
+    problems = check(load(None, {"STREAMRAG__MODEL__NAME": "org/model"}, {"server.port": 0, **options}))
+    assert [(problem.where, problem.what) for problem in problems] == [
+        ("option --source.postgres", "psycopg-pool is not installed"),
+        ("option --replicas.sources", "ray is not installed"),
+        ("option --observe.otel_endpoint", "opentelemetry-exporter-otlp-proto-http is not installed"),
+        ("environment STREAMRAG__MODEL__NAME", "vllm is not installed"),
+    ]
 
 
 def test_what_is_right_in_a_section_stands_though_something_else_is_wrong(tmp_path: Path) -> None:

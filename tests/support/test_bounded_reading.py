@@ -7,36 +7,30 @@ import random
 import re
 import subprocess
 import sys
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
 
-from experiments.public_traces.production import read_azure_llm, read_mooncake
-from experiments.public_traces.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
-from streamrag.bench.store import CellStore, read_cell
-from streamrag.errors import ConfigurationError, StreamRagError, TraceError
-from streamrag.records import read_records
-from streamrag.support import bounded_reading as reading
-from streamrag.support.bounded_reading import DamagedError, DecompressedFile, parse_json, read_bytes, split_lines
-from streamrag.trace import file_schema, files
+from experiments.public_traces.production import read_azure_llm
+from experiments.public_traces.stream2llm import read_stream2llm_anns
+from streamrag.bench.store import CellStore
+from streamrag.errors import ConfigurationError, TraceError
+from streamrag.support.bounded_reading import (
+    DamagedError,
+    DecompressedFile,
+    open_regular,
+    parse_json,
+    read_bytes,
+    split_lines,
+)
 from streamrag.trace.read import read_trace
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 
 HEADER = '{"format": "streamrag-trace", "version": 1}\n'
-TRACE = (
-    HEADER
-    + """{"kind": "query", "id": "1", "arrival_s": 0.5, "text": "why?"}
-{"kind": "chunk", "key": "a", "num_tokens": 3}
-{"kind": "update", "query": "1", "at_s": 1.5, "keys": ["a", "a"]}
-{"kind": "end", "query": "1", "end_s": 2, "outcome": "complete"}
-"""
-)
 
 
 def bomb(path: Path, unit: bytes, num_units: int) -> Path:
@@ -74,30 +68,23 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10) - imported, "Mi
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_bomb_takes_no_more_memory_than_its_limit(suffix: str, tmp_path: Path) -> None:
     one_line = bomb(tmp_path / f"zeros{suffix}", b"\0" * (64 * MIB), 20)
-    many_lines = bomb(tmp_path / f"lines{suffix}", b"\n" * (64 * MIB), 20)
-    done = subprocess.run(
-        [sys.executable, "-c", READ_ALL, str(one_line), str(many_lines)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", READ_ALL, str(one_line)], capture_output=True, text=True, check=False)
     assert done.stderr == ""
     *refused, memory, _ = done.stdout.split()
-    assert refused == ["refused"] * 10
+    assert refused == ["refused"] * 5
     assert int(memory) < 1_100  # beside what is imported; five readers, with no more than one limit at a time
 
 
-def test_a_file_has_a_number_of_bytes_lines_and_chunks_that_it_may_not_exceed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(TRACE)
-    assert read_trace(path).queries
-    with pytest.raises(ValueError, match="more than 100 bytes"):
-        b"".join(DecompressedFile(path, 100))
-    monkeypatch.setattr(file_schema, "MAX_NAMED", 1)
-    with pytest.raises(TraceError, match=r"line 4: its updates have more than 1 chunks"):
-        read_trace(path)
-    monkeypatch.setattr(files, "MAX_LINES", 3)
-    with pytest.raises(TraceError, match=r"after line 4: it has more than 3 lines; split it into several files"):
-        read_trace(path)
+def test_a_file_has_a_number_of_bytes_that_it_may_not_exceed(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"x" * (MIB + 1))
+    assert len(read_bytes(path)) == MIB + 1
+    with pytest.raises(ValueError, match="more than 1 MiB, the limit for such a file"):
+        read_bytes(path, MIB)
+
+
+def test_lines_are_joined_across_blocks() -> None:
+    assert list(split_lines([b"a", b"b\nc", b"\n\nd"])) == [b"ab\n", b"c\n", b"\n", b"d"]
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -119,9 +106,9 @@ def test_what_is_packed_in_many_members_is_read_whole(suffix: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("NaN", "not a JSON number"),
-        ("[-Infinity]", "not a JSON number"),
-        ("1e999", "the number 1e999 is too large"),
+        ("NaN", "is not a finite number"),
+        ("[-Infinity]", "is not a finite number"),
+        ("1e999", "1e999 is not a finite number"),
         (str(1 << 63), "a number has 19 digits"),
         ("1" * 5000, "a number has 5000 digits"),
         ("[" * 100_000, "nested too deeply"),
@@ -151,7 +138,7 @@ def test_json_of_every_other_kind_is_read_and_halves_of_characters_are_mended() 
         ({"kind": "chunk", "key": "a", "num_tokens": 2**31}, "num_tokens: Input should be less than 2147483648"),
         ({"kind": "chunk", "key": "a", "num_tokens": 1, "title": None}, "title: Input should be a valid string"),
         ('{"kind": "chunk", "key": "a", "num_tokens": ' + "9" * 400 + "}", "a number has 400 digits"),
-        ('{"kind": "end", "query": "1", "end_s": Infinity, "outcome": "complete"}', "Infinity is not a JSON number"),
+        ('{"kind": "end", "query": "1", "end_s": Infinity, "outcome": "complete"}', "Infinity is not a finite number"),
     ],
 )
 def test_numbers_that_no_trace_has_are_named(lines: Any, message: str, tmp_path: Path) -> None:
@@ -190,13 +177,11 @@ def test_nothing_that_is_read_can_name_code() -> None:
     }
 
 
-def test_zlib_keeps_nothing_back_at_a_piece_s_end(tmp_path: Path) -> None:
-    """A piece that is exactly as long as the most that is asked for may have more behind it, and no input left."""
+def test_a_member_without_its_end_is_read_whole(tmp_path: Path) -> None:
     body = b"x" * (5 * MIB)
     path = tmp_path / "x.gz"
     path.write_bytes(gzip.compress(body)[:-8])  # without the end of the member
     assert len(b"".join(DecompressedFile(path))) == len(body)
-    assert zlib.crc32(b"".join(DecompressedFile(path))) == zlib.crc32(body)
 
 
 def packed(path: Path, *parts: tuple[bytes, int]) -> Path:
@@ -219,46 +204,8 @@ def test_a_row_of_csv_is_bounded_across_its_lines(tmp_path: Path) -> None:
         read_azure_llm(many_fields)
 
 
-def test_the_chunks_of_public_traces_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_schema, "MAX_NAMED", 3)
-    request = b'{"timestamp":0,"input_length":1024,"output_length":1,"hash_ids":[1,2]}\n'
-    with pytest.raises(TraceError, match=r"line 2: its updates have more than 3 chunks"):
-        read_mooncake(packed(tmp_path / "m.jsonl.gz", (request, 2)))
-    (tmp_path / "map.json").write_text(json.dumps({n: {"query": "q", "trace_file": "t.csv"} for n in "12"}))
-    (tmp_path / "t.csv").write_text("StartTime_us,EndTime_us,PipelinePool\n0,1,()\n0,1,()\n")
-    with pytest.raises(TraceError, match=r"t.csv, line 3: its updates have more than 3 chunks"):
-        read_stream2llm_anns(tmp_path / "map.json", count_tokens=len)
-
-
-def test_a_rare_character_that_makes_a_text_four_times_as_wide_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "MAX_JSON_BYTES", 1_000)
-    monkeypatch.setattr(reading, "MAX_FILE_BYTES", 1_000)
-    for rare, most in (("", 900), ("ä", 400), ("\N{GRINNING FACE}", 200), (r"\u00e4", 400), (r"\ud83d\ude00", 200)):
-        parse_json(f'"{rare}{"a" * most}"'.encode())
-        with pytest.raises(ValueError, match="of memory"):
-            parse_json(f'"{rare}{"a" * (most + 120)}"'.encode())
-        half = f"{rare}{'a' * (most // 2)}\n".encode()
-        assert len(list(split_lines(iter([half, half])))) == 2
-        with pytest.raises(ValueError, match="of memory"):
-            list(split_lines(iter([half, half, half])))
-
-
-def read_a_crawl(path: Path) -> object:
-    path.rename(path.with_name("query_1.csv"))
-    return read_stream2llm_crawler(path.parent, count_tokens=len)
-
-
 def read_windows(path: Path) -> object:
     (path.parent / "map.json").write_text(json.dumps({"1": {"query": "q", "trace_file": path.name}}))
-    return read_stream2llm_anns(path.parent / "map.json", count_tokens=len)
-
-
-def read_a_corpus(path: Path) -> object:
-    path.rename(path.with_name("retrieved_corpus_content.part.1.json"))
-    (path.parent / "t.csv").write_text("StartTime_us,EndTime_us,PipelinePool\n0,1,(1)\n")
-    (path.parent / "map.json").write_text(json.dumps({"1": {"query": "q", "trace_file": "t.csv"}}))
     return read_stream2llm_anns(path.parent / "map.json", count_tokens=len)
 
 
@@ -268,37 +215,14 @@ def read_results(path: Path) -> object:
     return list(CellStore(path.parent).read_all())
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        read_trace,
-        read_mooncake,
-        read_azure_llm,
-        read_records,
-        read_cell,
-        read_a_crawl,
-        read_windows,
-        read_a_corpus,
-        read_results,
-    ],
-)
-def test_a_pipe_is_refused_and_not_waited_for(read: Callable[[Path], object], tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "x.csv")
-    with pytest.raises(StreamRagError, match="not a regular file"):
-        read(tmp_path / "x.csv")
-
-
-def test_a_device_and_a_folder_are_no_files_and_a_pipe_of_the_caller_s_shell_is_read(tmp_path: Path) -> None:
-    (tmp_path / "zero").symlink_to("/dev/zero")
-    with pytest.raises(OSError, match="not a regular file"):
-        read_bytes(tmp_path / "zero")
-    with pytest.raises(IsADirectoryError):
-        read_bytes(tmp_path)
-    there, here = os.pipe()
-    os.write(here, b"said")
-    os.close(here)
-    assert read_bytes(f"/dev/fd/{there}") == b"said"
-    os.close(there)
+def test_a_pipe_a_folder_and_a_link_are_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "file").touch()
+    open_regular(tmp_path / "file").close()
+    for name, message in {"pipe": "not a regular file", "link": "it is a link", ".": "not a regular file"}.items():
+        with pytest.raises(OSError, match=message):
+            open_regular(tmp_path / name)
 
 
 def test_a_link_that_leads_out_of_a_public_trace_s_folder_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from streamrag.bench.profile.picture import crossing
+from streamrag.bench.profile.crossing import crossing
 from streamrag.engine.costs.copy_costs import CopyCosts
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import StepProfile, recompute_s

@@ -22,8 +22,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from streamrag.backends.simulated.blind_runner import BlindRunner, Runner
 from streamrag.backends.simulated.config import EngineShape
-from streamrag.backends.simulated.engine import SimulatedEngine
-from streamrag.backends.simulated.hashing import quick_block_hasher
+from streamrag.backends.simulated.engine import SimulatedEngine, quick_block_hasher
 from streamrag.backends.simulated.loop import Abort, EngineLoop, Input, check_virtual
 from streamrag.backends.simulated.stock_records import StockRecords
 from streamrag.backends.simulated.stream import Outputs, SimulatedStream, next_output
@@ -80,10 +79,6 @@ def simulated_engine(
 
 
 @cache
-def _sampling_params(num_output_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
-
-
 class SimulatedClient:
     """Runs the engine inside its context. The event loop's time must be virtual."""
 
@@ -213,7 +208,7 @@ class SimulatedClient:
         *,
         is_session: bool = False,
     ) -> None:
-        params = _sampling_params(num_output_tokens)
+        params = SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
         self._loop.send(Input(request_id, token_ids, params, self._now(), chunk, is_session))
 
     async def _run(self) -> None:

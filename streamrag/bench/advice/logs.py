@@ -21,7 +21,6 @@ from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
 
 CHARS_PER_TOKEN = 4
 MODEL_OPERATIONS = ("chat", "text_completion", "generate_content")  # in OpenTelemetry's conventions
-MAX_CHUNKS = 2_000_000  # and other events of a log, each of which takes hundreds of bytes of memory
 HELP = 'give a trace, JSON lines with "query", "event" and "seconds", OpenTelemetry spans, or a CSV with three columns'
 
 QueryId = Annotated[str, Field(min_length=1, max_length=1_000)]
@@ -66,18 +65,14 @@ def read_log(path: Path, usual_tokens: Count) -> Trace:
     if first.strip() == b"{":  # one value on several lines
         texts = [b"".join(texts)]
     by_query: dict[str, list[LogLine | TraceSpan]] = {}
-    num_chunks = 0
     for number, text in enumerate(texts, start=1):
         try:
             for line in _events(text.decode(errors="replace").strip(), is_first=number == 1):
                 by_query.setdefault(line.query, []).append(line)
-                num_chunks += 1 if line.tokens is None else len(line.tokens)
         except ValidationError as error:
             raise TraceError(f"{path}, line {number}: {LineError(error, is_tagged=False)}; {HELP}") from error
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, csv.Error) as error:
             raise TraceError(f"{path}, line {number}: it is no event of a log ({error!r:.200}); {HELP}") from error
-        if num_chunks > MAX_CHUNKS:
-            raise TraceError(f"{path}, line {number}: more than {MAX_CHUNKS:,} chunks and events; give a part of it")
     start_s = min((line.seconds for line in chain(*by_query.values())), default=0.0)
     queries = [query for each in by_query.items() if (query := _query(*each, start_s, usual_tokens))]
     if not queries:

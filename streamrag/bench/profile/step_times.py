@@ -152,7 +152,8 @@ async def measure(client: EngineClient, budget: int, max_model_len: int, max_num
     tokens = FreshTokens(f"measured {len(client.steps)}")
     most = min(budget, max_model_len - 2)
     steps: list[StepTime] = []
-    for num_context in _contexts(client.block_size, max_model_len):
+    contexts = {num - num % client.block_size for num in (0, max_model_len // 2, max_model_len * 7 // 8)}
+    for num_context in sorted(contexts):
         prefix = tokens.take(num_context)
         if prefix:
             await answer(client, "prefix", prefix + tokens.take(1), 1)  # fills the prefix cache
@@ -166,11 +167,6 @@ async def measure(client: EngineClient, budget: int, max_model_len: int, max_num
 def _sizes(most: int) -> list[int]:
     """Return the numbers of tokens for steps of one request: the `SIZES` well below `most`, and `most`."""
     return [*(size for size in SIZES if size <= 0.75 * most), most]
-
-
-def _contexts(block_size: int, max_model_len: int) -> list[int]:
-    """Return the context lengths to measure, in whole blocks: 0, half and nearly the longest."""
-    return sorted({num - num % block_size for num in (0, max_model_len // 2, max_model_len * 7 // 8)})
 
 
 def _batches(most: int, num_context: int, max_num_seqs: int) -> Iterator[_Batch]:

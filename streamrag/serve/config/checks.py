@@ -3,12 +3,14 @@
 import importlib.util
 import ipaddress
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from streamrag.backends.vllm.client.lane_engine import INSTALL
-from streamrag.errors import ConfigurationError, MissingDependencyError, install_line
+from streamrag.errors import MissingDependencyError, StreamRagError, install_line
 from streamrag.routing import make_router
 from streamrag.serve.config.factories import (
     check_max_decode,
@@ -20,29 +22,32 @@ from streamrag.serve.config.factories import (
 )
 from streamrag.serve.config.keys import read_keys
 from streamrag.serve.config.layers import Loaded, Problem
-from streamrag.serve.config.settings import EngineSettings, ReplicaSettings, Settings, SourceSettings
+from streamrag.serve.config.settings import EngineSettings, ReplicaSettings, Settings
 from streamrag.serve.config.source_factory import CRAWL, make_source
 from streamrag.serve.connections.gate import LOOPBACK
 from streamrag.serve.server import listen
 from streamrag.sources.index.index_folder import check_index
-from streamrag.support.versions import installed_versions
 
-SOURCES = ("urls", "index", "postgres", "trace")  # settings that each name a source
+SOURCES = ("source.urls", "source.index", "source.postgres", "source.trace")  # settings that each name a source
 
-PACKAGES = {
-    "urls": [("crawl4ai", "crawl")],
-    "index": [("numpy", "embed")],
-    "postgres": [("psycopg", "postgres"), ("psycopg_pool", "postgres")],
-}
-"""Modules that a source needs, each with the extra that installs it."""
-
-OTEL_PACKAGES = ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
-
+PACKAGES = (
+    ("source.urls", "crawl4ai", install_line("crawl")),
+    ("source.index", "numpy", install_line("embed")),
+    ("source.postgres", "psycopg", install_line("postgres")),
+    ("source.postgres", "psycopg_pool", install_line("postgres")),
+    ("engine.lanes", "nixl", INSTALL),
+    ("replicas.decode", "nixl", INSTALL),
+    ("replicas.number", "ray", install_line("ray")),
+    ("replicas.sources", "ray", install_line("ray")),
+    ("observe.otel_endpoint", "opentelemetry.sdk", install_line("otel")),
+    ("observe.otel_endpoint", "opentelemetry.exporter.otlp.proto.http", install_line("otel")),
+)
+"""Settings, a module that each needs, and the command that installs it."""
 
 ON_RAY = {"number", "address", "name", "sources", "max_sources", "source_num_cpus", "place_s"}
 """Settings of [replicas] that have an effect without replicas of the engine."""
 
-NEEDS: tuple[tuple[str, Collection[str], Sequence[str]], ...] = (
+NEEDS: Sequence[tuple[str, Collection[str], Sequence[str]]] = (
     ("source", CRAWL, ["source.urls"]),
     ("source", ("embedder", "k"), ["source.index", "source.postgres"]),
     ("source", ("hybrid", "rerank", "sentences"), ["source.index"]),
@@ -53,12 +58,34 @@ NEEDS: tuple[tuple[str, Collection[str], Sequence[str]], ...] = (
 )
 """Sections, settings in them, and those of which one must be set for these to have an effect."""
 
+EXCLUDES = (
+    ("replicas.number", "model.server", "is for an embedded vLLM, and model.server is set", ""),
+    ("engine.log_path", "replicas.number", "is one file, and each replica would write to it", "Leave it out"),
+    ("engine.log_path", "engine.lanes", "is one file, and each lane would write to it", "Leave it out"),
+    (
+        "engine.lanes",
+        "replicas.number",
+        "is for engines of the service's own process, and replicas.number is set",
+        "Set replicas.decode instead",
+    ),
+)
+"""Two settings that exclude each other, the complaint about the first, and its remedy."""
+
+TRIALS: Sequence[tuple[str, str, Callable[[Settings], Any]]] = (
+    ("prompt", "prompt", lambda settings: make_template(settings.prompt)),
+    ("replicas.router", "replicas.number", lambda settings: make_router(settings.replicas.router)),
+    ("replicas", "replicas.number", lambda settings: replica_options(settings.replicas)),
+    ("replicas.max_decode", "replicas.number", lambda settings: check_max_decode(settings.replicas)),
+    ("engine", "replicas.decode", lambda settings: make_replica_lane(settings.model, settings.engine, "prefill")),
+)
+"""Parts that are made to see whether that fails: the setting to blame, the one without which it is not tried, how."""
+
 
 def check(loaded: Loaded) -> list[Problem]:
     """Return all problems, beginning with those found while loading. Takes seconds for a large index."""
     settings = Settings.model_construct(**loaded.sections)  # type: ignore[arg-type]
     problems = list(loaded.problems)
-    for find_problems in (_without_effect, _source, _model, _engines, _texts_and_keys, _server, _observe):
+    for find_problems in (_combinations, _source, _model, _files_and_addresses):
         problems += find_problems(loaded, settings)
     return problems
 
@@ -85,155 +112,100 @@ def permitted_hosts(settings: Settings, *, has_keys: bool) -> frozenset[str] | N
     return LOOPBACK | {server.host, *server.hosts}
 
 
-def _without_effect(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield a problem for each setting given that has no effect by `NEEDS`, or as vLLM's beside a server.
-
-    Without a model, either kind may follow.
-    """
-    given = [(loaded.where(*place), place) for place in loaded.places]
+def _combinations(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
+    """Yield the problems that `NEEDS`, `EXCLUDES`, `PACKAGES` and `TRIALS` describe, and vLLM's settings beside a
+    server. Without a model, either kind may follow."""
+    given = [(place, *name.partition(".")[::2]) for name, place in loaded.places.items()]
     for section, names, needed in NEEDS:
-        if any(getattr(getattr(settings, kind), name) for kind, name in (each.split(".") for each in needed)):
-            continue
-        if section != "model" or settings.model.name:
+        is_open = section == "model" and not settings.model.name
+        if not is_open and not any(attrgetter(each)(settings) for each in needed):
             complaint = f"is for {' or '.join(needed)}, which is not set"
-            yield from (
-                Problem(where, complaint) for where, place in given if place[0] == section and place[1] in names
-            )
+            yield from (Problem(place, complaint) for place, of, name in given if of == section and name in names)
     if settings.model.server is not None:
         complaint = "is for an embedded vLLM, and model.server is set"
-        yield from (Problem(where, complaint) for where, place in given if place[0] == "engine")
-
-
-def _source_kinds(source: SourceSettings) -> list[str]:
-    return [name for name in SOURCES if getattr(source, name)]
+        yield from (Problem(place, complaint) for place, section, _ in given if section == "engine")
+    for name, other, complaint, remedy in EXCLUDES:
+        if attrgetter(name)(settings) and attrgetter(other)(settings):
+            yield Problem(loaded.where(name), complaint, remedy)
+    for name, module, install in PACKAGES:
+        if attrgetter(name)(settings):
+            yield from _missing(loaded.where(name), module, install)
+    for name, condition, make in TRIALS:
+        if attrgetter(condition)(settings):
+            yield from _errors(loaded.where(name), make, settings)
 
 
 def _source(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield the problems of the source: more than one, missing files or packages, a bad index, bad settings."""
-    source = settings.source
-    kinds = _source_kinds(source)
-    if len(kinds) > 1:
-        places = [loaded.where("source", name) for name in kinds]
-        yield Problem(" and ".join(places), "only one of them can be", "Remove the others")
-        return
-    kind = kinds[0] if kinds else "none"
-    where = loaded.where("source", kind)
-    paths = [(loaded.where("source", name), getattr(source, name)) for name in ("index", "trace")]
-    missing = [Problem(place, f"there is no {path}") for place, path in paths if path is not None and not path.exists()]
-    missing += _packages(where, PACKAGES.get(kind, ()))
-    yield from missing
-    if source.index is not None and source.index.exists():
-        index = source.index.absolute()
-        yield from _errors(where, lambda: check_index(index))
-    if not missing:
-        yield from _errors(where, lambda: make_source(source))
+    """Yield the problems of the source: more than one, a missing file, a bad index, bad settings."""
+    source, names = settings.source, [name for name in SOURCES if attrgetter(name)(settings)]
+    where, path = " and ".join(map(loaded.where, names)), source.index or source.trace
+    if len(names) > 1:
+        yield Problem(where, "only one of them can be", "Remove the others")
+    elif path is not None and not path.exists():
+        yield Problem(where, f"there is no {path}")
+    elif names:
+        if source.index is not None:
+            yield from _errors(where, check_index, source.index.absolute())
+        if all(_is_installed(module) for name, module, _ in PACKAGES if name in names):
+            yield from _errors(where, make_source, source)
 
 
 def _model(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
     """Yield the problems of model, engine and tool parser: missing files or packages, and what making them raises."""
-    model, engine = settings.model, settings.engine
-    where = loaded.where("model", "name")
+    model = settings.model
+    where = loaded.where("model.name" if model.server is None else "model.server")
     if model.server is None:
         if not model.name:
             yield Problem("model.name", "there is no model", "Name one, as --model ./Llama-3.1-8B-Instruct")
             return
-        yield from _packages("model.name", [("vllm", "vllm")])
+        yield from _missing(where, "vllm", install_line("vllm"))
         folder = Path(model.name).expanduser()
         if folder.is_dir() and not (folder / "config.json").is_file():
             yield Problem(where, f"{folder} has no config.json", "Name a folder that holds a model")
-    model_errors = list(_errors(where, lambda: make_backend(model, EngineSettings())))
-    yield from model_errors or _errors("engine", lambda: make_backend(model, engine))
-    yield from _errors(loaded.where("model", "tool_call_parser"), lambda: make_tool_parser(model))
+    model_errors = list(_errors(where, make_backend, model, EngineSettings()))
+    yield from model_errors or _errors("engine", make_backend, model, settings.engine)
+    yield from _errors(loaded.where("model.tool_call_parser"), make_tool_parser, model)
 
 
-def _engines(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield the problems of the log (unwritable), of replicas of engines or sources (no Ray), and of replicas of
-    engines (a model on a server, a shared log file, a bad router, bad options)."""
-    log_path, replicas = settings.engine.log_path, settings.replicas
+def _files_and_addresses(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
+    """Yield the problems of log and keys, of an address beyond loopback that has neither keys nor `no_keys`, or that
+    cannot be listened on (the port is tried), and of the tracing endpoint."""
+    log_path, keys, server = settings.engine.log_path, settings.keys, settings.server
     if log_path is not None and not os.access(log_path.parent, os.W_OK):
-        yield Problem(loaded.where("engine", "log_path"), f"nothing can be written to {log_path.parent}")
-    yield from _lane_problems(loaded, settings)
-    for key in ("number", "sources"):
-        if getattr(replicas, key):
-            yield from _packages(loaded.where("replicas", key), [("ray", "ray")])
-    if not replicas.number:
-        return
-    if settings.model.server is not None:
-        yield Problem(loaded.where("replicas", "number"), "is for an embedded vLLM, and model.server is set")
-    if log_path is not None:
-        what = "is one file, and each replica would write to it"
-        yield Problem(loaded.where("engine", "log_path"), what, "Leave it out")
-    yield from _errors(loaded.where("replicas", "router"), lambda: make_router(replicas.router))
-    yield from _errors("replicas", lambda: replica_options(replicas))
-    yield from _errors(loaded.where("replicas", "max_decode"), lambda: check_max_decode(replicas))
-
-
-def _lane_problems(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield the problems of lanes: no NIXL, engines that cannot be lanes on Ray, a shared log file, replicas."""
-    where, engine, replicas = loaded.where("engine", "lanes"), settings.engine, settings.replicas
-    if engine.lanes is None and not replicas.decode:
-        return
-    if importlib.util.find_spec("nixl") is None:
-        yield Problem(where if engine.lanes else loaded.where("replicas", "decode"), "nixl is not installed", INSTALL)
-    if replicas.decode:
-        yield from _errors("engine", lambda: make_replica_lane(settings.model, engine, "prefill"))
-    if engine.lanes and engine.log_path is not None:
-        what = "is one file, and each lane would write to it"
-        yield Problem(loaded.where("engine", "log_path"), what, "Leave it out")
-    if engine.lanes and replicas.number:
-        what = "is for engines of the service's own process, and replicas.number is set"
-        yield Problem(where, what, "Set replicas.decode instead")
-
-
-def _texts_and_keys(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield the problems of prompt texts and of the keys, whose file is read."""
-    yield from _errors("prompt", lambda: make_template(settings.prompt))
-    name = "file" if settings.keys.file is not None else "pairs"
-    yield from _errors(loaded.where("keys", name), lambda: read_keys(settings.keys))
-
-
-def _server(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield a problem for an address beyond loopback that has neither keys nor `no_keys`, and for one that cannot be
-    listened on: the port is tried."""
-    server, keys = settings.server, settings.keys
-    has_keys = keys.file is not None or keys.pairs is not None
-    if not (is_loopback(server.host) or has_keys or server.no_keys):
+        yield Problem(loaded.where("engine.log_path"), f"nothing can be written to {log_path.parent}")
+    yield from _errors(loaded.where("keys.pairs" if keys.file is None else "keys.file"), read_keys, keys)
+    if keys.file is None and keys.pairs is None and not server.no_keys and not is_loopback(server.host):
         yield Problem(
-            loaded.where("server", "host"),
+            loaded.where("server.host"),
             f"listens on {server.host} without keys, where anybody could send requests",
             "Give it keys with --keys FILE, or --no-keys if that is intended",
         )
-    if ("server", "port") not in loaded.wrong:
-        yield from _errors(loaded.where("server", "port"), lambda: listen(server.host, server.port).close())
-
-
-def _observe(loaded: Loaded, settings: Settings) -> Iterator[Problem]:
-    """Yield the problems of the tracing endpoint, if there is one: no http or https address, missing packages."""
+    if "server.port" not in loaded.wrong:
+        yield from _errors(loaded.where("server.port"), lambda: listen(server.host, server.port).close())
     endpoint = settings.observe.otel_endpoint
-    if endpoint is None:
-        return
-    where = loaded.where("observe", "otel_endpoint")
-    if not endpoint.startswith(("http://", "https://")):
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        where = loaded.where("observe.otel_endpoint")
         yield Problem(where, f"{endpoint!r:.80} is not an http or https address")
-    installed = installed_versions(*OTEL_PACKAGES)
-    for name in OTEL_PACKAGES:
-        if name not in installed:
-            yield Problem(where, f"{name} is not installed", install_line("otel"))
 
 
-def _packages(where: str, modules: Sequence[tuple[str, str]]) -> Iterator[Problem]:
-    """Yield a problem for each of these modules that is not installed; each has the extra that installs it."""
-    for module, extra in modules:
-        if importlib.util.find_spec(module) is None:
-            name = module.replace("_", "-")
-            yield Problem(where, f"{name} is not installed", install_line(extra))
-
-
-def _errors(where: str, make: Callable[[], Any]) -> Iterator[Problem]:
-    """Yield the configuration error or missing package that `make` raises, if any, as a problem; raise other errors."""
+def _is_installed(module: str) -> bool:
     try:
-        make()
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package that the module is in
+        return False
+
+
+def _missing(where: str, module: str, install: str) -> Iterator[Problem]:
+    """Yield a problem if this module is not installed."""
+    if not _is_installed(module):
+        yield Problem(where, f"{re.sub('[._]', '-', module)} is not installed", install)
+
+
+def _errors(where: str, make: Callable[..., Any], *arguments: Any) -> Iterator[Problem]:
+    """Yield what `make` raises as a problem: an error of ours, or a ValueError, as for a URL that cannot be parsed."""
+    try:
+        make(*arguments)
     except MissingDependencyError as error:
         yield Problem(where, f"{error.package} is not installed", error.install)
-    except ConfigurationError as error:
+    except (StreamRagError, ValueError) as error:
         yield Problem(where, str(error))

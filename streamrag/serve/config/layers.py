@@ -47,13 +47,13 @@ class Loaded:
 
     sections: dict[str, BaseModel] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    places: dict[tuple[str, str], str] = field(default_factory=dict)
-    """The place of each value that is not a default, by section and key, for messages."""
-    wrong: set[tuple[str, str]] = field(default_factory=set)
+    places: dict[str, str] = field(default_factory=dict)
+    """The place of each value that is not a default, by name, such as "limits.max_queries", for messages."""
+    wrong: set[str] = field(default_factory=set)
 
-    def where(self, section: str, key: str) -> str:
+    def where(self, name: str) -> str:
         """Return a value's place, for a message."""
-        return self.places.get((section, key), f"{section}.{key}")
+        return self.places.get(name, name)
 
     @property
     def settings(self) -> Settings:
@@ -70,8 +70,8 @@ class Loaded:
         except ValidationError as error:
             for each in error.errors(include_url=False):
                 self.problems.append(_problem_of(self, section, model, each))
-                self.wrong.add((section, str(each["loc"][0])))
-            valid = {key: value for key, value in values.items() if (section, key) not in self.wrong}
+                self.wrong.add(f"{section}.{each['loc'][0]}")
+            valid = {key: value for key, value in values.items() if f"{section}.{key}" not in self.wrong}
             self.sections[section] = model.model_validate(valid)
 
 
@@ -102,7 +102,7 @@ def load(
             section, _, key = name.partition(".")
             if section in values:
                 values[section][key] = value
-                loaded.places[section, key] = place
+                loaded.places[f"{section}.{key}"] = place
             else:
                 remedy = _suggested(section, SECTIONS)
                 loaded.problems.append(Problem(place, f"there is no section [{section}]", remedy))
@@ -114,7 +114,7 @@ def load(
 def _problem_of(loaded: Loaded, section: str, model: type[BaseModel], error: Any) -> Problem:
     """Return pydantic's error as a problem at the value's place, with the value unless secret; suggest known keys."""
     key = str(error["loc"][0])
-    place = loaded.where(section, key)
+    place = loaded.where(f"{section}.{key}")
     if error["type"] == "extra_forbidden":
         return Problem(place, f"[{section}] has no {key}", _suggested(key, model.model_fields))
     what = error["msg"].removeprefix("Value error, ")

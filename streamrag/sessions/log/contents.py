@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -110,7 +110,9 @@ def write_contents(connection: sqlite3.Connection, contents: LogContents, before
             ("DELETE FROM watches WHERE name = ?", ended),
             ("INSERT OR REPLACE INTO watches VALUES (?, ?)", watches),
         ):
-            connection.executemany(statement, ([_storable(value) for value in row] for row in rows))
+            connection.executemany(
+                statement, ([without_lone_surrogates(v) if isinstance(v, str) else v for v in row] for row in rows)
+            )
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:
@@ -170,10 +172,6 @@ def _decode_watch(name: str, options: str) -> WatchOptions:
     if not isinstance(values, dict):
         raise ValueError("it is no JSON object")
     return as_dataclass(WatchOptions, {**values, "name": name})
-
-
-def _storable(value: Any) -> Any:
-    return without_lone_surrogates(value) if isinstance(value, str) else value
 
 
 @contextmanager

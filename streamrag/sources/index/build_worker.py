@@ -30,7 +30,7 @@ from streamrag.sources.index.index_folder import (
     with_title,
 )
 from streamrag.sources.index.worker_jobs import JobHandler, silence_stdout
-from streamrag.support.bounded_reading import parse_json, read_bytes
+from streamrag.support.bounded_reading import parse_json
 
 if TYPE_CHECKING:
     from streamrag.sources.index.embedder import Vectors
@@ -68,7 +68,7 @@ class _EmbeddingFile:
         row_bytes = self._dimension * 4
         made_before = None
         with suppress(OSError, ValueError):
-            made_before = parse_json(read_bytes(about, follow_links=False))
+            made_before = parse_json(about.read_bytes())
         if made_before == made_by:
             self._num_rows = min(keys.stat().st_size // KEY_BYTES, vectors.stat().st_size // row_bytes)
             self._rows = dict(self._valid_rows(keys.read_bytes()))

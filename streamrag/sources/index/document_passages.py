@@ -157,7 +157,7 @@ def read_document(path: Path, folder: Path, read_pdf: ReadPdf) -> Document:
     Raises UnusableDocumentError for a file that cannot be read or decoded, is a symbolic link, or has no text.
     """
     try:
-        with open_regular(path, follow_links=False) as file:
+        with open_regular(path) as file:
             body = file.read()
     except OSError as error:
         raise UnusableDocumentError(f"cannot be read: {error.strerror}") from error

@@ -32,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from typing_extensions import TypedDict
 
 from streamrag.errors import IndexCorruptError, IndexMismatchError, IndexMissingError
-from streamrag.support.bounded_reading import MAX_LINE_BYTES, open_regular, parse_json, read_bytes
+from streamrag.support.bounded_reading import MAX_LINE_BYTES, MAX_SMALL_FILE_BYTES, open_regular, parse_json
 
 IndexKind: TypeAlias = Literal["diskann", "ivf"]
 FORMAT_VERSION: Literal[2] = 2
@@ -117,7 +117,7 @@ def looks_like_index(folder: Path) -> bool:
 
 
 def sha256_of(path: Path) -> str:
-    with open_regular(path, follow_links=False) as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -138,9 +138,7 @@ def check_index(folder: Path, *, on_file: OnFile | None = None) -> tuple[Manifes
     """
     path = folder / MANIFEST
     try:
-        text = read_bytes(path, follow_links=False)
-    except ValueError as error:
-        raise corrupt(folder, f"its {MANIFEST} is no manifest: {error}") from error
+        text = _read_manifest(path)
     except OSError as error:
         if folder.is_dir() and looks_like_index(folder):
             raise corrupt(folder, f"its {MANIFEST} cannot be read ({error.strerror})") from error
@@ -173,9 +171,14 @@ def check_unchanged(folder: Path, manifest_sha256: str) -> None:
 def kind_in_manifest(folder: Path) -> IndexKind:
     """Return the kind in the manifest, or "diskann" if the manifest cannot be read. Checks nothing else."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        if parse_json(read_bytes(folder / MANIFEST, follow_links=False))["kind"] == "ivf":
+        if parse_json(_read_manifest(folder / MANIFEST))["kind"] == "ivf":
             return "ivf"
     return "diskann"
+
+
+def _read_manifest(path: Path) -> bytes:
+    with open_regular(path) as file:
+        return file.read(MAX_SMALL_FILE_BYTES)
 
 
 def _parse_manifest(folder: Path, text: bytes) -> Manifest:
@@ -202,7 +205,7 @@ def _check_file(folder: Path, name: str, entry: FileEntry, *, max_hashed_bytes: 
     if "\0" in name or name != Path(name).name:
         raise corrupt(folder, f"its {MANIFEST} names a file elsewhere, {name!r}")
     try:
-        with open_regular(folder / name, follow_links=False) as file:
+        with open_regular(folder / name) as file:
             size_bytes = os.fstat(file.fileno()).st_size
             if size_bytes != entry.size_bytes:
                 raise corrupt(folder, f"{name} has {size_bytes} bytes, not {entry.size_bytes}")
@@ -227,7 +230,7 @@ def with_title(title: str, text: str) -> str:
 
 def read_passages(folder: Path, name: str) -> Iterator[StoredPassage]:
     """Yield the passages of PASSAGES or DUPLICATES. Raises IndexCorruptError for a damaged line."""
-    with open_regular(folder / name, follow_links=False) as file:
+    with open_regular(folder / name) as file:
         for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
             yield _parse_passage(folder, name, line)
 
@@ -247,7 +250,7 @@ class PassageStore:
 
     def __init__(self, folder: Path, num_passages: int) -> None:
         self._folder = folder
-        self._file = open_regular(folder / PASSAGES, follow_links=False)
+        self._file = open_regular(folder / PASSAGES)
         self._ends = array("Q", [0])
         for line in iter(lambda: self._file.readline(MAX_LINE_BYTES), b""):
             self._ends.append(self._ends[-1] + len(line))

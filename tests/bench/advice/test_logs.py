@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from streamrag.bench.advice import logs
 from streamrag.bench.advice.logs import read_log
 from streamrag.errors import ConfigurationError, TraceError
 from streamrag.trace.read import read_trace
@@ -74,13 +73,6 @@ def test_nothing_counts_after_the_end_and_an_empty_list_is_no_chunk(tmp_path: Pa
 
 def test_a_model_that_starts_before_retrieval_ends_nothing(tmp_path: Path) -> None:
     assert shape(read(tmp_path, "a,question,1\na,end,2\na,chunk:7,3\na,end,4\n")) == [(0.0, 3.0, [(2.0, 7)])]
-
-
-def test_a_log_of_too_many_chunks_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "MAX_CHUNKS", 3)
-    line = {"query": "a", "event": "chunks", "seconds": 1, "tokens": [1, 1]}
-    with pytest.raises(TraceError, match="line 2: more than 3 chunks"):
-        read(tmp_path, lines(line, line))
 
 
 def span(trace: str, name: str, start_s: float, end_s: float, **attributes: str) -> dict[str, Any]:

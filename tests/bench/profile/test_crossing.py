@@ -1,13 +1,8 @@
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
-
-from streamrag.bench.profile.picture import crossing, draw_profile
+from streamrag.bench.profile.crossing import crossing
 from streamrag.engine.costs.copy_costs import CopyCosts, linear_copies
-from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import TableProfile, recompute_s
-from streamrag.errors import ConfigurationError
 
 PROFILE = TableProfile("t", "cpu", ((1, 0.010), (100, 0.030)), 1e-7, 0.0, kv_tokens=1_000, block_size=10)
 
@@ -34,23 +29,3 @@ def test_it_is_at_the_first_block_where_copying_is_always_quicker() -> None:
 def test_there_is_none_where_recomputing_is_always_quicker() -> None:
     profile, copies = with_copies(0.0, 1.0)
     assert crossing(profile, copies.in_s, 1_000) is None
-
-
-def test_both_curves_are_drawn(tmp_path: Path) -> None:
-    measured = {"num_beside": 8, "alone": {"64": 0.02, "128": 0.04}, "beside": {"64": 0.02, "128": 0.03}}
-    provenance = {"max_model_len": 2_048, "recompute_s": measured, "copies": "measured"}
-    for name, profile in (
-        ("measured", replace(with_copies(0.010, 1e-4)[0], provenance=provenance)),
-        ("no-crossing", with_copies(0.0, 1.0)[0]),
-        ("shipped", load_profile("h200-llama8b-tp2")),
-    ):
-        path = tmp_path / f"{name}.png"
-        draw_profile(path, profile)
-        assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_what_cannot_be_drawn_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="has no copy times"):
-        draw_profile(tmp_path / "x.png", PROFILE)
-    with pytest.raises(ConfigurationError, match="cannot be written"):
-        draw_profile(tmp_path / "none" / "x.png", with_copies(0.0, 1.0)[0])

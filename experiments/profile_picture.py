@@ -1,59 +1,24 @@
-"""Plot a hardware profile: the time to recompute tokens, and to copy their KV. Needs matplotlib."""
+"""A picture of a hardware profile: the seconds to recompute tokens, and to copy their KV.
 
-from collections.abc import Callable, Mapping, Sequence
+    python experiments/profile_picture.py PROFILE PNG
+
+PROFILE is the name of a profile, or a file that `streamrag profile` wrote.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from streamrag.bench.profile.crossing import crossing, describe_crossing, most_tokens, step_budget
 from streamrag.bench.report.canvas import make_panels, write_png
 from streamrag.engine.costs.copy_costs import CopyCosts
-from streamrag.engine.costs.step_profiles import DEFAULT_BUDGET, StepProfile, recompute_s
+from streamrag.engine.costs.profile_files import load_profile
+from streamrag.engine.costs.step_profiles import StepProfile, recompute_s
 from streamrag.errors import ConfigurationError
 
 RECOMPUTE, RESTORE, SAVE = "#d9762b", "#2f6690", "#7ba6c9"
-DEFAULT_MOST_TOKENS = 32_768
 NUM_POINTS = 120
-
-
-def step_budget(profile: StepProfile) -> int:
-    """Return the token budget of a step that was measured with, or the default."""
-    return int(profile.provenance.get("max_num_batched_tokens", DEFAULT_BUDGET))
-
-
-def most_tokens(profile: StepProfile) -> int:
-    """Return the number of tokens of the longest possible prompt, or the default if it is not recorded."""
-    return int(profile.provenance.get("max_model_len", DEFAULT_MOST_TOKENS))
-
-
-def crossing(profile: StepProfile, copies_s: Callable[[int], float], most: int) -> int | None:
-    """Return the number of tokens, in whole blocks, from which copying KV is faster than recomputing it.
-
-    Returns None if copying is never faster up to `most` tokens.
-
-    copies_s: returns the seconds to copy a number of blocks.
-    """
-    size, budget = profile.block_size, step_budget(profile)
-
-    def is_faster(num_blocks: int) -> bool:
-        return copies_s(num_blocks) < recompute_s(profile, 0, num_blocks * size, budget)
-
-    low, high = 0, 1
-    while not is_faster(high):
-        if high * size >= most:
-            return None
-        low, high = high, min(2 * high, max(most // size, high + 1))
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_faster(middle) else (middle, high)
-    return high * size
-
-
-def describe_crossing(tokens: int | None, block_size: int) -> str:
-    """Return a sentence on when copying in is faster than recomputing: never, always, or from `tokens` on."""
-    if tokens is None:
-        return "recomputing is always faster than copying in"
-    if tokens == block_size:
-        return "copying in is always faster than recomputing"
-    return f"copying in is faster than recomputing from {tokens:,} tokens on"
 
 
 def draw_profile(path: Path, profile: StepProfile) -> None:
@@ -121,3 +86,7 @@ def _spread(low: int, high: int) -> Sequence[int]:
     """Return logarithmically spaced numbers of tokens."""
     factor = (high / low) ** (1 / NUM_POINTS)
     return sorted({round(low * factor**index) for index in range(NUM_POINTS + 1)})
+
+
+if __name__ == "__main__":
+    draw_profile(Path(sys.argv[2]), load_profile(sys.argv[1]))
