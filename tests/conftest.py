@@ -41,7 +41,7 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # some modules complain of what is left when Python ends
 
 
-LONGEST = ("engine", "tests/test_vllm_releases.py", "tests/engine/test_fuzz.py")
+LONGEST = ("engine", "tests/test_vllm_releases.py", "tests/engine/test_fuzz.py", "tests/scripts/test_vllm_suite.py")
 """What `pytest -n` gives out first, longest first. xdist gives files of few tests out last, and these few take minutes:
 at the end of the run, one process had the first of these files for 95 s, and the others had nothing left to do."""
 

@@ -10,8 +10,7 @@ TESTED_FILE = Path(__file__).with_suffix(".json")
 
 def read_tested() -> dict[str, dict[str, Any]]:
     """Read what was tested with which release, and on which day. `scripts/vllm_release.py` writes it."""
-    tested: dict[str, dict[str, Any]] = json.loads(TESTED_FILE.read_text())
-    return tested
+    return dict(json.loads(TESTED_FILE.read_text()))
 
 
 def describe_tests(version: str) -> str:
@@ -19,6 +18,7 @@ def describe_tests(version: str) -> str:
     found = read_tested().get(version.split("+")[0])
     if found is None:
         return "this release was not tested"
+    suite = f"{found.get('suite_passed', 0)} of vLLM's own tests"
     if found["is_engine_tested"]:
-        return "tested with all tests on a CPU"
-    return f"its scheduler was tested with {found.get('loads', 0):,} random loads, its kernels were not"
+        return f"tested with all tests on a CPU, and with {suite}"
+    return f"its scheduler was tested with {found.get('loads', 0):,} random loads and {suite}, its kernels were not"
