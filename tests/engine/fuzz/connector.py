@@ -187,6 +187,8 @@ class Connected(OracleRunner):
         """Whether the step before is still in flight."""
         self.must_not_race = False
         """Whether the scheduler keeps what a step in flight writes from loads that do not wait for that step."""
+        self.keeps_first_block = False
+        """Whether no load fails as a whole."""
         self.num_blocks_loaded = self.num_blocks_bad = self.num_sent = 0
         self.kept: dict[str, tuple[list[int], list[int]]] = {}
         """The blocks of each request that is being sent, and what each of their slots holds."""
@@ -237,7 +239,9 @@ class Connected(OracleRunner):
         bad: list[int] = []
         if load.request_id not in self.affected:  # the next time it works, or nobody would ever come to an end
             rng = random.Random(f"{load.request_id} {len(load.tokens)}")
-            bad = [block_id for block_id in blocks if rng.random() < load.script.share_bad]
+            # Of several that keep nothing, vLLM puts one without blocks before the others, for whose blocks it waits.
+            keeps_first = load.start == 0 and self.keeps_first_block
+            bad = [block_id for block_id in blocks[keeps_first:] if rng.random() < load.script.share_bad]
         if bad:
             self.affected.add(load.request_id)
         self.num_blocks_bad += len(bad)

@@ -31,6 +31,7 @@ class TransferChecks:
         self.connector = run.scheduler.connector
         self.connector.on_hand_over = self._on_hand_over
         self.runner.must_not_race = self.scheduler.defer_block_free
+        self.runner.keeps_first_block = self.scheduler.recompute_kv_load_failures
         self.runner.is_computing = lambda: bool(run.engine._in_flight)
         self.must_ask_all = run.scenario.asks_all
         self.unasked_since: dict[str, int] = {}
