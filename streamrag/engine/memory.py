@@ -16,5 +16,8 @@ class Memory(Protocol):
     def num_blocks_needed(self, request: RequestView, num_tokens: int) -> int:
         """Return how many free blocks `request` needs to compute `num_tokens` more."""
 
+    def can_evict(self, request: RequestView) -> bool:
+        """Whether evicting `request` frees its blocks at once: not if a step in flight may still write them."""
+
     def num_blocks_freed(self, request: RequestView) -> int:
         """Return how many blocks the eviction of `request` alone frees at least: those that no other request shares."""

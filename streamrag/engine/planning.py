@@ -17,7 +17,7 @@ from streamrag.engine.memory import Memory
 from streamrag.engine.recompute_or_swap import Fate
 from streamrag.engine.request import RequestView
 from streamrag.engine.rules.rule import Rule, RuleList
-from streamrag.engine.walk import Candidate, Grant, StepBudget, Wait, Walk
+from streamrag.engine.walk import MEMORY, Candidate, Grant, StepBudget, Wait, Walk
 
 NO_RULES = RuleList()
 
@@ -44,8 +44,10 @@ class Plan:
 
     grants: tuple[Grant, ...]
     evictions: tuple[Eviction, ...]
+    is_full: bool = False
+    """Whether the step's tokens or slots were used up before the turn of all requests."""
     is_put_off: bool = False
-    """Whether nothing is granted because the step is better planned when the one in flight has ended."""
+    """Whether requests are granted nothing because the rest is better planned when the step in flight has ended."""
     waiting: tuple[RequestView, ...] = ()
     """Requests that continue when memory is free, or when their prompt is complete."""
     holds: tuple[Hold, ...] = ()
@@ -82,9 +84,10 @@ def plan(
     if put_off_by:
         return Plan((), (), is_put_off=True, holds=holds)
     # Phase 2
-    victims = walk.victims.choose(walk.num_missing, walk.last_position)[0] if walk.num_missing > 0 else []
+    victims = walk.victims.choose(walk.num_missing, walk.last_position).victims if walk.num_missing > 0 else []
     evictions = tuple(Eviction(victim, fate(victim)) for victim in victims)
-    return Plan(tuple(walk.grants), evictions, waiting=tuple(walk.waiting), holds=holds)
+    is_full = walk.closed_by not in ("", MEMORY)
+    return Plan(tuple(walk.grants), evictions, is_full, walk.is_put_off, tuple(walk.waiting), holds)
 
 
 def _grant_tokens(walk: Walk, rules: RuleList) -> tuple[Walk, dict[str, str]]:

@@ -1,11 +1,22 @@
 """The requests that could give up KV memory in a step, and the choice among them."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from streamrag.engine.forecast import ChunkForecast
 from streamrag.engine.memory import Memory
 from streamrag.engine.policies import Policy
 from streamrag.engine.request import RequestView
+
+
+class Choice(NamedTuple):
+    """The victims chosen for some blocks."""
+
+    victims: list[RequestView]
+    num_freed: int
+    """Blocks that they free."""
+    is_put_off: bool
+    """Whether the next victim cannot be evicted before the step in flight has ended; no other is taken in its place."""
 
 
 class Victims:
@@ -24,26 +35,32 @@ class Victims:
         if request.num_blocks:
             self._offered.append((request, position))
 
-    def choose(self, num_blocks: int, after: int) -> tuple[list[RequestView], int]:
-        """Return the first victims that together free `num_blocks`, or all, and how many blocks they do free.
+    def choose(self, num_blocks: int, after: int) -> Choice:
+        """Choose the first victims that together free `num_blocks`, or all of them.
 
         Victims are first the idle requests, then the requests of the order from its end down to the position behind
         `after`, then the offered requests at `after` or before.
         """
         victims: list[RequestView] = []
         num_freed = 0
-        for victim, position, num_own_blocks in self._measured_candidates():
-            if num_freed >= num_blocks or position <= after:
-                break
-            victims.append(victim)
-            num_freed += num_own_blocks
-        for victim, position in reversed(self._offered):
+        for victim, num_own_blocks in self._candidates(after):
             if num_freed >= num_blocks:
                 break
+            if not self._memory.can_evict(victim):
+                return Choice(victims, num_freed, is_put_off=True)
+            victims.append(victim)
+            num_freed += num_own_blocks
+        return Choice(victims, num_freed, is_put_off=False)
+
+    def _candidates(self, after: int) -> Iterator[tuple[RequestView, int]]:
+        """Yield the candidates in the order of `choose`, with the blocks that they free."""
+        for victim, position, num_own_blocks in self._measured_candidates():
             if position <= after:
-                victims.append(victim)
-                num_freed += self._memory.num_blocks_freed(victim)
-        return victims, num_freed
+                break
+            yield victim, num_own_blocks
+        for victim, position in reversed(self._offered):
+            if position <= after:
+                yield victim, self._memory.num_blocks_freed(victim)
 
     def _measured_candidates(self) -> Iterator[tuple[RequestView, int, int]]:
         """Yield (victim, position, blocks it frees), idle ones first, then from the order's end, each measured once."""

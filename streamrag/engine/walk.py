@@ -36,6 +36,8 @@ class StepBudget:
     """Requests that may compute in one step."""
     num_ahead: int = 0
     """Requests that run before the plan with one token each. Their blocks do not count as free."""
+    num_ending: int = 0
+    """Requests that hold a slot, and KV, until the step in flight ends, and compute nothing more."""
 
 
 class Grant(NamedTuple):
@@ -43,6 +45,7 @@ class Grant(NamedTuple):
 
     request: RequestView
     num_tokens: int
+    """0 if it only asks for KV that is elsewhere."""
     num_blocks_claimed: int | None = None
     """Blocks that it may need until its answer ends; None unless it starts here under a KV budget."""
 
@@ -122,8 +125,9 @@ class Walk:
         self.memory = memory
         self.victims = Victims(self.order, idle, memory)
         self.num_tokens = self.num_tokens_left = budget.num_tokens - budget.num_ahead
-        self.num_seqs = budget.num_seqs - budget.num_ahead
+        self.num_seqs_left = budget.num_seqs - budget.num_ahead - budget.num_ending
         self.num_ahead = budget.num_ahead
+        self.num_ending = budget.num_ending
         self.num_missing = -memory.num_free_blocks
         """Blocks still missing for the grants so far; negative if some stay free."""
         self.num_unfit = 0
@@ -137,16 +141,24 @@ class Walk:
         """Name of the rule that ended the step for partial prompts."""
         self.closed_to_new_by = ""
         """"Memory" once a complete prompt did not fit: no request without KV may start behind it."""
+        self.is_put_off = False
+        """Whether the step ended because a victim cannot be evicted before the step in flight has ended."""
         self.waiting: list[RequestView] = []
         self._held_by_reserve: list[Candidate] = []
-        if self.num_tokens <= 0 or self.num_seqs <= 0:
+        if self.num_tokens <= 0 or self.num_seqs_left <= 0:
             self.closed_by = BUDGET
+
+    @property
+    def frees_memory(self) -> bool:
+        """Whether a request computes in this step, or ends before it, so that its end will free memory."""
+        return bool(self.grants or self.num_ahead or self.num_ending)
 
     def memory_wait(self, candidate: Candidate) -> Wait | None:
         """Return how `candidate` has to wait for memory; None if it fits, or if victims can free what it lacks.
 
         It is `MEMORY` if the candidate may not evict or needs reserved blocks. Otherwise it is `SKIP`, and the step
-        ends for requests without KV; but if nothing else runs, the candidate may take everything.
+        ends for requests without KV; but if nothing else runs, the candidate may take everything. If the next victim
+        cannot be evicted before the step in flight has ended, this step ends for all, so that the victim rests.
         """
         num_missing = candidate.num_missing
         if candidate.num_reserved is not None and num_missing > -candidate.num_reserved:
@@ -155,9 +167,13 @@ class Walk:
             return None
         if not candidate.may_evict:
             return Wait.MEMORY  # requests behind it may run: its own turn comes when its prompt is complete
-        if self.victims.choose(num_missing, candidate.position)[1] >= num_missing:
+        choice = self.victims.choose(num_missing, candidate.position)
+        if choice.num_freed >= num_missing:
             return None
-        if not self.grants and self.num_ahead == 0:
+        if choice.is_put_off:
+            self.is_put_off, self.closed_by = True, MEMORY
+            return Wait.SKIP
+        if not self.frees_memory:
             # The most urgent request may take everything. Shared blocks, which the estimate leaves out, are freed too.
             for held in self._held_by_reserve:
                 self.victims.offer(held.request, held.position)
@@ -186,11 +202,12 @@ class Walk:
         self.num_missing = candidate.num_missing
         self.grants.append(Grant(candidate.request, candidate.num_allowed, candidate.num_blocks_claimed))
         self.num_tokens_left -= candidate.num_allowed
+        self.num_seqs_left -= candidate.num_allowed > 0
         self.last_position = candidate.position
-        if self.num_tokens_left <= 0 or len(self.grants) >= self.num_seqs:
+        if self.num_tokens_left <= 0 or self.num_seqs_left <= 0:
             self.closed_by = BUDGET
 
     def end(self) -> None:
         """Add requests behind a reserve to `waiting` if nothing runs whose end would free memory for them."""
-        if not self.grants and self.num_ahead == 0:
+        if not self.frees_memory:
             self.waiting += [held.request for held in self._held_by_reserve]

@@ -70,6 +70,8 @@ ADMISSION = "streamrag.backends.vllm.scheduler.kv.claims"
 LATER = "streamrag.backends.vllm.scheduler.kv.later_hits"
 OF_LATER, OF_PLANS = "tests/backends/vllm/scheduler/test_later_hits.py", "tests/engine/test_planning.py"
 PLACES, POLICIES, PLACES_TEST = "streamrag.engine.places", "streamrag.engine.policies", "tests/engine/test_places.py"
+OF_SCHEDULER = "tests/backends/vllm/scheduler/test_scheduler.py"
+OF_CONNECTORS = "tests/backends/vllm/scheduler/test_third_party_connector.py"
 OF_MAMBA = "tests/backends/vllm/scheduler/test_mamba.py"
 OF_CLASSES = "tests/backends/vllm/scheduler/test_classes.py"
 
@@ -77,8 +79,8 @@ MUTANTS = (
     Mutant(
         "drafts decode as answers do",
         STEP,
-        'if request.is_decoding and request.request_class != "draft":',
-        "if request.is_decoding:",
+        'elif request.is_decoding and request.request_class != "draft":',
+        "elif request.is_decoding:",
         400,
     ),
     Mutant(
@@ -98,8 +100,8 @@ MUTANTS = (
     Mutant(
         "what the model has room for does not bound what is verified",
         REQUEST,
-        "room = min(self.max_tokens, max_model_len - self.num_prompt_tokens) - self.num_output_tokens",
-        "room = 1_000",
+        "most = min(most, self.max_tokens - self.num_output_tokens - 1)",
+        "most = min(most, 1_000)",
         0,  # vLLM does not verify more either, and drops what is too much
         "tests/backends/vllm/scheduler/test_drafts.py"
         "::test_the_end_of_the_answer_and_of_the_model_bounds_what_is_verified",
@@ -885,9 +887,81 @@ MUTANTS = (
     Mutant(
         "a prompt that starts computes past what was planned",
         EXECUTOR,
-        "is_whole = request.status != RequestStatus.RUNNING and request.is_complete and self.theirs_may_load",
-        "is_whole = request.status != RequestStatus.RUNNING and request.is_complete",
+        "is_whole = self.theirs_may_load and request.is_complete and not grant.request.num_blocks",
+        "is_whole = request.is_complete and not grant.request.num_blocks",
         20,
+    ),
+    Mutant(
+        "a token is planned after the last one of an answer",
+        REQUEST,
+        "return num_sampling > 0 and num_at_least >= self.num_prompt_tokens + self.max_tokens",
+        "return False",
+        0,
+        f"{OF_SCHEDULER}::test_a_request_whose_last_token_is_being_sampled_needs_no_more_memory",
+    ),
+    Mutant(
+        "the model's length does not end an answer",
+        INTAKE,
+        "stream.limit_answer(stream.max_tokens, self.scheduler.max_model_len)",
+        "pass",
+        0,
+        f"{OF_SCHEDULER}::test_a_request_whose_last_token_is_being_sampled_needs_no_more_memory",
+    ),
+    Mutant(
+        "memory that the step in flight frees does not count",
+        WALK,
+        "return bool(self.grants or self.num_ahead or self.num_ending)",
+        "return bool(self.grants or self.num_ahead)",
+        0,
+        f"{OF_SCHEDULER}::test_a_waiting_request_evicts_nobody_for_memory_that_the_step_in_flight_frees",
+    ),
+    Mutant(
+        "an evicted request is handed over without its KV",
+        EVICTION,
+        "drop_stale_output = drop_stale_output or self.scheduler.requires_kv_delivery",
+        "pass",
+        0,
+        f"{OF_PRODUCERS}::test_output_in_flight_of_an_evicted_request_is_computed_again_with_its_kv",
+    ),
+    Mutant(
+        "blocks that a step in flight may write are evicted",
+        VICTIMS,
+        "if not self._memory.can_evict(victim):",
+        "if False:",
+        0,
+        f"{OF_CONNECTORS}::test_blocks_that_a_step_in_flight_may_write_are_evicted_only_after_it",
+    ),
+    Mutant(
+        "the engine sleeps while a victim rests",
+        WALK,
+        "self.is_put_off, self.closed_by = True, MEMORY",
+        "self.closed_by = MEMORY",
+        0,
+        f"{OF_CONNECTORS}::test_blocks_that_a_step_in_flight_may_write_are_evicted_only_after_it",
+    ),
+    Mutant(
+        "what a connector loads takes the tokens of those behind it",
+        EXECUTOR,
+        "            scheduler.waiting.extend(r for r in hidden if r.can_start)\n",
+        "            pass\n",
+        0,
+        f"{OF_CONNECTORS}::test_loads_within_a_step_take_none_of_its_tokens",
+    ),
+    Mutant(
+        "what a connector still looks up is granted tokens again and again",
+        EXECUTOR,
+        "request.awaits_connector = is_deferred and",
+        "request.awaits_connector = False and",
+        0,
+        f"{OF_CONNECTORS}::test_a_request_that_is_looked_up_takes_nothing_from_running_ones",
+    ),
+    Mutant(
+        "a partial prompt is loaded while chunks change it",
+        KV_MEMORY,
+        "return Wait.MEMORY if is_async or",
+        "return Wait.MEMORY if",
+        0,
+        f"{OF_CONNECTORS}::test_a_partial_prompt_that_would_be_loaded_between_steps_or_whole_waits_until_it_is_complete",
     ),
     Mutant(
         "NIXL in a prefill lane is taken for a connector that may load",

@@ -7,6 +7,7 @@ from streamrag.engine import Fate, Memory, Plan, RequestView, StepBudget
 from streamrag.engine import plan as plan_with_rules
 from streamrag.engine.rules import (
     AdapterSlots,
+    ConnectorLookup,
     DataHighWater,
     DataShare,
     DraftMemory,
@@ -52,6 +53,8 @@ class Limits:
     max_adapters: int | None = None
     adapters_ahead: frozenset[int] = frozenset()
     prefill_unit: int = 1
+    has_connector: bool = False
+    """Whether a KV connector is asked about partial prompts."""
 
     def rules(self, next_block: NextBlock | None = None) -> list[Rule]:
         """Return them in the engine's order."""
@@ -68,6 +71,7 @@ class Limits:
             Turns(self.turn),
             LowWater(self.num_blocks_kept_free),
             KvBudget(lambda: budget) if budget else None,
+            ConnectorLookup(lambda request: None) if self.has_connector else None,
             sized,
             None if self.prefill_unit == 1 else WholeUnits(self.prefill_unit),
             None if survival is None else DraftMemory(self.num_blocks_kept_free),

@@ -35,6 +35,9 @@ class Blocks:
         num_present = self.num_present_tokens(request)
         return max(-(-(num_present + num_tokens) // BLOCK_SIZE) - request.num_blocks, 0)
 
+    def can_evict(self, request: RequestView) -> bool:
+        return True
+
     def num_blocks_freed(self, request: RequestView) -> int:
         self.asked.append(request.request_id)
         return request.num_blocks
@@ -72,6 +75,7 @@ def test_plans_are_tested_with_the_rules_of_the_engine_in_its_order() -> None:
         draft_survival=0.5,
         max_adapters=1,
         prefill_unit=BLOCK_SIZE,
+        has_connector=True,
     )
     assert [type(rule).__name__ for rule in limits.rules(lambda request, num_tokens: None)] == engines
 

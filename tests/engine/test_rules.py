@@ -10,6 +10,7 @@ from streamrag.engine import Plan, RequestView, StepBudget, plan
 from streamrag.engine import rules as all_rules
 from streamrag.engine.rules import (
     AdapterSlots,
+    ConnectorLookup,
     DataHighWater,
     DataShare,
     DraftMemory,
@@ -30,6 +31,7 @@ from streamrag.engine.rules import (
     WholeUnits,
 )
 from streamrag.engine.step_size import StepCosts
+from streamrag.engine.walk import Wait
 
 BLOCK_SIZE = 16
 BUDGET = StepBudget(1_000, 8)
@@ -46,6 +48,9 @@ class Blocks:
 
     def num_blocks_needed(self, request: RequestView, num_tokens: int) -> int:
         return -(-(request.num_computed_tokens + num_tokens) // BLOCK_SIZE) - request.num_blocks
+
+    def can_evict(self, request: RequestView) -> bool:
+        return True
 
     def num_blocks_freed(self, request: RequestView) -> int:
         return request.num_blocks
@@ -243,6 +248,13 @@ def test_grouped_prefills_lets_one_wait_for_what_another_computes() -> None:
     leader, follower = holding(complete("a"), 5)._replace(is_running=True), holding(complete("b"), 5)
     assert tokens(planned([leader, follower], GroupedPrefills(next_block))) == {"a": 80}
     assert tokens(planned([leader, follower], GroupedPrefills(lambda request, num: None))) == {"a": 80, "b": 80}
+
+
+def test_connector_lookup_lets_partial_prompts_wait_as_the_connector_says() -> None:
+    order = [partial("a"), complete("b", 32)]
+    assert tokens(planned(order, ConnectorLookup(lambda request: Wait.SKIP))) == {"b": 32}
+    made = planned(order, ConnectorLookup(lambda request: Wait.MEMORY))
+    assert (tokens(made), made.waiting) == ({"b": 32}, (order[0],))
 
 
 def test_data_high_water_keeps_blocks_for_questions_and_lets_data_take_none() -> None:

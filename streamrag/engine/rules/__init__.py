@@ -13,6 +13,7 @@ from streamrag.engine.rules.drafts import DraftPrice as DraftPrice
 from streamrag.engine.rules.drafts import ShortDrafts as ShortDrafts
 from streamrag.engine.rules.grouped_prefills import GroupedPrefills as GroupedPrefills
 from streamrag.engine.rules.grouped_prefills import NextBlock as NextBlock
+from streamrag.engine.rules.memory_rules import ConnectorLookup as ConnectorLookup
 from streamrag.engine.rules.memory_rules import DataHighWater as DataHighWater
 from streamrag.engine.rules.memory_rules import KvBudget as KvBudget
 from streamrag.engine.rules.memory_rules import KvBudgetLeft as KvBudgetLeft

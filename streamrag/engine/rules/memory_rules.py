@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from streamrag.engine.request import RequestView
 from streamrag.engine.rules.rule import Rule
 from streamrag.engine.walk import Candidate, Wait, Walk
 
@@ -68,6 +69,21 @@ class DataHighWater(Rule):
             return None
         candidate.may_evict = False
         return Wait.RESERVE if -self._num_blocks < candidate.num_missing <= 0 else None
+
+
+class ConnectorLookup(Rule):
+    """Lets a partial prompt wait while a KV connector looks up what it has of it, or until it is complete.
+
+    look_up: returns how a prompt has to wait for the connector; None if it need not.
+    """
+
+    asks_complete = False
+
+    def __init__(self, look_up: Callable[[RequestView], Wait | None]) -> None:
+        self._look_up = look_up
+
+    def ask(self, candidate: Candidate) -> Wait | None:
+        return self._look_up(candidate.request)
 
 
 class KvBudgetLeft(NamedTuple):

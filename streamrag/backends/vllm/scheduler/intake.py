@@ -128,7 +128,7 @@ class Intake:
         if self.host_memory is not None:
             self.host_memory.on_chunk(stream, num_computed, num_shared)
         stream.sampling_params = request.sampling_params
-        stream.max_tokens = request.max_tokens
+        stream.limit_answer(request.max_tokens, self.scheduler.max_model_len)
         stream.last_chunk_s = arrival_s
         if stream.request_id in self.queues.idle:
             stream.since_s = arrival_s
@@ -176,6 +176,7 @@ class Intake:
         now_s = self.clock.monotonic()
         stream = StreamRequest.adopt(request, message, now_s - (self.clock.wall() - request.arrival_time), now_s)
         stream.prefill_unit = self.kv_memory.prefill_unit
+        stream.limit_answer(stream.max_tokens, self.scheduler.max_model_len)
         return stream
 
 

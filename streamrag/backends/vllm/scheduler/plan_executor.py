@@ -1,7 +1,7 @@
 """Apply the plan of a step: evict, and show vLLM's `schedule` only the granted requests."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -68,18 +68,40 @@ class PlanExecutor:
             self._limit_to_grant(grant, request)
         running, waiting = self.queues.hide_others(step.decoding, granted, step.order, step.blocked)
         try:
-            yield
+            with self._offered_rest(step, waiting) if self.theirs_may_load else nullcontext():
+                yield
         finally:
             self.kv_memory.end_step()
             self.queues.put_back(running, waiting)
             for request in granted:
                 request.step_end = None
 
+    @contextmanager
+    def _offered_rest(self, step: PlannedStep, hidden: list[StreamRequest]) -> Iterator[None]:
+        """Within the context, have vLLM give tokens that a third-party connector saves, or still looks up, to complete
+        prompts behind the grants, which are moved from `hidden`. At the end, mark the requests that it still looks up.
+        """
+        scheduler, most_tokens = self.scheduler, self.scheduler.max_num_scheduled_tokens
+        if step.plan.is_full:
+            num_ahead = sum(1 + len(r.spec_token_ids) for r in step.decoding if not r.ends_in_flight)
+            scheduler.max_num_scheduled_tokens = num_ahead + sum(grant.num_tokens for grant in step.plan.grants)
+            scheduler.waiting.extend(r for r in hidden if r.can_start)
+            hidden[:] = [r for r in hidden if not r.can_start]
+        shown = list(scheduler.waiting)
+        scheduler.deferred_waiting.difference_update(shown)
+        try:
+            yield
+        finally:
+            scheduler.max_num_scheduled_tokens = most_tokens
+            for request in shown:
+                is_deferred = request in scheduler.deferred_waiting
+                request.awaits_connector = is_deferred and request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
+
     def _update_stuck(self, step: PlannedStep) -> None:
         # Requests whose KV a connector loads asynchronously are in no plan; only a step learns that a load has ended.
         num_loads = len(self.scheduler.kv_holding_waiting)
         has_work = step.plan.grants or step.plan.is_put_off or step.decoding or step.blocked or num_loads
-        is_stuck = not has_work and not self.scheduler.deferred_frees
+        is_stuck = not (has_work or self.scheduler.deferred_frees or self.kv_memory.awaits_connector)
         self._num_free_when_stuck = self.kv_memory.num_free_blocks if is_stuck else None
 
     def _prepare(self, grant: Grant, request: StreamRequest) -> None:
@@ -94,7 +116,7 @@ class PlanExecutor:
     def _limit_to_grant(self, grant: Grant, request: StreamRequest) -> None:
         """Show vLLM the prompt only to the end of its grant, or whole if another connector may load all of it."""
         end = self.kv_memory.num_present_tokens(grant.request) + grant.num_tokens
-        # A third-party connector looks up all of a complete prompt, and may load more than this step computes.
-        is_whole = request.status != RequestStatus.RUNNING and request.is_complete and self.theirs_may_load
+        # A third-party connector looks up all of a complete prompt.
+        is_whole = self.theirs_may_load and request.is_complete and not grant.request.num_blocks
         if not is_whole and end < grant.request.num_tokens:
             request.end_step_at(end)

@@ -70,6 +70,14 @@ class Queues:
         for request_id in request_ids:
             self.idle.pop(request_id, None)
 
+    def take_loaded(self) -> None:
+        """Have requests whose KV a third-party connector has loaded wait like all others, so that they are planned."""
+        for request in list(self.scheduler.kv_holding_waiting):
+            if request.request_id in self.scheduler.finished_recving_kv_req_ids:
+                self.scheduler.kv_holding_waiting.remove_request(request)
+                self.scheduler.waiting.add_request(request)
+                request.view = None
+
     def is_blocked_in_vllm(self, request: StreamRequest) -> bool:
         """Whether vLLM would skip the request: its grammar is being compiled, or it has stale output in flight.
 

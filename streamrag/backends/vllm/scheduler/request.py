@@ -45,6 +45,7 @@ class StreamRequest(Request):
     num_acknowledged: int = 0  # chunks that have been acknowledged. vLLM's client expects exactly one finish per chunk
     step_end: int | None = None
     """Tokens computed by the end of the step being planned, if the step computes only a part; else None."""
+    awaits_connector: bool = False  # whether a third-party KV connector had no answer for it in the last step
     num_loaded_tokens: int = 0  # tokens that the step that last admitted the request loads from host memory
     released_blocks: set[int]  # device blocks that the request lost and wants back; some may hold other KV by now
     was_evicted: bool = False  # whether the request has ever lost KV to others
@@ -92,15 +93,18 @@ class StreamRequest(Request):
             self.structured_output_request = last_chunk.structured_output_request
             self.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
-    def propose_tokens(self, most: int, max_model_len: int) -> int:
+    def limit_answer(self, max_tokens: int, max_model_len: int) -> None:
+        """Set `max_tokens`, or what the model's length leaves beside the prompt if that is less, but at least 1."""
+        self.max_tokens = max(min(max_tokens, max_model_len - self.num_prompt_tokens), 1)
+
+    def propose_tokens(self, most: int) -> int:
         """Propose at most `most` tokens of the draft for the next step, and no more than the answer may still have.
 
         They replace earlier ones. Returns their number; without a draft, changes nothing and returns 0.
         """
         if self.draft is None:
             return 0
-        room = min(self.max_tokens, max_model_len - self.num_prompt_tokens) - self.num_output_tokens
-        most = min(most, room - 1)  # the model's own token follows them
+        most = min(most, self.max_tokens - self.num_output_tokens - 1)  # the model's own token follows them
         self.spec_token_ids = self.draft.next_tokens(self._output_token_ids, most)
         self.view = None
         return len(self.spec_token_ids)
@@ -144,6 +148,19 @@ class StreamRequest(Request):
     def is_decoding(self) -> bool:
         """Whether the request has output and no prompt left to compute."""
         return bool(self._output_token_ids) and not self.is_prefill_chunk
+
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether a step in flight samples the last token of the answer, so that vLLM computes nothing more for it."""
+        num_sampling = self.num_output_placeholders
+        # As in vLLM's `schedule`: the computed tokens include all that are being sampled but the newest.
+        num_at_least = self.num_computed_tokens + 1 - (num_sampling - 1)
+        return num_sampling > 0 and num_at_least >= self.num_prompt_tokens + self.max_tokens
+
+    @property
+    def can_start(self) -> bool:
+        """Whether this is a complete prompt without KV, and no draft."""
+        return self.is_complete and self.num_computed_tokens == 0 and self.request_class != "draft"
 
     @property
     def takes_chunks(self) -> bool:

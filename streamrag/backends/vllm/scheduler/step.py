@@ -19,6 +19,7 @@ from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.engine import Plan, Policy, RequestView, StepBudget, plan
 from streamrag.engine.rules import (
     AdapterSlots,
+    ConnectorLookup,
     DataHighWater,
     DataShare,
     DraftMemory,
@@ -45,7 +46,7 @@ class PlannedStep(NamedTuple):
 
     plan: Plan
     order: list[RequestView]  # requests that the plan chose from, most urgent first
-    decoding: list[StreamRequest]  # requests that run regardless of the plan
+    decoding: list[StreamRequest]  # requests that run regardless of the plan, or whose last token is being sampled
     blocked: list[StreamRequest]  # requests that vLLM would skip; see `Queues.is_blocked_in_vllm`
 
 
@@ -63,6 +64,7 @@ class StepPlanner:
     host_memory: HostMemory | None
     claims: KvClaims
     evictions: Evictions
+    theirs_may_load: bool
 
     def __post_init__(self) -> None:
         num_blocks, high_water = self.kv_memory.num_device_blocks, self.options.data_high_water
@@ -82,7 +84,8 @@ class StepPlanner:
         self.kv_memory.start_step()
         if self.host_memory is not None:
             self.host_memory.start_step(self.steps.start_s)
-        decoding, others = self._split_running()
+        self.queues.take_loaded()
+        decoding, others, ending = self._split_running()
         if self.scheduler.lora_config:
             self._adapters_ahead = {r.adapter_id for r in decoding if r.adapter_id is not None}
         views, blocked = [self.kv_memory.cached_view(r) for r in others], []
@@ -99,7 +102,7 @@ class StepPlanner:
             views = [self.kv_memory.with_prefix_hit(v) for v in views]
         scheduler = self.scheduler
         num_tokens = scheduler.max_num_scheduled_tokens - sum(len(r.spec_token_ids) for r in decoding)
-        budget = StepBudget(num_tokens, scheduler.max_num_active_reqs, len(decoding))
+        budget = StepBudget(num_tokens, scheduler.max_num_active_reqs, len(decoding), len(ending))
         order = self.policy.order(views, self.steps.start_s)
         step_plan = plan(
             order,
@@ -113,7 +116,7 @@ class StepPlanner:
         for request_id, rule in step_plan.holds:
             scheduler.requests[request_id].log.holds[rule] += 1
         self.policy.on_admitted([g.request for g in step_plan.grants if not g.request.is_running])
-        return PlannedStep(step_plan, order, decoding, blocked)
+        return PlannedStep(step_plan, order, decoding + ending, blocked)
 
     def _make_rules(self) -> RuleList:
         """Return the rules that are switched on, in the order in which they are evaluated."""
@@ -138,6 +141,7 @@ class StepPlanner:
             Turns(self.scheduler.current_step),
             LowWater(self.num_reserved_free),
             None if options.kv_budget is None else KvBudget(lambda: self.claims.budget_left),
+            ConnectorLookup(self.kv_memory.connector_wait) if self.theirs_may_load else None,
             sized,
             None if self.kv_memory.prefill_unit == 1 else WholeUnits(self.kv_memory.prefill_unit),
             DraftMemory(self.num_reserved_free) if has_drafts else None,
@@ -154,36 +158,41 @@ class StepPlanner:
         requests = self.scheduler.requests
         return self.host_memory.is_worth_keeping(sum(r.num_prompt_tokens for r in requests.values()), len(requests))
 
-    def _split_running(self) -> tuple[list[StreamRequest], list[StreamRequest]]:
-        """Split the running requests into those that decode and the others; if the decodes do not fit, all are others.
+    def _split_running(self) -> tuple[list[StreamRequest], list[StreamRequest], list[StreamRequest]]:
+        """Split the running requests into those that decode, the others, and those whose last token is being sampled.
 
-        Drafts are others, although they decode: whether they compute is for the plan to decide. Takes the decodes'
-        blocks from the free ones. Then proposes tokens of drafts, if vLLM can verify them, as far as tokens and free
-        blocks are left, and takes these blocks too; proposes none if the decodes do not fit.
+        If the decodes do not fit, they are others. Drafts are others, although they decode: whether they compute is for
+        the plan to decide. Takes the decodes' blocks from the free ones. Then proposes tokens of drafts, if vLLM can
+        verify them, as far as tokens and free blocks are left, and takes these blocks too; proposes none if the decodes
+        do not fit.
         """
         scheduler, memory = self.scheduler, self.kv_memory
         decoding: list[StreamRequest] = []
         others: list[StreamRequest] = []
+        ending: list[StreamRequest] = []
         block_size, num_whole = memory.smallest_block_size, 0
         for request in scheduler.running:
-            if request.is_decoding and request.request_class != "draft":
+            if request.ends_in_flight:
+                ending.append(request)
+            elif request.is_decoding and request.request_class != "draft":
                 decoding.append(request)
                 num_whole += request.num_computed_tokens % block_size == 0
             else:
                 others.append(request)
         num_blocks = len(memory.groups) * num_whole
         if num_blocks > memory.num_free_blocks or len(decoding) > scheduler.max_num_scheduled_tokens:
-            for request in scheduler.running:
-                request.propose_tokens(0, scheduler.max_model_len)
-            return [], scheduler.running
+            others = [request for request in scheduler.running if not request.ends_in_flight]
+            for request in others:
+                request.propose_tokens(0)
+            return [], others, ending
         memory.num_free_blocks -= num_blocks
         if scheduler.num_spec_tokens:
             depth = scheduler.num_spec_tokens if self._can_verify_drafts() else 0
             self._verify_drafts(decoding, depth)
             for request in others:
                 if request.is_decoding:  # the plan counts its tokens and blocks
-                    request.propose_tokens(depth, scheduler.max_model_len)
-        return decoding, others
+                    request.propose_tokens(depth)
+        return decoding, others, ending
 
     def _can_verify_drafts(self) -> bool:
         """Whether vLLM verifies drafts exactly in this step. On a CPU, it does not if any request samples at random.
@@ -202,7 +211,7 @@ class StepPlanner:
             if request.draft is not None:
                 end = request.num_computed_tokens + 1
                 num_room = -end % block_size + memory.num_free_blocks // num_groups * block_size
-                num_tokens = request.propose_tokens(min(depth, num_left, num_room), self.scheduler.max_model_len)
+                num_tokens = request.propose_tokens(min(depth, num_left, num_room))
                 num_left -= num_tokens
                 memory.num_free_blocks -= num_groups * (cdiv(end + num_tokens, block_size) - cdiv(end, block_size))
 

@@ -83,7 +83,8 @@ class StepsInFlight:
 
     def end_oldest(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> StepInFlight:
         """Remove the oldest step, learn from it, and return it. Called before vLLM processes the step's output."""
-        now_s, step = self.clock.monotonic(), self._steps.popleft()
+        now_s = self.clock.monotonic()
+        step = self._steps.popleft() if self._steps else StepInFlight(now_s, 0, [], {})  # not planned here
         duration_s = now_s - max(step.start_s, self._last_output_s)
         self._last_output_s = now_s
         self.estimates.on_step(scheduler_output.total_num_scheduled_tokens, step.num_pairs, duration_s)

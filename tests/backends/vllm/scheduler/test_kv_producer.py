@@ -102,6 +102,38 @@ def test_kv_that_a_decode_lane_will_read_stays_until_it_has(bench: Make) -> None
     b.check_empty()
 
 
+@pytest.mark.parametrize("num_tokens", [20, 18])
+def test_kv_is_handed_over_whole_however_short_memory_is(bench: Make, num_tokens: int) -> None:
+    b = connected(bench, is_async=True, num_blocks=10, max_num_batched_tokens=100, streamrag={"policy": "fcfs"})
+    extra = {"kv_transfer_params": {"do_remote_decode": True}}
+    for name, max_tokens in (("a", 1), ("b", 1), ("c", 3)):
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, extra_args=extra)
+        b.engine.add(name, [ord(name), *range(1, num_tokens)], params)
+    handed: dict[str, int] = {}
+    while len(handed) < 3:
+        last = [o for o in b.step() if "remote_block_ids" in (o.kv_transfer_params or {})]
+        handed |= {o.request_id: len(o.kv_transfer_params["remote_block_ids"][0]) for o in last}
+        b.runner.read |= {o.request_id for o in last}
+    assert handed == {"a": 5, "b": 5, "c": 5 if num_tokens == 18 else 6}
+    b.run()
+    b.check_empty()
+
+
+def test_output_in_flight_of_an_evicted_request_is_computed_again_with_its_kv(bench: Make) -> None:
+    b = connected(bench, is_async=True, max_num_batched_tokens=100)
+    extra = {"kv_transfer_params": {"do_remote_decode": True}}
+    b.engine.add("a", TOKENS, SamplingParams(max_tokens=1, temperature=0.0, extra_args=extra))
+    b.engine.launch()
+    b.scheduler.plugin.evictions.evict(b.scheduler.requests["a"])
+    while not b.outputs:
+        b.step()
+    assert b.tokens("a") == b.fresh_answer(TOKENS, 1)
+    assert len(b.outputs[-1].kv_transfer_params["remote_block_ids"][0]) == 10
+    b.runner.read = frozenset({"a"})
+    b.run()
+    b.check_empty()
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(
     "params", [{"do_remote_prefill": True}, {"do_remote_decode": True, "remote_block_ids": [[1]], "remote_host": "x"}]

@@ -5,22 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import RequestStatus
 
 from streamrag.backends.simulated.config import EngineShape, kv_cache_config, vllm_config
-from streamrag.backends.simulated.engine import SimulatedEngine, always
-from streamrag.backends.vllm.scheduler.hooks import streaming_scheduler
 from streamrag.backends.vllm.scheduler.supported import CHECKS, check_supported
 from streamrag.engine.step_size import StepCostEstimator, StepCosts
 from streamrag.errors import ConfigurationError
-from tests.engine.oracle import V1OracleRunner
 
 Make = Callable[..., Any]
 TOKENS = list(range(40))
@@ -101,6 +94,42 @@ def test_every_last_chunk_is_answered(
     b.run()
     assert b.tokens("s") == b.fresh_answer(last)
     assert b.num_finishes("s") == 2
+
+
+@pytest.mark.parametrize(("max_tokens", "max_model_len"), [(1, 200), (3, 200), (100, 22)])
+def test_a_request_whose_last_token_is_being_sampled_needs_no_more_memory(
+    bench: Make, max_tokens: int, max_model_len: int
+) -> None:
+    num_tokens = 20 if max_tokens == 1 else 18 if max_tokens == 3 else 20
+    num_blocks = -(-(num_tokens + min(max_tokens, max_model_len - num_tokens) - 1) // 4)
+    b = bench(
+        is_async=True,
+        num_blocks=2 * num_blocks,
+        max_num_batched_tokens=100,
+        max_model_len=max_model_len,
+        has_prefix_cache=False,
+    )
+    b.plain("a", num_tokens, max_tokens=max_tokens)
+    b.plain("b", num_tokens, first=100, max_tokens=max_tokens)
+    b.run()
+    for name, first in (("a", 0), ("b", 100)):
+        assert b.record(name).preemptions == ()
+        num_answered = min(max_tokens, max_model_len - num_tokens)
+        assert b.tokens(name) == b.fresh_answer(list(range(first, first + num_tokens)), num_answered)
+
+
+def test_a_waiting_request_evicts_nobody_for_memory_that_the_step_in_flight_frees(bench: Make) -> None:
+    b = bench(is_async=True, num_blocks=10, max_num_batched_tokens=100, has_prefix_cache=False)
+    b.chunk("idle", list(range(500, 513)))
+    b.run()
+    b.plain("a", 20, max_tokens=1)
+    b.step()
+    b.plain("b", 32, first=100, max_tokens=1)  # fits once the first has ended
+    b.run()
+    assert b.record("b").preemptions == b.record("a").preemptions == ()
+    b.chunk("idle", [600], kept=13, is_complete=True)
+    b.run()
+    assert len(b.record("idle").preemptions) == 1
 
 
 @pytest.mark.parametrize(("can_partial_evict", "num_idle"), [(True, 20), (False, 12)])
@@ -366,100 +395,6 @@ def test_a_paused_engine_goes_on_where_it_was(bench: Make, state: PauseState) ->
     b.run()
     assert b.tokens("s") == b.fresh_answer(TOKENS[:30] + TOKENS)
     assert b.tokens("p") == b.fresh_answer(list(range(500, 600)))
-
-
-class FailingLoads(V1OracleRunner):
-    """Nothing comes of what another connector was to load for a new request."""
-
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        missing: set[int] = set()
-        for new in step.scheduled_new_reqs:
-            missing.update(new.block_ids[0][: -(-new.num_computed_tokens // self.block_size)])
-        self._taint(missing)
-        output = super().execute(step)
-        return replace(output, kv_connector_output=KVConnectorOutput(invalid_block_ids=missing)) if missing else output
-
-
-def test_loads_of_another_connector_that_fail_are_left_to_vllm(bench: Make) -> None:
-    def with_their_connector(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
-        # It claims to have the KV of all prompts.
-        vllm_config.kv_transfer_config = KVTransferConfig(
-            kv_connector="DecodeBenchConnector", kv_role="kv_both", kv_load_failure_policy="recompute"
-        )
-        return streaming_scheduler(vllm_config=vllm_config, **arguments)
-
-    b = bench()
-    shape = b.engine.shape
-    runner = FailingLoads(shape.num_blocks, shape.block_size, 1_000, shape.is_async)
-    b.engine = SimulatedEngine(shape, runner, always(1.0), with_their_connector)
-    b.scheduler = b.engine.scheduler
-    assert b.scheduler.connector is not None
-    assert b.scheduler.plugin.host_memory is None
-    b.plain("p", len(TOKENS))
-    b.step()
-    request = b.scheduler.requests["p"]
-    assert (request.status, request.num_computed_tokens) == (RequestStatus.RUNNING, 0)  # ours would have to queue anew
-    assert b.tokens("p") == []
-    b.run()
-    assert b.tokens("p") == b.fresh_answer(TOKENS)
-    assert b.record("p").preemptions == ()
-
-
-def test_another_connector_is_asked_about_all_of_a_complete_prompt(bench: Make) -> None:
-    def with_their_connector(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
-        vllm_config.kv_transfer_config = KVTransferConfig(kv_connector="DecodeBenchConnector", kv_role="kv_both")
-        return streaming_scheduler(vllm_config=vllm_config, **arguments)
-
-    b = bench()
-    b.engine = SimulatedEngine(b.engine.shape, b.runner, always(1.0), with_their_connector)
-    b.scheduler = b.engine.scheduler
-    asked: list[int] = []
-
-    def look_up(request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        asked.append(request.num_tokens)
-        return 0, False
-
-    b.scheduler.connector.get_num_new_matched_tokens = look_up
-    b.plain("p", len(TOKENS))
-    b.run()
-    assert asked == [len(TOKENS)]  # more than a step computes
-    assert b.tokens("p") == b.fresh_answer(TOKENS)
-
-
-def test_the_engine_does_not_sleep_while_another_connector_loads(bench: Make) -> None:
-    def with_their_connector(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
-        vllm_config.kv_transfer_config = KVTransferConfig(kv_connector="DecodeBenchConnector", kv_role="kv_both")
-        return streaming_scheduler(vllm_config=vllm_config, **arguments)
-
-    class SlowLoads(V1OracleRunner):
-        """A load is ready after five steps without one."""
-
-        num_steps = 0
-
-        def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-            self.num_steps += 1
-            ended = {"p"} if self.num_steps == 5 else set()
-            return replace(super().execute(step), kv_connector_output=KVConnectorOutput(finished_recving=ended))
-
-    b = bench()
-    shape = b.engine.shape
-    runner = SlowLoads(shape.num_blocks, shape.block_size, 1_000, shape.is_async)
-    b.engine = SimulatedEngine(shape, runner, always(1.0), with_their_connector)
-    b.scheduler = b.engine.scheduler
-    b.scheduler.connector.get_num_new_matched_tokens = lambda request, num: (4, True)
-    b.scheduler.connector.update_state_after_alloc = lambda *args: None
-    b.plain("p", len(TOKENS))
-    b.step()
-    assert b.scheduler.requests["p"].status == RequestStatus.WAITING_FOR_REMOTE_KVS
-    for _ in range(3):
-        assert b.engine.has_work
-        b.step()
-    b.step()
-    assert b.scheduler.finished_recving_kv_req_ids == {"p"}
-    b.scheduler.requests["p"].num_computed_tokens = 0  # nothing was written: they are computed after all
-    b.scheduler.connector.get_num_new_matched_tokens = lambda request, num: (0, False)
-    b.run()
-    assert b.tokens("p") == b.fresh_answer(TOKENS)
 
 
 SHAPE = EngineShape(num_blocks=10, block_size=4, max_model_len=40)

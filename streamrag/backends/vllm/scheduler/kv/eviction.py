@@ -11,7 +11,7 @@ from streamrag.backends.vllm.scheduler.host_memory.loads import Suspects
 from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
 from streamrag.backends.vllm.scheduler.kv.claims import KvClaims
 from streamrag.backends.vllm.scheduler.kv.replacement import release_kv
-from streamrag.backends.vllm.scheduler.request import StreamRequest
+from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
 from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.engine import Fate, RequestView
 from streamrag.engine.recompute_or_swap import DROPPED, CostComparison
@@ -104,7 +104,14 @@ class Evictions:
             self._preempt_now(request, drop_stale_output=True)
         else:
             release_kv(self.scheduler, request)
+        if has_prompt_logprobs(request) and not request.num_output_tokens:
+            # The dropped output may have had them. The first model runner makes them again only for a new request.
+            self.scheduler.finished_req_ids.add(request.request_id)
+            request.status = RequestStatus.WAITING
 
     def _preempt_now(self, request: StreamRequest, *, drop_stale_output: bool = False) -> None:
+        """Preempt a running request in vLLM. Its output in flight is dropped if a KV connector hands over the KV of
+        finished requests: the request could finish from that output, without KV."""
+        drop_stale_output = drop_stale_output or self.scheduler.requires_kv_delivery
         self.preempt_in_vllm(request, time.monotonic(), drop_stale_output)
         self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)

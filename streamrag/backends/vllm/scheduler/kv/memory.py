@@ -14,6 +14,7 @@ from streamrag.backends.vllm.scheduler.kv.later_hits import LaterHits
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.engine import RequestView
 from streamrag.engine.rules import NextBlock
+from streamrag.engine.walk import Wait
 from streamrag.records import KvHeld, KvUse
 
 
@@ -22,7 +23,7 @@ class _Hit(NamedTuple):
 
     blocks: KVCacheBlocks  # blocks in the prefix cache
     num_local: int  # number of tokens in these blocks, or in those that the request holds
-    num_tokens: int  # number of tokens, including those that would be loaded from host memory
+    num_tokens: int  # number of tokens, including those that would be loaded
 
 
 class KvMemory:
@@ -44,12 +45,15 @@ class KvMemory:
         self._hits: dict[str, _Hit] = {}
         self._found: dict[str, Sequence[KVCacheBlock]] = {}
         self.num_free_blocks = 0
+        self.awaits_connector = False
+        """Whether a third-party connector could not say yet what it would load of a partial prompt."""
 
     def start_step(self) -> None:
         """Discard the lookups of the last step, and count the free blocks."""
         self.end_step()
         self._manager.new_step_starts()  # states of Mamba layers that the last step computes may be used from now on
         self.num_free_blocks = self._manager.block_pool.get_num_free_blocks()
+        self.awaits_connector = False
 
     def end_step(self) -> None:
         """Discard all lookups, because requests may be gone by the next step."""
@@ -105,8 +109,31 @@ class KvMemory:
                 request.view = None
         return self._hits[view.request_id]
 
+    def connector_wait(self, request: RequestView) -> Wait | None:
+        """Return how a partial prompt without KV has to wait for a third-party connector; None if it need not.
+
+        It waits until it is complete (`MEMORY`) if the connector would load it between steps, when a chunk may change
+        it, or as a whole: vLLM admits none without a token to compute.
+        """
+        if request.num_blocks:
+            return None
+        vllm_request, hit = self._requests[request.request_id], self._hit(request)
+        num_aligned = hit.num_local - hit.num_local % self._scheduler.block_size
+        # Without an effect, by the connectors' interface: vLLM will ask again.
+        num_loaded, is_async = self._scheduler.connector.get_num_new_matched_tokens(vllm_request, num_aligned)
+        self.awaits_connector |= num_loaded is None
+        if num_loaded is None:
+            return Wait.SKIP
+        if vllm_request.skip_reading_prefix_cache or num_aligned + num_loaded <= hit.num_local:
+            return None
+        self._hits[request.request_id] = hit._replace(num_tokens=num_aligned + num_loaded)
+        return Wait.MEMORY if is_async or num_aligned + num_loaded >= request.num_tokens else None
+
     def num_present_tokens(self, request: RequestView) -> int:
-        """Return how many leading tokens a request holds, or finds in caches, so that they are not computed."""
+        """Return how many leading tokens a request need not compute, because it holds them or finds them in caches: all
+        while a third-party connector looks them up."""
+        if self._requests[request.request_id].awaits_connector:
+            return request.num_tokens
         if not request.num_blocks:
             return self._hit(request).num_tokens
         found = self._find_later_hits(request)
@@ -157,6 +184,8 @@ class KvMemory:
         watermark, and is enough for the whole prompt if vLLM reserves for that.
         """
         vllm_request = self._requests[request.request_id]
+        if vllm_request.awaits_connector:
+            return 0
         if found := self._found.get(request.request_id):
             return self._num_needed_with(vllm_request, found, self.num_present_tokens(request) + num_tokens)
         is_running = vllm_request.status == RequestStatus.RUNNING
@@ -195,6 +224,9 @@ class KvMemory:
             apply_admission_cap=is_whole,
             prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
         )
+
+    def can_evict(self, request: RequestView) -> bool:
+        return self._scheduler._request_blocks_can_be_freed(self._requests[request.request_id])
 
     def num_blocks_freed(self, request: RequestView) -> int:
         held = (group.req_to_blocks.get(request.request_id, ()) for group in self.groups)
