@@ -89,8 +89,13 @@ class Checks:
         request_class, options = self.scenario.request_classes.get(name), self.scenario.options
         is_data = request_class == "stream" and options.get("data_high_water") is not None
         may_wait = not client.is_complete and (is_data or not self.scenario.can_partial_evict)
+        # A prompt of which a connector would load KV between steps waits until it is complete.
+        waits_for_connector = self.scenario.remote is not None and self.scenario.remote.may_load
+        may_wait |= waits_for_connector and not client.is_complete
         check(may_wait, f"{name} was forgotten")
         check(client.num_acknowledged == client.num_chunks, f"{name} does not hear that it waits for memory")
+        if waits_for_connector:
+            return
         request = scheduler.requests[client.request_id]
         memory = scheduler.plugin.kv_memory
         memory.start_step()

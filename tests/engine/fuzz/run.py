@@ -214,7 +214,9 @@ class Run:
                 client.started_at = num_steps
                 self._check_overtaken(client)
             if self.pause is not None:
-                may_run = self.pause.mode == "wait" and client.started_at <= self._paused_at
+                # vLLM starts what a connector has loaded for, as it holds blocks.
+                may_load = self.scenario.remote is not None and self.scenario.remote.may_load
+                may_run = self.pause.mode == "wait" and (may_load or client.started_at <= self._paused_at)
                 check(may_run, f"{client.name} runs in a pause")
 
     def _keep_plan(self, make_plan: Callable[[], Any]) -> Callable[[], Any]:

@@ -1,9 +1,10 @@
 """What must hold beside a third-party KV connector: in each plan and step, and when a request hands over its KV."""
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from .clients import check
 from .connector import Connected, ScriptedConnector
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from .run import Run
 
 __all__ = ["TransferChecks"]
+
+MOST_UNASKED = 2
+"""Such steps, at most: a request that has just come, and one whose slot was not known to be free."""
 
 
 def reaches_max_tokens(request: Request) -> bool:
@@ -34,7 +38,9 @@ class TransferChecks:
         self.runner.keeps_first_block = self.scheduler.recompute_kv_load_failures
         self.runner.is_computing = lambda: bool(run.engine._in_flight)
         self.must_ask_all = run.scenario.asks_all
-        self.unasked_since: dict[str, int] = {}
+        self.ever_asked: set[str] = set()
+        self.num_unasked: Counter[str] = Counter()
+        """Steps with room, per request, in which the connector was not asked about it."""
         handle = self.scheduler._handle_invalid_blocks
 
         def watch(block_ids: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
@@ -72,10 +78,14 @@ class TransferChecks:
             return
         for request in scheduler.waiting:
             name = request.request_id
+            if request.status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+                continue
             is_free = request.num_computed_tokens == 0 and not request.num_stale_output_tokens
-            is_new = self.unasked_since.setdefault(name, self.run.engine.num_steps) == self.run.engine.num_steps
-            is_asked = name in self.connector.asked or not is_free or is_new
-            check(is_asked, f"{name} is not asked about, although there is room for it")
+            if is_free and name not in self.connector.asked and name not in self.ever_asked:
+                self.num_unasked[name] += 1
+                is_soon = self.num_unasked[name] <= MOST_UNASKED
+                check(is_soon, f"{name} is not asked about, although there is room for it")
+        self.ever_asked |= self.connector.asked
 
     def _on_hand_over(self, request: Request, block_ids: list[int], is_sent: bool) -> None:
         self.met["hand-overs"] += is_sent

@@ -69,7 +69,7 @@ def _hand_over(rng: random.Random, scenario: Scenario) -> Scenario:
 
 def _loads(rng: random.Random, scenario: Scenario) -> Scenario:
     """An engine that is given KV: late, in the background or at once, and some of it fails."""
-    scenario = _with_plain(rng, scenario, share=1.0)
+    scenario = _with_plain(rng, scenario, share=rng.choice([0.3, 1.0]))
     remote = Remote(
         scenario.seed,
         rng.choice(["kv_consumer", "kv_consumer", "kv_both"]),
