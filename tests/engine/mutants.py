@@ -1052,14 +1052,6 @@ MUTANTS = (
         60,
         first=FIRST_SEED,
     ),
-    Mutant(
-        "the second runner loses log-probabilities of prompts with the slot",
-        QUEUES,
-        "            if has_prompt_logprobs(request):\n",
-        "            if False:\n",
-        800,
-        first=FIRST_SEED,
-    ),
     # Routers have no part in the fuzz.
     Mutant("a query counts twice", TRACKER, "        self.ended(query_id)\n", "", 0, TRACKER_TEST),
     Mutant("first tokens count twice", TRACKER, "            query.is_queued = False\n", "", 0, TRACKER_TEST),
