@@ -116,7 +116,7 @@ vllm: .venv/installed ## VERSION=0.33.0: the scheduler with the sources of a rel
 models: .venv/installed ## architectures of models on the real engine, streamed prompts beside fresh requests; ten minutes
 	$(RUN) -m pytest -q tests/backends/vllm/test_architectures.py
 
-gpu: ## with GPU_PYTHON=python3, which has vLLM for CUDA: exactness, step and copy times, four arms beside the simulator; resumable; WHEELS=FOLDER installs from there
+gpu: ## with GPU_PYTHON=python3, which has vLLM for CUDA, a quarter of an hour: copies, exactness, loads beside the simulator; resumable; results in $$OUT; WHEELS=FOLDER installs from there
 	$(if $(WHEELS),$(GPU_PYTHON) -m pip install --no-index --find-links $(WHEELS) --editable '.[vllm,bench]')
 	$(GPU_PYTHON) -m experiments.gpu
 

@@ -175,7 +175,7 @@ def measure(kind: str, folder: Path, work: Path, is_slow: bool) -> dict[str, Any
         stages = [{"after": after, "until": until} for after, until in pairwise([0, *ends])]
     else:
         searcher = diskann.DiskAnnSearcher(**options)
-        stages = [{"complexity": length, "beam_width": 8} for length in LENGTHS]
+        stages = [{"complexity": length} for length in LENGTHS]
     opened = searcher._open_index()
     num_queries = NUM_SLOW_QUERIES if is_slow else NUM_QUERIES
     times = np.zeros((num_queries, len(stages)))

@@ -31,8 +31,7 @@ from vllm.v1.request import Request
 from streamrag.backends.simulated.blind_runner import BlindRunner
 from streamrag.backends.simulated.client import by_parts
 from streamrag.backends.simulated.config import EngineShape
-from streamrag.backends.simulated.engine import SimulatedEngine
-from streamrag.backends.simulated.hashing import quick_block_hasher
+from streamrag.backends.simulated.engine import SimulatedEngine, quick_block_hasher
 from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.client.arguments import NUM_DRAFT_TOKENS, scheduler_args
 from streamrag.backends.vllm.client.processes import CPU_BLOCK_SIZE

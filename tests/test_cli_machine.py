@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from streamrag.backends.vllm.client.host_memory import CopyTrial
 from streamrag.cli import main
 from streamrag.cli.doctor import machine
 from streamrag.errors import MissingDependencyError, install_line
@@ -122,6 +123,39 @@ def test_memory_is_that_of_the_dtype_in_which_a_model_is_loaded(
     assert f"model: {needs}" in out
 
 
+def test_the_model_runner_and_a_new_trial_of_host_memory_are_told(doctor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, out = doctor()
+    assert "model runner: V1, because vLLM has no Triton for this device\n" in out
+    assert "host memory: no trial is needed on a CPU\n" in out
+    asked: list[bool] = []
+
+    def result(why_not: str | None) -> None:
+        async def try_host_memory(*, anew: bool) -> CopyTrial:
+            asked.append(anew)
+            return CopyTrial(why_not)
+
+        monkeypatch.setattr(machine, "try_host_memory", try_host_memory)
+
+    result(None)
+    status, out = doctor()
+    assert "host memory: copies of KV work\n" in out
+    result("its process was ended by signal 11, Segmentation fault")
+    status, out = doctor()
+    assert status == 0
+    assert "host memory: not used, because a trial of its copies failed: its process was ended by signal 11" in out
+    assert "optional: KV in host memory: try another driver of the device" in out
+    assert asked == [True, True]
+
+
+@pytest.mark.parametrize(("setting", "is_v2"), [("0", False), ("1", True)])
+def test_the_model_runner_that_the_environment_chooses_is_told(
+    doctor: Any, monkeypatch: pytest.MonkeyPatch, setting: str, is_v2: bool
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", setting)
+    _, out = doctor()
+    assert f"model runner: V{1 + is_v2}, by VLLM_USE_V2_MODEL_RUNNER\n" in out
+
+
 def test_a_cpu_without_avx2_is_refused(doctor: Any) -> None:
     status, out = doctor(capabilities=WITHOUT_BFLOAT16 | {"avx2": False})
     assert status == 1
@@ -144,6 +178,8 @@ def test_what_is_missing_has_its_install_line(
     assert main(["doctor", "--port", "1", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["engine"] == "none"
+    assert found["model_runner"] == "not known without a supported vLLM"
+    assert found["host_memory"] == "not tried without a supported vLLM"
     assert not found["can_serve"]
     assert f"streamrag serve: {install_line('serve')}" in found["problems"]
     assert any("vLLM is not installed" in problem for problem in found["problems"])

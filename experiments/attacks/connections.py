@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 NUM_CONNECTIONS = 12
+NUM_SOCKETS = 150
 REOPEN_S = 0.25
 HEADS_PER_S = 25
 PIECE_BYTES = 65_536
@@ -235,6 +236,23 @@ async def empty_messages(port: int, key: str | None, seconds: float) -> str:
     return await flood_all(port, seconds, socket(key), lambda: itertools.repeat(repeated(frame(TEXT))))
 
 
+async def unused_openings(port: int, key: str | None, seconds: float) -> str:
+    """Open questions of a megabyte on 150 sockets, one wide character in each, and use none of them."""
+    history = [{"role": "user", "content": "\U0001f600" + "x" * 1_000_000}]
+    opening = json.dumps({"type": "open", "id": "q", "history": history}, ensure_ascii=False).encode()
+
+    async def hold() -> None:
+        async with connected(port) as (reader, writer):
+            writer.write(socket(key, path="/v1/ask/socket") + frame(TEXT, opening))
+            await drop(reader)
+            await asyncio.Event().wait()
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asyncio.gather(*(hold() for _ in range(NUM_SOCKETS)), return_exceptions=True)
+    return f"{NUM_SOCKETS} sockets, {NUM_SOCKETS * len(opening) / 1e6:.0f} MB"
+
+
 async def compressed_messages(port: int, key: str | None, seconds: float) -> str:
     """Send messages that inflate a thousandfold."""
     deflate = zlib.compressobj(9, zlib.DEFLATED, -15)
@@ -262,6 +280,7 @@ ATTACKS: dict[str, Callable[[int, str | None, float], Coroutine[Any, Any, str]]]
         pings,
         unread_pings,
         empty_messages,
+        unused_openings,
         compressed_messages,
     )
 }

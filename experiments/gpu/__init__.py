@@ -1,1 +1,1 @@
-"""What only a GPU can show: exactness there, the time of steps and copies, streaming under load. See `__main__`."""
+"""What only a GPU can show: copies of KV, exactness there, streaming under load. See `__main__`."""

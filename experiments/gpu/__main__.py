@@ -1,18 +1,23 @@
-"""All measurements that need a GPU, in one command that needs no network: `make gpu`.
+"""What a GPU is lent for a quarter of an hour can show, in one command that needs no network: `make gpu`.
 
-    python -m experiments.gpu [--device cpu] [--only PART,...] [--output FOLDER]
+    python -m experiments.gpu [--device cpu] [--only PART,...] [--seconds 900] [--output FOLDER]
 
-device     what the machine has, and how fast it copies between device and host
-exact      answers to streamed prompts compared with those to whole prompts, in float32, short of memory
-bfloat16   the same in the dtype in which models are served
-invariant  the same with vLLM's batch-invariant kernels, where no difference should remain
-profile    the times to recompute and to copy KV, as a hardware profile
-copies     do steps take longer while KV is copied beside them?
-loads      no streaming, warming, vLLM's sessions and streaming at three loads; what our scheduler adds to a step
-predict    the same loads in the simulator, with the measured profile; needs no GPU
+probe    2 minutes: what the machine has; 1,000 KV blocks are copied each way without an engine, as engines copy them
+swap     3 minutes: streamed answers in float32, with memory for a third of the prompts and the rest in host memory
+loads    6 minutes: an 8B model, crawls and searches, streaming and not, for one user and at 60 % of saturation
+predict  2 minutes: the same loads in the simulator, with the steps and copies measured in `loads`; needs no GPU
 
-Each part is a process of its own with a time limit. Finished parts are kept in FOLDER, and the same command goes on
-with the others. The end of each run writes the page, experiments/results/gpu.md.
+Only with --only, because each takes minutes more:
+
+exact, bfloat16, invariant  as `swap`, with all that vLLM's own scheduler answers; in the dtype in which models are
+         served; and with vLLM's batch-invariant kernels, where no difference should remain
+profile  the times to recompute and to copy KV, as a hardware profile
+copies   do steps take longer while KV is copied beside them?
+
+Each part is a process of its own, stopped at its limit or when the time of all is over, and writes its results as they
+come. The same command keeps finished parts, and goes on with the others. FOLDER is $OUT/gpu, or bench-results/gpu. The
+page with the results so far, gpu.md in $OUT or experiments/results, is written anew after each part. `--device cpu` is
+a rehearsal with tiny models, in a folder of its own.
 
 An installation without FlashInfer or DeepGEMM needs
 --engine-args '{"attention_backend": "FLASH_ATTN", "compilation_config": {"mode": 0, "custom_ops": ["all"]}}'
@@ -21,11 +26,13 @@ An installation without FlashInfer or DeepGEMM needs
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +40,9 @@ from .engines import ENVIRONMENT, SIZES, Device, measured_model
 from .page import write_page
 
 EXPERIMENTS = Path(__file__).parent.parent
-PAGE = EXPERIMENTS / "results" / "gpu.md"
-NAMES = ("device", "exact", "bfloat16", "invariant", "profile", "copies", "loads", "predict")
+NAMES = ("probe", "swap", "loads", "predict")
+MORE_NAMES = ("exact", "bfloat16", "invariant", "profile", "copies")
+LIMIT_S = 900.0
 
 
 class Part(NamedTuple):
@@ -47,27 +55,25 @@ class Part(NamedTuple):
 def make_parts(device: Device, engine_args: Mapping[str, Any], model: Path, output: Path) -> dict[str, Part]:
     """Return the parts by name. Each writes NAME.json in `output`, but `predict` adds to that of `loads`."""
     sizes = SIZES[device]
-    files = {name: str(output / f"{name}.json") for name in NAMES}
+    files = {name: str(output / f"{name}.json") for name in (*NAMES, *MORE_NAMES)}
     args, measured = json.dumps(engine_args), json.dumps({**sizes.engine_args, **engine_args})
-    exact = ("-m", "experiments.gpu.exact", "--device", device)
-    as_served = (*exact, "--engine-args", args)
+    exact = ("-m", "experiments.gpu.exact", "--device", device, "--engine-args")
+    float32 = (*exact, json.dumps({**engine_args, **sizes.float32_args}))
     loads = ("-m", "experiments.gpu.loads", "--device", device, "--json", files["loads"])
     profile = ("-m", "streamrag", "profile", "--no-plot", "--max-model-len", str(sizes.max_model_len))
     copies = ("experiments/copy_overlap.py", "--model", str(model), "--engine-args", measured)
     return {
-        "device": Part(60, ("-m", "experiments.gpu.device", "--json", files["device"])),
-        "exact": Part(
-            300,
-            (*exact, "--engine-args", json.dumps({**engine_args, **sizes.float32_args}), "--json", files["exact"]),
-        ),
-        "bfloat16": Part(300, (*as_served, "--json", files["bfloat16"])),
-        "invariant": Part(300, (*as_served, "--invariant", "--json", files["invariant"])),
+        "probe": Part(120, ("-m", "experiments.gpu.device", "--device", device, "--json", files["probe"])),
+        "swap": Part(180, (*float32, "--alone", "--json", files["swap"])),
+        "loads": Part(360, (*loads, "--engine-args", args)),
+        "predict": Part(120, (*loads, "--predict")),
+        "exact": Part(300, (*float32, "--json", files["exact"])),
+        "bfloat16": Part(300, (*exact, args, "--json", files["bfloat16"])),
+        "invariant": Part(300, (*exact, args, "--invariant", "--json", files["invariant"])),
         "profile": Part(
             420, (*profile, "--model", str(model), "--engine-args", measured, "--output", files["profile"])
         ),
         "copies": Part(300, (*copies, "--json", files["copies"])),
-        "loads": Part(900, (*loads, "--engine-args", args)),
-        "predict": Part(600, (*loads, "--predict")),
     }
 
 
@@ -77,15 +83,15 @@ def run(name: str, part: Part, output: Path) -> bool:
     if done.exists():
         print(f"{name}: kept")
         return True
+    if part.limit_s <= 0:
+        print(f"{name}: no time left")
+        return False
     start_s = time.monotonic()
-    print(f"{name} ...", flush=True)
-    try:
-        with log.open("w") as file:
-            command = [sys.executable, *part.arguments]
-            subprocess.run(command, check=True, stdout=file, stderr=file, timeout=part.limit_s, cwd=EXPERIMENTS.parent)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        what = f"not done after {part.limit_s:.0f} s" if isinstance(error, subprocess.TimeoutExpired) else "failed"
-        print(f"{name}: {what}; the last lines of {log}:")
+    print(f"{name}, at most {part.limit_s:.0f} s ...", flush=True)
+    with log.open("w") as file:
+        status = call([sys.executable, *part.arguments], part.limit_s, file)
+    if status != 0:
+        print(f"{name}: {f'not done after {part.limit_s:.0f} s' if status is None else 'failed'}; last lines of {log}:")
         print(*log.read_text(errors="replace").splitlines()[-25:], sep="\n", flush=True)
         return False
     print(f"{name}: done in {time.monotonic() - start_s:.0f} s", flush=True)
@@ -93,29 +99,52 @@ def run(name: str, part: Part, output: Path) -> bool:
     return True
 
 
+def call(command: Sequence[str], limit_s: float, file: Any) -> int | None:
+    """Return the exit status of a command, or None if it was stopped at its limit. At the end no process of it is left:
+    an engine would keep the memory that the next part needs."""
+    process = subprocess.Popen(command, stdout=file, stderr=file, cwd=EXPERIMENTS.parent, start_new_session=True)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", choices=SIZES, default="cuda", help="cpu tries the programs with a tiny model")
+    out = os.environ.get("OUT")
+    parser.add_argument("--device", choices=SIZES, default="cuda", help="cpu is a rehearsal with tiny models")
     parser.add_argument("--engine-args", type=json.loads, default={}, metavar="JSON", help="of vLLM, in all parts")
     parser.add_argument("--only", default=",".join(NAMES), metavar="PART,...", help="of the parts above")
-    parser.add_argument("--output", type=Path, default=Path("bench-results/gpu"), metavar="FOLDER")
-    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="default: experiments/results/gpu.md")
+    parser.add_argument("--seconds", type=float, default=LIMIT_S, metavar="S", help="of all parts (%(default)g)")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="for results, logs and what is done")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="for the page")
     arguments = parser.parse_args()
+    end_s = time.monotonic() + arguments.seconds
     chosen = arguments.only.split(",")
-    if unknown := set(chosen) - set(NAMES):
-        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
+    if unknown := set(chosen) - {*NAMES, *MORE_NAMES}:
+        parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join((*NAMES, *MORE_NAMES))}")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    output = arguments.output.resolve()
+    is_real = arguments.device == "cuda"
+    output = (arguments.output or Path(out or "bench-results", "gpu" if is_real else "gpu-rehearsal")).resolve()
+    page = arguments.page or (EXPERIMENTS / "results" / "gpu.md" if is_real and not out else output / "gpu.md")
     output.mkdir(parents=True, exist_ok=True)
+    are_done = []
     with tempfile.TemporaryDirectory(prefix="streamrag-") as folder:
-        model = measured_model(arguments.device, Path(folder))
-        parts = make_parts(arguments.device, arguments.engine_args, model, output)
-        are_done = [run(name, part, output) for name, part in parts.items() if name in chosen]
-    write_page(output, arguments.page)
-    print(f"page: {arguments.page}")
+        parts = make_parts(
+            arguments.device, arguments.engine_args, measured_model(arguments.device, Path(folder)), output
+        )
+        for name in chosen:
+            part = parts[name]
+            are_done.append(run(name, part._replace(limit_s=min(part.limit_s, end_s - time.monotonic())), output))
+            write_page(output, page)
+    print(f"page: {page}")
     return 0 if all(are_done) else 1
 
 

@@ -64,8 +64,8 @@ class Sizes:
     """Longest prompt and answer of the model whose time is measured."""
     window_s: float
     """Seconds in which a load's queries arrive."""
-    num_decodes: int
-    """Requests that decode at a time, to measure the scheduler's share of a step."""
+    num_alone: int
+    """Queries of one user."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     """Of the engine whose time is measured."""
     float32_args: Mapping[str, Any] = field(default_factory=dict)
@@ -79,7 +79,7 @@ SIZES: Mapping[Device, Sizes] = {
         chunk_tokens=(250, 550),
         max_model_len=16_384,
         window_s=8.0,
-        num_decodes=64,
+        num_alone=5,
         engine_args={"load_format": "dummy", "gpu_memory_utilization": 0.9},
         float32_args={"dtype": "float32", "attention_backend": "TRITON_ATTN"},
     ),
@@ -89,7 +89,7 @@ SIZES: Mapping[Device, Sizes] = {
         chunk_tokens=(30, 60),
         max_model_len=4_096,
         window_s=3.0,
-        num_decodes=8,
+        num_alone=2,
     ),
 }
 

@@ -1,11 +1,12 @@
 """Does a streamed prompt get the same answer as one that is sent whole, with many at once and too little memory?
 
-    python -m experiments.gpu.exact --device cuda|cpu [--engine-args JSON] [--invariant] --json FILE
+    python -m experiments.gpu.exact --device cuda|cpu [--engine-args JSON] [--invariant] [--alone] --json FILE
 
 vLLM's own scheduler answers each prompt alone, then all at once, and in pieces through its prefix cache; these show
-what rounding does. Then all prompts are streamed at once with memory for a third of them, so that the scheduler may
-have to preempt (`preempted` says how often), copy to host memory and recompute: appended, and updated with chunks that
-are withdrawn again. What a wrong KV entry would do is shown by a prompt of which one chunk of twelve is another.
+what rounding does. What a wrong KV entry would do is shown by a prompt of which one chunk of twelve is another.
+`--alone` leaves all of these out but the first. Then all prompts are streamed at once with memory for a third of them,
+so that the scheduler may have to preempt (`preempted` says how often), copy to host memory and recompute: appended, and
+updated with chunks that are withdrawn again.
 
 Compared are the log-probabilities of the answers, up to and including the first token that differs.
 """
@@ -28,9 +29,11 @@ from streamrag.backends.vllm.client.arguments import scheduler_args
 from streamrag.backends.vllm.client.processes import EngineProcesses
 from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
+from streamrag.backends.vllm.facts import engine_facts
 from streamrag.bench.provenance import versions
 from streamrag.core import SamplingParams
 from streamrag.engine.recompute_or_swap import EvictionMode
+from streamrag.records import RequestRecord
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 
@@ -85,8 +88,10 @@ async def ask(engine: "AsyncLLM", name: str, prompt: Sequence[int]) -> Answer:
     return answer
 
 
-async def by_vllm(engine: "AsyncLLM", prompts: Sequence[Chunks], sizes: Sizes) -> Answers:
+async def by_vllm(engine: "AsyncLLM", prompts: Sequence[Chunks], sizes: Sizes, *, only_alone: bool) -> Answers:
     wholes = [whole_of(chunks) for chunks in prompts]
+    if only_alone:
+        return {ALONE: [await ask(engine, f"{ALONE} {number}", whole) for number, whole in enumerate(wholes)]}
     answers: Answers = {way: [] for way in (ALONE, AGAIN, PIECES, OTHER)}
     for number, (chunks, whole) in enumerate(zip(prompts, wholes, strict=True)):
         other = whole_of([*chunks[:3], make_chunk(random.Random(-number - 1), sizes), *chunks[4:]])
@@ -100,22 +105,31 @@ async def by_vllm(engine: "AsyncLLM", prompts: Sequence[Chunks], sizes: Sizes) -
     return answers
 
 
-async def by_streaming(engine: "AsyncLLM", prompts: Sequence[Chunks], sizes: Sizes) -> tuple[Answers, dict[str, int]]:
-    """Stream all prompts at once, appending and then updating; also return how often each way was preempted."""
+async def by_streaming(
+    engine: "AsyncLLM", prompts: Sequence[Chunks], sizes: Sizes
+) -> tuple[Answers, dict[str, dict[str, int]]]:
+    """Stream all prompts at once, appending and then updating; also return each way's numbers of preemptions, and of
+    tokens whose KV was saved to host memory and loaded from it."""
     streams = TokenStreams(engine)
     answers: Answers = {}
-    num_preempted = {}
+    counts: dict[str, dict[str, int]] = {name: {} for name in ("preempted", "tokens_saved", "tokens_loaded")}
     for way in STREAMED:
         await engine.reset_prefix_cache()
         streamed = [stream(streams, chunks, way, number, sizes) for number, chunks in enumerate(prompts)]
         found = await asyncio.gather(*streamed)
         answers[way] = [answer for answer, _ in found]
-        num_preempted[way] = sum(num for _, num in found)
-    return answers, num_preempted
+        preemptions = [preemption for _, record in found for preemption in record.preemptions]
+        counts["preempted"][way] = len(preemptions)
+        counts["tokens_saved"][way] = sum(preemption.num_tokens_saved for preemption in preemptions)
+        counts["tokens_loaded"][way] = sum(record.num_loaded for _, record in found)
+        print(way, {name: of[way] for name, of in counts.items()}, flush=True)
+    return answers, counts
 
 
-async def stream(streams: TokenStreams, chunks: Chunks, way: str, number: int, sizes: Sizes) -> tuple[Answer, int]:
-    """Return the answer to a prompt whose chunks come at random times, and how often it was preempted."""
+async def stream(
+    streams: TokenStreams, chunks: Chunks, way: str, number: int, sizes: Sizes
+) -> tuple[Answer, RequestRecord]:
+    """Return the answer to a prompt whose chunks come at random times, and the engine's record of it."""
     rng = random.Random(f"{way} {number}")
     first, *rest = accumulate(chunks)
     answer: Answer = []
@@ -131,23 +145,26 @@ async def stream(streams: TokenStreams, chunks: Chunks, way: str, number: int, s
             if isinstance(event, StreamedTokens):
                 answer += pairs(event)
     assert growing.record
-    return answer, len(growing.record.preemptions)
+    return answer, growing.record
 
 
 def pairs(part: Any) -> Answer:
     return [(token, of[token].logprob) for token, of in zip(part.token_ids, part.logprobs, strict=True)]
 
 
-async def measure(model: Path, engine_args: Mapping[str, Any], sizes: Sizes, eviction: EvictionMode) -> dict[str, Any]:
+async def measure(
+    model: Path, engine_args: Mapping[str, Any], sizes: Sizes, eviction: EvictionMode, *, only_alone: bool = False
+) -> dict[str, Any]:
     prompts = [make_chunks(random.Random(number), sizes) for number in range(sizes.num_prompts)]
     longest = NUM_CHUNKS * sizes.chunk_tokens[1] + sizes.chunk_tokens[1] + NUM_ANSWER_TOKENS
     engine_args = {"max_model_len": longest, **engine_args}
     async with running(model, engine_args) as engine:
-        answers = await by_vllm(engine, prompts, sizes)
+        answers = await by_vllm(engine, prompts, sizes, only_alone=only_alone)
         print({way: compared(of, answers[ALONE]) for way, of in answers.items()}, flush=True)
         facts = {
             "dtype": str(engine.vllm_config.model_config.dtype).removeprefix("torch."),
             "is_async": bool(engine.vllm_config.scheduler_config.async_scheduling),
+            "model_runner": engine_facts(engine.vllm_config).model_runner,
         }
         block_size = engine.vllm_config.cache_config.block_size
     gc.collect()
@@ -157,12 +174,14 @@ async def measure(model: Path, engine_args: Mapping[str, Any], sizes: Sizes, evi
     host = {} if eviction == "recompute" else {"host_kv_bytes": 1 << 30}
     ours = scheduler_args("streaming", "fcfs", None, {}, eviction=eviction, **host)
     async with running(model, {**engine_args, **short, **ours}) as engine:
-        streamed, num_preempted = await by_streaming(engine, prompts, sizes)
+        if engine.vllm_config.kv_transfer_config is None:
+            eviction = "recompute"  # what is left of host memory where the trial of its copies failed
+        streamed, counts = await by_streaming(engine, prompts, sizes)
     gc.collect()
     answers |= streamed
-    rows = {way: compared(answers[way], answers[ALONE]) for way in WAYS}
-    facts["eviction"] = eviction
-    return {**facts, "num_prompts": len(prompts), "num_tokens": num_tokens, "preempted": num_preempted, "ways": rows}
+    rows = {way: compared(answers[way], answers[ALONE]) for way in WAYS if way in answers}
+    sizes_of = {"num_prompts": len(prompts), "num_tokens": num_tokens, "block_size": block_size}
+    return {**facts, "eviction": eviction, **sizes_of, **counts, "ways": rows}
 
 
 def compared(answers: Sequence[Answer], alone: Sequence[Answer]) -> dict[str, Any]:
@@ -184,6 +203,7 @@ def main() -> None:
     parser.add_argument("--engine-args", type=json.loads, default={}, metavar="JSON", help="of vLLM")
     parser.add_argument("--eviction", choices=get_args(EvictionMode), default="swap", help="default: %(default)s")
     parser.add_argument("--invariant", action="store_true", help="with VLLM_BATCH_INVARIANT=1")
+    parser.add_argument("--alone", action="store_true", help="compare streamed prompts with prompts alone only")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     arguments = parser.parse_args()
     set_environment()
@@ -192,7 +212,7 @@ def main() -> None:
     sizes = SIZES[device]
     with tempfile.TemporaryDirectory(prefix="streamrag-") as folder:
         model = make_tiny_llama(Path(folder, "model"), vocab_size=VOCABULARY, **sizes.exact_model)
-        row = asyncio.run(measure(model, arguments.engine_args, sizes, arguments.eviction))
+        row = asyncio.run(measure(model, arguments.engine_args, sizes, arguments.eviction, only_alone=arguments.alone))
     row |= {"versions": versions(), "engine_args": arguments.engine_args, "is_batch_invariant": arguments.invariant}
     write_atomic(arguments.json, json.dumps(row, indent=1) + "\n")
     print(json.dumps({"preempted": row["preempted"], **row["ways"]}, indent=1))

@@ -1,13 +1,13 @@
-"""The four arms at three loads on the real engine, and what the simulator predicts from steps measured beside them.
+"""Streaming beside not streaming on the real engine, and what the simulator predicts from what is measured beside them.
 
     python -m experiments.gpu.loads --device cuda|cpu [--engine-args JSON] --json FILE
     python -m experiments.gpu.loads --predict --json FILE
 
-Crawls are generated with the paper's statistics; gaps between chunks are a quarter of the paper's, so that a run takes
-seconds. Queries arrive at the rates that keep the engine busy for 0.33, 0.6 and 0.85 of the time, by its measured
-profile. Arms that run vLLM's own scheduler share an engine. Each engine also decodes a batch, which shows what our
-scheduler adds to a step. FILE is written after each run, and the same command goes on there. The prediction needs no
-device.
+Crawls and searches are generated with the paper's statistics; gaps between chunks are a quarter of the paper's, so that
+a run takes seconds. One user asks when the last answer is there; many keep an engine that does not stream busy for 60 %
+of the time, by its measured profile. Both arms run on one engine with our scheduler and its defaults. FILE is written
+after each run, and the same command goes on there. Copies are measured at the end, once the engine has stopped. The
+prediction needs no device.
 """
 
 import argparse
@@ -15,38 +15,39 @@ import asyncio
 import gc
 import json
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from streamrag.backends.measured.engine import EngineClient
+from streamrag.backends.vllm.facts import EngineFacts
 from streamrag.bench import simulate
 from streamrag.bench.cell import Arm, CellResult, CellSettings
-from streamrag.bench.profile.step_times import FreshTokens, answer, measure_profile
+from streamrag.bench.profile.copies import measure_copies
+from streamrag.bench.profile.step_times import measure_profile
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import spread
 from streamrag.bench.wall import engine_for, play_cell
-from streamrag.bench.workload import NUM_TAIL_TOKENS, fit_contexts, load_trace, make_load
-from streamrag.engine.costs.profile_files import save_profile
-from streamrag.engine.costs.step_profiles import TableProfile
+from streamrag.bench.workload import fit_contexts, load_trace, longest_prompt, make_load
+from streamrag.engine.costs.profile_files import load_profile, save_profile
+from streamrag.engine.costs.step_profiles import TableProfile, recompute_s
 from streamrag.support.files import write_atomic
-from streamrag.trace.values import TracedAppend, TracedQuery
+from streamrag.trace.values import Trace, TracedQuery
 
 from .engines import SIZES, Device, Sizes, measured_model, set_environment
 
-LOADS = {"light": 0.33, "medium": 0.6, "heavy": 0.85}
-"""The share of the time in which the engine should compute, by its profile."""
+ARMS: tuple[Arm, ...] = ("no-streaming", "streaming")
+WORKLOADS = {"crawls": "crawler", "searches": "anns"}
+ONE_USER, MANY = "one user", "60 % busy"
+SHARE = 0.6
+"""Of the time in which many users keep an engine busy that does not stream."""
 DELAY = 0.25
 BUDGET, NUM_SEQS = 2_048, 128
 NUM_OUTPUT_TOKENS = 16
+PAUSE_S = 0.5  # of one user, for the answer
 FEWEST, MOST = 6, 200
-"""Queries of a load."""
-DECODE_TOKENS = 128
-ENGINES: tuple[tuple[Arm, ...], ...] = (("no-streaming", "warming", "stock-sessions"), ("streaming",))
+"""Queries of many users."""
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Found:
 
     @classmethod
     def read(cls, path: Path) -> "Found":
-        return cls(path, json.loads(path.read_text()) if path.exists() else {"cells": {}, "decode": {}})
+        return cls(path, json.loads(path.read_text()) if path.exists() else {"cells": {}})
 
     def write(self) -> None:
         write_atomic(self.path, json.dumps(self.values, indent=1) + "\n")
@@ -71,14 +72,18 @@ class Found:
     def has(self, load: str, arm: Arm) -> bool:
         return arm in self.values["cells"].get(load, {})
 
+    @property
+    def is_done(self) -> bool:
+        loads = self.values.get("loads", {})
+        return bool(loads) and all(self.has(load, arm) for load in loads for arm in ARMS)
 
-def cell(arm: Arm, sizes: Sizes, **of: Any) -> CellSettings:
-    """Return the settings of a cell; `of` has the model or the profile, and the load's rate and queries."""
+
+def cell(workload: str, arm: Arm, sizes: Sizes, **of: Any) -> CellSettings:
+    """Return the settings of a cell; `of` has the model or the profile, and what else differs."""
     return CellSettings(
         "wall" if "model" in of else "virtual",
-        "crawler",
+        WORKLOADS[workload],
         arm,
-        delay=DELAY,
         num_output_tokens=NUM_OUTPUT_TOKENS,
         max_num_batched_tokens=BUDGET,
         max_num_seqs=NUM_SEQS,
@@ -87,81 +92,73 @@ def cell(arm: Arm, sizes: Sizes, **of: Any) -> CellSettings:
     )
 
 
-def queries_of(settings: CellSettings) -> Sequence[TracedQuery]:
-    return fit_contexts(settings, make_load(settings, load_trace(settings)), None).queries
+def trace_of(workload: str, sizes: Sizes, num_queries: int, qps: float | None) -> Trace:
+    """Return the queries of a load at their times, Poisson or with `qps=None` one after another."""
+    settings = cell(
+        workload, ARMS[0], sizes, profile="h200-llama8b-tp2", delay=DELAY, qps=qps or 1.0, num_queries=num_queries
+    )
+    queries: Sequence[TracedQuery] = fit_contexts(settings, make_load(settings, load_trace(settings)), None).queries
+    if qps is None:
+        at_s, alone = 0.0, []
+        for query in queries:
+            alone.append(replace(query, arrival_s=at_s))
+            at_s += query.end_s + PAUSE_S
+        queries = alone
+    return Trace(tuple(queries))
 
 
-def busy_s(queries: Sequence[TracedQuery], profile: TableProfile) -> float:
-    """Return the seconds that the engine computes for the queries, if their chunks come one by one."""
-    return sum(sum(_steps_s(query, profile)) for query in queries)
-
-
-def _steps_s(query: TracedQuery, profile: TableProfile) -> Iterator[float]:
-    num_before = 0
-    for event in query.events:
-        assert isinstance(event, TracedAppend)
-        for begin in range(0, event.chunk.num_tokens, BUDGET):
-            num_new = min(BUDGET, event.chunk.num_tokens - begin)
-            yield profile.step_s([(num_new, num_before)])
-            num_before += num_new
-    yield profile.step_s([(NUM_TAIL_TOKENS, num_before)])
+def busy_s(query: TracedQuery, profile: TableProfile) -> float:
+    """Return the seconds that an engine computes for a query that is sent whole."""
+    num_tokens = longest_prompt([query])
     # Decodes share their steps; a quarter of the time alone is a guess.
-    yield NUM_OUTPUT_TOKENS * profile.step_s([(1, num_before)]) / 4
+    return recompute_s(profile, 0, num_tokens, BUDGET) + NUM_OUTPUT_TOKENS * profile.step_s([(1, num_tokens)]) / 4
 
 
-def rates(sizes: Sizes, profile: TableProfile) -> dict[str, dict[str, Any]]:
-    """Return the rate and the number of queries of each load."""
-    sample = queries_of(cell("no-streaming", sizes, profile="h200-llama8b-tp2", qps=1.0, num_queries=MOST))
-    query_s = busy_s(sample, profile) / len(sample)
-    made = {}
-    for name, share in LOADS.items():
-        qps = share / query_s
-        made[name] = {"qps": qps, "num_queries": min(max(round(qps * sizes.window_s), FEWEST), MOST)}
-    return made
+def plan_loads(sizes: Sizes, profile: TableProfile) -> dict[str, dict[str, Any]]:
+    """Return what `trace_of` needs for each load."""
+    loads: dict[str, dict[str, Any]] = {}
+    for workload in WORKLOADS:
+        sample = trace_of(workload, sizes, MOST, 1.0).queries
+        qps = SHARE / (sum(busy_s(query, profile) for query in sample) / len(sample))
+        num_queries = min(max(round(qps * sizes.window_s), FEWEST), MOST)
+        loads[f"{workload}, {ONE_USER}"] = {"workload": workload, "num_queries": sizes.num_alone, "qps": None}
+        loads[f"{workload}, {MANY}"] = {"workload": workload, "num_queries": num_queries, "qps": qps}
+    return loads
 
 
-async def decode(client: EngineClient, num_requests: int) -> dict[str, float]:
-    """Let a batch decode; return the median time from step to step, and the model's share of it, in seconds."""
-    tokens, num_before = FreshTokens("decode"), len(client.steps)
-    start_s = time.perf_counter()
-    async with asyncio.TaskGroup() as tasks:
-        for number in range(num_requests):
-            tasks.create_task(answer(client, f"decode {number}", tokens.take(64), DECODE_TOKENS))
-    elapsed_s = time.perf_counter() - start_s
-    await asyncio.sleep(0.1)
-    steps = [s for s in client.steps[num_before:] if s.num_requests == s.num_tokens == num_requests]
-    between_s = [after.end_s - before.end_s for before, after in pairwise(steps)]
-    return {
-        "num_requests": num_requests,
-        "num_steps": len(steps),
-        "step_to_step_s": median(between_s),
-        "engine_step_s": median(step.elapsed_s for step in steps),
-        "tokens_per_s": num_requests * DECODE_TOKENS / elapsed_s,
-    }
-
-
-async def run_engine(arms: Sequence[Arm], model: Path, args: dict[str, Any], sizes: Sizes, found: Found) -> None:
-    """Play the missing cells of these arms on one engine."""
-    base = {"model": str(model), "scheduler_options": {}}
-    longest = cell(arms[0], sizes, **base, qps=1.0, num_queries=MOST)
-    async with engine_for(longest, queries_of(longest), engine_args=args) as client:
+async def run_engine(model: Path, args: dict[str, Any], sizes: Sizes, found: Found) -> EngineFacts:
+    """Play the missing cells on one engine."""
+    base = {"model": str(model), "eviction": "cost"}
+    longest = cell("crawls", "streaming", sizes, **base)
+    queries: Sequence[TracedQuery] = [
+        query for workload in WORKLOADS for query in trace_of(workload, sizes, MOST, 1.0).queries
+    ]
+    async with engine_for(longest, queries, engine_args=args) as client:
         profile = await measure_profile(client, model.name, BUDGET, sizes.max_model_len // 2, 16)
+        facts = client.facts
         if "loads" not in found.values:
-            save_profile(
-                replace(profile, device=client.facts.device, num_layers=client.facts.num_layers), found.profile
-            )
-            found.values |= {"device": client.facts.device, "is_async": client.is_async, "engine_args": args}
-            found.values |= {"loads": rates(sizes, profile), "versions": versions()}
-        found.values["decode"][arms[-1]] = [await decode(client, sizes.num_decodes) for _ in range(3)]
-        found.write()
-        for load, of in found.values["loads"].items():
-            for arm in (arm for arm in arms if not found.has(load, arm)):
-                settings = cell(arm, sizes, **base, **of)
-                await client.reset_prefix_cache()
-                result = await play_cell(settings, queries_of(settings), client, profile, keep_steps=True)
-                found.values["cells"].setdefault(load, {})[arm] = {"measured": told(result)}
-                found.write()
-                print(load, arm, found.values["cells"][load][arm]["measured"]["ttft_after_retrieval_s"], flush=True)
+            save_profile(replace(profile, device=facts.device, num_layers=facts.num_layers), found.profile)
+            found.values |= {"device": facts.device, "model_runner": facts.model_runner, "is_async": client.is_async}
+            found.values |= {"engine_args": args, "loads": plan_loads(sizes, profile), "versions": versions()}
+            found.write()
+        for (load, of), arm in product(found.values["loads"].items(), ARMS):
+            if found.has(load, arm):
+                continue
+            await client.reset_prefix_cache()
+            settings, queries = cell(of["workload"], arm, sizes, **base), trace_of(sizes=sizes, **of).queries
+            result = await play_cell(settings, queries, client, profile, keep_steps=True)
+            found.values["cells"].setdefault(load, {})[arm] = {"measured": told(result)}
+            found.write()
+            print(load, arm, found.values["cells"][load][arm]["measured"]["ttft_after_retrieval_s"], flush=True)
+    return facts
+
+
+def add_copies(found: Found, facts: EngineFacts) -> None:
+    """Add the times of copies to the profile."""
+    profile = load_profile(str(found.profile))
+    assert isinstance(profile, TableProfile)
+    save_profile(replace(profile, copies=measure_copies(facts).costs()), found.profile)
+    print("copies measured", flush=True)
 
 
 def told(result: CellResult) -> dict[str, Any]:
@@ -178,11 +175,14 @@ def told(result: CellResult) -> dict[str, Any]:
 
 
 def predict(found: Found, sizes: Sizes) -> None:
-    """Simulate each measured cell, with the profile that was measured on the first engine."""
+    """Simulate each measured cell with the measured profile; not streaming, under vLLM's own scheduler."""
+    has_copies = load_profile(str(found.profile)).copies is not None
     for load, arms in found.values["cells"].items():
+        of = found.values["loads"][load]
         for arm, rows in arms.items():
-            settings = cell(arm, sizes, profile=str(found.profile), **found.values["loads"][load])
-            rows["predicted"] = told(simulate.run_cell(settings, keep_steps=True))
+            eviction = "cost" if has_copies and arm == "streaming" else "recompute"
+            settings = cell(of["workload"], arm, sizes, profile=str(found.profile), eviction=eviction)
+            rows["predicted"] = told(simulate.run_cell(settings, trace=trace_of(sizes=sizes, **of), keep_steps=True))
             found.write()
 
 
@@ -200,14 +200,12 @@ def main() -> None:
         parser.error(f"{arguments.json} has no loads; run this without --predict first")
     if arguments.predict:
         predict(found, sizes)
-        return
-    with tempfile.TemporaryDirectory(prefix="streamrag-") as folder:
-        model = measured_model(device, Path(folder))
-        args = {**sizes.engine_args, **arguments.engine_args}
-        for arms in ENGINES:
-            if not all(found.has(load, arm) for load in LOADS for arm in arms):
-                asyncio.run(run_engine(arms, model, args, sizes, found))
-                gc.collect()  # vLLM's engine, which must be freed before the next one and before the interpreter exits
+    elif not found.is_done:
+        with tempfile.TemporaryDirectory(prefix="streamrag-") as folder:
+            args = {**sizes.engine_args, **arguments.engine_args}
+            facts = asyncio.run(run_engine(measured_model(device, Path(folder)), args, sizes, found))
+        gc.collect()  # vLLM's engine, which must be freed before the interpreter exits
+        add_copies(found, facts)
 
 
 if __name__ == "__main__":

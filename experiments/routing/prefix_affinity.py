@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from math import inf
 
 from streamrag.routing.prefix_index import PrefixIndex
-from streamrag.routing.prefix_router import PrefixRouter
 from streamrag.routing.router import Opening, ReplicaState
+from streamrag.routing.soonest import PrefixRouter
 
 
 class PrefixAffinity(PrefixRouter):

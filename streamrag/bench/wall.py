@@ -155,6 +155,7 @@ def _provenance(settings: CellSettings, client: EngineClient, profile: TableProf
         **versions(),
         "model": settings.model,
         "dtype": client.facts.dtype,
+        "model_runner": client.facts.model_runner,
         "kv_tokens": client.kv_tokens,
         "block_size": client.block_size,
         "is_async": client.is_async,

@@ -14,6 +14,7 @@ from rich.text import Text
 from streamrag.cli.output import Output, markup
 from streamrag.cli.progress import StepLines, shown_starting
 from streamrag.errors import ConfigurationError, require_modules
+from streamrag.support.files import cache_folder
 
 if TYPE_CHECKING:
     from streamrag.serve.config.settings import Settings
@@ -149,8 +150,7 @@ def _make_demo(arguments: argparse.Namespace, options: Mapping[str, Any]) -> dic
         raise ConfigurationError(
             f"the demo needs {', '.join(name for name, _ in missing)}. Install them with:{installs}"
         )
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = (arguments.demo_folder or Path(cache) / "streamrag" / "demo").expanduser().absolute()
+    folder = (arguments.demo_folder or cache_folder() / "demo").expanduser().absolute()
     errors = Output(stderr=True)
     lines = StepLines(errors)
     with errors.status("looking for the demo's files") as status:

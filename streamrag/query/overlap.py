@@ -1,6 +1,6 @@
 """Choose for each query whether, and when, to prefill during retrieval: whatever brings the first token sooner."""
 
-from collections import defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from math import exp, inf, log, sqrt
 from random import Random
@@ -19,6 +19,9 @@ was 4 % longer in a simulation."""
 TRY_EVERY = 8
 """The same before MIN_TURNS, where model and retrieval share no processors: waiting for retrieval rarely helps then."""
 NEGLIGIBLE = 0.03  # share of the time to the first token that is not worth any work
+RECENT = 16  # newest queries, of whatever way, that say how much of the next prompts will be new
+BLOCK_SIZE = 64  # tokens of a prompt that count as seen before together
+MAX_BLOCKS = 1 << 14  # a million tokens, about what an engine's prefix cache holds
 
 
 ALWAYS = OverlapChoice("immediate", "overlap=True")
@@ -37,9 +40,11 @@ class OverlapOutcome:
     """Time from the first chunk to the end of retrieval: no way to overlap saves more."""
     has_forecast: bool
     """Whether the source said when it would end, without which a delay is impossible."""
+    token_ids: tuple[int, ...] = ()
+    """The complete prompt. Whatever an earlier prompt began with as well is probably in the engine's prefix cache."""
 
     @classmethod
-    def of(cls, way: OverlapWay, timings: Timings, *, has_forecast: bool) -> Self:
+    def of(cls, way: OverlapWay, timings: Timings, *, has_forecast: bool, token_ids: tuple[int, ...] = ()) -> Self:
         """Return the outcome of a query with these timings, without its wait for admission."""
         return cls(
             way,
@@ -47,6 +52,7 @@ class OverlapOutcome:
             ttft_after_retrieval_s=timings.ttft_after_retrieval_s,
             streaming_s=0.0 if timings.first_chunk_s is None else timings.retrieval_s - timings.first_chunk_s,
             has_forecast=has_forecast,
+            token_ids=token_ids,
         )
 
 
@@ -55,10 +61,14 @@ class OverlapChooser:
 
     A way is chosen as often as it is likely to be the best one (Thompson sampling): often while little is known, hardly
     ever once it is clearly worse. The answer is the same in any case.
+
+    Ways are compared among prompts with about as many new tokens: what the prefix cache has is quick in each way. What
+    is new does not come from records: many backends keep none, and a query's drafts are in the cache in one way only.
     """
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}
+        self._blocks: OrderedDict[int, None] = OrderedDict()  # hashes of prompts' beginnings, the newest last
 
     def choose(self, num_running: int, *, shares_processors: bool) -> OverlapChoice:
         """Return the way of the next query.
@@ -73,7 +83,20 @@ class OverlapChooser:
 
     def learn(self, outcome: OverlapOutcome, num_running: int) -> None:
         """Take the outcome of a query into account; `num_running` as it was given to `choose`."""
-        self._levels[num_running.bit_length()].learn(outcome)
+        self._levels[num_running.bit_length()].learn(outcome, self._size(outcome.token_ids))
+
+    def _size(self, token_ids: tuple[int, ...]) -> int:
+        """Return 0 for a prompt of which fewer than BLOCK_SIZE tokens are new, 1 for up to 4 times as many, and so on.
+        Remember the prompt."""
+        key, num_seen = 0, 0
+        for end in range(BLOCK_SIZE, len(token_ids) + 1, BLOCK_SIZE):
+            key = hash((key, token_ids[end - BLOCK_SIZE : end]))
+            num_seen = end if key in self._blocks else num_seen
+            self._blocks[key] = None
+            self._blocks.move_to_end(key)
+        while len(self._blocks) > MAX_BLOCKS:
+            self._blocks.popitem(last=False)
+        return (((len(token_ids) - num_seen) // BLOCK_SIZE).bit_length() + 1) // 2
 
 
 class _Level:
@@ -82,17 +105,20 @@ class _Level:
     def __init__(self, shares_processors: bool) -> None:
         self._shares_processors = shares_processors
         self._num_turns: dict[OverlapWay, int] = {"immediate": 0, "none": 0}
-        self._logs: dict[OverlapWay, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))  # of seconds
+        # Logarithms of seconds, by way and by size of the prompt.
+        self._logs: dict[tuple[OverlapWay, int], deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # sizes, and most seconds that overlap can save
         self._prefill_s: deque[float] = deque(maxlen=WINDOW)  # from the end of retrieval, without overlap
         self._gains: deque[float] = deque(maxlen=WINDOW)  # most that overlap can save, as a share
         self._choice = NEVER
         self._num_left = 0  # queries of the current turn
         self._random = Random(0)
 
-    def learn(self, outcome: OverlapOutcome) -> None:
+    def learn(self, outcome: OverlapOutcome, size: int) -> None:
         """Keep an outcome's time, gain and, of "none", prefill. "none" with a forecast makes "delayed" a way, too."""
         seconds = outcome.ttft_s if self._shares_processors else outcome.ttft_after_retrieval_s
-        self._logs[outcome.way].append(log(max(seconds, 1e-4)))
+        self._logs[outcome.way, size].append(log(max(seconds, 1e-4)))
+        self._recent.append((size, outcome.streaming_s))
         self._gains.append(outcome.streaming_s / max(outcome.ttft_s, 1e-4))
         if outcome.way == "none":
             self._prefill_s.append(outcome.ttft_after_retrieval_s)
@@ -124,29 +150,38 @@ class _Level:
             return (rarest, "to learn which way is best") if may_try else ("immediate", "until others were tried")
         if num_turns % RECHECK_EVERY == RECHECK_EVERY - 1:
             return rarest, "to check whether it is still worse"
-        best = min(self._num_turns, key=self._mean)
-        deviation = self._deviation()
-        may_be = {
-            way: self._random.gauss(self._mean(way), deviation / sqrt(len(self._logs[way])))
-            for way in self._num_turns
-            if self._logs[way]
-        }
-        chosen = min(may_be, key=may_be.__getitem__, default=best)
-        return chosen, self._advantage(best) if chosen == best else f'it may be better than "{best}"'
+        means, may_be = self._estimates()
+        if not may_be:
+            return rarest, "to learn which way is best"
+        best = min(means, key=means.__getitem__)
+        chosen = min(may_be, key=may_be.__getitem__)
+        return chosen, self._advantage(means) if chosen == best else f'it may be better than "{best}"'
 
-    def _mean(self, way: OverlapWay) -> float:
-        """Return the mean logarithm of a way's seconds; infinity if no query of it was answered."""
-        return fmean(logs) if (logs := self._logs[way]) else inf
+    def _estimates(self) -> tuple[dict[OverlapWay, float], dict[OverlapWay, float]]:
+        """Return each way's mean logarithm of seconds, and a sample of what it may be, for prompts of recent sizes.
 
-    def _deviation(self) -> float:
-        """Return the standard deviation of one way's logarithms, from those of all ways."""
-        means = {way: self._mean(way) for way in self._logs}
-        squares = [(each - means[way]) ** 2 for way, logs in self._logs.items() for each in logs]
-        return sqrt(sum(squares) / max(len(squares) - len(means), 1))
+        A way without a query of a size counts as if one had taken the mean of the other ways. A way of which no query
+        was answered has an infinite mean and no sample.
+        """
+        cells = {cell: fmean(logs) for cell, logs in self._logs.items()}
+        squares = [(each - cells[cell]) ** 2 for cell, logs in self._logs.items() for each in logs]
+        deviation = sqrt(sum(squares) / max(len(squares) - len(cells), 1))
+        answered = {way for way, _ in cells}
+        means = {way: 0.0 if way in answered else inf for way in self._num_turns}
+        may_be = {way: 0.0 for way in self._num_turns if way in answered}
+        for size, num in Counter(size for size, _ in self._recent).items():
+            share, others = num / len(self._recent), fmean(mean for (_, of), mean in cells.items() if of == size)
+            for way in may_be:
+                mean, num_logs = cells.get((way, size), others), len(self._logs.get((way, size), "1"))
+                means[way] += share * mean
+                may_be[way] += share * self._random.gauss(mean, deviation / sqrt(num_logs))
+        return means, may_be
 
-    def _advantage(self, best: OverlapWay) -> str:
-        """Return in words how much sooner the first token comes on average with the best way than with the second."""
-        second = min((way for way in self._num_turns if way != best), key=self._mean)
-        share = 1 - exp(self._mean(best) - self._mean(second))
+    def _advantage(self, means: dict[OverlapWay, float]) -> str:
+        """Return in words how much sooner the first token comes on average with the best way than with the second, but
+        never more than the time that retrieval goes on after its first result."""
+        best, second = sorted(means, key=means.__getitem__)[:2]
+        most = fmean(streaming_s for _, streaming_s in self._recent) / exp(means[second])
+        share = min(1 - exp(means[best] - means[second]), most)
         since = "the question" if self._shares_processors else "the end of retrieval"
         return f'the first token comes {share:.0%} sooner after {since} than with "{second}"'

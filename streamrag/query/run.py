@@ -174,7 +174,10 @@ class QueryRun:
             raise BackendError(f"{part_name(self._backend)} ended its answer before it had the complete prompt")
         answer = self._answer(chunks, prompts, prompts.complete, queued_s, prompts.retrieval_s)
         if self._query.overlap == "auto":
-            outcome = OverlapOutcome.of(self._overlap.way, answer.timings, has_forecast=prompts.has_forecast)
+            token_ids = prompts.complete.prompt.token_ids
+            outcome = OverlapOutcome.of(
+                self._overlap.way, answer.timings, has_forecast=prompts.has_forecast, token_ids=token_ids
+            )
             self._overlap_chooser.learn(outcome, self._num_running)
         await self._emit(Answered(answer.timings.total_s, answer))
         return answer

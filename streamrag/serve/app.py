@@ -1,6 +1,5 @@
 """The ASGI application: the gate, and the routes of all protocols."""
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 
@@ -11,10 +10,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from streamrag.errors import StreamRagError
-from streamrag.serve.connections.gate import LOOPBACK, Gate
+from streamrag.serve.connections.gate import ERROR, LOOPBACK, Gate
 from streamrag.serve.failures import RequestError, failure_of
 from streamrag.serve.observe import live, metrics
-from streamrag.serve.observe.logs import QUERY_OF_ERROR
 from streamrag.serve.page import routes as page
 from streamrag.serve.protocols import ask, ask_socket, chat, mcp, retrieve, streams
 from streamrag.serve.protocols.responses import routes as responses
@@ -23,8 +21,6 @@ from streamrag.serve.service import Service
 
 PROTOCOLS = (chat, metrics, live, mcp, sessions, ask, ask_socket, retrieve, streams, page, responses)
 """Modules whose `routes(service)` returns the routes of one protocol."""
-
-log = logging.getLogger("streamrag.serve")
 
 
 def create_app(
@@ -57,7 +53,10 @@ def create_app(
             Exception: _respond_to_error,
         },
     )
-    return Gate(app, limits=service.limits, keys=keys, hosts=hosts, origins=origins, share=service.share)
+    note = service.failed_requests.note_status
+    return Gate(
+        app, limits=service.limits, keys=keys, hosts=hosts, origins=origins, share=service.share, on_failure=note
+    )
 
 
 def _status_routes(service: Service) -> list[BaseRoute]:
@@ -86,11 +85,9 @@ def _status_routes(service: Service) -> list[BaseRoute]:
 
 
 async def _respond_to_error(request: Request, error: Exception) -> Response:
-    """Return the error in OpenAI's form. Log an internal error, and a 502 unless the log of queries has logged it."""
+    """Return the error in OpenAI's form, and leave it in the request's scope, where it is reported from."""
     failure = failure_of(error)
-    is_logged = hasattr(error, QUERY_OF_ERROR)  # by the log of queries
-    if failure.outcome == "internal_error" or (failure.status == 502 and not is_logged):
-        log.error("a request failed", exc_info=error)
+    request.scope[ERROR] = error
     return JSONResponse(failure.body(), failure.status, failure.headers())
 
 
@@ -99,8 +96,8 @@ async def _respond_to_http_error(request: Request, error: Exception) -> Response
     assert isinstance(error, HTTPException)
     path, method = f"{request.url.path:.80}", request.method
     message = {404: f"there is no {path} here", 405: f"{method} is not allowed for this path"}.get(error.status_code)
-    failure = failure_of(RequestError(message or error.detail, status=error.status_code, code="http"))
-    return JSONResponse(failure.body(), error.status_code, error.headers)
+    request.scope[ERROR] = RequestError(message or error.detail, status=error.status_code, code="http")
+    return JSONResponse(failure_of(request.scope[ERROR]).body(), error.status_code, error.headers)
 
 
 async def _end_silently(request: Request, error: Exception) -> Response:

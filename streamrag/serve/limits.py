@@ -37,7 +37,9 @@ class Limits(Checked):
     deadline_s: float = Field(default=120.0, gt=0, description="seconds from a query's admission to its last token")
     stream_s: float = Field(default=900.0, gt=0, description="the same for streams, whose client brings the context")
     max_body_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a request's body")
-    max_stream_bytes: int = Field(default=16 << 20, ge=1024, description="bytes of the whole body of a stream")
+    max_stream_bytes: int = Field(
+        default=16 << 20, ge=1024, description="bytes of a stream's body, or of one client's waiting frames in memory"
+    )
     max_frame_bytes: int = Field(default=1 << 20, ge=1024, description="bytes of a frame, or of a line of a stream")
     max_head_bytes: int = Field(default=16_384, ge=1024, description="bytes of a request's line and headers")
     head_s: float = Field(default=10.0, gt=0, description="seconds to receive a request's line and headers")
@@ -58,6 +60,8 @@ class Limits(Checked):
     session_read_s: float = Field(default=86_400.0, gt=0, description="the same for a session that has only readers")
     max_state_bytes: int = Field(default=64 << 20, ge=0, description="bytes of memory for stored responses")
     state_s: float = Field(default=3600.0, gt=0, description="seconds until an unused stored response is removed")
-    idle_s: float = Field(default=300.0, gt=0, description="seconds that a stream waits for its client's next line")
+    idle_s: float = Field(
+        default=300.0, gt=0, description="seconds that a stream, or an unused question, waits for its client"
+    )
     send_timeout_s: float = Field(default=30.0, gt=0, description="seconds for a client to read what was sent")
     drain_s: float = Field(default=30.0, ge=0, description="seconds for open queries to end when the service stops")

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from streamrag.errors import ConfigurationError
-from streamrag.serve.connections.http import bounded_protocol
+from streamrag.serve.connections.gate import Gate
+from streamrag.serve.connections.http import bounded_protocol, bounded_socket
 from streamrag.serve.limits import Limits
 from streamrag.serve.service import Service
 
@@ -64,7 +64,7 @@ def listen(host: str, port: int, *, send_timeout_s: float = Limits().send_timeou
     return sock
 
 
-def uvicorn_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
+def uvicorn_config(app: Gate, limits: Limits) -> uvicorn.Config:
     """Return uvicorn's configuration for `app`, and silence a logger that would log the content of events."""
     logging.getLogger("sse_starlette").setLevel(logging.WARNING)  # it logs the content of events
     return uvicorn.Config(
@@ -72,11 +72,11 @@ def uvicorn_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
         lifespan="off",
         log_config=None,
         access_log=False,
-        http=bounded_protocol(limits),  # type: ignore[arg-type]
+        http=bounded_protocol(limits, app.on_failure),  # type: ignore[arg-type]
         timeout_graceful_shutdown=CLOSE_S,
         h11_max_incomplete_event_size=limits.max_head_bytes,
         ws_max_size=2 * limits.max_frame_bytes,  # frames up to this size get an error; larger ones close the socket
-        ws="wsproto",
+        ws=bounded_socket(limits),  # type: ignore[arg-type]
         ws_per_message_deflate=False,
         server_header=False,
     )
@@ -97,7 +97,7 @@ class Signals:
 
 
 async def serve(
-    app: ASGIApp, service: Service, sock: socket.socket, *, on_ready: Callable[[], None] = lambda: None
+    app: Gate, service: Service, sock: socket.socket, *, on_ready: Callable[[], None] = lambda: None
 ) -> int:
     """Serve until a signal or the engine's death, close the service, and return `DRAINED`, `ABORTED` or `ENGINE_DEAD`.
 

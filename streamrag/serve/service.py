@@ -22,6 +22,7 @@ from streamrag.query.options import QueryOptions
 from streamrag.serve.admission import Admission
 from streamrag.serve.connections.fair_share import FairShare
 from streamrag.serve.engine_watch import EngineWatch, RestartBudget
+from streamrag.serve.failed_requests import FailedRequests
 from streamrag.serve.limits import Limits
 from streamrag.serve.observe.observer import Interface, Observer, Observers, ServedQuery
 from streamrag.serve.open_queries import Caller, OpenQueries
@@ -98,7 +99,9 @@ class Service:
         self.closers: list[Callable[[], Awaitable[None]]] = []
         """Callbacks that close what outlives single queries; called by `aclose`, before the engine is closed."""
         self.admission = Admission(self.limits)
-        self._queries = OpenQueries(self.admission, Observers(self.observers))
+        notified = Observers(self.observers)
+        self.failed_requests = FailedRequests(notified)
+        self._queries = OpenQueries(self.admission, notified)
         self.open = self._queries.open
         """Admits one query and holds its place for an `async with` block; see `OpenQueries.open`."""
         budget = RestartBudget(max_restarts if on_engine_death == "restart" else 0, restart_window_s)

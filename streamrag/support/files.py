@@ -18,6 +18,11 @@ AT_FDCWD = -100
 RENAME_EXCHANGE = RENAME_SWAP = 2  # flags of Linux and of macOS
 
 
+def cache_folder() -> Path:
+    """Return this user's folder for files that can be made again; raise RuntimeError if the user has no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "streamrag"
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace a file in one step, unsynced, text as UTF-8; an OSError leaves it unchanged, as ConfigurationError."""
     try:

@@ -34,12 +34,12 @@ class ChunkFields(Fields):
 
     text: str
     uri: str
-    title: str = ""
-    passage: TraceCount = 0
+    title: str | None = ""
+    passage: TraceCount | None = 0
     score: FiniteScore | None = None
 
     def chunk(self) -> Chunk:
-        return Chunk(self.text, self.uri, self.title, self.passage, self.score)
+        return Chunk(self.text, self.uri, self.title or "", self.passage or 0, self.score)
 
 
 class HintFields(Fields):

@@ -4,7 +4,6 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from typing import Any
@@ -98,17 +97,6 @@ async def blocks(query: str) -> str:
 
 
 @server.tool()
-def starts(query: str) -> str:
-    """Starts a process that does not end by itself, and writes to the pipe `query` which."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(1000)"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
-    with open(query, "w") as pipe:
-        print(process.pid, file=pipe)
-    return ""
-
-
-@server.tool()
 def crowds(query: str) -> list[int]:
     return list(range(int(query)))
 
@@ -139,6 +127,13 @@ def picture() -> bytes:
 @server.resource("notes://about/{topic}")
 def about(topic: str) -> str:
     return f"about {topic}"
+
+
+@server.resource("notes://restless/{topic}")
+async def restless(topic: str, context: Context[Any, Any]) -> str:
+    """Changes whenever it is read."""
+    await context.notify_resource_updated(f"notes://restless/{topic}")
+    return f"{topic} at {time.monotonic_ns()}"
 
 
 def serve_http() -> None:

@@ -1,11 +1,10 @@
-"""An MCP server of the protocol of 2025, without the package: it knows three methods, and what it has changes once."""
+"""An MCP server of the protocol of 2025, without the package: it knows two methods."""
 
 import json
 import sys
 from typing import Any
 
 URI = "notes://printer"
-text = "The printer jams."
 
 
 def send(**message: Any) -> None:
@@ -21,16 +20,13 @@ for line in sys.stdin:
                 id=number,
                 result={
                     "protocolVersion": "2025-06-18",
-                    "capabilities": {"resources": {"subscribe": True}},
+                    "capabilities": {"resources": {}},
                     "serverInfo": {"name": "old", "version": "1"},
                 },
             )
-        case "resources/subscribe":
-            send(id=number, result={})
+        case "notifications/initialized":
+            pass
         case "resources/read":
-            send(id=number, result={"contents": [{"uri": URI, "text": text}]})
-            if text != "It was mended.":
-                text = "It was mended."
-                send(method="notifications/resources/updated", params={"uri": URI})
+            send(id=number, result={"contents": [{"uri": URI, "text": "The printer jams."}]})
         case _ if number is not None:
             send(id=number, error={"code": -32601, "message": "Method not found"})

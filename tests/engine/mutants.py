@@ -484,7 +484,7 @@ MUTANTS = (
     ),
     Mutant(
         "a step has more LoRA adapters than there is room for",
-        RULES + "adapters",
+        RULES + "memory_rules",
         " and len(self._adapters) >= self._max_adapters",
         " and False",
         0,  # the fuzz has no adapters
@@ -492,7 +492,7 @@ MUTANTS = (
     ),
     Mutant(
         "the LoRA adapters of requests that decode do not count",
-        RULES + "adapters",
+        RULES + "memory_rules",
         "set(self._adapters_ahead())",
         "set()",
         0,  # as above
@@ -973,7 +973,7 @@ MUTANTS = (
     ),
     Mutant(
         "a query that has ended keeps the KV that was reserved for it",
-        "streamrag.backends.lanes.reserved_blocks",
+        "streamrag.backends.lanes.lane_choice",
         "            self._num_queries_with[block] -= 1\n",
         "            pass\n",
         0,

@@ -14,9 +14,9 @@ from strategies import BLOCK_SIZE, SPECS, policy_of, view_lists, views
 import streamrag
 from streamrag.engine import Plan, RequestView, StepBudget, make_policy
 from streamrag.engine.rules import KvBudgetLeft
+from streamrag.engine.rules.memory_rules import MOST_TRIES, NUM_IN_TURN
 from streamrag.engine.rules.sized_steps import count_waiting
 from streamrag.engine.rules.tokens import BACKLOG_SHARE, num_filling_tokens
-from streamrag.engine.rules.turns import MOST_TRIES, NUM_IN_TURN
 from streamrag.engine.step_size import LEAST_TOKENS, StepCosts
 from streamrag.engine.walk import Walk
 

@@ -11,7 +11,7 @@ import httpx
 from streamrag import Append, Chunk, SourceEvent
 from streamrag.serve import Limits, Service, create_app
 from streamrag.serve.connections.gate import Gate
-from streamrag.serve.observe.observer import Interface, Observer, QueryOutcome, Refusal, ServedQuery
+from streamrag.serve.observe.observer import FailedRequest, Interface, Observer, QueryOutcome, Refusal, ServedQuery
 from streamrag.serve.server import QuietServer, listen, uvicorn_config
 from streamrag.telemetry import Answer, QueryEvent
 from streamrag.testing import ScriptedBackend, ScriptedSource, Step
@@ -31,6 +31,7 @@ class Watcher:
     ended: list[tuple[str, QueryOutcome]] = field(default_factory=list)
     answers: list[Answer | None] = field(default_factory=list)
     refused: list[tuple[str, Interface, Refusal]] = field(default_factory=list)
+    failed: list[FailedRequest] = field(default_factory=list)
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
     """A query was admitted, and something has happened in it."""
     has_ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -51,6 +52,9 @@ class Watcher:
 
     def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
         self.refused.append((client, interface, why))
+
+    def request_failed(self, request: FailedRequest) -> None:
+        self.failed.append(request)
 
 
 @dataclass

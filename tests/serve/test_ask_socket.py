@@ -4,8 +4,9 @@ import asyncio
 import json
 import random
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -17,6 +18,7 @@ from streamrag.errors import EngineDeadError
 from streamrag.open_questions import WaitForWords
 from streamrag.serve import Limits
 from streamrag.serve.admission import Admission
+from streamrag.serve.connections.json_body import memory_of, parse
 from streamrag.serve.observe.metrics import Metrics
 from streamrag.serve.protocols import ask_socket
 from streamrag.testing import ScriptedBackend
@@ -25,6 +27,7 @@ from tests.serve.test_metrics import scrape
 
 GIVE_UP_S = 20.0
 QUESTION = "What is the capital of France?"
+TURN = {"role": "user", "content": "x"}
 AHEAD = Limits(max_retrievals_ahead=5)
 
 
@@ -499,3 +502,70 @@ async def test_a_stop_waits_for_answers_and_not_for_questions_that_nobody_has_as
         hold.set()
         await asked.next("answered")
         assert await stop
+
+
+def opening(num_characters: int) -> str:
+    """A frame whose one wide character makes Python store all others in four bytes."""
+    text = "\U0001f600" + "x" * num_characters
+    return json.dumps({"type": "open", "id": "q", "history": [{"role": "user", "content": text}]}, ensure_ascii=False)
+
+
+async def test_unused_openings_count_by_their_memory_over_all_sockets_of_a_client() -> None:
+    num_bytes = memory_of(parse(opening(1000), ask_socket.QuestionFrame))
+    limits = Limits(max_stream_bytes=num_bytes * 5 // 2, max_retrievals_ahead=5)
+    async with serving(limits=limits) as served, AsyncExitStack() as sockets:
+        talks = [await sockets.enter_async_context(talking(served)) for _ in range(3)]
+        for talk in talks[:2]:
+            await talk.socket.send(opening(1000))
+            await talk.send("cancel", id="other")
+            assert (await talk.next("error"))["status"] == 404, "the opening has been read"
+        await talks[2].socket.send(opening(1000))
+        error = await talks[2].next("error")
+        assert (error["status"], error["error"]["code"], error["id"]) == (429, "too_many_waiting", "q")
+        await talks[0].send("commit", question=QUESTION)
+        await talks[0].next("answered")
+        await talks[2].socket.send(opening(1000))  # a question with a place counts as a query
+        await talks[2].send("partial", question=QUESTION, is_final=True)
+        await talks[2].next("chunk_arrived")
+        await talks[0].socket.send(opening(1000))
+        await talks[0].send("commit", question=QUESTION)
+        await talks[0].next("answered")
+        await talks[1].send("cancel")
+        await talks[1].next("cancelled")
+        await talks[2].socket.close()
+        await freed(served)
+        account = served.app._accounts["anonymous"]
+        assert account._num_bytes == 0
+
+
+async def test_an_opening_that_is_not_used_ends_after_a_while() -> None:
+    async with serving(limits=Limits(idle_s=0.05)) as served, talking(served) as talk:
+        await talk.send("open")
+        error = await talk.next("error")
+        assert (error["status"], error["error"]["code"], error["id"]) == (408, "idle", "q")
+        await talk.send("commit", question=QUESTION)
+        assert (await talk.next("error"))["error"]["code"] == "ask_not_found"
+
+
+@pytest.mark.parametrize("field", ["history", "no_field"])
+async def test_a_socket_that_waits_holds_no_frame(field: str) -> None:
+    text = opening(200_000).replace("history", field)
+    async with serving(limits=Limits(max_stream_bytes=1024)) as served, talking(served) as talk:
+        tracemalloc.start()
+        try:
+            await talk.socket.send(text)
+            await talk.next("error")
+            await talk.send("cancel", id="other")
+            await talk.next("error")
+            assert tracemalloc.get_traced_memory()[0] < 400_000
+        finally:
+            tracemalloc.stop()
+
+
+def test_the_memory_of_what_is_parsed_is_what_python_takes() -> None:
+    for text in (opening(100_000), opening(10), json.dumps({"type": "open", "id": "q", "history": [TURN] * 1000})):
+        tracemalloc.start()
+        parsed = parse(text, ask_socket.QuestionFrame)
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert 0.7 * held - 3000 < memory_of(parsed) < 1.4 * held + 3000

@@ -399,3 +399,26 @@ async def test_a_reader_that_comes_back_again_and_again_leaves_nothing_behind() 
         async with asyncio.timeout(20):
             while num_held() > before:  # noqa: ASYNC110 -- has no event
                 await asyncio.sleep(0)
+
+
+async def test_a_websocket_whose_message_does_not_become_whole_is_closed() -> None:
+    async with serving(limits=Limits(body_s=0.1)) as served:
+        address = served.url.replace("http", "ws") + "/v1/ask/socket"
+        async with websockets.connect(address, close_timeout=1) as connection:
+            waits = asyncio.Event()
+
+            async def pieces() -> AsyncIterator[str]:
+                yield '{"type": "open", "id"'
+                await waits.wait()
+
+            sending = asyncio.create_task(connection.send(pieces()))
+            with pytest.raises(websockets.ConnectionClosedError) as closed:
+                await connection.recv()
+            assert closed.value.rcvd is not None
+            assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (
+                1008,
+                "a message was not received within 0.1 s",
+            )
+            waits.set()
+            await asyncio.wait([sending])
+            sending.exception()

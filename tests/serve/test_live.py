@@ -286,7 +286,8 @@ async def test_everyone_is_told_how_a_query_was_prefilled_and_why(
     assert [query["overlap_reason"] for query in ended[:2]] == ["overlap=False", "overlap=True"]
     for way, num in (("none", 1), ("immediate", 3)):
         assert metrics.registry.get_sample_value("streamrag:overlaps_total", {"way": way}) == num
-    logged = [getattr(record, FIELDS)["overlap"] for record in caplog.records if hasattr(record, FIELDS)]
-    assert logged == [query["overlap"] for query in ended]
+    *logged, refused = [getattr(record, FIELDS) for record in caplog.records if hasattr(record, FIELDS)]
+    assert (refused["route"], refused["status"]) == ("/v1/ask", 400)
+    assert [line["overlap"] for line in logged] == [query["overlap"] for query in ended]
     Output(width=140).print(render(values, width=140))
     assert f"overlap: immediate, {ended[-1]['overlap_reason']}" in capsys.readouterr().out.splitlines()

@@ -13,7 +13,7 @@ import pytest
 
 from streamrag import Append, SourceError
 from streamrag.serve import Limits
-from streamrag.serve.observe.logs import HIDDEN, Form, QueryLog, hide, log_to
+from streamrag.serve.observe.logs import HIDDEN, MAX_REFUSED, Form, QueryLog, hide, log_to
 from streamrag.testing import ScriptedBackend, Step
 from tests.serve.serving import CHUNKS, PARIS, serving
 
@@ -112,8 +112,7 @@ async def test_what_nobody_foresaw_has_a_traceback(lines: io.StringIO) -> None:
     assert (line["message"], line["status"], line["level"]) == ("internal_error", answer.status_code, "error")
     assert "Traceback" in line["traceback"]
     assert f"ZeroDivisionError: {HIDDEN}" in line["traceback"]
-    (later,) = logged(lines, "streamrag.serve")
-    assert later["request_id"] == line["request_id"], "the server logs it too, when the query has been left"
+    assert len(lines.getvalue().splitlines()) == 1, "nobody else logs it again"
     assert SECRET not in lines.getvalue()
 
 
@@ -131,6 +130,53 @@ async def test_who_leaves_and_who_is_refused_has_a_line_each(lines: io.StringIO)
     assert (first["message"], first["reason"]) == ("refused", "queries")
     assert (second["message"], second["status"]) == ("left", 499)
     assert "ttft_s" not in second
+
+
+async def test_a_request_that_is_refused_has_a_line_without_the_client_s_text(lines: io.StringIO) -> None:
+    async with serving(observers=[QueryLog()]) as served:
+        answer = await served.http.post("/v1/ask", json={"question": SECRET, "x" * 200: SECRET})
+        await served.http.post("/v1/chat/completions", json={"messages": [{"role": SECRET}]})
+    assert answer.status_code == 400
+    first, second = logged(lines)
+    assert (first["message"], first["level"], first["status"], first["reason"]) == (
+        "refused",
+        "info",
+        400,
+        "invalid_value",
+    )
+    assert (first["route"], first["client"], first["param"]) == ("/v1/ask", "anonymous", "x" * 80)
+    assert first["request_id"] == answer.headers["x-request-id"]
+    assert second["param"] == "messages.0.role"
+    assert SECRET not in lines.getvalue()
+
+
+async def test_a_client_has_some_lines_of_refused_requests_in_a_minute(
+    lines: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = QueryLog()
+    monkeypatch.setattr("streamrag.serve.observe.logs.MINUTE_S", 1e9)
+    async with serving(observers=[log], keys={"key-of-mallory-1": "mallory", "key-of-alice-123": "alice"}) as served:
+        for _ in range(MAX_REFUSED + 5):
+            await served.http.post("/v1/ask", content=b"{")
+        await served.http.post("/v1/ask", content=b"{", headers={"authorization": "Bearer key-of-alice-123"})
+        assert [line["client"] for line in logged(lines)] == ["mallory"] * MAX_REFUSED + ["alice"]
+        assert [line.get("is_last_of_minute") for line in logged(lines)] == [None] * (MAX_REFUSED - 1) + [True, None]
+        log._minute -= 1
+        await served.http.post("/v1/ask", content=b"{")
+        assert logged(lines)[-1]["client"] == "mallory"
+
+
+async def test_an_error_of_ours_before_a_query_has_one_line_with_a_traceback(
+    lines: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(observers=[QueryLog()]) as served:
+        monkeypatch.setattr("streamrag.serve.protocols.chat.check_model", lambda *_: 1 / 0)
+        answer = await served.http.post("/v1/chat/completions", json=BODY)
+    assert answer.status_code == 500
+    (line,) = [json.loads(each) for each in lines.getvalue().splitlines()]
+    assert (line["message"], line["level"], line["route"]) == ("a request failed", "error", "/v1/chat/completions")
+    assert line["request_id"] == answer.headers["x-request-id"]
+    assert "ZeroDivisionError" in line["traceback"]
 
 
 @pytest.mark.parametrize("form", ["json", "text"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from typing import Any, get_args
 
 import anyio
 import httpx
+import pytest
+import websockets
 from prometheus_client.parser import text_string_to_metric_families
 
 from streamrag import Append, BackendError, Skipped, Update
@@ -18,6 +21,7 @@ from streamrag.serve.observe.metrics import Metrics
 from streamrag.serve.observe.observer import Phase
 from streamrag.telemetry import ChunkArrived, ContextChanged
 from streamrag.testing import ScriptedBackend
+from tests.serve.raw import raw
 from tests.serve.scripted_server import MortalBackend
 from tests.serve.serving import CHUNKS, PARIS, ROME, Serving, serving
 
@@ -143,6 +147,44 @@ async def test_refusals_count_by_reason_and_are_no_queries() -> None:
     assert served.watcher.refused == [("anonymous", "chat", "queries")] * 3
 
 
+async def test_requests_that_fail_count_by_route_and_status_whoever_refuses_them() -> None:
+    keys = {"key-of-ada": "ada"}
+    broken = ScriptedBackend(error=ZeroDivisionError("broken"))
+    async with serving(backend=broken, keys=keys, observers=[Metrics()]) as served:
+        assert (await ask(served)).status_code == 500
+        assert (await ask(served, n=2)).status_code == 400
+        assert (await served.http.post("/v1/chat/completions", content=b"{")).status_code == 400
+        assert (await served.http.get("/v1/chat/completions")).status_code == 405
+        assert (await served.http.get("/v1/sessions/a-name-of-a-client")).status_code == 404
+        assert (await served.http.get("/a-name-of-a-client")).status_code == 404
+        assert (await served.http.post("/v1/ask", headers={"authorization": "none"})).status_code == 401
+        assert (await served.http.get("/readyz")).status_code == 200
+        async with raw(served.url) as connection:
+            await connection.send(b"no HTTP\r\n\r\n")
+            assert await connection.status() == 400
+        address, auth = served.url.replace("http", "ws"), {"authorization": "Bearer key-of-ada"}
+        async with websockets.connect(f"{address}/v1/ask/socket", additional_headers=auth, close_timeout=1) as socket:
+            await socket.send('{"type": "open"}')
+            assert json.loads(await socket.recv())["status"] == 400
+        for path, headers in (("/v1/ask/socket", {}), ("/no-socket", auth)):
+            with pytest.raises(websockets.InvalidStatus):
+                await websockets.connect(f"{address}{path}", additional_headers=headers)
+        seen = await scrape(served.http)
+    errors = {labels: num for (name, labels), num in seen.samples.items() if name == "streamrag:request_errors_total"}
+    assert {(dict(each)["route"], dict(each)["status"]): num for each, num in errors.items()} == {
+        ("/v1/chat/completions", "500"): 1,
+        ("/v1/chat/completions", "400"): 2,
+        ("/v1/chat/completions", "405"): 1,
+        ("/v1/sessions/{id}", "404"): 1,
+        ("other", "404"): 1,
+        ("/v1/ask", "401"): 1,
+        ("other", "400"): 1,
+        ("/v1/ask/socket", "400"): 1,
+        ("/v1/ask/socket", "401"): 1,
+        ("other", "403"): 1,
+    }
+
+
 async def test_clients_are_named_if_they_are_configured_and_metrics_want_a_key_then() -> None:
     keys = {"key-of-ada": "ada", "key-of-bob": "bob"}
     async with serving(keys=keys, observers=[Metrics(clients=["ada"])]) as served:
@@ -245,7 +287,7 @@ class Failing:
     calls: list[str] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("query_"):
+        if not name.startswith(("query_", "request_")):
             raise AttributeError(name)
         self.calls.append(name)
         raise ZeroDivisionError(name)
@@ -258,6 +300,6 @@ async def test_an_observer_that_fails_hurts_no_query_and_no_other_observer(caplo
         seen = await scrape(served.http)
     assert seen.of("queries_total", interface="chat", outcome="answered") == 2
     assert seen.of("refusals_total", interface="chat", reason="client_rate") == 1
-    assert set(failing.calls) == {"query_started", "query_event", "query_ended", "query_refused"}
+    assert set(failing.calls) == {"query_started", "query_event", "query_ended", "query_refused", "request_failed"}
     told = [line.message for line in caplog.records if "failed; this is logged once" in line.message]
-    assert len(told) == 4
+    assert len(told) == 5

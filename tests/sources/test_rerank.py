@@ -19,7 +19,7 @@ QUERY = "When do I have to change the brake pads of my bike?"
 
 
 def made(place: RerankerPlace) -> Any:
-    handle = RerankerHandler(kind=place.kind, location=place.location, reranker=place.name, device="cpu")
+    handle = RerankerHandler(kind=place.kind, location=place.location, reranker=place.name)
 
     def do(what: str, **fields: Any) -> Any:
         return handle({"do": what, **fields}, b"")

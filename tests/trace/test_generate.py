@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from streamrag.cli.trace import generation as trace_generate
+from streamrag.cli.trace.command import add_generate_arguments
 from streamrag.errors import ConfigurationError
 from streamrag.trace.generate.distributions import Marginal, apportion, couple, stratified_counts
 from streamrag.trace.generate.workloads import (
@@ -208,7 +208,7 @@ def test_the_command_writes_what_can_be_read(tmp_path: Path, capsys: pytest.Capt
 
 def main(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    trace_generate.add_arguments(parser)
+    add_generate_arguments(parser)
     parsed = parser.parse_args(arguments[1:])
     status: int = parsed.run(parsed)
     return status

@@ -1,7 +1,7 @@
 """Limits on what an MCP server sends: per message, and in total for messages that are not answers.
 
-Messages are limited before they are parsed, because parsing blocks the event loop: here for HTTP, and in `relay` for a
-server process. The total is counted after parsing.
+Messages over HTTP are limited before they are parsed, because parsing blocks the event loop. Those of a server process,
+which the user trusts, and the total are counted after parsing.
 """
 
 import asyncio
@@ -15,12 +15,11 @@ import httpx2
 from mcp.types import JSONRPCError, JSONRPCRequest, JSONRPCResponse
 from pydantic import ValidationError
 
-from streamrag.adapters.mcp.relay import MAX_VALUES, has_too_many_values
-
+MAX_VALUES = 1 << 16  # maximum number of values in an HTTP message; parsing each takes memory and time
 MAX_OPEN_REQUESTS = 64  # maximum number of the server's open requests; it may not read our answers
 MAX_ASKED = 10_000  # maximum number of our requests to remember; some are never answered
 MESSAGE_BYTES = 1 << 10  # overhead that is counted for a message, in bytes: each creates a task
-JUNK_BYTES = 1 << 16  # overhead that is counted for an invalid message, in bytes: each is logged
+JUNK_BYTES = 63 << 10  # further overhead that is counted for an invalid message, in bytes: each is logged
 BYTES_PER_S = 1 << 20  # maximum rate of unsolicited bytes (leaky bucket)
 MIN_BURST_BYTES = 1 << 23  # minimum burst of unsolicited bytes; the burst is at least two messages of maximum length
 
@@ -31,6 +30,7 @@ class Traffic:
     """A counter of one connection's messages, which calls `drop` with a reason when a limit is exceeded."""
 
     def __init__(self, max_bytes: int, drop: Callable[[str], None]) -> None:
+        self._max_bytes = max_bytes
         self._burst_bytes = max(MIN_BURST_BYTES, 2 * max_bytes)
         self._drop = drop
         self._asked: dict[str, None] = {}
@@ -63,21 +63,24 @@ class Traffic:
     def came(self, item: Any) -> None:
         """Count a message or a parse error as unsolicited; for an answer to a request of ours, only set `answered_s`.
 
-        Too many such bytes in a short time, or too many open requests of the server, drop the connection.
+        Too many such bytes in a short time, too many open requests of the server, or an answer of more than `max_bytes`
+        drop the connection.
         """
         message: Any = getattr(item, "message", None)
+        num_bytes = _junk_bytes(item) if message is None else len(message.model_dump_json())
         if isinstance(message, JSONRPCResponse | JSONRPCError) and str(message.id) in self._asked:
             del self._asked[str(message.id)]
             self.answered_s = self._now()
+            if num_bytes > self._max_bytes:
+                self._end(f"one answer has more than {self._max_bytes:,} bytes")
             return
         if isinstance(message, JSONRPCRequest):
             self._num_open += 1
             if self._num_open > MAX_OPEN_REQUESTS:
                 self._end(f"it has more than {MAX_OPEN_REQUESTS} open requests, and does not read the answers")
-        num_bytes = _junk_bytes(item) if message is None else len(message.model_dump_json()) + MESSAGE_BYTES
         before_s, self._counted_s = self._counted_s, self._now()
         leaked = BYTES_PER_S * (self._counted_s - before_s)
-        self._unasked_bytes = max(0.0, self._unasked_bytes - leaked) + num_bytes
+        self._unasked_bytes = max(0.0, self._unasked_bytes - leaked) + num_bytes + MESSAGE_BYTES
         if self._unasked_bytes > self._burst_bytes:
             self._end("it has sent too many unsolicited messages")
 
@@ -91,6 +94,18 @@ def _junk_bytes(error: object) -> int:
     """Return the bytes to count for a parse error: the overhead, and the unparsed text if known."""
     text = error.errors(include_url=False)[0]["input"] if isinstance(error, ValidationError) else ""
     return JUNK_BYTES + (len(text) if isinstance(text, str) else 0)
+
+
+def _has_too_many_values(message: bytes | bytearray) -> bool:
+    """Whether a JSON message has more than `MAX_VALUES` commas and opening brackets outside of its strings."""
+    if _num_values(message) <= MAX_VALUES:
+        return False
+    outside = message.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2]
+    return _num_values(b"".join(outside)) > MAX_VALUES
+
+
+def _num_values(text: bytes | bytearray) -> int:
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
 class _Counted:
@@ -182,7 +197,7 @@ class _BoundedBody(httpx2.AsyncByteStream):
             self._check_length(whole)
             yield piece
             await asyncio.sleep(0)  # one read from the socket may hold 10,000 pieces
-        if has_too_many_values(whole):
+        if _has_too_many_values(whole):
             raise httpx2.StreamError(f"more than {MAX_VALUES:,} values in one answer")
 
     def _check_length(self, message: bytearray) -> None:
@@ -221,5 +236,5 @@ class _BoundedEvents(_BoundedBody):
         if event.count(b"\n") + event.count(b"\r") > 2 * MAX_VALUES:
             raise httpx2.SSEError(f"more than {MAX_VALUES:,} lines in one event")
         lines = (line[5:] for line in event.splitlines() if line.startswith(b"data:"))
-        if has_too_many_values(b"\n".join(lines)):
+        if _has_too_many_values(b"\n".join(lines)):
             raise httpx2.SSEError(f"more than {MAX_VALUES:,} values in one event")

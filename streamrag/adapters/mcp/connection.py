@@ -1,40 +1,23 @@
 """A connection to an MCP server, which concurrent queries share, and which reconnects after a loss."""
 
 import asyncio
-import os
 import shutil
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 import anyio
 import httpx2
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
-from mcp.client.subscriptions import ResourceUpdated
-from mcp.types import (
-    CONNECTION_CLOSED,
-    METHOD_NOT_FOUND,
-    EmptyResult,
-    ResourceUpdatedNotification,
-    SubscribeRequest,
-    SubscribeRequestParams,
-    UnsubscribeRequest,
-    UnsubscribeRequestParams,
-)
-from mcp_types.version import MODERN_PROTOCOL_VERSIONS
+from mcp.client.subscriptions import ListenNotSupportedError, ResourceUpdated
+from mcp.types import CONNECTION_CLOSED, METHOD_NOT_FOUND
 
-from streamrag.adapters.mcp import relay
 from streamrag.adapters.mcp.bounds import BoundedTransport, Traffic
 from streamrag.display_text import excerpt
 from streamrag.errors import ConfigurationError, SourceError, StreamRagError
 from streamrag.support.tasks import wait_shielded
-
-ROOT = Path(relay.__file__).resolve().parents[3]
-MAX_PENDING = 1024  # maximum number of changed resources that wait to be read
-FAREWELL_S = 1.0
 
 T = TypeVar("T")
 
@@ -101,19 +84,14 @@ class McpConnection:
 
         Then, or if the caller is cancelled, `call` is cancelled too, but only `aclose` waits for its end.
         """
-        task = self._begin_task(call)
+        task = asyncio.create_task(call, name=f"{self._name} call")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.shield(task)
         finally:
             task.cancel()
-
-    def _begin_task(self, call: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Start a task that `aclose` waits for, and return the task."""
-        task = asyncio.create_task(call, name=f"{self._name} call")
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-        return task
 
     def doubt(self, client: Client) -> None:
         """Mark the client as lost, so that the next call reconnects."""
@@ -124,52 +102,15 @@ class McpConnection:
     async def changes(self, client: Client, uris: Sequence[str]) -> AsyncGenerator["AsyncIterator[str]", None]:
         """Subscribe to `uris`, and yield an iterator of changed ones; raise SourceError if the server cannot do it."""
         try:
-            async with self._changes(client, uris) as changes:
-                yield changes
-        except MCPError as error:
-            if error.code != METHOD_NOT_FOUND:
-                raise
-            raise SourceError(f"{self._name}: the MCP server has no subscriptions; use watch_s=0") from error
-
-    @asynccontextmanager
-    async def _changes(self, client: Client, uris: Sequence[str]) -> AsyncGenerator["AsyncIterator[str]", None]:
-        """Subscribe, and yield an iterator of changed resources.
-
-        In the old protocol, the iterator never ends, and the end of the block unsubscribes, in at most `FAREWELL_S`,
-        unless the client is lost.
-        """
-        if client.protocol_version in MODERN_PROTOCOL_VERSIONS:
             async with client.listen(resource_subscriptions=uris) as subscription:
                 yield (event.uri async for event in subscription if isinstance(event, ResourceUpdated))
-            return
-        held = next(held for held in self._all_held if held.client is client)
-        changes = _Changes(uris)
-        held.watches.add(changes)
-        try:
-            async with held.subscribing:
-                for uri in uris:
-                    request = SubscribeRequest(params=SubscribeRequestParams(uri=uri))
-                    await self.in_time(client.session.send_request(request, EmptyResult))
-            yield changes
-        finally:
-            held.watches.discard(changes)
-            if self._is_used(client):
-                farewell = self._begin_task(self._unsubscribe(client, held, uris))
-                await wait_shielded([farewell], at_most_s=FAREWELL_S)
-                farewell.cancel()
-
-    async def _unsubscribe(self, client: Client, held: "_Held", uris: Sequence[str]) -> None:
-        """Unsubscribe from those of `uris` that no other watcher of the connection has. Errors are ignored."""
-        with suppress(Exception):
-            async with held.subscribing:
-                for uri in uris:
-                    if not any(uri in changes.uris for changes in held.watches):
-                        request = UnsubscribeRequest(params=UnsubscribeRequestParams(uri=uri))
-                        await client.session.send_request(request, EmptyResult)
-
-    def _is_used(self, client: Client) -> bool:
-        """Whether new calls get this client."""
-        return self._held is not None and self._held.client is client and not self._held.is_lost
+        except (MCPError, ListenNotSupportedError) as error:
+            if isinstance(error, MCPError) and error.code != METHOD_NOT_FOUND:
+                raise
+            version = client.protocol_version
+            raise SourceError(
+                f"{self._name}: the MCP server, of protocol {version}, has no subscriptions/listen; use watch_s=0"
+            ) from error
 
     async def _connected(self) -> "_Held":
         """Return the current client, or connect, in one attempt for all callers. Raises as `_opened`, or if closed."""
@@ -231,7 +172,7 @@ class McpConnection:
         try:
             with held.scope:
                 async with self._transport(held.traffic) as transport:
-                    client = Client(transport, message_handler=held.hear, read_timeout_seconds=None)
+                    client = Client(transport, read_timeout_seconds=None)
                     async with client:
                         if not opened.done():
                             held.client = client
@@ -257,7 +198,7 @@ class McpConnection:
 
     @asynccontextmanager
     async def _transport(self, traffic: Traffic) -> AsyncGenerator[Any, None]:
-        """Yield a counted transport, HTTP to an address or the relay to a command; or else the user's, unchanged."""
+        """Yield a counted transport, to an address or a command; or else the user's, unchanged."""
         match self._server:
             case str(url):
                 limits = httpx2.AsyncHTTPTransport(trust_env=False)
@@ -270,28 +211,19 @@ class McpConnection:
                     yield traffic.counted(
                         streamable_http_client(url, http_client=http_client, max_sse_event_size=self._max_bytes)
                     )
-            case StdioServerParameters():
-                yield traffic.counted(stdio_client(self._relayed(self._server), _errors()))
-            case [str(command), *arguments]:
-                server = StdioServerParameters(command=command, args=arguments)
-                yield traffic.counted(stdio_client(self._relayed(server), _errors()))
+            case StdioServerParameters() | [str(), *_] as server:
+                if not isinstance(server, StdioServerParameters):
+                    server = StdioServerParameters(command=server[0], args=server[1:])
+                self._check_program(server)
+                yield traffic.counted(stdio_client(server, sys.__stderr__ or sys.stderr))  # not a replaced stderr
             case server:
                 yield server
 
-    def _relayed(self, server: StdioServerParameters) -> StdioServerParameters:
-        """Return the server behind the relay, or as it is without POSIX.
-
-        :raises ConfigurationError: the server's command is not found; not checked for a server with a `cwd`.
-        """
+    def _check_program(self, server: StdioServerParameters) -> None:
+        """Raise ConfigurationError if the server's command is not found; not checked for a server with a `cwd`."""
         path = (server.env or {}).get("PATH")
         if server.cwd is None and shutil.which(server.command, path=path) is None:
             raise ConfigurationError(f"{self._name}: there is no program {server.command!r} to start the MCP server")
-        if os.name != "posix":
-            return server
-        command = ["-P", relay.__file__, str(ROOT), str(os.getpid()), str(self._max_bytes)]
-        return server.model_copy(
-            update={"command": sys.executable, "args": [*command, server.command, *server.args]},
-        )
 
 
 class _Held:
@@ -304,53 +236,13 @@ class _Held:
         self.task: asyncio.Task[None] | None = None
         self.traffic = Traffic(max_bytes, self._drop)
         self.num_calls = 0
-        self.watches: set[_Changes] = set()
-        self.subscribing = asyncio.Lock()
         self.is_lost = False
         """Whether new calls need another client; this one is closed when its calls have ended."""
         self.reason = ""
         """Reason why the client was dropped, if it was."""
-
-    async def hear(self, message: object) -> None:
-        """Pass on a changed resource to all watches; other messages are ignored."""
-        if isinstance(message, ResourceUpdatedNotification):
-            for changes in self.watches:
-                changes.add(str(message.params.uri))
 
     def _drop(self, reason: str) -> None:
         """Mark the client as lost, keep the first reason, and cancel it."""
         self.reason = self.reason or reason
         self.is_lost = True
         self.scope.cancel()
-
-
-class _Changes:
-    """An iterator of changed resources, without duplicates, for servers of the older protocol."""
-
-    def __init__(self, uris: Sequence[str]) -> None:
-        self.uris = frozenset(uris)
-        self._pending: dict[str, None] = {}
-        self._is_any = asyncio.Event()
-
-    def add(self, uri: str) -> None:
-        """Queue a changed resource, unless too many wait; wake the reader."""
-        if len(self._pending) < MAX_PENDING:
-            self._pending[uri] = None
-        self._is_any.set()
-
-    def __aiter__(self) -> "_Changes":
-        return self
-
-    async def __anext__(self) -> str:
-        """Wait for a changed resource, and return the oldest. Never ends by itself."""
-        await self._is_any.wait()
-        uri = next(iter(self._pending))
-        del self._pending[uri]
-        if not self._pending:
-            self._is_any.clear()
-        return uri
-
-
-def _errors() -> TextIO:
-    """Return the file for a server's log: the program's original standard error."""
-    return sys.__stderr__ or sys.stderr

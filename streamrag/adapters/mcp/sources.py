@@ -88,7 +88,7 @@ class McpToolSource(_McpSource):
     skipped, and reported.
 
     All queries share one connection. If it is lost, or the server answers no call within a timeout, the current queries
-    fail, and the next one reconnects. A server process ends with the source, and is killed if the program is.
+    fail, and the next one reconnects. A server process ends with the source.
 
     server: the server's address for streamable HTTP; or the command that starts it, as a list; or anything else that
         `mcp.Client` accepts.
@@ -99,7 +99,7 @@ class McpToolSource(_McpSource):
     name: name of the source, and the address of passages without one; by default the tool's name.
     headers: HTTP headers for each request to an address, such as for authorization.
     timeout_s: time limit for connecting, and for a call.
-    max_bytes: maximum bytes of a server's message; a message may also have at most 65,536 values.
+    max_bytes: maximum bytes of a server's answer; over HTTP, an answer may also have at most 65,536 values.
 
     :raises ConfigurationError: a value is invalid.
     """
@@ -184,7 +184,8 @@ class McpResourceSource(_McpSource):
 
     server: as for `McpToolSource`.
     uris: the resources, in prompt order. `{query}` in them is replaced by the percent-encoded query.
-    watch_s: seconds to watch the resources; each change is an `Update`. 0 reads them once.
+    watch_s: seconds to watch the resources; each change is an `Update`. 0 reads them once. Needs a server of MCP's
+        protocol of 2026-07-28 or later.
     name: name of the source.
     headers: as for `McpToolSource`.
     timeout_s: time limit for connecting, and for reading a resource.

@@ -11,8 +11,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.request_router import RequestRouter
 from ray.util import get_node_ip_address
 
-from streamrag.backends.ray.autoscaling_policy import QUEUED_TOKENS
-from streamrag.backends.ray.options import ReplicaOptions
+from streamrag.backends.ray.options import QUEUED_TOKENS, ReplicaOptions
 from streamrag.backends.ray.replica import EngineReplica, MakeBackend
 from streamrag.backends.ray.request_router import CALLS_PER_STREAM, StreamRouter
 from streamrag.backends.ray.wire import Failed
@@ -26,6 +25,7 @@ ENGINES, SOURCES, PREFILL, DECODE = "engines", "sources", "prefill", "decode"  #
 MakeSource: TypeAlias = Callable[[], Source | None]
 
 MAX_METRICS_INTERVAL_S = 10.0  # seconds between reports to the autoscaler: Ray's default, and less for short delays
+STATS_S = 0.5  # seconds between a replica's reports to routers
 MAX_LOOK_BACK_S = 30.0  # seconds of which the autoscaler averages the reports: likewise
 
 MAX_QUERIES_PER_SOURCE = 16  # most concurrent queries in a source's replica; further ones wait
@@ -68,7 +68,7 @@ class DeployedReplica(EngineReplica):
         return self.stats()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the metrics for the policy of `autoscaling_policy`."""
+        """Return the metrics for `QueuedTokensPolicy`."""
         return {QUEUED_TOKENS: float(self.num_queued_tokens)}
 
     async def __del__(self) -> None:
@@ -99,7 +99,7 @@ def engines(
         graceful_shutdown_wait_loop_s=0.1,
         request_router_config=RequestRouterConfig(
             request_router_class=request_router,
-            request_routing_stats_period_s=options.stats_s,
+            request_routing_stats_period_s=STATS_S,
         ),
         **_scaling(options),
     )(DeployedReplica)
@@ -112,7 +112,7 @@ def _scaling(options: ReplicaOptions) -> dict[str, Any]:
         return {"num_replicas": options.number}
     load: dict[str, Any] = {"target_ongoing_requests": options.max_open / 2}
     if options.queued_tokens is not None:
-        function = "streamrag.backends.ray.autoscaling_policy:QueuedTokensPolicy"
+        function = "streamrag.backends.ray.options:QueuedTokensPolicy"
         load = {"policy": AutoscalingPolicy(policy_function=function, policy_kwargs={"target": options.queued_tokens})}
     return {
         "autoscaling_config": AutoscalingConfig(

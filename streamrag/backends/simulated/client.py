@@ -22,8 +22,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from streamrag.backends.simulated.blind_runner import BlindRunner, Runner
 from streamrag.backends.simulated.config import EngineShape
-from streamrag.backends.simulated.engine import SimulatedEngine
-from streamrag.backends.simulated.hashing import quick_block_hasher
+from streamrag.backends.simulated.engine import SimulatedEngine, quick_block_hasher
 from streamrag.backends.simulated.loop import Abort, EngineLoop, Input, check_virtual
 from streamrag.backends.simulated.stock_records import StockRecords
 from streamrag.backends.simulated.stream import Outputs, SimulatedStream, next_output

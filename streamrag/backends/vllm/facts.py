@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -17,6 +17,10 @@ DTYPE_INSTRUCTIONS = {
     "float16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
 }
 """Instruction sets that compute in a dtype, named as in `torch.cpu.get_capabilities`; the last of each are ARM's."""
+
+
+ModelRunner: TypeAlias = Literal["V1", "V2"]
+"""vLLM's two programs that run a model's steps. vLLM chooses by its environment, by Triton and by what V2 lacks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class EngineFacts:
     max_model_len: int
     max_num_batched_tokens: int
     max_num_seqs: int
+    model_runner: ModelRunner
 
     @property
     def block_bytes(self) -> int:
@@ -61,6 +66,16 @@ def emulated_dtypes(capabilities: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the dtypes for which the CPU lacks instructions: it is several times slower than with float32."""
     known = {dtype: {capabilities.get(name) for name in names} for dtype, names in DTYPE_INSTRUCTIONS.items()}
     return tuple(dtype for dtype, found in known.items() if False in found and True not in found)
+
+
+def describe_model_runner() -> str:
+    """Describe which model runner vLLM chooses here, and why. Imports part of vLLM, which takes seconds."""
+    is_v2 = importlib.import_module("vllm.envs").VLLM_USE_V2_MODEL_RUNNER
+    if is_v2 is not None:
+        return f"V{1 + is_v2}, by VLLM_USE_V2_MODEL_RUNNER"
+    if importlib.import_module("vllm.triton_utils").HAS_TRITON:
+        return "V2, but V1 with answer_ahead=True, whose drafts V2 does not take"
+    return "V1, because vLLM has no Triton for this device"
 
 
 def engine_facts(config: "VllmConfig") -> EngineFacts:
@@ -89,4 +104,5 @@ def engine_facts(config: "VllmConfig") -> EngineFacts:
         max_model_len=model.max_model_len,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         max_num_seqs=scheduler.max_num_seqs,
+        model_runner="V2" if config.use_v2_model_runner else "V1",
     )

@@ -1,6 +1,8 @@
 """Check of this machine for serving: packages, engine, device, memory and port, with remedies for problems."""
 
+import asyncio
 import json
+import logging
 import re
 import shutil
 import socket
@@ -13,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from streamrag.backends.tokenizer import local_model_path
-from streamrag.backends.vllm.facts import DTYPE_INSTRUCTIONS, cpu_capabilities, emulated_dtypes, num_allowed_cores
+from streamrag.backends.vllm.client.host_memory import try_host_memory
+from streamrag.backends.vllm.facts import (
+    DTYPE_INSTRUCTIONS,
+    cpu_capabilities,
+    describe_model_runner,
+    emulated_dtypes,
+    num_allowed_cores,
+)
 from streamrag.backends.vllm.host_size import host_bytes
 from streamrag.backends.vllm.version import DISTRIBUTIONS, INSTALL, check_version
 from streamrag.cli.doctor.tested_versions import describe_tests
@@ -81,13 +90,16 @@ class Machine:
     num_cpus: int
     memory_bytes: int
     device_bytes: int
+    model_runner: str = "not known without a supported vLLM"
+    host_memory: str = "not tried without a supported vLLM"
+    """Whether KV can be copied to host memory."""
     model: ModelNeeds | None = None
     problems: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
 
 
 def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine:
-    """Return the check's results in a second or two, without starting an engine. Missing optional extras are advice.
+    """Return the check's results in some seconds, without starting an engine. Missing optional extras are advice.
 
     model: folder of a model to check as well; raises ConfigurationError without it or a valid config.json.
     """
@@ -110,6 +122,9 @@ def examine(model: str | None, *, host: str = "127.0.0.1", port: int) -> Machine
         device_bytes=gpu_bytes or memory_bytes,
     )
     found.problems += _engine_problems(gpu, capabilities)
+    if not found.problems:
+        found.model_runner, found.host_memory, advice = _try_engine_parts()
+        found.advice += advice
     for part in found.parts:
         if part.missing:
             line = f"{part.what_for}: {INSTALLS.get(part.extra) or install_line(part.extra)}"
@@ -162,6 +177,24 @@ def _engine_problems(gpu: str | None, capabilities: Mapping[str, Any]) -> Iterat
         yield f"vLLM is installed for CPUs, and does not use {gpu}: {INSTALL}"
     if capabilities.get("avx2") is False:  # missing on other architectures than x86
         yield "this CPU has no AVX2, which vLLM needs: use another machine, or --server"
+
+
+def _try_engine_parts() -> tuple[str, str, list[str]]:
+    """Return texts on vLLM's model runner and on a new trial of host memory, and advice if the trial failed."""
+    logging.disable(logging.WARNING)  # vLLM logs to the terminal what is returned here
+    try:
+        runner = describe_model_runner()
+        verdict = asyncio.run(try_host_memory(anew=True))
+    except Exception as error:  # of vLLM: the other checks do not depend on it
+        return "not known", f"not tried: {error}", []
+    finally:
+        logging.disable(logging.NOTSET)
+    if verdict is None:
+        return runner, "no trial is needed on a CPU", []
+    if verdict.why_not is None:
+        return runner, "copies of KV work", []
+    advice = "KV in host memory: try another driver of the device; until then, evicted KV is recomputed"
+    return runner, f"not used, because a trial of its copies failed: {verdict.why_not}", [advice]
 
 
 def _gpu() -> tuple[str | None, int]:
@@ -248,6 +281,8 @@ def lines_of(found: Machine) -> Iterator[tuple[str, str]]:
     memory = "" if found.device_bytes == found.memory_bytes else f", {_gib(found.device_bytes)}"
     yield "device", found.device + memory
     yield "dtype", found.dtype
+    yield "model runner", found.model_runner
+    yield "host memory", found.host_memory
     yield "machine", f"{found.num_cpus} CPUs, {_gib(found.memory_bytes)} of memory"
     for part in found.parts:
         if part.installed or part.missing:

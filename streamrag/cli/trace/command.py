@@ -8,13 +8,14 @@ from rich.table import Table
 
 from streamrag.cli.output import Output
 from streamrag.cli.record import WORDS, WORDS_NOTE
-from streamrag.cli.trace import generation
 from streamrag.display_text import one_line
 from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.trace.generate import generate
 from streamrag.trace.picture import draw_trace
 from streamrag.trace.read import read_trace
 from streamrag.trace.statistics import Distribution, TraceStatistics, describe
 from streamrag.trace.values import Trace
+from streamrag.trace.write import write_trace
 
 DESCRIPTION = """\
 A trace is a record of retrieval for some questions: the chunks, their times and
@@ -26,6 +27,15 @@ examples:
   streamrag trace generate crawler --queries 500 --output crawler-500.jsonl.gz
 
 `streamrag trace VERB --help` has more.
+"""
+GENERATE_DESCRIPTION = """\
+Writes a trace with the published statistics of one of the Stream2LLM paper's
+workloads: crawled pages that are appended, or the pools of a vector search
+that replace each other. No text, only lengths.
+"""
+GENERATE_EPILOG = """\
+example:
+  streamrag trace generate crawler --queries 500 --seed 2 --output crawler-500.jsonl.gz
 """
 
 
@@ -44,7 +54,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--no-plot", action="store_true", help="do not write a plot")
     show.add_argument("--json", action="store_true", help="print JSON, and plot only with --plot")
     show.set_defaults(run=_show)
-    generation.add_arguments(verbs.add_parser("generate", help="make a workload like those of the Stream2LLM paper"))
+    add_generate_arguments(verbs.add_parser("generate", help="make a workload like those of the Stream2LLM paper"))
+
+
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of `generate`, and its `run`."""
+    parser.usage = "%(prog)s WORKLOAD [options]"
+    parser.description, parser.epilog = GENERATE_DESCRIPTION, GENERATE_EPILOG
+    add = parser.add_argument
+    about = "crawler, which appends chunks, or anns, which replaces them"
+    add("workload", choices=("crawler", "anns"), metavar="WORKLOAD", help=about)
+    add("--queries", type=int, metavar="N", help="number of queries (as published: 4322 or 500)")
+    add("--seed", type=int, default=1, metavar="N", help="the same seed makes the same trace (%(default)s)")
+    add("--qps", type=float, default=1.0, metavar="QPS", help="queries per second, arriving at random (%(default)g)")
+    about = "for anns: whether the longest gap precedes the first or the last pool (%(default)s)"
+    add("--long-window", choices=("first", "last"), default="first", help=about)
+    add("--output", type=Path, metavar="FILE", help="gzip or zstd by suffix (WORKLOAD.jsonl.gz)")
+    add("--force", action="store_true", help="replace an existing file")
+    parser.set_defaults(run=_generate)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    """Generate and write the trace, print a summary on stderr, return 0. TraceError for an old file without --force."""
+    trace = generate(
+        arguments.workload, arguments.queries, arguments.seed, arguments.qps, long_window=arguments.long_window
+    )
+    path = arguments.output or Path(f"{arguments.workload}.jsonl.gz")
+    write_trace(trace, path, overwrite=arguments.force)
+    statistics = describe(trace)
+    Output(stderr=True).print_line(
+        f"{path}: {statistics.num_queries} queries of {statistics.tokens_per_query.mean:.0f} tokens in "
+        f"{statistics.chunks_per_query.mean:.2f} chunk events over {statistics.retrieval_s.mean:.2f} s (means)",
+    )
+    return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
-"""Rules about KV memory: who may evict, which blocks stay free, and admission of complete prompts by a KV budget."""
+"""Rules about memory: who may evict, which KV blocks stay free, admission by a KV budget, slots for LoRA adapters, and
+planning time when memory is short."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import NamedTuple
 
 from streamrag.engine.request import RequestView
@@ -137,3 +138,55 @@ def _num_blocks_until_end(candidate: Candidate) -> int:
     num_held = memory.num_blocks_freed(request) if request.num_blocks else 0
     num_tokens = request.num_tokens - candidate.num_present + request.num_answer_tokens
     return num_held + memory.num_blocks_needed(request, num_tokens)
+
+
+class AdapterSlots(Rule):
+    """Lets at most `max_adapters` LoRA adapters into one step: vLLM's engine ends if a step has more.
+
+    adapters_ahead: returns the adapters of the requests that run before the plan.
+    """
+
+    def __init__(self, max_adapters: int, adapters_ahead: Callable[[], Set[int]]) -> None:
+        self._max_adapters = max_adapters
+        self._adapters_ahead = adapters_ahead
+        self._adapters: set[int] = set()
+
+    def start(self, walk: Walk) -> None:
+        self._adapters = set(self._adapters_ahead())
+
+    def ask(self, candidate: Candidate) -> Wait | None:
+        adapter = candidate.request.adapter_id
+        is_new = adapter is not None and adapter not in self._adapters
+        return Wait.SKIP if is_new and len(self._adapters) >= self._max_adapters else None
+
+    def on_grant(self, candidate: Candidate) -> None:
+        if candidate.request.adapter_id is not None:
+            self._adapters.add(candidate.request.adapter_id)
+
+
+MOST_TRIES = 4
+"""Requests that are measured not to fit, before further ones are only examined in turn: measuring is costly, and when
+memory is short, many requests wait and hardly any fits."""
+
+NUM_IN_TURN = 4
+"""Positions of the order that are examined in each step once `MOST_TRIES` is reached, so that all get their turn."""
+
+
+class Turns(Rule):
+    """Skips partial prompts that would start and may not evict once `MOST_TRIES` did not fit, except a few in turn."""
+
+    asks_complete = False
+    is_waived_if_idle = True
+
+    def __init__(self, turn: int = 0) -> None:
+        self._turn = turn - 1
+
+    def start(self, walk: Walk) -> None:
+        self._turn += 1
+
+    def ask(self, candidate: Candidate) -> Wait | None:
+        if candidate.walk.num_unfit < MOST_TRIES or not candidate.is_new or candidate.may_evict:
+            return None
+        num = len(candidate.walk.order)
+        has_turn = (candidate.position - self._turn * NUM_IN_TURN) % num < NUM_IN_TURN
+        return None if has_turn else Wait.SKIP

@@ -1,7 +1,6 @@
 """Makes the source of a service or of a command, without importing the packages that only a service needs."""
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from streamrag.core import Source
@@ -48,11 +47,11 @@ def make_source(settings: SourceSettings) -> Source | None:
     return WebSource(list(settings.urls), **{name: getattr(settings, name) for name in CRAWL})
 
 
-def resolve_dsn(text: str, environment: Mapping[str, str] = os.environ) -> str:
+def resolve_dsn(text: str) -> str:
     """Return a DSN; `env:NAME` is read from the environment. Raises ConfigurationError if NAME is not set."""
     if not text.startswith("env:"):
         return text
     name = text.removeprefix("env:")
-    if not environment.get(name):
+    if not os.environ.get(name):
         raise ConfigurationError(f"{text}: there is no environment variable {name}")
-    return environment[name]
+    return os.environ[name]

@@ -2,8 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
+
+from streamrag.serve.failures import RequestError
 
 T = TypeVar("T")
 
@@ -29,12 +32,13 @@ class FairShare:
 
 
 class Account:
-    """The CPU time used on behalf of one client, connection or stream."""
+    """The CPU time used, and the memory held, on behalf of one client, connection or stream."""
 
     def __init__(self, share: FairShare) -> None:
         self.num_waiting = 0  # number of calls of `take_turn` in progress, including those in their pause
         self._share = share
         self._lock = asyncio.Lock()
+        self._num_bytes = 0
         self._used_s = 0.0
         self._since_s = share.now_s()
 
@@ -64,6 +68,26 @@ class Account:
         wait_s = max(self._share.busy_until_s.get(self, 0.0) - self._share.now_s(), 0.0)
         self.pause_s(takes_s)
         return wait_s
+
+    def hold(self, num_bytes: int, most: int) -> None:
+        """Count memory of requests that wait. Raises RequestError (429) beyond `most`. The caller must `release` it."""
+        if self._num_bytes + num_bytes > most:
+            message = f"requests of yours that wait take more than {most:,} bytes, which is the most"
+            raise RequestError(message, status=429, code="too_many_waiting")
+        self._num_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Subtract memory that `hold` has counted."""
+        self._num_bytes -= num_bytes
+
+    @contextmanager
+    def holding(self, num_bytes: int, most: int) -> Iterator[None]:
+        """Count memory while the block runs, as `hold` does."""
+        self.hold(num_bytes, most)
+        try:
+            yield
+        finally:
+            self.release(num_bytes)
 
     async def take_turn(self, work: Callable[[], T]) -> T:
         """Return `work()`, called after the account's earlier turns and their pauses, and then pause for its cost.

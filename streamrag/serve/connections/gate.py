@@ -7,8 +7,9 @@ import hashlib
 import re
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -22,6 +23,8 @@ from streamrag.serve.limits import Limits
 from streamrag.serve.open_queries import Caller
 
 CALLER = "streamrag.caller"  # key of the `Caller` in a request's scope
+
+ERROR = "streamrag.error"  # key of the error in the scope of a request that is answered with one
 
 OPEN_PATHS = frozenset({"/", "/health", "/healthz", "/readyz"})
 """Paths that need no key, for load balancers and for browsers without one. Paths below /page/ need none either."""
@@ -46,6 +49,9 @@ _PREFLIGHT = {
 }
 
 
+OnFailure: TypeAlias = Callable[[Scope, int], None]
+
+
 class Gate:
     """ASGI middleware that admits or refuses requests.
 
@@ -54,6 +60,7 @@ class Gate:
         its own name to 127.0.0.1.
     origins: origins whose pages may send requests, besides the service's own; "*" permits any.
     share: shares the event loop among clients.
+    on_failure: is called with the scope and the status of each response of 400 or more.
     """
 
     def __init__(
@@ -65,7 +72,9 @@ class Gate:
         hosts: frozenset[str] | None = LOOPBACK,
         origins: frozenset[str] = frozenset(),
         share: FairShare | None = None,
+        on_failure: OnFailure = lambda scope, status: None,
     ) -> None:
+        self.on_failure = on_failure
         self._app = app
         self._limits = limits
         self._share = share or FairShare()
@@ -97,13 +106,20 @@ class Gate:
         request_id = client_id if _REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
         cors = self._cors(headers.get("origin"))
         body = BoundedBody(scope["path"], headers, receive, self._limits)
+        is_accepted = False
 
         async def send_with_id(message: Message) -> None:
+            nonlocal is_accepted
             if message["type"] in ("http.response.start", "websocket.accept"):
                 more = MutableHeaders(scope=message)
                 more.update({"x-request-id": request_id, **cors})
                 if message["type"] == "http.response.start" and not body.is_read:
                     more["connection"] = "close"
+            is_accepted |= message["type"] == "websocket.accept"
+            status = message.get("status", 403 if message["type"] == "websocket.close" and not is_accepted else 200)
+            # Not for health checks, nor if the client has left.
+            if status >= 400 and status != 499 and (ERROR in scope or scope["path"] not in OPEN_PATHS):
+                self.on_failure(scope, status)
             await send(message)
 
         try:
@@ -116,13 +132,20 @@ class Gate:
             body.check_length()
             self._check_open(caller.client)
         except RequestError as error:
+            scope.update({"app": self._app, CALLER: scope.get(CALLER, Caller(request_id, ANONYMOUS)), ERROR: error})
             await _refuse(error, scope, receive, send_with_id)
             return
         with self._count_open(caller.client):
             if scope["path"] not in OPEN_PATHS:  # health checks never wait
                 await asyncio.sleep(caller.turns.turn_s(REQUEST_S))
             if scope["type"] == "http":
-                await self._app(scope, body.receive, send_with_id)
+                try:
+                    await self._app(scope, body.receive, send_with_id)
+                except Exception as error:
+                    if error is not scope.get(ERROR):  # Starlette raises again what it has answered with 500
+                        raise
+                finally:
+                    scope.pop(ERROR, None)  # uvicorn keeps the scope while the connection is idle
             else:
                 await self._run_socket(scope, receive, send_with_id, caller)
 

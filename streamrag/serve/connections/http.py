@@ -18,8 +18,11 @@ from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.wsproto_impl import WSProtocol
+from wsproto.events import BytesMessage, CloseConnection, TextMessage
 
 from streamrag.serve.connections.fair_share import Account, FairShare
+from streamrag.serve.connections.gate import OnFailure
 from streamrag.serve.failures import Failure, RequestError, failure_of
 from streamrag.serve.limits import Limits
 
@@ -152,6 +155,7 @@ class BoundedProtocol(H11Protocol):
     """uvicorn's HTTP protocol, with limits."""
 
     limits: Limits
+    on_failure: OnFailure
     transport: HttpConnection  # type: ignore[assignment]
     _timer: asyncio.TimerHandle | None = None
     _is_pipelined = False
@@ -230,7 +234,8 @@ class BoundedProtocol(H11Protocol):
         self._write(failure_of(RequestError(message, status=status, code="http")))
 
     def _write(self, failure: Failure) -> None:
-        """Write a whole response with the error, and close as `close_once_read` does."""
+        """Report an error, write it as a whole response, and close as `close_once_read` does."""
+        self.on_failure({}, failure.status)
         body = failure.json().encode()
         head = [
             f"HTTP/1.1 {failure.status} {HTTPStatus(failure.status).phrase}",
@@ -243,13 +248,53 @@ class BoundedProtocol(H11Protocol):
         self.transport.close_once_read()
 
 
-def bounded_protocol(limits: Limits) -> Callable[..., asyncio.BaseProtocol]:
+class BoundedWebSocket(WSProtocol):
+    """uvicorn's WebSocket, which is closed if a message that has begun is not whole within `body_s`."""
+
+    limits: Limits
+    _timer: asyncio.TimerHandle | None = None
+
+    def handle_message(self, event: TextMessage | BytesMessage) -> None:
+        super().handle_message(event)
+        if self._timer is not None and event.message_finished:
+            self._timer.cancel()
+            self._timer = None
+        elif self._timer is None and not event.message_finished:
+            self._timer = self.loop.call_later(self.limits.body_s, self._end)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _end(self) -> None:
+        """Close the socket, which the application sees as a disconnect."""
+        if not self.close_sent and not self.transport.is_closing():
+            self.close_sent = True
+            reason = f"a message was not received within {self.limits.body_s:g} s"
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": 1008, "reason": reason})
+            self.transport.write(self.conn.send(CloseConnection(code=1008, reason=reason)))
+            self.transport.close()
+
+
+def bounded_socket(limits: Limits) -> Callable[..., asyncio.BaseProtocol]:
+    """Return a factory of WebSockets for uvicorn."""
+
+    def connect(*args: Any, **options: Any) -> BoundedWebSocket:
+        protocol = BoundedWebSocket(*args, **options)
+        protocol.limits = limits
+        return protocol
+
+    return connect
+
+
+def bounded_protocol(limits: Limits, on_failure: OnFailure) -> Callable[..., asyncio.BaseProtocol]:
     """Return a protocol factory for uvicorn, whose connections share the event loop fairly."""
     share = FairShare()
 
     def connect(*args: Any, **options: Any) -> HttpConnection:
         protocol = BoundedProtocol(*args, **options)
-        protocol.limits = limits
+        protocol.limits, protocol.on_failure = limits, on_failure
         return HttpConnection(protocol, Account(share))
 
     return connect

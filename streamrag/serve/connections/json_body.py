@@ -6,13 +6,14 @@ error reports are bounded, and large bodies of one client are parsed in turn, wi
 """
 
 import json
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import anyio
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import from_json
 from starlette.requests import Request
 
@@ -32,7 +33,18 @@ MAX_VALUES = 32_768
 MAX_WAITING = 32  # large bodies of one client that may wait to be parsed
 
 
-class StrictModel(BaseModel):
+class RequestModel(BaseModel):
+    """A base of requests, in which a field that is null counts as missing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        if isinstance(values, dict) and None in values.values():
+            return {name: value for name, value in values.items() if value is not None}
+        return values
+
+
+class StrictModel(RequestModel):
     """A base of requests that rejects unknown fields: ignoring one could change the answer."""
 
     model_config = ConfigDict(extra="forbid")
@@ -71,14 +83,13 @@ async def parse_in_turn(body: bytes, model: type[M], account: Account) -> M:
     return await _in_turn(lambda: parse(body, model), account)
 
 
-async def parse_frame(frame: str | bytes, model: type[M], client: Account, socket: Account) -> M:
-    """Return a frame as `model`, or raise RequestError. Large ones wait for their turn; small ones pause the socket."""
+async def parse_frame(frame: str | bytes, work: Callable[[str | bytes], T], client: Account, socket: Account) -> T:
+    """Return `work(frame)`, which parses it. Large frames wait for their turn; small ones pause the socket."""
     if len(frame) > SMALL_BYTES:
-        code = frame.encode() if isinstance(frame, str) else frame
-        return await parse_in_turn(code, model, client)
+        return await _in_turn(lambda: work(frame), client)
     start_s = time.thread_time()
     try:
-        return parse(frame, model)
+        return work(frame)
     finally:
         if pause_s := socket.pause_s(time.thread_time() - start_s):
             await anyio.sleep(pause_s)
@@ -108,6 +119,18 @@ def parse(body: bytes | str, model: type[M]) -> M:
     except ValidationError as error:
         where, what = first_error(error)
         raise RequestError(f"{where}: {what}" if where else what, param=where or None) from None
+
+
+def memory_of(value: object) -> int:
+    """Return the memory that parsed JSON takes: a text with its widest character, a short list with its header."""
+    parts: Iterable[object] = ()
+    if isinstance(value, BaseModel):
+        parts = (value.__dict__, value.model_extra)
+    elif isinstance(value, dict):
+        parts = (*value, *value.values())
+    elif isinstance(value, list):
+        parts = value
+    return sys.getsizeof(value) + sum(map(memory_of, parts))
 
 
 def check_num_values(body: bytes | str, most: int = MAX_VALUES) -> None:

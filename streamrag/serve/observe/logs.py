@@ -10,6 +10,7 @@ for example from the URL of a search engine.
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from textwrap import indent
 from typing import Any, Literal, TextIO, TypeAlias
@@ -17,7 +18,7 @@ from urllib.parse import quote, quote_plus
 
 from streamrag.display_text import one_line, sanitize
 from streamrag.serve.failures import failure_of
-from streamrag.serve.observe.observer import Interface, Observer, QueryOutcome, Refusal, ServedQuery, current_query
+from streamrag.serve.observe.observer import FailedRequest, Observer, QueryOutcome, ServedQuery, current_query
 from streamrag.telemetry import Answer
 
 Form: TypeAlias = Literal["json", "text"]
@@ -31,6 +32,12 @@ QUESTION = "streamrag_question"  # attribute of a log record with the question t
 
 QUERY_OF_ERROR = "streamrag_query"
 """Attribute of an error with the query that it ended: the server logs the error outside of the query's context."""
+
+MAX_REFUSED = 10
+"""Lines about refused requests of one client in a minute: a hostile client can neither fill the disk nor bury the lines
+of others. Metrics count all."""
+MINUTE_S = 60.0
+MAX_PARAM = 80  # characters of a refused request's invalid field, which the client may have named
 
 HIDDEN = "[question]"
 QUOTING = ("reason", "source_error", "cut_short")
@@ -50,13 +57,15 @@ ENGINE_COUNTS = ("num_computed", "num_recomputed", "num_from_cache", "num_loaded
 
 
 class QueryLog(Observer):
-    """An observer that logs the end of each query, and each refusal.
+    """An observer that logs the end of each query, and requests that are refused, `MAX_REFUSED` of a client a minute.
 
     with_text: whether to log questions and answers.
     """
 
     def __init__(self, *, with_text: bool = False) -> None:
         self._with_text = with_text
+        self._minute = 0
+        self._num_refused: Counter[str] = Counter()  # by client, in this minute
 
     def query_ended(
         self, query: ServedQuery, outcome: QueryOutcome, answer: Answer | None, error: BaseException | None
@@ -81,8 +90,21 @@ class QueryLog(Observer):
             extra={FIELDS: fields, "request_id": query.id, QUESTION: "" if self._with_text else query.text},
         )
 
-    def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
-        log.warning("refused", extra={FIELDS: {"interface": interface, "client": client, "reason": why}})
+    def request_failed(self, request: FailedRequest) -> None:
+        """Log a request that was refused: at level info if the client has to change it, else as a warning."""
+        if request.is_logged:
+            return
+        if (minute := int(time.monotonic() / MINUTE_S)) != self._minute:
+            self._minute = minute
+            self._num_refused.clear()
+        self._num_refused[request.client] += 1
+        if (num := self._num_refused[request.client]) > MAX_REFUSED:
+            return
+        param = request.param and request.param[:MAX_PARAM]
+        fields = {"route": request.route, "client": request.client, "status": request.status, "reason": request.code}
+        fields |= {"param": param, "is_last_of_minute": num == MAX_REFUSED or None}
+        level = logging.WARNING if request.status in (429, 503) else logging.INFO
+        log.log(level, "refused", extra={FIELDS: fields, "request_id": request.id})
 
 
 def _query_fields(query: ServedQuery) -> dict[str, Any]:

@@ -19,7 +19,15 @@ from starlette.routing import Route
 
 from streamrag.open_questions import QueriesAhead
 from streamrag.records import KvUse, RequestRecord
-from streamrag.serve.observe.observer import Interface, Observer, Phase, QueryOutcome, Refusal, ServedQuery
+from streamrag.serve.observe.observer import (
+    FailedRequest,
+    Interface,
+    Observer,
+    Phase,
+    QueryOutcome,
+    Refusal,
+    ServedQuery,
+)
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer
 
@@ -112,6 +120,7 @@ class Metrics(Observer):
         by_client = () if clients is None else ("client",)
         self.queries = self._counter("queries", "Queries that ended", "interface", "outcome", *by_client)
         self.refusals = self._counter("refusals", "Queries that were not admitted", "interface", "reason", *by_client)
+        self.errors = self._counter("request_errors", "Requests, and frames, that got an error", "route", "status")
         self.engine_restarts = self._counter("engine_restarts", "Times that a dead engine was started again")
         self.ready = self._gauge("ready", "1 if queries are admitted, else 0")
         self.open_queries = self._gauge("open_queries", "Queries that are open, by what they are doing", "phase")
@@ -153,6 +162,9 @@ class Metrics(Observer):
 
     def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
         self.refusals.labels(interface, why, *self._client(client)).inc()
+
+    def request_failed(self, request: FailedRequest) -> None:
+        self.errors.labels(request.route, str(request.status)).inc()
 
     def _count_work(self, record: RequestRecord) -> None:
         """Add the engine's tokens, preemptions and restores of one query to the counters."""

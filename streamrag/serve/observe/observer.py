@@ -157,6 +157,19 @@ class ServedQuery:
         return time.monotonic() - self.started_s
 
 
+@dataclass(frozen=True, slots=True)
+class FailedRequest:
+    """A request, or a frame of a WebSocket, that got an error."""
+
+    id: str | None  # the request's id; None if its head was not parsed
+    client: str  # name of the client's key; "anonymous" without a valid one
+    route: str  # path of the route, such as "/v1/sessions/{id}"; "other" without one
+    status: int
+    code: str | None = None  # the error's code; None for responses of other code
+    param: str | None = None  # the invalid field: text of the client
+    is_logged: bool = False  # whether the error has a line in the log already
+
+
 class Observer(Protocol):
     """An object that is notified of every query; a subclass overrides the methods it needs.
 
@@ -182,6 +195,10 @@ class Observer(Protocol):
 
     def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
         """React to a query that was not admitted."""
+        return
+
+    def request_failed(self, request: FailedRequest) -> None:
+        """React to a request, or a frame, that got an error: as a query, not admitted, or before it was a query."""
         return
 
 
@@ -210,6 +227,9 @@ class Observers(Observer):
 
     def query_refused(self, client: str, interface: Interface, why: Refusal) -> None:
         self._notify("query_refused", client, interface, why)
+
+    def request_failed(self, request: FailedRequest) -> None:
+        self._notify("request_failed", request)
 
     def _notify(self, method: str, *values: Any) -> None:
         """Call this method of each observer. Exceptions are logged, once for each observer and method."""

@@ -10,12 +10,15 @@
 
 A question takes a place, as one open query, from its first partial text to the end of its answer. It gives the place
 back if the text does not change for `IDLE_S`, is empty, or is not committed within `deadline_s`, and takes one again
-with the next text. A partial text that is refused gets one error; texts before `Retry-After` are then ignored.
+with the next text. While it has no place, its memory counts for its client, over all of the client's sockets, and it
+ends with an error without a text for `idle_s`. A partial text that is refused gets one error; texts before
+`Retry-After` are then ignored.
 """
 
-import logging
+import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import anyio
@@ -25,7 +28,7 @@ from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.websockets import WebSocket
 
 from streamrag.core import Chunk
-from streamrag.errors import DeadlineExceededError, StreamRagError
+from streamrag.errors import DeadlineExceededError
 from streamrag.query.answer_stream import AnswerStream
 from streamrag.query.options import QueryOptions
 from streamrag.serve.connections.gate import CALLER
@@ -44,8 +47,6 @@ PACE_S = 0.05  # seconds between two partial texts that are used; of those that 
 RETRY_S = 5.0  # seconds after an error until the next partial text is used, unless the error says when
 MAX_UNSENT = 4096  # frames that are buffered for a slow reader, before its socket is closed
 MAX_PARTIAL = 10_000  # characters of a partial text, whose words are counted at each change
-
-log = logging.getLogger("streamrag.serve")
 
 
 class OpenFrame(QueryRequest):
@@ -79,6 +80,7 @@ class SocketQuestion:
 
     id: str
     options: QueryOptions
+    num_bytes: int  # memory of the options
     text: str = ""
     is_final: bool = False
     is_committed: anyio.Event = field(default_factory=anyio.Event)
@@ -93,7 +95,7 @@ class SocketQuestion:
         if isinstance(frame, CommitFrame):
             self.is_committed.set()
 
-    async def changed(self, timeout_s: float | None = None) -> bool:
+    async def changed(self, timeout_s: float) -> bool:
         """Wait for a text that was not waited for yet; return False if there is none in time."""
         with anyio.move_on_after(timeout_s):
             await self._has_changed.wait()
@@ -105,9 +107,10 @@ class SocketQuestion:
 class AskSocket(Frames):
     """A WebSocket for questions that are still being asked. Its question ends with it."""
 
+    is_measured = True
+
     def __init__(self, service: Service, socket: WebSocket, caller: Caller) -> None:
         super().__init__(socket, service, "id")
-        self._service = service
         self._caller = caller
         self._question: SocketQuestion | None = None
         self._unsent, self._frames = anyio.create_memory_object_stream[dict[str, Any]](MAX_UNSENT)
@@ -116,11 +119,7 @@ class AskSocket(Frames):
         """Serve the client's frames until it leaves or reads too slowly."""
         async with self._unsent, self._frames, self.open() as tasks:
             tasks.start_soon(self._send_frames)
-            while (frame := await self.next(QuestionFrame)) is not None:
-                try:
-                    await self._serve_frame(frame[0].root, tasks)
-                except StreamRagError as error:
-                    await self.send_error(error, frame[0].root.id)
+            await self.serve(QuestionFrame, partial(self._serve_frame, tasks))
 
     async def _send_frames(self) -> None:
         """Send the frames of questions in their order, until cancelled."""
@@ -134,7 +133,9 @@ class AskSocket(Frames):
         except anyio.WouldBlock:
             self.end(1013, "the client does not read what was sent")
 
-    async def _serve_frame(self, frame: OpenFrame | PartialFrame | CommitFrame | CancelFrame, tasks: TaskGroup) -> None:
+    async def _serve_frame(
+        self, tasks: TaskGroup, frame: OpenFrame | PartialFrame | CommitFrame | CancelFrame, num_bytes: int
+    ) -> None:
         """Open a question, give it its newest text, or cancel it. Raises RequestError if that is not possible."""
         if self._question is not None and self._question.scope.cancel_called:
             await self._question.has_ended.wait()
@@ -142,7 +143,7 @@ class AskSocket(Frames):
         if question is not None and question.is_committed.is_set() and not isinstance(frame, CancelFrame):
             raise RequestError("the last question is being answered", status=409, code="ask_committed")
         if isinstance(frame, OpenFrame):
-            opened = SocketQuestion(frame.id, frame.query_options(self._service))
+            opened = SocketQuestion(frame.id, frame.query_options(self._service), num_bytes)
             if question is not None:
                 question.scope.cancel()
                 await question.has_ended.wait()
@@ -161,24 +162,33 @@ class AskSocket(Frames):
     async def _follow(self, question: SocketQuestion) -> None:
         """Follow a question until it is answered, its answer fails, or it is cancelled; then send its last frame."""
         last: dict[str, Any] | None = None
+        pause_s = 0.0
         with question.scope:
             while last is None:
-                await question.changed()
                 try:
+                    await self._wait(question, pause_s)
                     last = await self._listen(question)
+                    pause_s = 0.0
                 except Exception as error:  # sent to the client, which may continue
                     frame = self.error_frame(error, question.id)
-                    if frame["status"] == 500:
-                        log.error("a question failed", exc_info=error)
-                    if question.is_committed.is_set():
+                    if question.is_committed.is_set() or isinstance(error, RequestError):
                         last = frame
                     else:
                         self._put(frame)
-                        with anyio.move_on_after(getattr(error, "retry_after_s", RETRY_S)):
-                            await question.is_committed.wait()
+                        pause_s = getattr(error, "retry_after_s", RETRY_S)
         self._question = None
         question.has_ended.set()
         self._put(last or {"type": "cancelled", "id": question.id})
+
+    async def _wait(self, question: SocketQuestion, pause_s: float) -> None:
+        """Wait for a text, after `pause_s` unless it is committed, while the memory of the question, which has no
+        place, counts for its client. Raises RequestError if that is too much, or if no text comes within `idle_s`."""
+        account, limits = self._caller.account, self._service.limits
+        with account.holding(question.num_bytes + sys.getsizeof(question.text), limits.max_stream_bytes):
+            with anyio.move_on_after(pause_s):
+                await question.is_committed.wait()
+            if not await question.changed(limits.idle_s):
+                raise RequestError(f"no text was received for {limits.idle_s:g} s", status=408, code="idle")
 
     async def _listen(self, question: SocketQuestion) -> dict[str, Any] | None:
         """Hold a place from a text to the answer, and return its frame, or None if the place is given back before."""

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -18,7 +18,7 @@ from streamrag.core import MAX_INT, SamplingParams, Turn
 from streamrag.query.options import MAX_DRAFT, QueryOptions
 from streamrag.serve.citation_marks import url_citations
 from streamrag.serve.connections.gate import CALLER
-from streamrag.serve.connections.json_body import encode_json, read_body
+from streamrag.serve.connections.json_body import RequestModel, encode_json, read_body
 from streamrag.serve.connections.sse import EmptyLines, StreamEvent, Write, respond, unless_disconnected
 from streamrag.serve.failures import Failure, RequestError
 from streamrag.serve.protocols.event_encoder import wait_for_answer
@@ -31,7 +31,7 @@ TokenId: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
 Bias: TypeAlias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class Message(BaseModel):
+class Message(RequestModel):
     role: str
     content: Any = None
 
@@ -41,14 +41,14 @@ class ChatMessage(Message):
     tool_call_id: str | None = Field(default=None, max_length=128)
 
 
-class Prediction(BaseModel):
+class Prediction(RequestModel):
     """A text that the answer may repeat. It changes no answer."""
 
     type: Literal["content"]
     content: Any
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(RequestModel):
     include_usage: bool = False
 
 
@@ -62,7 +62,7 @@ EXTRA = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
 """Fields that are passed to the engine unchanged."""
 
 
-class ChatRequest(BaseModel):
+class ChatRequest(RequestModel):
     """A request as OpenAI defines it. Unsupported fields are refused, not ignored."""
 
     model_config = ConfigDict(extra="allow")
@@ -86,7 +86,7 @@ class ChatRequest(BaseModel):
     logit_bias: dict[TokenId, Bias] | None = Field(default=None, max_length=300)
     n: int | None = None
     response_format: dict[str, Any] | None = None
-    tools: Annotated[list[Tool] | None, BeforeValidator(check_size), Field(max_length=MAX_TOOLS)] = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), BeforeValidator(check_size)] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
@@ -94,7 +94,8 @@ class ChatRequest(BaseModel):
     @field_validator("messages", mode="before")
     @classmethod
     def _check_calls(cls, messages: Any) -> Any:
-        check_size([each.get("tool_calls") for each in messages if isinstance(each, dict)])
+        if isinstance(messages, list):
+            check_size([each.get("tool_calls") for each in messages if isinstance(each, dict)])
         return messages
 
     def params(self, default: SamplingParams) -> SamplingParams:
@@ -114,7 +115,7 @@ class ChatRequest(BaseModel):
         set and not `HARMLESS`."""
         refused = {
             "n": self.n not in (None, 1),
-            "response_format": (self.response_format or {}).get("type", "text") != "text",
+            "response_format": (self.response_format or {}).get("type") not in (None, "text"),
             "tool_choice": self.tool_choice not in (None, "none", "auto"),
         }
         refuse_fields(self, HARMLESS, refused)

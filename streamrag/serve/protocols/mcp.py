@@ -6,7 +6,6 @@ found so far; a tool's result comes in one piece, as the protocol requires.
 
 import asyncio
 import importlib.util
-import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +18,6 @@ from streamrag.serve.citation_marks import find_marks
 from streamrag.serve.connections.gate import CALLER
 from streamrag.serve.connections.json_body import checked_body
 from streamrag.serve.connections.sse import unless_disconnected
-from streamrag.serve.failures import failure_of
 from streamrag.serve.service import Service
 from streamrag.telemetry import Answer, Answered, ChunkArrived, ContextComplete, QueryEvent, TokensGenerated
 
@@ -35,8 +33,6 @@ DESCRIPTION = (
     "Answers a question from documents that are retrieved for it, with citations of their passages. "
     "Each question is independent: include everything that it refers to."
 )
-
-log = logging.getLogger("streamrag.serve")
 
 
 class CitedPassage(BaseModel):
@@ -122,9 +118,7 @@ def make_server(service: Service) -> "MCPServer[Any]":
                     if (message := progress.message(event)) is not None:
                         await context.report_progress(progress.num_steps, message=message)
         except Exception as error:  # reported as in other protocols
-            failure = failure_of(error)
-            if failure.status == 500:
-                log.error("a tool call failed", exc_info=error)
+            failure = service.failed_requests.note(request.scope, error)
             retry = "" if failure.retry_after_s is None else f" (try again in {failure.retry_after_s:.0f} s)"
             raise ToolError(failure.message + retry) from None
         raise RuntimeError("a query ended without an answer and without an error")

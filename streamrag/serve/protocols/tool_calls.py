@@ -5,13 +5,13 @@ A client's schemas are shown to the model, and used to read the arguments of cal
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, Json
+from pydantic import Field, Json
 
 from streamrag.backends.tools.parser import AnswerReader
 from streamrag.backends.tools.template import with_tools
 from streamrag.core import SamplingParams
 from streamrag.query.options import QueryOptions
-from streamrag.serve.connections.json_body import StrictModel
+from streamrag.serve.connections.json_body import RequestModel, StrictModel
 from streamrag.serve.failures import RequestError
 from streamrag.serve.request_fields import parse_turn, sampling
 from streamrag.serve.service import Service
@@ -28,11 +28,11 @@ NO_PARSER = "tools: this service has no tool parser. Its operator can name vLLM'
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-class Parameters(BaseModel, extra="allow"):
+class Parameters(RequestModel, extra="allow"):
     """A JSON schema of an object, as far as vLLM's parsers look into it."""
 
     type: Literal["object"] = "object"
-    properties: dict[str, dict[str, Any]] = {}
+    properties: dict[str, dict[str, Any]] = Field(default={})
 
 
 class Function(StrictModel):
@@ -47,12 +47,12 @@ class Tool(StrictModel):
     function: Function
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(RequestModel):
     name: Name
     arguments: Json[dict[str, Any]]
 
 
-class ToolCall(BaseModel):
+class ToolCall(RequestModel):
     id: str = Field(min_length=1, max_length=128)
     type: Literal["function"] = "function"
     function: CalledFunction

@@ -33,7 +33,6 @@ class CrawlOptions:
     max_pages: Count
     max_pages_per_host: Count | None
     num_fetches: Count
-    num_fetches_per_host: Count
     num_workers: Count
     page_timeout_s: Seconds
     crawl_timeout_s: Seconds
@@ -49,4 +48,3 @@ class CrawlOptions:
     user_agent: Annotated[str, AfterValidator(_check_user_agent)]
     cdp_url: Annotated[str, AfterValidator(_check_cdp_url)] | None
     cache_folder: str | None
-    max_cache_bytes: Megabytes

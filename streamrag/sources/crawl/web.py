@@ -28,14 +28,14 @@ from streamrag.support.tasks import run_shielded
 from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 from streamrag.support.versions import __version__
 
+NUM_FETCHES_PER_HOST = 4  # concurrent requests to one host, for all queries; a crawler's usual courtesy
 MAX_LOOKUPS = 32  # names that all crawls together resolve concurrently; an unanswered one holds a thread for 30 s
 MAX_ROBOTS = 4  # robots.txt files that are parsed concurrently
 PACKAGES = ("crawl4ai", "rank_bm25", "hishel", "protego", "pypdf", "rensa", "tenacity")
 SCRATCH = "crawl"
 
 CLEANER = "streamrag.sources.pages.page_cleaner:PageCleaner"
-CLEANER_OPTIONS = ["user_agent", "page_timeout_s", "max_page_cpu_s", "max_page_memory_bytes", "cdp_url"]
-CLEANER_OPTIONS += ["cache_folder", "max_cache_bytes"]
+CLEANER_OPTIONS = ["user_agent", "page_timeout_s", "max_page_cpu_s", "max_page_memory_bytes", "cdp_url", "cache_folder"]
 
 
 class WebSource:
@@ -53,8 +53,7 @@ class WebSource:
     same_host: follow only links to the hosts (and ports) of the start URLs and of their redirect targets.
     max_pages: pages to request in one crawl, usable or not.
     max_pages_per_host: pages to request from one host (and port).
-    num_fetches: concurrent fetches of one crawl.
-    num_fetches_per_host: concurrent requests to one host, for all queries.
+    num_fetches: concurrent fetches of one crawl; at most 4 from one host, for all queries.
     num_workers: processes that clean pages, for all queries.
     page_timeout_s: seconds for fetching a page, and again for cleaning it.
     crawl_timeout_s: seconds after which a crawl ends with the pages it has.
@@ -77,8 +76,8 @@ class WebSource:
         The addresses of links and start URLs are checked beforehand, and the browser's redirects afterwards, but not
         the resources that a page loads: use a browser that cannot reach internal machines.
     cache_folder: a folder that caches pages, as HTTP's rules allow, and their cleaned content, for later queries and
-        programs. Pages fetched by a browser are not cached. By default there is no cache.
-    max_cache_bytes: size of that folder; the least recently used entries are evicted.
+        programs. Pages fetched by a browser are not cached. Beyond 256 MiB, the least recently used entries are
+        evicted. By default there is no cache.
 
     :raises ConfigurationError: an invalid value.
     :raises UnsafeUrlError: a start URL that is neither http nor https.
@@ -96,7 +95,6 @@ class WebSource:
         max_pages: int = 20,
         max_pages_per_host: int | None = None,
         num_fetches: int = 6,
-        num_fetches_per_host: int = 4,
         num_workers: int = 2,
         page_timeout_s: float = 10.0,
         crawl_timeout_s: float = 30.0,
@@ -112,7 +110,6 @@ class WebSource:
         user_agent: str | None = None,
         cdp_url: str | None = None,
         cache_folder: str | Path | None = None,
-        max_cache_bytes: int = 256 << 20,
     ) -> None:
         user_agent = user_agent or f"streamrag/{__version__}"
         cache_folder = None if cache_folder is None else os.path.abspath(cache_folder)
@@ -129,11 +126,11 @@ class WebSource:
         options = self._options
         cache = None
         if options.cache_folder:
-            store = DiskStore(options.cache_folder, options.max_cache_bytes)
+            store = DiskStore(options.cache_folder)
             cache = PageCache(store, allow_private=options.allow_private, user_agent=options.user_agent)
         lookups = Threads(MAX_LOOKUPS, "look up a name")
         robots = Robots(options.user_agent, Threads(MAX_ROBOTS, "robots.txt"))
-        return SharedState(lookups, Hosts(options.num_fetches_per_host), robots, cache)
+        return SharedState(lookups, Hosts(NUM_FETCHES_PER_HOST), robots, cache)
 
     @started_once
     async def start(self, progress: Progress) -> None:
@@ -181,7 +178,7 @@ class WebSource:
 
         anyio.run(anyio.sleep, 0)  # imports anyio's backend
         if self._options.cache_folder:
-            DiskStore(self._options.cache_folder, self._options.max_cache_bytes).open()
+            DiskStore(self._options.cache_folder).open()
         remove_left_behind(SCRATCH)
         return httpcore.default_ssl_context()
 

@@ -18,6 +18,7 @@ from streamrag.support.bounded_reading import open_regular
 from streamrag.support.files import atomic_replace
 
 MAGIC = b"streamrag cache 1\n"
+MAX_BYTES = 256 << 20  # of a store
 HEAD_BYTES = len(MAGIC) + 32
 SWEEP_SHARE = 1 / 16  # share of the maximum size that is written between two sweeps
 SWEPT_SHARE = 0.9  # share of the maximum size that a sweep leaves
@@ -29,7 +30,7 @@ UNFINISHED = re.compile(r"\.writing-[0-9a-f]{8}-[0-9a-f]{64}")
 class DiskStore:
     """An LRU store in `folder`. It exceeds `max_bytes` by at most what is written between two sweeps."""
 
-    def __init__(self, folder: str | Path, max_bytes: int) -> None:
+    def __init__(self, folder: str | Path, max_bytes: int = MAX_BYTES) -> None:
         self._folder = Path(folder)
         self._max_bytes = max_bytes
         self._num_new_bytes = max_bytes  # so that the first entry sweeps what earlier programs left

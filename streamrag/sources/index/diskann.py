@@ -28,7 +28,7 @@ BUILD_COMPLEXITY = 100
 SEARCH_MEMORY_GB, BUILD_MEMORY_GB = 1.0, 2.0
 """Each searcher holds less than 1 GB of compressed vectors, lossless for 2.6 million passages of 384 dimensions."""
 NUM_DISKANN_THREADS = 2
-MAX_BEAM_WIDTH = 64
+BEAM_WIDTH = 8
 NOISE = 1e-5  # length of the noise that is added to each vector, and the most by which similarities change
 NO_CACHE = {"num_nodes_to_cache": 0, "cache_mechanism": 2}
 """Caching 1,000 nodes was measured to save under 0.2 ms of 1-5 ms; mechanism 1 takes 0.3 s to open."""
@@ -75,7 +75,7 @@ class DiskAnnSearcher(IndexSearcher):
         return graph, nodes, added, vectors
 
     def _search(  # type: ignore[override]
-        self, index: Any, vector: Any, *, k: int, complexity: int, beam_width: int
+        self, index: Any, vector: Any, *, k: int, complexity: int
     ) -> tuple[list[int], list[float]]:
         """Return the `k` nearest passages of the graph and beside it, and their squared distances, nearest first.
 
@@ -88,7 +88,7 @@ class DiskAnnSearcher(IndexSearcher):
         num_live = int(np.count_nonzero(nodes >= 0))
         while True:
             num_results = min(k, length) if num_live == len(nodes) else length
-            ids, distances = self._search_graph(graph, len(nodes), vector, num_results, length, beam_width)
+            ids, distances = self._search_graph(graph, len(nodes), vector, num_results, length)
             found = [(distance, int(nodes[id])) for id, distance in zip(ids, distances, strict=True) if nodes[id] >= 0]
             if num_live == len(nodes) or len(found) >= min(k, num_live) or length == len(nodes):
                 break
@@ -99,12 +99,12 @@ class DiskAnnSearcher(IndexSearcher):
         return [passage for _, passage in best], [distance for distance, _ in best]
 
     def _search_graph(
-        self, graph: Any, num_nodes: int, vector: Any, k: int, complexity: int, beam_width: int
+        self, graph: Any, num_nodes: int, vector: Any, k: int, complexity: int
     ) -> tuple[list[int], list[float]]:
         """Return up to `k` nearest nodes and distances: those before a node that does not exist, is repeated, or is
         nearer than the one before. Raises IndexCorruptError if fewer than min(k, 2) are left.
         """
-        options = {"k_neighbors": k, "complexity": complexity, "beam_width": beam_width}
+        options = {"k_neighbors": k, "complexity": complexity, "beam_width": BEAM_WIDTH}
         result = graph.batch_search(vector[None], **options, num_threads=NUM_DISKANN_THREADS)
         ids, distances = result.identifiers[0].tolist(), result.distances[0].tolist()
         num_valid = 0

@@ -85,9 +85,8 @@ class PageCleaner:
         max_page_memory_bytes: int,
         cdp_url: str | None,
         cache_folder: str | None = None,
-        max_cache_bytes: int = 0,
     ) -> None:
-        self._store = DiskStore(cache_folder, max_cache_bytes) if cache_folder else None
+        self._store = DiskStore(cache_folder) if cache_folder else None
         self._stem = functools.lru_cache(maxsize=1 << 16)(snowballstemmer.stemmer("english").stemWord)
         self._browser = Browser(cdp_url, user_agent=user_agent, page_timeout_s=page_timeout_s) if cdp_url else None
         self._max_page_cpu_s = max_page_cpu_s

@@ -87,9 +87,8 @@ class HybridSource:
         and at least 4 * `k` and 40.
     batch_size: number of passages in one reranking job.
     rerank_timeout_s: most seconds that reranking may take for a query, including the wait for a worker.
-    rerank_device: torch's device for the reranker: "cpu", "cuda".
-    num_workers: number of reranking processes for all queries, each with its own model. The keyword search and the
-        vector search have one process each.
+    num_workers: number of reranking processes for all queries, each with its own model, on the CPU. The keyword search
+        and the vector search have one process each.
     vectors: a source for the vector search, in place of a `VectorSource` with one stage: one with a longer ladder or
         more workers, or another source with the same passages. It is started and closed with this one.
     embedder: the embedder of the index, if it is not the default; see `VectorSource`.
@@ -111,7 +110,6 @@ class HybridSource:
         candidates: _AtMost4096 | None = None,
         batch_size: _AtMost4096 = 4,
         rerank_timeout_s: Seconds = 60.0,
-        rerank_device: str = "cpu",
         num_workers: NumWorkers = 1,
         vectors: Source | None = None,
         embedder: str | None = None,
@@ -131,7 +129,7 @@ class HybridSource:
         self._reranker = reranker
         self._sentences = sentences
         self._batch_size = batch_size
-        self._new_reranker = partial(RerankerPool, device=rerank_device, size=num_workers, timeout_s=rerank_timeout_s)
+        self._new_reranker = partial(RerankerPool, size=num_workers, timeout_s=rerank_timeout_s)
         self._embedder = embedder
         self._vectors, self._num_stages = self._own_vectors() if vectors is None else (vectors, None)
         self._opened: _Opened | None = None

@@ -64,8 +64,8 @@ class RerankerPool:
     timeout_s: most seconds that reranking may take for one query, including the wait for a worker.
     """
 
-    def __init__(self, place: RerankerPlace, *, device: str, size: int, timeout_s: float) -> None:
-        handler = RerankerHandler(place.kind, place.location, place.name, device)
+    def __init__(self, place: RerankerPlace, *, size: int, timeout_s: float) -> None:
+        handler = RerankerHandler(place.kind, place.location, place.name)
         self.workers = new_pool(handler, size=size, name="reranking worker", env=place.env)
         self._name = place.name
         self._timeout_s = timeout_s
@@ -127,9 +127,9 @@ def loop_time() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _cross_encoder(location: str, device: str) -> ScorePassages:
+def _cross_encoder(location: str) -> ScorePassages:
     """Load a cross-encoder, and return a function that scores all texts in one batch."""
-    model = load_model("reranker", location, num_threads=1, device=device)
+    model = load_model("reranker", location, num_threads=1, device="cpu")
 
     def score(query: str, texts: list[str]) -> Sequence[float]:
         pairs = [(query, text) for text in texts]
@@ -139,14 +139,14 @@ def _cross_encoder(location: str, device: str) -> ScorePassages:
     return score
 
 
-def _late_interaction(location: str, device: str) -> ScorePassages:
+def _late_interaction(location: str) -> ScorePassages:
     """Return a function whose score is the mean, over the query's tokens, of the similarity to the passage's most
     similar token; 0 for a query without tokens, -1 for a passage without.
 
     Source: Khattab and Zaharia, "ColBERT", SIGIR 2020. ColBERT trains token embeddings for this; here they are those
     of a model for whole texts.
     """
-    model = load_model("embedder", location, num_threads=1, device=device)
+    model = load_model("embedder", location, num_threads=1, device="cpu")
     import torch
 
     special = torch.tensor(model.tokenizer.all_special_ids)
@@ -155,7 +155,7 @@ def _late_interaction(location: str, device: str) -> ScorePassages:
         """Return (tokens, dimension) for each text, rows of length 1, without special tokens such as [CLS]."""
         outputs = encode(texts, output_value=None, batch_size=len(texts), show_progress_bar=False)
         embeddings = [output["token_embeddings"][_is_text(output, special)] for output in outputs]
-        return [torch.nn.functional.normalize(rows.float().cpu(), dim=-1) for rows in embeddings]
+        return [torch.nn.functional.normalize(rows.float(), dim=-1) for rows in embeddings]
 
     @lru_cache(NUM_CACHED_QUERIES)
     def query_tokens(query: str) -> Any:
@@ -175,12 +175,11 @@ def _is_text(output: dict[str, Any], special: Any) -> Any:
     """Return a mask of the tokens that are neither padding nor special."""
     import torch
 
-    ids = output["input_ids"].cpu()
-    return (output["attention_mask"].cpu().bool() & ~torch.isin(ids, special)).to(output["token_embeddings"].device)
+    return output["attention_mask"].bool() & ~torch.isin(output["input_ids"], special)
 
 
-_KINDS: dict[str, Callable[[str, str], ScorePassages]] = {
-    "function": lambda location, device: load_function(location),
+_KINDS: dict[str, Callable[[str], ScorePassages]] = {
+    "function": load_function,
     "cross-encoder": _cross_encoder,
     LATE_INTERACTION: _late_interaction,
 }
@@ -193,7 +192,6 @@ class RerankerHandler(JobHandler):
     kind: str
     location: str
     reranker: str
-    device: str
 
     def load(self) -> dict[str, Any]:
         """Load the model, and score two passages to detect one of the wrong kind, such as one with three classes."""
@@ -215,7 +213,7 @@ class RerankerHandler(JobHandler):
     def _score(self) -> ScorePassages:
         """The function that scores, loaded at first use. Raises ConfigurationError if it cannot be loaded."""
         try:
-            return _KINDS[self.kind](self.location, self.device)
+            return _KINDS[self.kind](self.location)
         except Exception as error:  # the caller's files or code may raise anything
             raise self._error(f"cannot be loaded: {type(error).__name__}: {message_of(error)}") from error
 

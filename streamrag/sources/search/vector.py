@@ -10,12 +10,12 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from streamrag.errors import ConfigurationError
-from streamrag.sources.index.diskann import MAX_BEAM_WIDTH, DiskAnnSearcher
+from streamrag.sources.index.diskann import DiskAnnSearcher
 from streamrag.sources.index.index_folder import Manifest, kind_in_manifest
 from streamrag.sources.index.inverted_lists import MOST_LISTS, FaissSearcher
 from streamrag.sources.index.worker_jobs import NumWorkers
 from streamrag.sources.search.index_source import Hit, IndexSource, NumPassages
-from streamrag.support.validation import Count, GrowingCounts, validated
+from streamrag.support.validation import GrowingCounts, validated
 
 NUM_STAGES = 5
 FIRST_PROBES = 4
@@ -32,7 +32,6 @@ class VectorSource(IndexSource):
     k: number of passages to find; all of them if the index has fewer.
     ladder: the length of the candidate list in each stage, increasing from at least 2 * k, below which DiskANN finds
         too little; by default five stages that double from 2 * k. Stages beyond the size of the index are left out.
-    beam_width: number of graph nodes that DiskANN reads at once.
     num_workers: number of processes that embed and search for all queries. Each holds the embedder (0.6 GB of memory
         with all-MiniLM-L6-v2), the compressed vectors, and 8 bytes for each passage.
     embedder: the embedder of the index, if it is not the default: the name or path of a sentence-transformers model, or
@@ -54,19 +53,17 @@ class VectorSource(IndexSource):
         *,
         k: NumPassages = 10,
         ladder: Annotated[GrowingCounts, Field(min_length=1)] | None = None,
-        beam_width: Annotated[Count, Field(le=MAX_BEAM_WIDTH)] = 8,
         num_workers: NumWorkers = 1,
         embedder: str | None = None,
     ) -> None:
         super().__init__(index, k=k, num_workers=num_workers, embedder=embedder)
-        self._beam_width = beam_width
         self._ladder = ladder or [2 * k << stage for stage in range(NUM_STAGES)]
         if self._ladder[0] < 2 * k:
             raise ConfigurationError(f"ladder={ladder!r} must begin with at least 2 * k = {2 * k}")
 
     def _stages(self, manifest: Manifest) -> Sequence[Mapping[str, Any]]:
         lengths = dict.fromkeys(min(length, manifest.num_passages) for length in self._ladder)
-        return [{"complexity": length, "beam_width": self._beam_width} for length in lengths]
+        return [{"complexity": length} for length in lengths]
 
     def _merge(self, best: Sequence[Hit], hits: Sequence[Hit], k: int) -> list[Hit]:
         return list(hits)  # a longer candidate list finds the same passages or better ones

@@ -12,7 +12,6 @@ from random import Random
 from typing import Literal, TypeAlias
 
 from streamrag.support.validation import Count, Positive, validated
-from streamrag.trace.generate.arrivals import poisson_arrivals
 from streamrag.trace.generate.distributions import Marginal, apportion, couple, stratified_counts
 from streamrag.trace.generate.timing import ChunkTiming, retrieval_windows
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedUpdate
@@ -212,7 +211,7 @@ def _trace(
 
     Retrieval ends with a query's last event. All arguments but the events are in the provenance.
     """
-    arrivals = poisson_arrivals(f"{workload.name}-{seed}-arrivals", len(events), qps)
+    arrivals = _poisson_arrivals(f"{workload.name}-{seed}-arrivals", len(events), qps)
     queries = tuple(
         TracedQuery(
             query_id=f"{workload.name}-{i}",
@@ -226,3 +225,9 @@ def _trace(
     return Trace(
         queries, {"generator": workload.name, "num_queries": len(queries), "seed": seed, "qps": qps, **settings}
     )
+
+
+def _poisson_arrivals(seed: str, num_queries: int, qps: float) -> list[float]:
+    """Return the seconds at which queries of a Poisson process arrive; another rate scales the same times."""
+    rng = Random(seed)
+    return [arrival / qps for arrival in accumulate(rng.expovariate(1.0) for _ in range(num_queries))]

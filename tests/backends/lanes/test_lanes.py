@@ -11,7 +11,7 @@ import pytest
 from streamrag.backends.lanes import LanesBackend
 from streamrag.backends.lanes import backend as lanes_module
 from streamrag.backends.lanes.backend import MAX_KV_AGE_S, KvTransfer
-from streamrag.backends.lanes.reserved_blocks import ReservedBlocks
+from streamrag.backends.lanes.lane_choice import ReservedBlocks
 from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.lane_engine import MAX_READ_S, READ_BY_KEY, LaneFacts
 from streamrag.backends.vllm.client.token_streams import StreamedTokens

@@ -17,8 +17,7 @@ from ray.serve.config import AutoscalingContext
 from ray.serve.request_router import RequestRouter
 
 from streamrag.backends.ray import request_router
-from streamrag.backends.ray.autoscaling_policy import QUEUED_TOKENS, QueuedTokensPolicy
-from streamrag.backends.ray.options import ReplicaOptions
+from streamrag.backends.ray.options import QUEUED_TOKENS, QueuedTokensPolicy, ReplicaOptions
 from streamrag.backends.ray.replica import EngineReplica
 from streamrag.backends.ray.replica_chooser import ReplicaCandidate, ReplicaChooser
 from streamrag.backends.ray.request_router import StreamRouter

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrag import errors
-from streamrag.backends.ray.autoscaling_policy import wanted_replicas
+from streamrag.backends.ray.options import wanted_replicas
 from streamrag.backends.ray.replica import PromptFeed
 from streamrag.backends.ray.wire import Delta, Failed, Open
 from streamrag.core import Hint, Prompt, SamplingParams, common_prefix_len

@@ -117,9 +117,11 @@ async def check_rests(engine: AsyncLLM) -> None:
     pytest.fail("the engine has work left")
 
 
-async def fresh(engine: AsyncLLM, name: str, prompt: list[int], answer: Answer) -> Answer:
+async def fresh(
+    engine: AsyncLLM, name: str, prompt: list[int], answer: Answer, sampling: SamplingParams = GREEDY
+) -> Answer:
     """The log-probabilities of the tokens of `answer`, by a request that is computed alone and from nothing."""
-    params = to_vllm(GREEDY, engine.vllm_config)
+    params = to_vllm(sampling, engine.vllm_config)
     params.skip_reading_prefix_cache = True
     params.max_tokens = len(answer)
     found: Answer = []

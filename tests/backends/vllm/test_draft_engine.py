@@ -15,6 +15,7 @@ from real_engine import (
     GREEDY,
     MAX_MODEL_LEN,
     MOST_DIFFERENCE,
+    NUM_ANSWER_TOKENS,
     Answer,
     check_rests,
     fresh,
@@ -146,6 +147,50 @@ async def test_many_drafts_at_once_beside_answers_and_drafts_of_drafts(engine: A
 
     assert max(await asyncio.gather(*map(again, range(len(prompts))))) <= MOST_DIFFERENCE
     await check_rests(engine)
+
+
+AT_RANDOM: dict[str, dict[str, Any]] = {
+    "top_k": {"top_k": 3},
+    "top_k and top_p": {"top_k": 3, "top_p": 0.9},
+    "top_k and penalties": {"top_k": 3, "extra": {"presence_penalty": 1.0, "repetition_penalty": 1.2}},
+    "top_k and few tokens": {"top_k": 3, "extra": {"allowed_token_ids": [5, 6, 7, 8], "min_tokens": 4}},
+    "top_k of more than there are": {"top_k": 1 << 20},
+    "top_p": {"top_p": 0.5},
+    "penalties": {"extra": {"frequency_penalty": 1.0}},
+}
+
+
+@pytest.mark.parametrize("name", AT_RANDOM)
+async def test_a_random_answer_ends_no_engine_and_leaves_greedy_ones_beside_it_as_they_are(
+    engine: AsyncLLM, name: str
+) -> None:
+    """Alone, with a draft, several in a batch, and as a plain request."""
+    plain, _ = await answer(engine)
+    params = SamplingParams(max_tokens=NUM_ANSWER_TOKENS, temperature=1.0, ignore_eos=True, **AT_RANDOM[name])
+    assert len((await answer(engine, params=params))[0]) == NUM_ANSWER_TOKENS
+    (beside, _), *_ = await asyncio.gather(
+        answer(engine, token_ids(plain)),
+        answer(engine, token_ids(plain), params),
+        answer(engine, params=params),
+        answer(engine, params=replace(GREEDY, extra={"logprobs": 3, "presence_penalty": 1.0})),
+    )
+    assert largest_difference(beside, plain) <= MOST_DIFFERENCE
+    params = replace(params, extra={**params.extra, "logprobs": 1})
+    assert len(await fresh(engine, f"plain {name}", PROMPT, plain, params)) == NUM_ANSWER_TOKENS
+    await check_rests(engine)
+
+
+async def test_a_random_answer_has_only_the_top_k_most_probable_tokens(engine: AsyncLLM) -> None:
+    plain, _ = await answer(engine)
+    params = SamplingParams(max_tokens=NUM_ANSWER_TOKENS, temperature=1.0, ignore_eos=True, extra={"logprobs": 1})
+    assert largest_difference((await answer(engine, params=replace(params, top_k=1)))[0], plain) <= MOST_DIFFERENCE
+    ranks = []
+    async with TokenStreams(engine).open(PROMPT, replace(params, max_tokens=200, top_k=3)) as stream:
+        await stream.finish()
+        async for event in stream:
+            if isinstance(event, StreamedTokens):
+                ranks += [of[token].rank for token, of in zip(event.token_ids, event.logprobs, strict=True)]
+    assert set(ranks) == {1, 2, 3}
 
 
 async def test_no_draft_is_verified_on_a_cpu_while_a_request_samples_at_random(engine: AsyncLLM) -> None:

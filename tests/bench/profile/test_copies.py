@@ -20,6 +20,7 @@ FACTS = EngineFacts(
     block_size=32,
     max_model_len=1_000,
     max_num_batched_tokens=512,
+    model_runner="V1",
     max_num_seqs=8,
 )
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrag.backends.simulated.copy_clock import CopyClock
+from streamrag.bench.simulated_step_times import CopyClock
 from streamrag.engine.costs.copy_costs import CopyCosts, linear_copies
 from streamrag.errors import ConfigurationError
 

@@ -26,10 +26,10 @@ from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Progress, Promp
 from streamrag.core.lifecycle import started_once
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.engine.recompute_or_swap import EvictionMode
-from streamrag.errors import BackendError, ConfigurationError, EngineDeadError, ModelError
+from streamrag.errors import BackendError, EngineDeadError, ModelError
 from streamrag.records import KvHeld, KvUse
 from streamrag.support.tasks import run_shielded
-from streamrag.support.validation import Count, Flag, PositiveFraction, validated
+from streamrag.support.validation import Count, Flag, validated
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class VllmBackend:
     profile: name or path of the hardware's costs. By default they are estimated from the model's shape, and corrected
         by measuring the engine's steps.
     answer_ahead: whether the engine verifies drafts of answers, for `Pipeline(answer_ahead=True)`. It then schedules
-        synchronously, as on a CPU anyway, and refuses the sampling parameters `min_p` and `logit_bias`.
+        synchronously, as on a CPU anyway, and refuses the parameters `min_p`, `logit_bias` and `logprob_token_ids`.
     lane: "prefill" for an engine that computes prompts for others, "decode" for one that samples their answers; see
         `LanesBackend`. NIXL moves the KV, so none goes to host memory. A decode lane runs vLLM's own scheduler.
     max_model_len: most tokens of prompt and answer together. This, and further options that are None, is vLLM's choice.
@@ -64,8 +64,7 @@ class VllmBackend:
         for that choice, unless the weights are quantized.
     max_num_batched_tokens: most tokens computed in one step.
     max_num_seqs: most requests computed in one step.
-    kv_cache_bytes: size of the KV cache, instead of `gpu_memory_utilization`; by default 4 GiB on a CPU.
-    gpu_memory_utilization: the share of the device's memory to use; also of a CPU's.
+    kv_cache_bytes: size of the KV cache; by default 4 GiB on a CPU.
     seed: of vLLM's random numbers, for requests without a seed.
     collect_stats: whether the engine reports statistics after each step: `kv_use`, but not of a lane, and vLLM's own
         metrics, which it registers with prometheus_client's default registry.
@@ -93,14 +92,11 @@ class VllmBackend:
         max_num_batched_tokens: Count | None = None,
         max_num_seqs: Count | None = None,
         kv_cache_bytes: Count | None = None,
-        gpu_memory_utilization: PositiveFraction | None = None,
         seed: int = 0,
         collect_stats: bool = False,
         log_path: str | os.PathLike[str] | None = None,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
-        if kv_cache_bytes is not None and gpu_memory_utilization is not None:
-            raise ConfigurationError("kv_cache_bytes and gpu_memory_utilization exclude each other: give only one")
         self._model_name = str(model)
         self._path = local_model_path(model)
         self._log_path = Path(log_path) if log_path else None
@@ -113,7 +109,6 @@ class VllmBackend:
             "max_num_batched_tokens": max_num_batched_tokens,
             "max_num_seqs": max_num_seqs,
             "kv_cache_memory_bytes": kv_cache_bytes,
-            "gpu_memory_utilization": gpu_memory_utilization,
             "seed": seed,
         }
         args = {name: value for name, value in named.items() if value is not None} | dict(engine_args or {})

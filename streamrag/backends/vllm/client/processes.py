@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 
+from streamrag.backends.vllm.client.host_memory import without_faulty_host_memory
 from streamrag.backends.vllm.client.log import EngineLog
 from streamrag.backends.vllm.client.vllm_errors import start_error, vllm_model_errors_translated
 from streamrag.backends.vllm.facts import cpu_capabilities, emulated_dtypes, num_allowed_cores
@@ -163,6 +164,8 @@ class EngineProcesses:
         :raises ConfigurationError: when vLLM refuses the arguments, or there is not enough memory.
         :raises BackendError: when the engine fails otherwise.
         """
+        await anyio.to_thread.run_sync(import_vllm, abandon_on_cancel=True)
+        engine_args = await without_faulty_host_memory(engine_args)
         start = partial(self._start, engine_args, environment, list(stat_loggers))
         starting = asyncio.ensure_future(anyio.to_thread.run_sync(start))
         try:
@@ -221,7 +224,6 @@ class EngineProcesses:
         Until the engine's processes exist, this process's environment is changed, and its children print to the log. If
         the start in the parent thread fails, raises our error, with a reason from the log.
         """
-        import_vllm()
         remove_left_behind(SCRATCH)
         with _environment({}) as environment:
             # Sets its own variable, so that compiled code does not go to the temporary folder that TMPDIR will name.

@@ -1,5 +1,6 @@
 """Converts our sampling parameters to vLLM's, and rejects those that a streamed prompt cannot have."""
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,10 @@ OF_WHOLE_PROMPTS = (
 )
 """Sampling parameters that a stream cannot have, because vLLM or our scheduler needs the whole prompt at once."""
 
+ALMOST_ONE = math.nextafter(1.0, 0.0)
+"""A `top_p` that drops no token, since vLLM keeps it in 32 bits, as 1, but with which vLLM does not `apply_top_k_only`.
+That dies on a CPU in an engine that verifies drafts: in a step without a draft, it takes the largest of no rows."""
+
 
 def to_vllm(
     params: SamplingParams, config: "VllmConfig", tokenizer: "TokenizerLike | None" = None
@@ -39,11 +44,12 @@ def to_vllm(
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+    is_cpu, verifies_drafts = config.device_config.device_type == "cpu", config.speculative_config is not None
     args: dict[str, Any] = {
         "n": params.n,
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
-        "top_p": params.top_p,
+        "top_p": min(params.top_p, ALMOST_ONE) if params.top_k and is_cpu and verifies_drafts else params.top_p,
         "top_k": params.top_k,
         "seed": params.seed,
         "stop": list(params.stop),
@@ -54,7 +60,8 @@ def to_vllm(
         raise ConfigurationError(f"SamplingParams.extra: extra_args={short_repr(extra_args)} must be a mapping")
     if KEY in extra_args:
         raise ConfigurationError(f"SamplingParams.extra: extra_args[{KEY!r}] is reserved for streamrag")
-    if params.seed is not None and params.temperature > 0 and _dies_of_seeds(config):
+    rewinds = config.scheduler_config.enable_chunked_prefill  # generators, after a part of a prefill; a CPU cannot
+    if params.seed is not None and params.temperature > 0 and is_cpu and rewinds:
         raise ConfigurationError(
             f"SamplingParams: seed={params.seed} with temperature={params.temperature:g} would crash vLLM's CPU engine "
             "when it prefills a prompt in several steps. Leave out the seed, or use temperature=0"
@@ -64,6 +71,11 @@ def to_vllm(
     if reserved := params.extra.keys() & (args.keys() | RESERVED):
         raise ConfigurationError(f"SamplingParams.extra: {', '.join(sorted(reserved))} cannot be given there")
     args |= params.extra
+    if args.get("logprob_token_ids") is not None and verifies_drafts:  # vLLM's rejection sampler does not know them
+        raise ConfigurationError(
+            f"SamplingParams.extra: logprob_token_ids={short_repr(args['logprob_token_ids'])} would crash an engine "
+            "that verifies drafts, once a request has logprobs. Use logprobs, or start the engine without answer_ahead"
+        )
     try:
         constraint = args.get("structured_outputs")
         if isinstance(constraint, Mapping):
@@ -78,11 +90,6 @@ def to_vllm(
         return converted
     except (TypeError, ValueError, VLLMClientError) as error:
         raise ConfigurationError(f"vLLM refuses these SamplingParams: {error}") from error
-
-
-def _dies_of_seeds(config: "VllmConfig") -> bool:
-    """Whether seeds crash the engine: vLLM rewinds generators after unfinished prefills, but cannot on a CPU."""
-    return bool(config.device_config.device_type == "cpu" and config.scheduler_config.enable_chunked_prefill)
 
 
 def for_stream(params: "vllm.SamplingParams", *, has_grammar: bool = False) -> "vllm.SamplingParams":

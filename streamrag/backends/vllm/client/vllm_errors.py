@@ -62,6 +62,7 @@ def start_error(error: Exception, model: Path | str, reason: str | None, last_li
     if is_of_memory and "memory profiling" not in reason:  # that one is about other programs on the device
         return ConfigurationError(
             f"the model's KV cache does not fit: {reason}\n"
-            "Change kv_cache_bytes or gpu_memory_utilization (in a benchmark: --kv-tokens), or lower max_model_len"
+            "Change kv_cache_bytes (in a benchmark: --kv-tokens), or gpu_memory_utilization in engine_args, or lower "
+            "max_model_len"
         )
     return ModelError(f"vLLM cannot load {model}: {reason}")

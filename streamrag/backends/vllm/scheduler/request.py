@@ -159,8 +159,9 @@ class StreamRequest(Request):
 
     @property
     def can_start(self) -> bool:
-        """Whether this is a complete prompt without KV, and no draft."""
-        return self.is_complete and self.num_computed_tokens == 0 and self.request_class != "draft"
+        """Whether this is a complete prompt without KV, no draft, that the last plan could choose."""
+        view = self.view
+        return view is not None and view.is_complete and not view.num_blocks and not view.is_draft
 
     @property
     def takes_chunks(self) -> bool:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from streamrag.core import SamplingParams, Turn
+from streamrag.serve.connections.json_body import RequestModel
 from streamrag.serve.failures import RequestError
 from streamrag.serve.protocols.chat import HARMLESS, check_model
 from streamrag.serve.protocols.responses.states import State
@@ -32,11 +33,11 @@ Value = Annotated[str, Field(max_length=512)]
 Id = Annotated[str, Field(min_length=1, max_length=128)]
 
 
-class CacheOptions(BaseModel):
+class CacheOptions(RequestModel):
     prewarm: bool | None = None
 
 
-class ResponseRequest(BaseModel):
+class ResponseRequest(RequestModel):
     """A request as OpenAI defines it. Unsupported fields are refused, not ignored."""
 
     model_config = ConfigDict(extra="allow")
@@ -114,10 +115,10 @@ class ResponseRequest(BaseModel):
             return (Turn("user", self.input),)
         turns = []
         for i, item in enumerate(self.input):
-            kind = item.get("type", "message")
+            kind = item.get("type")
             if kind == "file_search_call":
                 continue  # from an earlier output; its message has the result
-            if kind != "message":
+            if kind not in (None, "message"):
                 message = f"an item of type {kind!r:.40}: this service reads messages only"
                 raise RequestError(message, param=f"input.{i}.type")
             role = item.get("role")

@@ -6,7 +6,6 @@ response.create                ──▶ whole prompt ──┘
 """
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -21,7 +20,7 @@ from starlette.websockets import WebSocket
 from streamrag.errors import ConfigurationError, DeadlineExceededError, PromptTooLongError, StreamRagError
 from streamrag.serve.connections.json_socket import Frames
 from streamrag.serve.connections.sse import MAX_UNSENT
-from streamrag.serve.failures import RequestError, failure_of
+from streamrag.serve.failures import RequestError
 from streamrag.serve.open_queries import Caller
 from streamrag.serve.protocols.responses.conversation_stream import ConversationStream
 from streamrag.serve.protocols.responses.requests import ResponseRequest, check_request
@@ -32,8 +31,6 @@ from streamrag.support.tasks import cancel_and_wait
 from streamrag.telemetry import QueryEvent
 
 MAX_WAITING = 64  # maximum queued requests of one stream
-
-log = logging.getLogger("streamrag.serve")
 
 Reader: TypeAlias = asyncio.Task[None]
 
@@ -47,12 +44,14 @@ class CreateEvent(ResponseRequest):
 class ResponseSocket(Frames):
     """A WebSocket of the Responses API. Its streams, and the states that are not stored, end with it."""
 
+    is_measured = True
+
     def __init__(self, service: Service, states: StateStore, socket: WebSocket, caller: Caller) -> None:
         super().__init__(socket, service, "stream_id")
         self.service = service
         self.states = states
         self.caller = caller
-        self.num_queued_bytes = 0  # size of the queued requests of all streams
+        self.num_queued_bytes = 0  # memory of the queued requests of all streams
         self._streams: dict[str | None, SocketStream] = {}
 
     async def run(self) -> None:
@@ -60,14 +59,14 @@ class ResponseSocket(Frames):
         unstored states."""
         try:
             async with self.open() as tasks:
-                while (frame := await self.next(CreateEvent)) is not None:
-                    request, num_bytes = frame
-                    try:
-                        self._stream(request.stream_id, tasks).put(request, num_bytes)
-                    except RequestError as error:
-                        await self.send_error(error, request.stream_id)
+                await self.serve(CreateEvent, partial(self._queue, tasks))
         finally:
+            self.caller.account.release(self.num_queued_bytes)
             self.states.forget(self.caller.client, self)
+
+    async def _queue(self, tasks: TaskGroup, request: CreateEvent, num_bytes: int) -> None:
+        """Queue a request in its stream. Raises RequestError if there are too many streams, or too much is queued."""
+        self._stream(request.stream_id, tasks).put(request, num_bytes)
 
     def _stream(self, stream_id: str | None, tasks: TaskGroup) -> "SocketStream":
         """Return the stream of this id, or start it. If there are too many, end an idle one, or raise RequestError."""
@@ -102,12 +101,12 @@ class SocketStream:
         self._current: ResponseRun | None = None  # the response that the client is waiting for
 
     def put(self, request: CreateEvent, num_bytes: int) -> None:
-        """Queue a request of this size. Raises RequestError if too many wait here, or too many bytes in all streams."""
-        num_queued_bytes = self._socket.num_queued_bytes + num_bytes
-        if len(self._queue) >= MAX_WAITING or num_queued_bytes > self._service.limits.max_stream_bytes:
+        """Queue a request of this size. Raises RequestError if too many wait here, or too many bytes of the client."""
+        if len(self._queue) >= MAX_WAITING:
             message = "too many requests wait: read the responses to earlier ones first"
             raise RequestError(message, status=429, code="too_many_waiting")
-        self._socket.num_queued_bytes = num_queued_bytes
+        self._socket.caller.account.hold(num_bytes, self._service.limits.max_stream_bytes)
+        self._socket.num_queued_bytes += num_bytes
         self._queue.append((request, num_bytes))
         self.is_idle = False
         self._wake.set()
@@ -220,14 +219,20 @@ class SocketStream:
                     await self._wake.wait()
                 if scope.cancelled_caught:
                     return None
-            request, num_bytes = self._queue.popleft()
-            self._socket.num_queued_bytes -= num_bytes
-            try:
-                self._current = self._check(request)
-            except StreamRagError as error:
-                await self._socket.send_error(error, request.stream_id)
-            else:
+            if await self._take():
                 return self._current
+
+    async def _take(self) -> bool:
+        """Make the next queued request the current one if it is valid; otherwise send its error and return False."""
+        request, num_bytes = self._queue.popleft()
+        self._socket.num_queued_bytes -= num_bytes
+        self._socket.caller.account.release(num_bytes)
+        try:
+            self._current = self._check(request)
+        except StreamRagError as error:
+            await self._socket.send_error(error, request.stream_id)
+            return False
+        return True
 
     def _check(self, body: CreateEvent) -> ResponseRun:
         """Return a run of the request. Raises StreamRagError if it, or the response that it continues, is unusable."""
@@ -238,15 +243,12 @@ class SocketStream:
         return ResponseRun(request, self._service.model_name, keep=keep, send=socket.send)
 
     async def _send_error(self, error: Exception) -> None:
-        """Log an internal error. If there is a current response, fail it or, before it has begun, send an error
-        frame."""
-        failure = failure_of(error)
-        if failure.status == 500:
-            log.error("a request failed", exc_info=error)
-        if self._current is None:
-            return
-        if not self._current.encoder.has_begun:
+        """Report an error. If there is a current response, fail it or, before it has begun, send an error frame."""
+        if self._current is not None and not self._current.encoder.has_begun:
             await self._socket.send_error(error, self._current.request.body.stream_id)
+            return
+        failure = self._socket.note(error)
+        if self._current is None:
             return
         for event in self._current.encoder.fail(failure):
             await self._socket.send(event)

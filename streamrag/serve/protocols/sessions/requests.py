@@ -48,7 +48,7 @@ class DataChunk(StrictModel):
 class Data(StrictModel):
     """Data to append, oldest first. The session's queue has room for all of one request."""
 
-    data: list[str | DataChunk] = Field(min_length=1, max_length=MAX_WAITING)
+    data: list[DataChunk | str] = Field(min_length=1, max_length=MAX_WAITING)
     flush: bool = False  # whether to respond only after the data were written to disk
 
 

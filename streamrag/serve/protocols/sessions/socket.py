@@ -9,8 +9,8 @@ The service also sends "session" first, then "flash_ready", "flash_failed", "dat
 and "gap", each with an `event_id`. A socket that is opened with `?last_event_id=` resumes after that event.
 """
 
-import logging
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import anyio
@@ -18,7 +18,6 @@ from anyio.abc import TaskGroup
 from pydantic import Field, RootModel
 from starlette.websockets import WebSocket
 
-from streamrag.errors import StreamRagError
 from streamrag.serve.connections.json_body import StrictModel
 from streamrag.serve.connections.json_socket import MAX_ID, Frames
 from streamrag.serve.failures import RequestError
@@ -30,8 +29,6 @@ from streamrag.serve.session_store.served_session import ServedSession, SessionE
 from streamrag.telemetry import Answered
 
 Id = Annotated[str, Field(min_length=1, max_length=MAX_ID)]
-
-log = logging.getLogger("streamrag.serve")
 
 
 class AppendFrame(Data):
@@ -65,7 +62,6 @@ class SessionSocket(Frames):
 
     def __init__(self, service: Service, socket: WebSocket, caller: Caller, served: ServedSession) -> None:
         super().__init__(socket, service, "id")
-        self._service = service
         self._caller = caller
         self._served = served
         self._questions: dict[str, tuple[anyio.CancelScope, anyio.Event]] = {}
@@ -77,17 +73,12 @@ class SessionSocket(Frames):
         """Send events and serve the client's frames until it leaves or reads too slowly, or the session ends."""
         async with self.open() as tasks:
             tasks.start_soon(self._send_events, last_event_id)
-            while (frame := await self.next(Frame)) is not None:
-                request = frame[0].root
-                self._served.use()
-                try:
-                    await self._serve_frame(request, tasks)
-                except StreamRagError as error:
-                    await self.send_error(error, request.id)
+            await self.serve(Frame, partial(self._serve_frame, tasks))
 
-    async def _serve_frame(self, request: AppendFrame | AskFrame | CancelFrame, tasks: TaskGroup) -> None:
+    async def _serve_frame(self, tasks: TaskGroup, request: AppendFrame | AskFrame | CancelFrame, _: int) -> None:
         """Append data and confirm them, begin to answer, or cancel; raise StreamRagError for an invalid frame. A
         question waits while the last frames of too many others are unsent."""
+        self._served.use()
         match request:
             case AppendFrame():
                 done: dict[str, Any] = {"type": "appended", **await append_data(self._service, self._served, request)}
@@ -127,8 +118,6 @@ class SessionSocket(Frames):
                             await self.send(frame)
         except Exception as error:  # sent to the client, which may continue
             last = self.error_frame(error, question.id)
-            if last["status"] == 500:
-                log.error("a question failed", exc_info=error)
         del self._questions[question.id]
         self._unsent.add(has_ended)
         await self.send(last)

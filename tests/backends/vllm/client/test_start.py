@@ -86,11 +86,6 @@ async def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path, installed
         await VllmBackend(tmp_path).start(ignore)
 
 
-def test_two_sizes_of_the_cache_are_one_too_many(tiny_model: Path) -> None:
-    with pytest.raises(ConfigurationError, match="exclude each other"):
-        VllmBackend(tiny_model, kv_cache_bytes=1 << 30, gpu_memory_utilization=0.5)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
