@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from types import CodeType, ModuleType
 from typing import Any
 
+from tests.engine.fuzz.transfers import FIRST_SEED
+
 __all__ = ["MUTANTS", "Mutant", "main", "seeds_to_catch"]
 
 OURS = ("streamrag", "tests.engine.fuzz", "tests.engine.oracle", "tests.sessions.fuzz")
@@ -36,6 +38,8 @@ class Mutant:
     test: str = ""
     """The directed test that must catch it, where the fuzz cannot."""
     fuzz: str = "tests.engine.fuzz"
+    first: int = 0
+    """The first of these seeds."""
 
 
 LOG = "streamrag.backends.vllm.scheduler.request_log"
@@ -999,6 +1003,55 @@ MUTANTS = (
         0,
         "tests/engine/test_pace.py",
     ),
+    # What only an engine with a third-party connector shows, or log-probabilities of prompts.
+    Mutant(
+        "the engine sleeps while a connector loads",
+        EXECUTOR,
+        "or step.blocked or num_loads",
+        "or step.blocked",
+        60,
+        first=FIRST_SEED,
+    ),
+    Mutant(
+        "a connector is shown a part of a complete prompt",
+        EXECUTOR,
+        "if not is_whole and end < grant.request.num_tokens:",
+        "if end < grant.request.num_tokens:",
+        60,
+        first=FIRST_SEED,
+    ),
+    Mutant(
+        "failed loads of a connector are not heard of",
+        HOOKS,
+        "            return super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)\n",
+        "            return set()\n",
+        200,
+        first=FIRST_SEED,
+    ),
+    Mutant(
+        "blocks are freed while a connector loads into them",
+        HOOKS,
+        "super()._free_request(request, delay_free_blocks)",
+        "super()._free_request(request)",
+        200,
+        first=FIRST_SEED,
+    ),
+    Mutant(
+        "the engine sleeps before KV is sent",
+        HOOKS,
+        "return len(self.requests) > sum(self.get_request_counts()) + len(self.plugin.queues.idle)",
+        "return False",
+        60,
+        first=FIRST_SEED,
+    ),
+    Mutant(
+        "vLLM's own sessions are taken for plain requests",
+        INTAKE,
+        "return \"vLLM's own streaming sessions need vLLM's own scheduler\" if request.resumable else None",
+        "return None",
+        60,
+        first=FIRST_SEED,
+    ),
     # Routers have no part in the fuzz.
     Mutant("a query counts twice", TRACKER, "        self.ended(query_id)\n", "", 0, TRACKER_TEST),
     Mutant("first tokens count twice", TRACKER, "            query.is_queued = False\n", "", 0, TRACKER_TEST),
@@ -1074,11 +1127,11 @@ def _freshly_imported(mutant: Mutant) -> Iterator[ModuleType]:
 def seeds_to_catch(mutant: Mutant) -> tuple[int | None, str]:
     """After how many seeds the mutant is caught, and by what; None if it lives on."""
     with _freshly_imported(mutant) as fuzz:
-        for seed in range(mutant.within):
+        for seed in range(mutant.first, mutant.first + mutant.within):
             try:
                 fuzz.run_seed(seed, Counter())
             except Exception as error:
-                return seed + 1, f"{type(error).__name__}: {error}".splitlines()[0]
+                return seed - mutant.first + 1, f"{type(error).__name__}: {error}".splitlines()[0]
     return None, "alive"
 
 
