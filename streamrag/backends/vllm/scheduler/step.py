@@ -87,7 +87,7 @@ class StepPlanner:
         self.queues.take_loaded()
         decoding, others, ending = self._split_running()
         if self.scheduler.lora_config:
-            self._adapters_ahead = {r.adapter_id for r in decoding if r.adapter_id is not None}
+            self._adapters_ahead = {r.adapter_id for r in decoding + ending if r.adapter_id is not None}
         views, blocked = [self.kv_memory.cached_view(r) for r in others], []
         for request in self.scheduler.waiting:
             view = request.view

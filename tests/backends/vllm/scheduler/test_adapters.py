@@ -39,8 +39,15 @@ def make_engine(max_loras: int, is_async: bool) -> SimulatedEngine:
     return SimulatedEngine(shape, BlindRunner(), always(0.05), WithAdapters)
 
 
-def send(engine: SimulatedEngine, name: str, adapter: int, tokens: list[int], message: PromptMessage | None) -> None:
-    params = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True)
+def send(
+    engine: SimulatedEngine,
+    name: str,
+    adapter: int,
+    tokens: list[int],
+    message: PromptMessage | None = None,
+    num_output_tokens: int = NUM_OUTPUT_TOKENS,
+) -> None:
+    params = SamplingParams(max_tokens=num_output_tokens, ignore_eos=True)
     if message is not None:
         params.extra_args = message.extra_args()
     lora = LoRARequest(f"adapter-{adapter}", adapter, f"/{adapter}") if adapter else None
@@ -97,3 +104,23 @@ def test_a_step_has_no_more_adapters_than_the_engine_has_room_for(max_loras: int
         engine.step() if engine.has_work else None
     assert not engine.scheduler.requests, "each is answered"
     assert max(map(len, steps)) == max_loras
+
+
+def test_a_request_whose_last_token_is_being_sampled_still_has_its_adapter() -> None:
+    """vLLM 0.33 counts the adapters of all requests that it is shown as running, and dies of too many."""
+    engine = make_engine(max_loras=1, is_async=True)
+    queues, shown = engine.scheduler.plugin.queues, []
+    hide_others = queues.hide_others
+
+    def watched(*arguments: Any) -> Any:
+        hidden = hide_others(*arguments)
+        shown.append({request.lora_request.lora_int_id for request in engine.scheduler.running})
+        return hidden
+
+    queues.hide_others = watched
+    send(engine, "long", 1, list(range(3, 203)))
+    engine.step()
+    send(engine, "short", 2, list(range(300, 310)), num_output_tokens=1)  # goes first
+    while engine.scheduler.requests:
+        engine.step()
+    assert max(map(len, shown)) == 1
