@@ -982,7 +982,7 @@ MUTANTS = (
     Mutant(
         "what a connector still looks up is granted tokens again and again",
         EXECUTOR,
-        "request.awaits_connector = is_deferred and",
+        "request.awaits_connector = is_left and",
         "request.awaits_connector = False and",
         0,
         f"{OF_CONNECTORS}::test_a_request_that_is_looked_up_takes_nothing_from_running_ones",

@@ -79,7 +79,7 @@ class PlanExecutor:
     @contextmanager
     def _offered_rest(self, step: PlannedStep, hidden: list[StreamRequest]) -> Iterator[None]:
         """Within the context, have vLLM give tokens that a third-party connector saves, or still looks up, to complete
-        prompts behind the grants, which are moved from `hidden`. At the end, mark the requests that it still looks up.
+        prompts behind the grants, which are moved from `hidden`. At the end, mark the requests that it left without.
         """
         scheduler, most_tokens = self.scheduler, self.scheduler.max_num_scheduled_tokens
         if step.plan.is_full:
@@ -93,9 +93,14 @@ class PlanExecutor:
             yield
         finally:
             scheduler.max_num_scheduled_tokens = most_tokens
+            granted = {grant.request.request_id for grant in step.plan.grants if grant.num_tokens}
             for request in shown:
-                is_deferred = request in scheduler.deferred_waiting
-                request.awaits_connector = is_deferred and request.status != RequestStatus.WAITING_FOR_REMOTE_KVS
+                # Without memory for its load, vLLM leaves a request where it was, and its grant would starve others.
+                is_left = request in scheduler.deferred_waiting or request.request_id in granted
+                request.awaits_connector = is_left and request.status in (
+                    RequestStatus.WAITING,
+                    RequestStatus.PREEMPTED,
+                )
 
     def _update_stuck(self, step: PlannedStep) -> None:
         # Requests whose KV a connector loads asynchronously are in no plan; only a step learns that a load has ended.

@@ -45,7 +45,7 @@ class StreamRequest(Request):
     num_acknowledged: int = 0  # chunks that have been acknowledged. vLLM's client expects exactly one finish per chunk
     step_end: int | None = None
     """Tokens computed by the end of the step being planned, if the step computes only a part; else None."""
-    awaits_connector: bool = False  # whether a third-party KV connector had no answer for it in the last step
+    awaits_connector: bool = False  # whether the last step had no tokens for it because of a third-party KV connector
     num_loaded_tokens: int = 0  # tokens that the step that last admitted the request loads from host memory
     released_blocks: set[int]  # device blocks that the request lost and wants back; some may hold other KV by now
     was_evicted: bool = False  # whether the request has ever lost KV to others
