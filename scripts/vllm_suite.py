@@ -220,7 +220,7 @@ def run_tests(folder: Path, tests: Sequence[str], with_ours: bool) -> dict[str, 
         command += ["-W", "ignore", "-p", "no:cacheprovider", *(["--with-ours"] if with_ours else [])]
         command += [f"tests/v1/{test}" for test in tests]
         ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-        if not outcomes.exists():
+        if ran.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # a part may not have run
             raise RuntimeError(f"vLLM's tests ended with exit code {ran.returncode}:\n{ran.stdout}{ran.stderr}")
         return {name: Outcome(**outcome) for name, outcome in json.loads(outcomes.read_text()).items()}
 
