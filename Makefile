@@ -59,6 +59,7 @@ bench-stall: .venv/installed ## the event loop's worst stall while a crawl and a
 
 fuzz: .venv/installed ## the scheduler against its KV oracle: 20,000 random loads, some minutes on two cores
 	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.engine.fuzz --first 0 --seeds 20000
+	VLLM_LOGGING_LEVEL=ERROR $(RUN) -m tests.engine.fuzz --first 1000000 --seeds 4000
 
 fuzz-serve: .venv/installed ## anything at all sent to the service's interfaces: 3,000 of each kind, five minutes
 	$(RUN) -m pytest -q --hypothesis-profile=fuzz --timeout=0 tests/serve/test_serve_fuzz.py

@@ -278,8 +278,8 @@ class OutcomeWriter:
 
 
 def read_rows() -> list[Row]:
-    rows = tomllib.loads(TABLE.read_text())["rows"]
-    return [Row(**{key: tuple(each) if isinstance(each, list) else each for key, each in row.items()}) for row in rows]
+    rows: list[dict[str, Any]] = tomllib.loads(TABLE.read_text())["rows"]
+    return [Row(**row | {key: tuple(each) for key, each in row.items() if isinstance(each, list)}) for row in rows]
 
 
 def problems_of(

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from types import CodeType, ModuleType
 from typing import Any
 
+from tests.engine.fuzz.transfers import FIRST_SEED
+
 __all__ = ["MUTANTS", "Mutant", "main", "seeds_to_catch"]
 
 OURS = ("streamrag", "tests.engine.fuzz", "tests.engine.oracle", "tests.sessions.fuzz")
@@ -36,6 +38,8 @@ class Mutant:
     test: str = ""
     """The directed test that must catch it, where the fuzz cannot."""
     fuzz: str = "tests.engine.fuzz"
+    first: int = 0
+    """The first of these seeds."""
 
 
 LOG = "streamrag.backends.vllm.scheduler.request_log"
@@ -914,10 +918,42 @@ MUTANTS = (
     Mutant(
         "an evicted request is handed over without its KV",
         EVICTION,
-        "drop_stale_output = drop_stale_output or self.scheduler.requires_kv_delivery",
+        "drop_stale_output = drop_stale_output or self.scheduler.requires_kv_delivery or self.theirs_may_load",
         "pass",
         0,
         f"{OF_PRODUCERS}::test_output_in_flight_of_an_evicted_request_is_computed_again_with_its_kv",
+    ),
+    Mutant(
+        "a stream that was loaded resumes with the prompt that the runner remembers",
+        HOOKS,
+        "if was_loading and is_ready and not request.num_output_tokens:",
+        "if False:",
+        0,
+        f"{OF_CONNECTORS}::test_a_request_that_loses_loaded_kv_before_it_ran_is_loaded_and_answered_again",
+    ),
+    Mutant(
+        "memory stays reserved for a load that was given up",
+        PROMPTS,
+        "    scheduler._inflight_prefills.discard(request)",
+        "    pass",
+        0,
+        f"{OF_CONNECTORS}::test_a_request_that_loses_loaded_kv_before_it_ran_is_loaded_and_answered_again",
+    ),
+    Mutant(
+        "KV that was not loaded stays in the prefix cache",
+        EVICTION,
+        "manager.evict_blocks({block.block_id for block in group.req_to_blocks[request_id][num_valid:]})",
+        "pass",
+        0,
+        f"{OF_CONNECTORS}::test_kv_that_was_not_loaded_is_in_no_cache_when_its_request_is_evicted",
+    ),
+    Mutant(
+        "a partial prompt whose load failed counts as computed",
+        EVICTION,
+        "request.log.num_present = min(request.log.num_present, request.num_computed_tokens)",
+        "pass",
+        0,
+        f"{OF_CONNECTORS}::test_a_partial_prompt_whose_load_failed_is_acknowledged",
     ),
     Mutant(
         "blocks that a step in flight may write are evicted",
@@ -999,6 +1035,55 @@ MUTANTS = (
         0,
         "tests/engine/test_pace.py",
     ),
+    # What only an engine with a third-party connector shows, or log-probabilities of prompts.
+    Mutant(
+        "the engine sleeps while a connector loads",
+        EXECUTOR,
+        "or step.blocked or num_loads",
+        "or step.blocked",
+        60,
+        first=FIRST_SEED,
+    ),
+    Mutant(
+        "a connector is shown a part of a complete prompt",
+        EXECUTOR,
+        "if not is_whole and end < grant.request.num_tokens:",
+        "if end < grant.request.num_tokens:",
+        60,
+        first=FIRST_SEED,
+    ),
+    Mutant(
+        "failed loads of a connector are not heard of",
+        HOOKS,
+        "failed = super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)",
+        "failed: set[str] = set()",
+        200,
+        first=FIRST_SEED,
+    ),
+    Mutant(
+        "blocks are freed while a connector loads into them",
+        HOOKS,
+        "super()._free_request(request, delay_free_blocks)",
+        "super()._free_request(request)",
+        200,
+        first=FIRST_SEED,
+    ),
+    Mutant(
+        "the engine sleeps before KV is sent",
+        HOOKS,
+        "return len(self.requests) > sum(self.get_request_counts()) + len(self.plugin.queues.idle)",
+        "return False",
+        60,
+        first=FIRST_SEED,
+    ),
+    Mutant(
+        "vLLM's own sessions are taken for plain requests",
+        INTAKE,
+        "return \"vLLM's own streaming sessions need vLLM's own scheduler\" if request.resumable else None",
+        "return None",
+        60,
+        first=FIRST_SEED,
+    ),
     # Routers have no part in the fuzz.
     Mutant("a query counts twice", TRACKER, "        self.ended(query_id)\n", "", 0, TRACKER_TEST),
     Mutant("first tokens count twice", TRACKER, "            query.is_queued = False\n", "", 0, TRACKER_TEST),
@@ -1074,11 +1159,11 @@ def _freshly_imported(mutant: Mutant) -> Iterator[ModuleType]:
 def seeds_to_catch(mutant: Mutant) -> tuple[int | None, str]:
     """After how many seeds the mutant is caught, and by what; None if it lives on."""
     with _freshly_imported(mutant) as fuzz:
-        for seed in range(mutant.within):
+        for seed in range(mutant.first, mutant.first + mutant.within):
             try:
                 fuzz.run_seed(seed, Counter())
             except Exception as error:
-                return seed + 1, f"{type(error).__name__}: {error}".splitlines()[0]
+                return seed - mutant.first + 1, f"{type(error).__name__}: {error}".splitlines()[0]
     return None, "alive"
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from tests.engine.fuzz import play, run_seeds
 from tests.engine.fuzz.scenarios import make_load
+from tests.engine.fuzz.transfers import FIRST_SEED
 
 FAILED_ONCE = [2_769, 3_058]
 """What the scheduler did wrong before, in loads that others come across too rarely.
@@ -68,10 +69,24 @@ SITUATIONS = [
     "tokens from the prefix cache",
 ]
 
+WITH_CONNECTORS = [
+    "events: Session",
+    "hand-overs",
+    "hand-overs after an eviction",
+    "hand-overs of one token",
+    "plans beside a last token in flight",
+    "requests with failed loads",
+]
+
 
 def test_random_loads_are_served_correctly_and_meet_every_situation() -> None:
     met = run_seeds(range(400))
     assert {name for name in SITUATIONS if met[name] < 10} == set()
+
+
+def test_random_loads_with_another_kv_connector_are_served_correctly_and_meet_every_situation() -> None:
+    met = run_seeds(range(FIRST_SEED, FIRST_SEED + 80))
+    assert {name for name in WITH_CONNECTORS if met[name] < 5} == set()
 
 
 @pytest.mark.parametrize("seed", FAILED_ONCE)

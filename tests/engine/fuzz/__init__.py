@@ -27,6 +27,7 @@ from .clients import FuzzError
 from .run import Run
 from .scenarios import Scenario
 from .situations import make_scenario
+from .transfers import FIRST_SEED, make_transfers
 
 __all__ = ["FuzzError", "play", "play_batch", "run_seed", "run_seeds"]
 
@@ -42,7 +43,7 @@ def play(scenario: Scenario, met: Counter[str], make_scheduler: Callable[..., An
 
 def run_seed(seed: int, met: Counter[str], make_scheduler: Callable[..., Any] = streaming_scheduler) -> None:
     """Play one seed. Raises what went wrong, with the scenario noted."""
-    scenario = make_scenario(seed)
+    scenario = make_scenario(seed) if seed < FIRST_SEED else make_transfers(seed)
     try:
         play(scenario, met, make_scheduler)
     except Exception as error:  # whatever it is, it is said how to see it again

@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 
 from vllm.v1.core.kv_cache_utils import get_block_hash
 from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
 
 from streamrag.backends.vllm.scheduler.host_memory.memory import HostMemory
 from streamrag.records import RequestRecord, read_records
@@ -30,16 +31,23 @@ class Checks:
     def step(self) -> None:
         scheduler = self.scheduler
         idle = scheduler.plugin.queues.idle
-        queued = [r.request_id for queue in (scheduler.running, scheduler.waiting) for r in queue]
-        check(len(scheduler.kv_holding_waiting) == 0, "vLLM's queue of KV holders is in use")
+        queues = (scheduler.running, scheduler.waiting, scheduler.kv_holding_waiting)
+        queued = [r.request_id for queue in queues for r in queue]
+        remote = self.scenario.remote
+        ended = {name for name, request in scheduler.requests.items() if request.is_finished()}  # and not yet sent
+        may_hold = remote is not None and remote.may_load
+        check(may_hold or not scheduler.kv_holding_waiting, "vLLM's queue of KV holders is in use")
+        check(remote is not None or not ended, f"ended requests are kept: {ended}")
         check(len(set(queued)) == len(queued) and not set(queued) & idle.keys(), "a request is in two queues")
-        check({*queued, *idle} == scheduler.requests.keys(), "a request is in no queue, or a finished one in some")
+        is_exact = {*queued, *idle} == scheduler.requests.keys() - ended
+        check(is_exact, "a request is in no queue, or a finished one in some")
         check(len(scheduler.running) <= self.scenario.max_num_seqs, "more running than there are slots")
         check(scheduler.num_waiting_for_streaming_input == 0, "slots of set aside requests are still counted")
         self.met["steps"] += 1
         self.met["steps with more idle streams than slots"] += len(idle) > self.scenario.max_num_seqs
         groups = scheduler.kv_cache_manager.coordinator.single_type_managers
         held = Counter(id(block) for group in groups for blocks in group.req_to_blocks.values() for block in blocks)
+        held.update(id(block) for _, blocks in scheduler.deferred_frees for block in blocks)
         pool = scheduler.kv_cache_manager.block_pool
         for block in pool.blocks[1:]:
             if block.ref_cnt != held[id(block)]:  # to say what it is takes longer than to look
@@ -56,6 +64,8 @@ class Checks:
         (group,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         for request in self.scheduler.requests.values():
             name, num_certain = request.request_id, request.num_computed_tokens - request.num_in_flight_tokens
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS or request.is_finished():
+                continue  # what is loaded is cached when that has ended, if the request is still there
             blocks = group.req_to_blocks.get(name, [])[: max(num_certain, 0) // group.block_size]
             for block, block_hash in zip(blocks, request.block_hashes, strict=False):
                 if block.block_hash is None and request.draft is not None:
@@ -79,8 +89,13 @@ class Checks:
         request_class, options = self.scenario.request_classes.get(name), self.scenario.options
         is_data = request_class == "stream" and options.get("data_high_water") is not None
         may_wait = not client.is_complete and (is_data or not self.scenario.can_partial_evict)
+        # A prompt of which a connector would load KV between steps waits until it is complete.
+        waits_for_connector = self.scenario.remote is not None and self.scenario.remote.may_load
+        may_wait |= waits_for_connector and not client.is_complete
         check(may_wait, f"{name} was forgotten")
         check(client.num_acknowledged == client.num_chunks, f"{name} does not hear that it waits for memory")
+        if waits_for_connector:
+            return
         request = scheduler.requests[client.request_id]
         memory = scheduler.plugin.kv_memory
         memory.start_step()
@@ -161,7 +176,8 @@ class Checks:
 
     def _record(self, record: RequestRecord, client: Client) -> None:
         can_copy = self.scenario.num_draft_tokens > 0 and self.scenario.options.get("prompt_lookup", True)
-        found = problems(record, client, self.scenario.has_prefix_cache, can_copy=can_copy)
+        may_load = self.scenario.remote is not None and self.scenario.remote.may_load
+        found = problems(record, client, self.scenario.has_prefix_cache, can_copy=can_copy, may_load=may_load)
         check(not found, f"{found} of {record}")
         for from_s, until_s in self.run.pauses:
             lost_s = [p.at_s for p in record.preemptions if from_s < p.at_s < until_s]

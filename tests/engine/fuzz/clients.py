@@ -12,6 +12,7 @@ from streamrag.records import RequestRecord
 from tests.engine.oracle import fingerprint, next_token
 
 from .events import Chunk, Plain
+from .prompt_logprobs import expected_logprobs
 
 __all__ = ["VOCABULARY", "Client", "FuzzError", "check"]
 
@@ -53,8 +54,14 @@ class Client:
     """When, and which prompt. What was lost on the way is not among them."""
     record: RequestRecord | None = None
 
+    wants_logprobs: bool = False
+    """Whether it wants the log-probabilities of its prompt."""
+    logprobs: tuple[int, ...] | None = None
+    """Those that it was sent."""
     must_fail: bool = False
     """Whether it has sent what must be refused."""
+    may_fail: bool = False
+    """Whether a load of its KV has failed, which ends requests under the connector's policy."""
     lacks_start: bool = False
     """Whether its first chunk was lost."""
     is_gapped: bool = False
@@ -127,8 +134,10 @@ class Client:
             self._is_acknowledged(ours["chunk"], ours["num_computed"], now_s, lacks_memory="is_waiting" in ours)
             return
         if output.finish_reason == FinishReason.ERROR:
-            check(self.must_fail or self.is_too_long, f"{name}: failed for no reason: {ours}")
-            check("error" in ours or self.grammar, f"{name}: error without a reason")
+            lost_logprobs = self.wants_logprobs and "log-prob" in ours.get("error", "")
+            is_known = self.must_fail or self.is_too_long or self.may_fail or lost_logprobs
+            check(is_known, f"{name}: failed for no reason: {ours}")
+            check("error" in ours or self.grammar or self.may_fail, f"{name}: error without a reason")
             self.ending = output.finish_reason
             self.record = RequestRecord.from_dict(ours["record"]) if ours else None
             return
@@ -137,6 +146,9 @@ class Client:
         if self.is_stream:
             check(self.num_acknowledged == self.num_chunks - 1, f"{name}: token before all acknowledgements")
         self.tokens += output.new_token_ids
+        if output.new_prompt_logprobs_tensors is not None:
+            check(self.wants_logprobs and self.logprobs is None, f"{name}: log-probabilities again, or not wanted")
+            self.logprobs = tuple(output.new_prompt_logprobs_tensors)  # type: ignore[arg-type]
         self.ending = output.finish_reason
         check(("record" in ours) == (self.ending is not None), f"{name}: a record before the end, or none: {ours}")
         if self.ending is not None:
@@ -171,6 +183,9 @@ class Client:
             expected.append(next_token(prefix, self.vocabulary))
             prefix = fingerprint(prefix, expected[-1])
         check(self.tokens == expected, f"{self.name}: answered {self.tokens}, expected {expected}")
+        if self.wants_logprobs:
+            is_right = self.logprobs == expected_logprobs(self.prompt)
+            check(is_right, f"{self.name}: log-probabilities of its prompt are lost or wrong: {self.logprobs}")
         if self.grammar is not None:
             check(self.grammar.tokens == expected, f"{self.name}: its grammar has seen {self.grammar.tokens}")
 

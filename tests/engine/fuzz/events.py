@@ -16,6 +16,7 @@ __all__ = [
     "Plain",
     "Reset",
     "Resume",
+    "Session",
 ]
 
 
@@ -29,6 +30,16 @@ class Plain:
     stop: int | None = None
     has_grammar: bool = False
     """Whether its answer is constrained by a grammar, which is not ready before a `Grammar` says so."""
+    has_prompt_logprobs: bool = False
+    """Whether its client wants the log-probabilities of its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A request of vLLM's own streaming sessions, which is refused."""
+
+    request_id: str
+    prompt: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,4 +127,6 @@ class Resume:
     """`resume_generation`."""
 
 
-Event: TypeAlias = Plain | Grammar | Chunk | Lost | Malformed | EndOfInput | Abort | Evict | Reset | Pause | Resume
+Event: TypeAlias = (
+    Plain | Session | Grammar | Chunk | Lost | Malformed | EndOfInput | Abort | Evict | Reset | Pause | Resume
+)

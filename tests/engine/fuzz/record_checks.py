@@ -47,7 +47,9 @@ class CountingV2Runner(Counting, V2OracleRunner):
     """Counts for the second kind of model runner."""
 
 
-def problems(record: RequestRecord, client: Client, has_prefix_cache: bool, *, can_copy: bool) -> list[str]:
+def problems(
+    record: RequestRecord, client: Client, has_prefix_cache: bool, *, can_copy: bool, may_load: bool = False
+) -> list[str]:
     """What is wrong with the record of a client of the fuzz."""
     num_computed, num_recomputed = client.counts
     taken = list(takewhile(lambda chunk: len(chunk[1]) < client.max_model_len, client.sent))
@@ -61,7 +63,7 @@ def problems(record: RequestRecord, client: Client, has_prefix_cache: bool, *, c
         "chunks": [(c.arrival_s, c.num_tokens, c.num_shared) for c in record.chunks]
         == chunks * (client.is_stream and not client.lacks_start),
         "arrival": record.arrival_s == client.sent[0][0],
-        "times": are_ordered(record),
+        "times": are_ordered(record, may_load=may_load),
         "KV times": not is_finished or record.last_kv_s is not None,
         "prompt": not prompts or record.num_prompt_tokens == len(prompts[-1]),
         "answer": not is_finished or record.num_output_tokens == len(client.tokens),
@@ -71,7 +73,7 @@ def problems(record: RequestRecord, client: Client, has_prefix_cache: bool, *, c
         "num_recomputed if nothing is invalidated": not only_grows or record.num_recomputed == num_recomputed,
         "num_invalidated": record.num_invalidated == sum(c.num_invalidated for c in record.chunks),
         "num_invalidated if nothing is": not only_grows or record.num_invalidated == 0,
-        "num_from_cache": has_prefix_cache or record.num_from_cache == 0,
+        "num_from_cache": has_prefix_cache or may_load or record.num_from_cache == 0,
         "tokens in all": not is_finished
         or record.num_computed - record.num_recomputed + record.num_from_cache + record.num_loaded >= len(prompts[-1]),
         "num_loaded": record.num_loaded >= 0,
@@ -89,11 +91,13 @@ def outcomes(client: Client) -> tuple[str, ...]:
     return ("failed",) if client.ending == FinishReason.ERROR else ("finished",)
 
 
-def are_ordered(record: RequestRecord) -> bool:
+def are_ordered(record: RequestRecord, *, may_load: bool) -> bool:
     ended_s = record.finished_s
     life = [record.arrival_s, record.queued_s, record.scheduled_s, record.first_kv_s, record.last_kv_s, ended_s]
     arrivals = [record.arrival_s, *(chunk.arrival_s for chunk in record.chunks), ended_s]
-    preemptions = [record.scheduled_s, *(preemption.at_s for preemption in record.preemptions), ended_s]
+    # What a connector has loaded may be lost before the request is scheduled.
+    first_s = record.arrival_s if may_load else record.scheduled_s
+    preemptions = [first_s, *(preemption.at_s for preemption in record.preemptions), ended_s]
     return all(is_sorted([at_s for at_s in times if at_s is not None]) for times in (life, arrivals, preemptions))
 
 

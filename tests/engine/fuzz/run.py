@@ -29,6 +29,7 @@ from tests.engine.oracle import OracleRunner
 from tests.engine.sizes import container_sizes
 
 from .clients import AcceptedTokens, Client, check
+from .connector import Connected, with_connector
 from .counts import count_chunk, count_later_hits
 from .events import (
     Abort,
@@ -42,9 +43,12 @@ from .events import (
     Plain,
     Reset,
     Resume,
+    Session,
 )
+from .prompt_logprobs import PromptLogprobs
 from .record_checks import CountingV1Runner, CountingV2Runner
 from .scenarios import Scenario
+from .transfer_checks import TransferChecks
 
 __all__ = ["Run", "make_runner", "make_shape"]
 
@@ -86,6 +90,22 @@ class CheapDrafts(DraftSurvival):
         return 100.0
 
 
+class ConnectedV1Runner(Connected, PromptLogprobs, CountingV1Runner):
+    """The first kind of model runner, in an engine with a third-party connector."""
+
+
+class ConnectedV2Runner(Connected, PromptLogprobs, CountingV2Runner):
+    """The second kind of model runner, in an engine with a third-party connector."""
+
+
+class LogprobsV1Runner(PromptLogprobs, CountingV1Runner):
+    """The first kind of model runner, with log-probabilities of prompts."""
+
+
+class LogprobsV2Runner(PromptLogprobs, CountingV2Runner):
+    """The second kind of model runner, with log-probabilities of prompts."""
+
+
 class Run:
     """One scenario, its engine and its clients. `checks` looks at it."""
 
@@ -95,12 +115,13 @@ class Run:
         self.scenario = scenario
         self.records = records
         self.met = met
-        self.runner = make_runner(scenario)
+        self.runner = make_runner(scenario, *runner_classes(scenario))
+        remote = scenario.remote
         self.engine = SimulatedEngine(
             make_shape(scenario, records),
             self.runner,
-            always(1.0),
-            make_scheduler,
+            always(1.0) if remote is None else lambda step, start_s: 1.0,  # transfers go on in empty steps
+            make_scheduler if remote is None else with_connector(make_scheduler, remote),
             has_v2_runner=scenario.has_v2_runner,
         )
         self.engine.on_step = self._on_step
@@ -117,6 +138,7 @@ class Run:
         self.host_memory = self.scheduler.plugin.host_memory
         check((self.host_memory is None) == (scenario.eviction == "recompute"), "host memory for nothing, or none")
         count_later_hits(self)
+        self.transfers = None if remote is None else TransferChecks(self)
         self.sizes_at_start = container_sizes(self.scheduler)
         self.clients: dict[str, Client] = {}
         """By name: all that there ever were."""
@@ -180,7 +202,10 @@ class Run:
         num_steps, copies = self.engine.num_steps, step.kv_connector_metadata
         self._loaded = {block_id for _, block_id in copies.loads} if isinstance(copies, HostCopies) else set()
         if self.pause is None:
-            self._check_as_planned(step)
+            if self.transfers is not None:
+                self.transfers.check_step(step)
+            if self.scenario.remote is None or not self.scenario.remote.may_load:
+                self._check_as_planned(step)
         self._check_drafts(step)
         for request_id in step.num_scheduled_tokens:
             client = self.current[request_id]
@@ -189,7 +214,9 @@ class Run:
                 client.started_at = num_steps
                 self._check_overtaken(client)
             if self.pause is not None:
-                may_run = self.pause.mode == "wait" and client.started_at <= self._paused_at
+                # vLLM starts what a connector has loaded for, as it holds blocks.
+                may_load = self.scenario.remote is not None and self.scenario.remote.may_load
+                may_run = self.pause.mode == "wait" and (may_load or client.started_at <= self._paused_at)
                 check(may_run, f"{client.name} runs in a pause")
 
     def _keep_plan(self, make_plan: Callable[[], Any]) -> Callable[[], Any]:
@@ -199,6 +226,8 @@ class Run:
             step = make_plan()
             present = self.scheduler.plugin.kv_memory.num_present_tokens
             self._planned, self._plans_evictions = {}, bool(step.plan.evictions)
+            if self.transfers is not None:
+                self.transfers.check_plan(step)
             for grant in step.plan.grants:
                 view, start = grant.request, present(grant.request)
                 end = start + grant.num_tokens
@@ -249,6 +278,8 @@ class Run:
         """That no complete prompt that came before this one, and could run, is still to be started."""
         if starting.is_stream or self.scenario.policy not in BY_ARRIVAL:
             return
+        if self.scenario.remote is not None and self.scenario.remote.may_load:
+            return  # who starts first depends on the connector
         for other in self.clients.values():
             could_start = other.ready_at is not None and other.is_waiting and not other.must_fail
             if could_start and other.started_at is None and not other.is_stream:
@@ -262,6 +293,8 @@ class Run:
         match event:
             case Plain():
                 self._add_plain(event)
+            case Session():
+                self._add_session(event)
             case Grammar():
                 self._compile(event)
             case Chunk():
@@ -314,6 +347,8 @@ class Run:
         params = SamplingParams(max_tokens=event.max_tokens, temperature=0.0, stop_token_ids=stop, detokenize=False)
         if event.has_grammar:
             params.structured_outputs = StructuredOutputsParams(json_object=True)
+        if isinstance(event, Plain) and event.has_prompt_logprobs:
+            params.prompt_logprobs, params.skip_reading_prefix_cache = 1, True
         return params
 
     def _add_plain(self, event: Plain) -> None:
@@ -323,7 +358,14 @@ class Run:
         if event.has_grammar:
             client.grammar = AcceptedTokens()
             self.met["plain requests with a grammar"] += 1
+        client.wants_logprobs = event.has_prompt_logprobs
         self.engine.add(client.request_id, event.prompt, self._params(event))
+
+    def _add_session(self, event: Session) -> None:
+        client = self._client(event.request_id)
+        client.must_fail = True
+        client.sent.append((self.engine.now_s, event.prompt))
+        self.engine.add(client.request_id, event.prompt, SamplingParams(max_tokens=3, temperature=0.0), is_session=True)
 
     def _compile(self, event: Grammar) -> None:
         client = self.clients.get(event.request_id)
@@ -409,17 +451,35 @@ class Run:
     def _evict(self, nth: int) -> None:
         memory = self.scheduler.plugin.kv_memory
         holders = [r for r in self.scheduler.requests.values() if memory.num_blocks(r)]  # type: ignore[arg-type]
+        # No plan has those that have ended, nor those that a connector loads for.
+        holders = [r for r in holders if not (r.is_finished() or r in self.scheduler.kv_holding_waiting)]
         if holders and self.pause is None:
             self.met["forced preemptions"] += 1
             self.scheduler.plugin.evictions.evict(holders[nth % len(holders)])  # type: ignore[arg-type]
 
     def _reset(self, is_of_running: bool, is_of_connector: bool) -> None:
-        is_done = self.scheduler.reset_prefix_cache(is_of_running, is_of_connector)
-        check(is_done or not is_of_running, "the prefix cache was not emptied")
+        is_done = self._empty_cache(is_of_running, is_of_connector)
+        check(is_done or not is_of_running or self._holds_transfers(), "the prefix cache was not emptied")
         if is_done:
             self.met["prefix cache resets"] += 1
             self.runner.load_weights()
         self.reset_s.add(self.engine.now_s)
+
+    def _empty_cache(self, is_of_running: bool, is_of_connector: bool) -> bool:
+        try:
+            return self.scheduler.reset_prefix_cache(is_of_running, is_of_connector)
+        except RuntimeError:  # vLLM's, while transfers hold blocks
+            check(self._holds_transfers(), "the prefix cache was not emptied")
+            return False
+
+    def _holds_transfers(self) -> bool:
+        """Whether blocks are held by loads and sends, or until a step in flight has written them."""
+        scheduler = self.scheduler
+        is_held = bool(scheduler.kv_holding_waiting or scheduler.deferred_frees) or any(
+            request.is_finished() for request in scheduler.requests.values()
+        )
+        self.met["resets while transfers hold blocks"] += is_held
+        return is_held
 
     def _pause(self, event: Pause) -> None:
         """As `EngineCoreProc.pause_scheduler`."""
@@ -446,8 +506,10 @@ class Run:
         self._complete_s = self.engine.now_s
         self.met[f"pauses: {self.pause.mode}"] += 1
         if self.pause.clears_cache:
-            check(self.scheduler.reset_prefix_cache(True, True), "the caches were not emptied in a pause")
-            self.runner.load_weights()
+            is_done = self._empty_cache(True, True)
+            check(is_done or self._holds_transfers(), "the caches were not emptied in a pause")
+            if is_done:
+                self.runner.load_weights()
 
     def _resume(self) -> None:
         if self.is_pause_complete:
@@ -455,6 +517,13 @@ class Run:
         self.met["pauses that did not complete"] += self.pause is not None and not self.is_pause_complete
         self.pause, self.is_pause_complete = None, False
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
+def runner_classes(scenario: Scenario) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the two kinds of runner of a scenario."""
+    if scenario.remote is not None:
+        return ConnectedV1Runner, ConnectedV2Runner
+    return (LogprobsV1Runner, LogprobsV2Runner) if scenario.has_logprobs else (CountingV1Runner, CountingV2Runner)
 
 
 def make_runner(

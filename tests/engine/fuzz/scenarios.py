@@ -8,6 +8,7 @@ from typing import Any, get_args
 from streamrag.core import RequestClass
 
 from .clients import VOCABULARY
+from .connector import Remote
 from .events import Abort, Chunk, Event, Evict, Plain, Reset
 
 __all__ = ["POLICIES", "Scenario", "make_load"]
@@ -62,6 +63,14 @@ class Scenario:
     """Of streams; pool, if not here."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further ones of the scheduler."""
+    remote: Remote | None = None
+    """What a third-party KV connector does, if there is one."""
+    asks_all: bool = False
+    """Whether nothing but the tokens of a step and the slots keeps requests from being started."""
+
+    @property
+    def has_logprobs(self) -> bool:
+        return any(isinstance(event, Plain) and event.has_prompt_logprobs for _, event in self.events)
 
 
 def make_load(seed: int) -> Scenario:

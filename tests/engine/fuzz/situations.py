@@ -15,7 +15,7 @@ from tests.engine.oracle import fingerprint, next_token
 from .events import Abort, Chunk, EndOfInput, Event, Evict, Grammar, Lost, Malformed, Pause, Plain, Reset, Resume
 from .scenarios import Scenario, make_load
 
-__all__ = ["GARBAGE", "SITUATIONS", "make_scenario"]
+__all__ = ["GARBAGE", "SITUATIONS", "last_event_s", "make_scenario", "streams_of"]
 
 Situation: TypeAlias = Callable[[random.Random, Scenario], Scenario]
 Timed: TypeAlias = tuple[float, Event]
@@ -72,7 +72,7 @@ def _mamba(rng: random.Random, scenario: Scenario) -> Scenario:
 def _twins(rng: random.Random, scenario: Scenario) -> Scenario:
     """Streams that send what others send, a little earlier or later and in other pieces, and an end of their own."""
     events = list(scenario.events)
-    for name, chunks in _streams(scenario):
+    for name, chunks in streams_of(scenario):
         for number in range(rng.choice([1, 1, 2])):
             delay_s, keeps_pace = rng.choice([-1.0, 0.0, 0.3, 2.0, 8.0]), rng.random() < 0.5
             own = tuple(rng.randrange(4) for _ in range(rng.randrange(8)))
@@ -83,7 +83,9 @@ def _twins(rng: random.Random, scenario: Scenario) -> Scenario:
                 twin = replace(chunk, request_id=f"{name}twin{number}", index=index, prompt=prompt, num_kept=0)
                 pause_s = 0.0 if keeps_pace else rng.expovariate(1.0)
                 events.append((max(at_s + delay_s, 0.0) + pause_s, twin))
-    events += [(rng.uniform(0, _last_s(scenario) + 5), Evict(rng.randrange(100))) for _ in range(rng.choice([0, 2, 8]))]
+    events += [
+        (rng.uniform(0, last_event_s(scenario) + 5), Evict(rng.randrange(100))) for _ in range(rng.choice([0, 2, 8]))
+    ]
     return replace(scenario, events=_in_order(events))
 
 
@@ -182,7 +184,7 @@ def _in_order(events: list[Timed]) -> tuple[Timed, ...]:
 def _ends(rng: random.Random, scenario: Scenario) -> Scenario:
     """Streams end their input, some without a last chunk."""
     events = list(scenario.events)
-    for name, chunks in _streams(scenario):
+    for name, chunks in streams_of(scenario):
         last_s, last = chunks[-1]
         if len(chunks) > 1 and last.is_complete and rng.random() < 0.4:
             events.remove((last_s, last))
@@ -194,7 +196,7 @@ def _ends(rng: random.Random, scenario: Scenario) -> Scenario:
 def _pauses(rng: random.Random, scenario: Scenario) -> Scenario:
     """The operator pauses the engine; its clients go on as they were, and some go away in the meantime."""
     events = list(scenario.events)
-    last_s = _last_s(scenario)
+    last_s = last_event_s(scenario)
     times = sorted(rng.uniform(0, last_s + 5) for _ in range(2 * rng.choice([1, 1, 2, 3])))
     for from_s, until_s in zip(times[::2], times[1::2], strict=True):
         mode = rng.choice(["abort", "abort", "wait", "keep", "keep"])
@@ -206,7 +208,7 @@ def _pauses(rng: random.Random, scenario: Scenario) -> Scenario:
 
 def _weights(rng: random.Random, scenario: Scenario) -> Scenario:
     """New weights are loaded while requests run."""
-    last_s = _last_s(scenario)
+    last_s = last_event_s(scenario)
     resets = [Reset(rng.random() < 0.8, rng.random() < 0.3) for _ in range(rng.choice([1, 2, 4]))]
     return _with_swap(rng, scenario, [(rng.uniform(0, last_s + 5), reset) for reset in resets], share=0.6)
 
@@ -225,7 +227,7 @@ def _grammars(rng: random.Random, scenario: Scenario) -> Scenario:
                 events.append((at_s + dice.choice([0.0, 1.0, 5.0]), Grammar(event.request_id, dice.random() < 0.9)))
         else:
             events.append((at_s, event))
-    start_s = rng.uniform(0, _last_s(scenario))
+    start_s = rng.uniform(0, last_event_s(scenario))
     for number in range(rng.choice([5, 10, 20])):
         name, has_grammar = f"p{1_000 + number}", number == 2 or rng.random() < 0.1
         prompt = tuple(rng.randrange(4) for _ in range(rng.randrange(1, scenario.max_model_len // 2)))
@@ -278,12 +280,12 @@ def _reused_ids(rng: random.Random, scenario: Scenario) -> Scenario:
 
 def _malformed(rng: random.Random, scenario: Scenario) -> Scenario:
     """Nonsense in the place of messages, from clients of their own and within streams."""
-    last_s = _last_s(scenario)
+    last_s = last_event_s(scenario)
     events = list(scenario.events)
     for number in range(rng.randrange(1, 5)):
         prompt = tuple(rng.randrange(4) for _ in range(rng.randrange(1, 20)))
         events.append((rng.uniform(0, last_s), Malformed(f"m{number}", rng.choice(GARBAGE), prompt)))
-    for name, chunks in _streams(scenario):
+    for name, chunks in streams_of(scenario):
         if len(chunks) > 1 and rng.random() < 0.3:
             # Just before one of its chunks, to which it would fit but for its nonsense.
             number = rng.randrange(1, len(chunks))
@@ -298,7 +300,7 @@ def _malformed(rng: random.Random, scenario: Scenario) -> Scenario:
 def _gaps(rng: random.Random, scenario: Scenario) -> Scenario:
     """A chunk that is not the last never arrives, as if its client had been cancelled while it sent it."""
     events = list(scenario.events)
-    for name, chunks in _streams(scenario):
+    for name, chunks in streams_of(scenario):
         # Without its first chunk, a stream cannot be told from an earlier one of its id.
         losable = chunks[name in scenario.reused_ids : -1]
         if losable and rng.random() < 0.4:
@@ -309,7 +311,7 @@ def _gaps(rng: random.Random, scenario: Scenario) -> Scenario:
 
 def _goers(rng: random.Random, scenario: Scenario) -> Scenario:
     """Clients go away while a step computes."""
-    last_s = _last_s(scenario)
+    last_s = last_event_s(scenario)
     gone = [name for name in _names(scenario) if rng.random() < 0.4]
     aborts: list[Timed] = [(rng.uniform(0, last_s + 5), Abort(name, is_in_mid_step=True)) for name in gone]
     return replace(scenario, events=(*scenario.events, *aborts))
@@ -335,13 +337,13 @@ def _with_swap(
     """`share` of such loads swap what is evicted, and something is."""
     events = [*scenario.events, *(more or [])]
     if scenario.eviction == "recompute" and rng.random() < share:
-        last_s = _last_s(scenario)
+        last_s = last_event_s(scenario)
         events += [(rng.uniform(0, last_s + 5), Evict(rng.randrange(100))) for _ in range(rng.choice([10, 40]))]
         scenario = replace(scenario, eviction="swap", has_prefix_cache=True, sliding_window=None)
     return replace(scenario, events=tuple(events))
 
 
-def _last_s(scenario: Scenario) -> float:
+def last_event_s(scenario: Scenario) -> float:
     return max(at_s for at_s, _ in scenario.events)
 
 
@@ -350,7 +352,7 @@ def _names(scenario: Scenario) -> list[str]:
     return list(dict.fromkeys(e.request_id for _, e in scenario.events if isinstance(e, Plain | Chunk)))
 
 
-def _streams(scenario: Scenario) -> Iterator[tuple[str, list[tuple[float, Chunk]]]]:
+def streams_of(scenario: Scenario) -> Iterator[tuple[str, list[tuple[float, Chunk]]]]:
     """The chunks of each stream, as far as nothing else was made of them."""
     chunks: dict[str, list[tuple[float, Chunk]]] = {}
     for at_s, event in scenario.events:

@@ -8,6 +8,7 @@
 | `update_from_output`      | learns from the step, finds streams that became idle, adds acknowledgements          |
 | `_preempt_request`        | saves KV to host memory, and logs the preemption                                     |
 | `_handle_invalid_blocks`  | idle streams, and requests that lost the block since, may hold KV of a failed load   |
+| `_handle_blocked_waiting_request` | a stream whose KV was loaded must be sent with its new prompt                |
 | `_free_request`           | sends the record of a finished request with its last output                          |
 | `finish_requests`         | idle streams are in none of vLLM's queues                                            |
 | `has_requests`            | the engine must sleep while every partial prompt waits for memory                    |
@@ -97,8 +98,19 @@ class StreamingHooks(_Base):
 
     def _handle_invalid_blocks(self, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]) -> set[str]:
         if self.plugin.host_memory is None:  # a third-party KV connector
-            return super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
+            failed = super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)
+            self.plugin.evictions.on_their_failed_loads(failed)
+            return failed
         return self.plugin.evictions.on_failed_loads(invalid_block_ids)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """Return whether a request that waited for a grammar or a load may be scheduled now. One without output waits
+        anew after a load: the model runner would resume a PREEMPTED one with the prompt that it remembers."""
+        was_loading = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        is_ready = super()._handle_blocked_waiting_request(request)
+        if was_loading and is_ready and not request.num_output_tokens:
+            request.status = RequestStatus.WAITING
+        return is_ready
 
     def _free_request(
         self, request: Request, delay_free_blocks: bool = False

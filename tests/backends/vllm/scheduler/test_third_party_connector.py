@@ -211,3 +211,49 @@ def test_blocks_that_a_step_in_flight_may_write_are_evicted_only_after_it(bench:
     assert not any(deferred)
     assert b.tokens("a") == b.fresh_answer(list(range(22)), 20)
     assert b.tokens("b") == b.fresh_answer(list(range(100, 120)), 20)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_request_that_loses_loaded_kv_before_it_ran_is_loaded_and_answered_again(
+    bench: Make, is_stream: bool
+) -> None:
+    b = connected(bench, has_prefix_cache=False)
+    b.scheduler.connector.get_num_new_matched_tokens = lambda request, num: (8, True)
+    if is_stream:
+        b.chunk("s", TOKENS, is_complete=True)
+    else:
+        b.plain("s", len(TOKENS))
+    for _ in range(2):
+        b.step()
+        b.runner.loaded = frozenset({"s"})
+        b.step()
+        b.scheduler.plugin.queues.take_loaded()
+        (request,) = b.scheduler.waiting
+        assert b.scheduler._handle_blocked_waiting_request(request)
+        assert request.status == RequestStatus.WAITING
+        b.scheduler.plugin.evictions.evict(request)
+        assert not b.scheduler._inflight_prefills
+    b.scheduler.connector.get_num_new_matched_tokens = lambda request, num: (0, False)
+    b.run()
+    assert b.tokens("s") == b.fresh_answer(TOKENS)
+
+
+def test_kv_that_was_not_loaded_is_in_no_cache_when_its_request_is_evicted(bench: Make) -> None:
+    b = connected(bench, FailingLoads, has_prefix_cache=True)
+    b.plain("p", len(TOKENS))
+    b.step()
+    b.scheduler.plugin.evictions.evict(b.scheduler.requests["p"])
+    b.scheduler.connector.get_num_new_matched_tokens = lambda request, num: (0, False)
+    b.run()
+    assert b.tokens("p") == b.fresh_answer(TOKENS)
+
+
+def test_a_partial_prompt_whose_load_failed_is_acknowledged(bench: Make) -> None:
+    b = connected(bench, FailingLoads)
+    b.scheduler.connector.get_num_new_matched_tokens = lambda request, num: (36 - num, False)
+    b.chunk("s", TOKENS)
+    b.run()
+    assert b.num_finishes("s") == 1
+    b.chunk("s", [900], kept=40, is_complete=True)
+    b.run()
+    assert b.tokens("s") == b.fresh_answer([*TOKENS, 900])

@@ -26,6 +26,7 @@ class Evictions:
     clock: HostClock
     claims: KvClaims
     host_memory: HostMemory | None
+    theirs_may_load: bool
 
     def fate(self, view: RequestView) -> Fate:
         """Choose the fate of a planned victim's KV, and keep the comparison until `evict` logs it."""
@@ -82,6 +83,20 @@ class Evictions:
             self._restart(request)
         return {request.request_id for request in affected}
 
+    def on_their_failed_loads(self, request_ids: Iterable[str]) -> None:
+        """Forget KV that a third-party connector failed to load, and what was computed from it: vLLM computes it again,
+        but keeps it in the prefix cache meanwhile, and the request could be evicted before."""
+        manager = self.scheduler.kv_cache_manager
+        (group,) = manager.coordinator.single_type_managers  # vLLM raises for more
+        for request_id in request_ids:
+            request = self.scheduler.requests[request_id]
+            num_valid = request.num_computed_tokens // group.block_size
+            manager.evict_blocks({block.block_id for block in group.req_to_blocks[request_id][num_valid:]})
+            if request_id in group.num_cached_block:
+                group.num_cached_block[request_id] = min(group.num_cached_block[request_id], num_valid)
+            request.log.num_present = min(request.log.num_present, request.num_computed_tokens)
+            request.view = None
+
     def _compare(self, request: StreamRequest) -> CostComparison:
         return DROPPED if self.host_memory is None else self.host_memory.compare(request)
 
@@ -110,8 +125,8 @@ class Evictions:
             request.status = RequestStatus.WAITING
 
     def _preempt_now(self, request: StreamRequest, *, drop_stale_output: bool = False) -> None:
-        """Preempt a running request in vLLM. Its output in flight is dropped if a KV connector hands over the KV of
-        finished requests: the request could finish from that output, without KV."""
-        drop_stale_output = drop_stale_output or self.scheduler.requires_kv_delivery
+        """Preempt a running request in vLLM. Its output in flight is dropped if a third-party connector hands over the
+        KV of finished requests, because it could finish without KV, or loads KV, which may fail in that step."""
+        drop_stale_output = drop_stale_output or self.scheduler.requires_kv_delivery or self.theirs_may_load
         self.preempt_in_vllm(request, time.monotonic(), drop_stale_output)
         self.scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
