@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,22 @@ def test_a_row_is_stale_if_one_of_its_tests_passes_fails_with_both_or_is_gone() 
         f"stale, no difference any more: {FILE}::test_b",
         f"stale, no such test ran: {FILE}::test_c",
     ]
+
+
+@pytest.mark.parametrize("arguments", [["--short"], []])
+@pytest.mark.parametrize("passes_with_theirs", [False, True])
+def test_a_failure_without_a_row_runs_with_vllms_scheduler(
+    arguments: list[str], passes_with_theirs: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_tests(folder: Path, tests: Sequence[str], with_ours: bool) -> dict[str, Outcome]:
+        return {f"{FILE}::test_a": Outcome(passes_with_theirs and not with_ours), f"{FILE}::test_b": Outcome(True)}
+
+    monkeypatch.setattr(vllm_suite, "sources_of", lambda version: Path())
+    monkeypatch.setattr(vllm_suite, "read_rows", list)
+    monkeypatch.setattr(vllm_suite, "run_tests", run_tests)
+    monkeypatch.setattr(sys, "argv", ["vllm_suite.py", *arguments])
+    assert vllm_suite.main() == int(passes_with_theirs)
+    assert (f"unexplained: {FILE}::test_a" in capsys.readouterr().out) is passes_with_theirs
 
 
 def test_a_release_whose_tests_cannot_be_had_is_skipped_in_the_short_run_only(
