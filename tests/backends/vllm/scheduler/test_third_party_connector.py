@@ -105,6 +105,16 @@ def test_the_engine_does_not_sleep_while_it_loads(bench: Make) -> None:
     assert b.tokens("p") == b.fresh_answer(TOKENS)
 
 
+def test_the_engine_does_not_sleep_while_it_writes_kv_elsewhere(bench: Make) -> None:
+    b = connected(bench)
+    b.chunk("s", TOKENS)  # waits until it is complete, because all of it would be loaded
+    b.run()
+    writes = iter([True, False])
+    b.scheduler.connector.has_pending_push_work = lambda: next(writes, False)
+    assert b.engine.has_work
+    assert not b.engine.has_work
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_the_engine_does_not_sleep_while_it_looks_up(bench: Make, is_async: bool) -> None:
     b = connected(bench, is_async=is_async)
