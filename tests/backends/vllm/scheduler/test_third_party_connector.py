@@ -107,6 +107,7 @@ def test_the_engine_does_not_sleep_while_it_loads(bench: Make) -> None:
 
 def test_the_engine_does_not_sleep_while_it_writes_kv_elsewhere(bench: Make) -> None:
     b = connected(bench)
+    b.scheduler.connector.get_num_new_matched_tokens = lambda request, num: (40, False)
     b.chunk("s", TOKENS)  # waits until it is complete, because all of it would be loaded
     b.run()
     writes = iter([True, False])
