@@ -132,8 +132,8 @@ class StreamingHooks(_Base):
         return super().finish_requests(ids, finished_status)
 
     def has_requests(self) -> bool:
-        """Whether the engine has work: outputs, requests or, if all wait for memory, a change of the free blocks."""
-        if not self.plugin.outbox.is_empty:
+        """Whether there is work: outputs, writes of a connector, requests or, if all wait for memory, its change."""
+        if not self.plugin.outbox.is_empty or (self.connector is not None and self.connector.has_pending_push_work()):
             return True
         if self.plugin.executor.is_stuck and not self.has_finished_requests():
             return self.plugin.executor.has_memory_changed

@@ -105,6 +105,20 @@ def test_the_engine_does_not_sleep_while_it_loads(bench: Make) -> None:
     assert b.tokens("p") == b.fresh_answer(TOKENS)
 
 
+def test_the_engine_does_not_sleep_while_it_writes_kv_elsewhere(bench: Make) -> None:
+    b = connected(bench)
+    b.scheduler.connector.get_num_new_matched_tokens = lambda request, num: (0, False)
+    b.plain("p", len(TOKENS))
+    b.run()
+    b.step()  # nothing to plan
+    assert not b.engine.has_work
+    is_writing = [True, False]
+    b.scheduler.connector.has_pending_push_work = lambda: is_writing[0]
+    assert b.engine.has_work
+    is_writing.pop(0)
+    assert not b.engine.has_work
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_the_engine_does_not_sleep_while_it_looks_up(bench: Make, is_async: bool) -> None:
     b = connected(bench, is_async=is_async)
