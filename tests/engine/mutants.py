@@ -924,6 +924,14 @@ MUTANTS = (
         f"{OF_PRODUCERS}::test_output_in_flight_of_an_evicted_request_is_computed_again_with_its_kv",
     ),
     Mutant(
+        "the engine sleeps while a connector writes KV elsewhere",
+        HOOKS,
+        "if self.connector is not None and self.connector.has_pending_push_work():",
+        "if False:",
+        0,
+        f"{OF_CONNECTORS}::test_the_engine_does_not_sleep_while_it_writes_kv_elsewhere",
+    ),
+    Mutant(
         "a stream that was loaded resumes with the prompt that the runner remembers",
         HOOKS,
         "if was_loading and is_ready and not request.num_output_tokens:",

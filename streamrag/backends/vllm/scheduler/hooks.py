@@ -134,7 +134,9 @@ class StreamingHooks(_Base):
     def has_requests(self) -> bool:
         """Whether the engine has work: outputs, KV that a connector still writes elsewhere, requests or, if these all
         wait for memory, a change of the free blocks."""
-        if not self.plugin.outbox.is_empty or (self.connector is not None and self.connector.has_pending_push_work()):
+        if not self.plugin.outbox.is_empty:
+            return True
+        if self.connector is not None and self.connector.has_pending_push_work():
             return True
         if self.plugin.executor.is_stuck and not self.has_finished_requests():
             return self.plugin.executor.has_memory_changed
