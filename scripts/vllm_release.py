@@ -190,7 +190,7 @@ def page_with_releases(page: str) -> str:
 def columns(found: dict[str, Any]) -> Iterator[str]:
     """Yield the columns of a release; "not run" for a part without a result."""
     yield "the whole test suite, on CPU" if found["is_engine_tested"] else "not run: needs CUDA"
-    yield f"{found['suite_passed']} pass, {found['suite_different']} differ" if "suite_passed" in found else "not run"
+    yield f"{found['suite_passed']:,} pass, {found['suite_different']} differ" if "suite_passed" in found else "not run"
     yield f"{found['loads']:,}" if "loads" in found else "not run"
     num_faults = found.get("faults_caught", 0) + found.get("faults_missed", 0)
     yield f"{found['faults_caught']} of {num_faults}" if num_faults else "not run"
