@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreOutput
 
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import SimulatedEngine, always
 from streamrag.backends.vllm.chunk_wire import PromptMessage
-from streamrag.backends.vllm.scheduler.hooks import StreamingHooks
+from streamrag.backends.vllm.scheduler.hooks import StreamingHooks, streaming_scheduler
 from streamrag.core import RequestClass
 from streamrag.records import RequestRecord
 from tests.engine.oracle import V1OracleRunner
@@ -42,6 +43,19 @@ class Bench:
         self.scheduler = self.engine.scheduler
         self.outputs: list[EngineCoreOutput] = []
         self._num_messages: dict[str, int] = {}
+
+    def connect(self, runner: type[V1OracleRunner], **transfer: Any) -> None:
+        """Start anew, with this kind of runner and another KV connector, of which `transfer` is the configuration."""
+
+        def with_connector(vllm_config: VllmConfig, **arguments: Any) -> StreamingHooks:
+            vllm_config.kv_transfer_config = KVTransferConfig(**transfer)
+            return streaming_scheduler(vllm_config=vllm_config, **arguments)
+
+        shape = self.engine.shape
+        self.runner = runner(shape.num_blocks, shape.block_size, 1_000, shape.is_async)
+        self.engine = SimulatedEngine(shape, self.runner, always(1.0), with_connector)
+        assert isinstance(self.engine.scheduler, StreamingHooks)
+        self.scheduler = self.engine.scheduler
 
     def plain(self, name: str, num_tokens: int, *, first: int = 0, max_tokens: int = 2) -> None:
         tokens = range(first, first + num_tokens)

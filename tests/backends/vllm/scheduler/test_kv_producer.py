@@ -10,9 +10,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from streamrag.backends.simulated.engine import SimulatedEngine, always
 from streamrag.backends.vllm.chunk_wire import PromptMessage
-from streamrag.backends.vllm.scheduler.hooks import streaming_scheduler
 from streamrag.backends.vllm.scheduler.supported import only_sends_kv
 from tests.backends.vllm.scheduler.test_intake import error, send
 from tests.engine.oracle import V1OracleRunner
@@ -33,15 +31,8 @@ class Sender(V1OracleRunner):
 
 
 def connected(bench: Make, connector: str = "NixlConnector", role: str = "kv_producer", **limits: Any) -> Any:
-    def with_connector(vllm_config: VllmConfig, **arguments: Any) -> Any:
-        vllm_config.kv_transfer_config = KVTransferConfig(kv_connector=connector, kv_role=role)
-        return streaming_scheduler(vllm_config=vllm_config, **arguments)
-
     b = bench(**limits)
-    shape = b.engine.shape
-    b.runner = Sender(shape.num_blocks, shape.block_size, 1_000, shape.is_async)
-    b.engine = SimulatedEngine(shape, b.runner, always(1.0), with_connector)
-    b.scheduler = b.engine.scheduler
+    b.connect(Sender, kv_connector=connector, kv_role=role)
     return b
 
 

@@ -5,14 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from vllm.config import KVTransferConfig, VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from streamrag.backends.simulated.engine import SimulatedEngine, always
-from streamrag.backends.vllm.scheduler.hooks import streaming_scheduler
 from tests.engine.oracle import V1OracleRunner
 
 Make = Callable[..., Any]
@@ -43,18 +39,8 @@ class FailingLoads(V1OracleRunner):
 
 def connected(bench: Make, runner: type[V1OracleRunner] = Loader, **limits: Any) -> Any:
     """Make a bench with a connector that claims to have the KV of all prompts, unless a test replaces its lookup."""
-
-    def with_their_connector(vllm_config: VllmConfig, **arguments: Any) -> Scheduler:
-        vllm_config.kv_transfer_config = KVTransferConfig(
-            kv_connector="DecodeBenchConnector", kv_role="kv_both", kv_load_failure_policy="recompute"
-        )
-        return streaming_scheduler(vllm_config=vllm_config, **arguments)
-
     b = bench(**limits)
-    shape = b.engine.shape
-    b.runner = runner(shape.num_blocks, shape.block_size, 1_000, shape.is_async)
-    b.engine = SimulatedEngine(shape, b.runner, always(1.0), with_their_connector)
-    b.scheduler = b.engine.scheduler
+    b.connect(runner, kv_connector="DecodeBenchConnector", kv_role="kv_both", kv_load_failure_policy="recompute")
     b.scheduler.connector.update_state_after_alloc = lambda *arguments: None
     return b
 
