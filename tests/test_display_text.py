@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from streamrag.display_text import for_picture, one_line, sanitize
-from streamrag.trace.picture import draw_trace
-from streamrag.trace.statistics import describe
 from streamrag.trace.values import Trace, TracedQuery
+from streamrag_bench.trace.picture import draw_trace
+from streamrag_bench.trace.statistics import describe
 
 
 def test_every_character_that_is_obeyed_or_cannot_be_seen_is_known() -> None:

@@ -17,7 +17,7 @@ import nbformat
 import pytest
 
 from scripts.notebook import NOTEBOOK, executed
-from streamrag.bench.advice.logs import read_log
+from streamrag_bench.advice.logs import read_log
 from tests.backends.tools.tool_model import make_tool_llama
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

@@ -1,4 +1,4 @@
-"""Traces of retrieval, recorded or generated: read, write and describe them.
+"""Traces of retrieval: read and write them.
 
 `streamrag.TraceRecorder` records one, and `streamrag.ReplaySource` replays it.
 """
@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING
 from streamrag.support.lazy_imports import attributes
 
 if TYPE_CHECKING:
-    from streamrag.trace.generate import anns as anns
-    from streamrag.trace.generate import crawler as crawler
     from streamrag.trace.read import read_trace as read_trace
-    from streamrag.trace.statistics import Distribution as Distribution
-    from streamrag.trace.statistics import TraceStatistics as TraceStatistics
-    from streamrag.trace.statistics import describe as describe
     from streamrag.trace.values import Trace as Trace
     from streamrag.trace.values import TracedAppend as TracedAppend
     from streamrag.trace.values import TracedChunk as TracedChunk
@@ -24,17 +19,12 @@ if TYPE_CHECKING:
     from streamrag.trace.write import write_trace as write_trace
 
 _HOMES = {
-    "Distribution": "streamrag.trace.statistics",
     "Trace": "streamrag.trace.values",
-    "TraceStatistics": "streamrag.trace.statistics",
     "TracedAppend": "streamrag.trace.values",
     "TracedChunk": "streamrag.trace.values",
     "TracedQuery": "streamrag.trace.values",
     "TracedSkip": "streamrag.trace.values",
     "TracedUpdate": "streamrag.trace.values",
-    "anns": "streamrag.trace.generate",
-    "crawler": "streamrag.trace.generate",
-    "describe": "streamrag.trace.statistics",
     "read_trace": "streamrag.trace.read",
     "stretched": "streamrag.trace.values",
     "write_trace": "streamrag.trace.write",

@@ -20,8 +20,8 @@ from typing import Any
 from unittest import mock
 
 from streamrag import Pipeline, SamplingParams
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.backends.tokenizer import CodePointTokenizer
-from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import AnswerChunk, BackendEvent, ModelInfo, Prefilled, Prompt
 from streamrag.errors import BackendError
 from streamrag.testing import ScriptedSource

@@ -8,7 +8,7 @@ from typing import Any
 from experiments.simulated_backend import SimulatedBackend
 from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
-from streamrag.bench.virtual_time import run_virtual
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.core import ModelInfo, SamplingParams
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.sessions import Session

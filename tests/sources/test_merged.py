@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrag import Append, AppendMode, Chunk, CutShort, DelayedUpdates, Hint, MergedSource, Pipeline, Skipped, Update
-from streamrag.bench.virtual_time import run_virtual
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.core import SourceEvent
 from streamrag.errors import ConfigurationError, SourceError
 from streamrag.sources.fusion import RRF_K, reciprocal_rank_fusion

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from streamrag import Append, Chunk, ConfigurationError, CutShort, DelayedUpdates, Hint, Skipped, SourceError, Update
-from streamrag.bench.virtual_time import run_virtual
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.core import SourceEvent
 from streamrag.sources.retriever import RetrieverSource
 from streamrag.testing import ScriptedSource

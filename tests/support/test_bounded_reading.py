@@ -15,7 +15,6 @@ import zstandard
 
 from experiments.public_traces.production import read_azure_llm
 from experiments.public_traces.stream2llm import read_stream2llm_anns
-from streamrag.bench.store import CellStore
 from streamrag.errors import ConfigurationError, TraceError
 from streamrag.support.bounded_reading import (
     DamagedError,
@@ -26,6 +25,7 @@ from streamrag.support.bounded_reading import (
     split_lines,
 )
 from streamrag.trace.read import read_trace
+from streamrag_bench.store import CellStore
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -47,7 +47,7 @@ def bomb(path: Path, unit: bytes, num_units: int) -> Path:
 READ_ALL = """
 import sys
 from pathlib import Path
-from streamrag.bench.store import read_cell
+from streamrag_bench.store import read_cell
 from streamrag.errors import StreamRagError
 from streamrag.records import read_records
 from experiments.public_traces.production import read_azure_llm, read_mooncake

@@ -16,18 +16,18 @@ import zstandard
 
 from experiments.public_traces.production import read_azure_llm, read_mooncake
 from experiments.public_traces.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
-from streamrag.bench.cell import CellResult, CellSettings
-from streamrag.bench.store import CellStore, read_cell
-from streamrag.bench.summary import digest
-from streamrag.bench.workload import make_load
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.errors import StreamRagError
 from streamrag.records import read_records
 from streamrag.sources.index.index_folder import NEEDED, check_index
 from streamrag.support.bounded_reading import as_dataclass
 from streamrag.trace.read import read_trace
-from streamrag.trace.statistics import describe
 from streamrag.trace.values import Trace
+from streamrag_bench.cell import CellResult, CellSettings
+from streamrag_bench.store import CellStore, read_cell
+from streamrag_bench.summary import digest
+from streamrag_bench.trace.statistics import describe
+from streamrag_bench.workload import make_load
 
 ROOT = Path(__file__).parents[2]
 

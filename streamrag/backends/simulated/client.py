@@ -5,7 +5,7 @@
         async with client.stream("q2", prompt, 16) as stream: ..           # for our scheduler
         async for token_ids in client.session("q3", chunks): ..            # for vLLM's own
 
-`streamrag.bench.arms.Client` is the interface that this shares with a real engine's client.
+`streamrag_bench.arms.Client` is the interface that this shares with a real engine's client.
 """
 
 import asyncio

@@ -45,7 +45,8 @@ def check_virtual() -> None:
     """
     if not getattr(asyncio.get_running_loop(), "is_virtual", False):
         raise ConfigurationError(
-            "a simulated engine runs in virtual time only: start it with streamrag.bench.virtual_time.run_virtual"
+            "a simulated engine runs in virtual time only: start it with run_virtual of "
+            "streamrag.backends.simulated.virtual_time"
         )
 
 

@@ -9,7 +9,7 @@ from vllm.v1.request import Request
 from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.engine import quick_block_hasher
-from streamrag.bench.virtual_time import run_virtual
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.errors import BackendError
 
 SHAPE = EngineShape(num_blocks=100, max_model_len=1_600, max_num_batched_tokens=256)

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrag.bench.simulated_step_times import CopyClock
 from streamrag.engine.costs.copy_costs import CopyCosts, linear_copies
 from streamrag.errors import ConfigurationError
+from streamrag_bench.simulated_step_times import CopyClock
 
 COSTS = CopyCosts(
     out_points=((1, 0.002), (10, 0.011), (20, 0.031)), in_points=((4, 0.008), (8, 0.010)), block_bytes=1_000,

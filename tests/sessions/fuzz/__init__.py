@@ -18,7 +18,7 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-from streamrag.bench.virtual_time import run_virtual
+from streamrag.backends.simulated.virtual_time import run_virtual
 
 from .engine import prepare
 from .load import make_session_load

@@ -13,12 +13,12 @@ import vllm
 import vllm.v1.engine.async_llm as async_llm
 from fake_engine import MAX_MODEL_LEN, TEXT_TOKENS, Client, FakeCore, cancelled_at, make_client, settle
 
-from streamrag.backends.measured.engine import EngineClient
 from streamrag.backends.vllm import VllmBackend
 from streamrag.backends.vllm.client.arguments import Strategy
 from streamrag.backends.vllm.client.token_streams import TokenStreams
 from streamrag.core import AnswerChunk, ModelInfo, Prompt, SamplingParams
 from streamrag.errors import BackendError, EngineDeadError
+from streamrag_bench.measured_engine import EngineClient
 
 Cut = Callable[[Coroutine[Any, Any, Any]], Coroutine[Any, Any, "asyncio.Task[Any]"]]
 PARAMS = SamplingParams(max_tokens=9)

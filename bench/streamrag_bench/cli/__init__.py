@@ -1,0 +1,1 @@
+"""The commands that streamrag-bench adds to the `streamrag` program."""

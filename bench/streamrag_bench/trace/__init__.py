@@ -1,0 +1,1 @@
+"""Workloads that are generated, and the statistics of traces."""

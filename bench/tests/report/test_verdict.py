@@ -1,0 +1,172 @@
+"""What a verdict says, of loads whose answer is known."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from made import made_result, settings
+
+from streamrag_bench.cell import Arm, CellResult, RequestResult
+from streamrag_bench.grid import Grid
+from streamrag_bench.report.comparison import compare
+from streamrag_bench.report.verdict import Verdict, verdicts
+from streamrag_bench.summary import digest
+
+RETRIEVAL_S = 5.0
+
+
+def cell(arm: Arm, waits_s: Sequence[float], *, seed: int = 1, busy_s: float = 10.0, **changes: object) -> CellResult:
+    """A cell whose queries wait for these seconds after retrieval, and then a second for their last token."""
+    requests = tuple(
+        RequestResult(f"q{i}", i, i + RETRIEVAL_S, i + RETRIEVAL_S + wait_s, i + RETRIEVAL_S + wait_s + 1, 3, 0.1)
+        for i, wait_s in enumerate(waits_s)
+    )
+    return CellResult(settings(arm=arm, seed=seed, **changes), requests, busy_s, 100.0, 1.0)
+
+
+def verdict(*cells: CellResult) -> Verdict:
+    (comparison,) = compare(map(digest, cells))
+    (only,) = verdicts(comparison)
+    return only
+
+
+def noise(num: int, *, seed: int) -> list[float]:
+    """Waits in a queue, drawn at random: long waits are neighbours."""
+    draw = random.Random(f"{num} {seed}")
+    waits_s, queue_s = [], 0.0
+    for _ in range(num):
+        queue_s = max(queue_s - draw.expovariate(1.0), 0.0) + 0.5 * draw.lognormvariate(-0.5, 1.0)
+        waits_s.append(queue_s)
+    return waits_s
+
+
+def jittered(waits_s: Sequence[float], *, seed: int) -> list[float]:
+    draw = random.Random(seed)
+    return [wait_s * draw.lognormvariate(0.0, 0.2) for wait_s in waits_s]
+
+
+def test_what_helps_is_said_with_its_seconds() -> None:
+    before = noise(2_000, seed=1)
+    found = verdict(cell("no-streaming", [2 + w for w in before]), cell("streaming", [0.5 + w for w in before]))
+    assert found.headline == "streaming srpf/recompute at 2 QPS helps at P50, P95 and P99."
+    assert found.sentences[0].startswith("First token after retrieval: 1.50 s sooner at P50 (")
+    assert found.sentences[1].startswith("First token from the question: 1.50 s sooner at P50 (")
+    assert {change.effect for change in found.changes} == {"sooner"}
+
+
+def test_what_all_queries_share_is_no_noise() -> None:
+    found = verdict(cell("no-streaming", [2.0] * 40), cell("streaming", [1.0] * 40))
+    assert {change.effect for change in found.changes} == {"sooner"}
+
+
+def test_a_regression_at_p99_comes_first() -> None:
+    before = [2 + w for w in noise(1_000, seed=2)]
+    after = [20.0 + i / 100 if i % 100 < 2 else wait_s - 1.5 for i, wait_s in enumerate(before)]
+    found = verdict(cell("no-streaming", before), cell("streaming", after))
+    assert found.headline == "streaming srpf/recompute at 2 QPS hurts at P99 and helps at P50 and P95."
+    assert "s later at P99" in found.sentences[0].split(",")[0]
+
+
+def test_a_time_that_is_later_at_p99_comes_before_the_others() -> None:
+    before = noise(1_000, seed=3)
+    cells = [cell(arm, before, num_output_tokens=9) for arm in ("no-streaming", "streaming")]  # type: ignore[arg-type]
+    late = [replace(r, finished_s=r.finished_s + (40 if i % 30 == 0 else 0)) for i, r in enumerate(cells[1].requests)]
+    found = verdict(cells[0], replace(cells[1], requests=tuple(late)))
+    assert "hurts at P99" in found.headline
+    assert found.sentences[0].startswith("Last token from the question: ")
+    assert found.sentences[1] == found.sentences[1].replace("later", "").replace("sooner", "")
+
+
+def test_what_hurts_helps_nowhere() -> None:
+    before = noise(500, seed=4)
+    found = verdict(cell("no-streaming", before), cell("streaming", [2 * w + 1 for w in before]))
+    assert found.headline == "streaming srpf/recompute at 2 QPS hurts at P99, P95 and P50."
+
+
+def test_what_nobody_notices_is_no_difference() -> None:
+    before = noise(500, seed=5)
+    found = verdict(cell("no-streaming", before), cell("streaming", [w + 0.004 for w in before]))
+    assert found.headline == "streaming srpf/recompute at 2 QPS makes no difference."
+    assert {change.effect for change in found.changes} == {"no difference"}
+
+
+@pytest.mark.parametrize("num", [30, 100, 500])
+def test_noise_is_no_change(num: int) -> None:
+    called = []
+    for seed in range(20):
+        load = noise(num, seed=seed)
+        cells = (cell("no-streaming", jittered(load, seed=2 * seed)), cell("streaming", jittered(load, seed=-seed - 1)))
+        called += [c.effect for c in verdict(*cells).changes if c.effect in ("later", "sooner")]
+    assert len(called) <= 6  # of 120
+
+
+def test_queries_too_few_to_tell_are_not_said_to_show_anything() -> None:
+    before, after = [1.0, 2.0, 9.0, 1.5], [2.0, 1.0, 7.0, 3.0]
+    found = verdict(cell("no-streaming", before), cell("streaming", after))
+    few = "makes no difference that 4 queries show (record 30 or more)"
+    assert found.headline == f"streaming srpf/recompute at 2 QPS {few}."
+    assert "within noise at P50 (1.75 to 2.50 s)" in found.sentences[0]
+
+
+def test_a_query_is_compared_with_itself_in_the_same_seed() -> None:
+    before = [cell("no-streaming", noise(200, seed=seed), seed=seed) for seed in (1, 2)]
+    after = [cell("streaming", noise(200, seed=seed), seed=seed) for seed in (2, 3)]
+    after[0] = replace(after[0], requests=after[0].requests[:0:-1])
+    found = verdict(*before, *after)
+    assert (found.num_queries, found.num_unanswered) == (199, 1)
+    assert found.headline.startswith("streaming srpf/recompute at 2 QPS leaves 1 query without an answer")
+
+
+def test_a_high_cost_stands_in_the_first_sentence() -> None:
+    cells = [cell(arm, noise(500, seed=5)) for arm in ("no-streaming", "streaming")]  # type: ignore[arg-type]
+    headlines = [verdict(cells[0], replace(cells[1], busy_s=cells[0].busy_s * more)).headline for more in (1.04, 1.66)]
+    assert headlines == [
+        "streaming srpf/recompute at 2 QPS makes no difference.",
+        "streaming srpf/recompute at 2 QPS makes no difference, for 66 % more engine time.",
+    ]
+
+
+def test_costs_are_engine_time_and_tokens_thrown_away() -> None:
+    cells = [made_result(settings(arm=arm, workload="anns")) for arm in ("no-streaming", "streaming")]
+    cells = [replace(each, busy_s=busy_s) for each, busy_s in zip(cells, (10.0, 11.2), strict=True)]
+    found = verdict(*cells)
+    records = [r.record for r in cells[1].requests if r.record]
+    num = sum(record.num_invalidated + record.num_recomputed for record in records)
+    assert num > 0
+    num_computed = sum(record.num_computed for record in records)
+    assert found.sentences[-1] == (
+        f"Cost: 12 % more engine time (11.2 s, without streaming 10.0 s); {num:,} of {num_computed:,} computed tokens "
+        f"({100 * num / num_computed:.1f} %) were thrown away."
+    )
+
+
+@pytest.mark.parametrize(("busy_s", "text"), [(9.0, "10 % less"), (10.01, "as much"), (20.0, "100 % more")])
+def test_less_engine_time_is_no_cost(busy_s: float, text: str) -> None:
+    found = verdict(cell("no-streaming", [1.0]), cell("streaming", [1.0], busy_s=busy_s))
+    assert found.sentences[-1].startswith(f"Cost: {text} engine time (")
+    assert "thrown away" not in found.sentences[-1], "this engine does not tell"
+
+
+def test_one_token_is_the_first_and_the_last() -> None:
+    for num, has_last in ((1, False), (2, True)):
+        cells = [cell(arm, [1.0], num_output_tokens=num) for arm in ("no-streaming", "streaming")]  # type: ignore[arg-type]
+        assert any("Last token" in sentence for sentence in verdict(*cells).sentences) == has_last
+
+
+def test_every_arm_and_rate_has_a_verdict_that_is_json() -> None:
+    grid = Grid("virtual", "anns", arms=("no-streaming", "warming", "streaming"), qps=(1, 2), num_queries=20)
+    (comparison,) = compare(digest(made_result(each)) for each in grid.cells())
+    found = list(verdicts(comparison))
+    assert [(each.qps, each.arm) for each in found] == [
+        (qps, arm) for qps in (1, 2) for arm in ("warming", "streaming srpf/recompute")
+    ]
+    written = json.loads(json.dumps([each.as_json() for each in found], allow_nan=False))
+    assert written[0]["changes"][0].keys() >= {"time", "percentile", "baseline_s", "arm_s", "noise_s", "effect"}
+    assert written[0]["num_thrown_away"] is None, "warming requests do not tell"
+
+
+def test_without_the_arm_to_compare_with_there_is_no_verdict() -> None:
+    (comparison,) = compare([digest(cell("streaming", [1.0]))])
+    assert list(verdicts(comparison)) == []

@@ -1,3 +1,0 @@
-"""`streamrag bench`: loads on a simulated or a real engine, and their results."""
-
-from streamrag.cli.bench.command import add_arguments as add_arguments
