@@ -36,10 +36,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from streamrag import AppendMode, OpenAIBackend, VllmBackend
-from streamrag.bench.provenance import versions
-from streamrag.bench.summary import percentile
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
+from streamrag_bench.provenance import versions
+from streamrag_bench.summary import percentile
 
 NUM_LOADED, NUM_REMOTE = 6, 3
 """Pages of the site in a prompt: of LangChain's loader, and of the retriever beside one that is in memory."""

@@ -26,15 +26,15 @@ from rich.console import Console
 from rich.table import Table
 from validity import BUDGET, MODEL, NUM_OUTPUT_TOKENS, NUM_SEQS, Measured, play_in_turns
 
-from streamrag.bench.advice.advice import advise, first_token
-from streamrag.bench.advice.logs import read_log
-from streamrag.bench.cell import Arm, CellSettings
-from streamrag.bench.summary import percentile
-from streamrag.bench.workload import NUM_TAIL_TOKENS, fit_contexts, make_load
 from streamrag.engine.costs.profile_files import save_profile
 from streamrag.engine.step_size import RATE_S
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace
+from streamrag_bench.advice.advice import advise, first_token
+from streamrag_bench.advice.logs import read_log
+from streamrag_bench.cell import Arm, CellSettings
+from streamrag_bench.summary import percentile
+from streamrag_bench.workload import NUM_TAIL_TOKENS, fit_contexts, make_load
 
 TRACES = ("crawl-python-docs", "search-python-docs", "langchain-two-retrievers")
 ARMS: tuple[Arm, ...] = ("no-streaming", "streaming")

@@ -22,17 +22,17 @@ from vllm.v1.outputs import ModelRunnerOutput
 from streamrag.backends.simulated.blind_runner import BlindRunner
 from streamrag.backends.simulated.client import SimulatedClient, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.backends.vllm.client.arguments import NUM_DRAFT_TOKENS
 from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
-from streamrag.bench.cell import CellSettings
-from streamrag.bench.virtual_time import run_virtual
-from streamrag.bench.workload import Arriving, Tokens, fit_contexts, load_trace, longest_prompt, make_load
 from streamrag.core import AnswerChunk, ModelInfo, SamplingParams
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.query.answer_ahead import AnswerAhead
 from streamrag.telemetry import QueryEvent
 from streamrag.trace.values import TracedQuery
+from streamrag_bench.cell import CellSettings
+from streamrag_bench.workload import Arriving, Tokens, fit_contexts, load_trace, longest_prompt, make_load
 
 PROFILE = "h200-llama8b-tp2"
 BUDGET = 8_192

@@ -32,10 +32,10 @@ from answer_ahead_tables import MOST_WORSE, SIMULATED_TABLES
 from rich.console import Console
 from rich.progress import track
 
-from streamrag.bench.provenance import versions
-from streamrag.bench.summary import percentile
 from streamrag.engine import rules
 from streamrag.support.files import write_atomic
+from streamrag_bench.provenance import versions
+from streamrag_bench.summary import percentile
 
 POINTS: tuple[tuple[str, float], ...] = (
     ("crawler", 1),

@@ -48,11 +48,11 @@ from streamrag import (
     VllmBackend,
     build_index,
 )
-from streamrag.bench.provenance import versions
 from streamrag.demo.demo_folder import TEMPLATE, build_site
 from streamrag.support.files import write_atomic
 from streamrag.telemetry import Answer
 from streamrag.testing import ScriptedSource, Step, make_demo_model
+from streamrag_bench.provenance import versions
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

@@ -39,13 +39,13 @@ from streamrag.backends.vllm.client.processes import EngineProcesses
 from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
 from streamrag.backends.vllm.facts import cpu_capabilities, emulated_dtypes
-from streamrag.bench.provenance import versions
 from streamrag.demo.demo_folder import TEMPLATE
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.errors import StreamRagError
 from streamrag.modes.prompt import PromptAssembler
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_demo_model, make_tiny_llama
+from streamrag_bench.provenance import versions
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -31,17 +31,17 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrag.backends.vllm.scheduler_options import SchedulerOptions
-from streamrag.bench.cell import CellSettings
-from streamrag.bench.provenance import versions
-from streamrag.bench.report.canvas import make_panels, plain_log_ticks
-from streamrag.bench.report.comparison import Pool
-from streamrag.bench.store import CellStore, read_cell
-from streamrag.bench.summary import digest, percentile
-from streamrag.bench.workload import load_trace
 from streamrag.support.files import write_atomic
 from streamrag.trace.read import read_trace
 from streamrag.trace.values import TracedEvent, TracedQuery, TracedUpdate
 from streamrag.trace.write import write_trace
+from streamrag_bench.cell import CellSettings
+from streamrag_bench.provenance import versions
+from streamrag_bench.report.canvas import make_panels, plain_log_ticks
+from streamrag_bench.report.comparison import Pool
+from streamrag_bench.store import CellStore, read_cell
+from streamrag_bench.summary import digest, percentile
+from streamrag_bench.workload import load_trace
 
 PROFILE = "h200-llama8b-tp2"
 BUDGET = 8_192

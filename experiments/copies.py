@@ -43,12 +43,12 @@ from streamrag.backends.vllm.client.arguments import draft_args, scheduler_args
 from streamrag.backends.vllm.client.processes import EngineProcesses
 from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.stats import EngineStats
-from streamrag.bench.provenance import versions
 from streamrag.demo.demo_folder import TEMPLATE, prepare_demo
 from streamrag.engine.drafts import NUM_ANCHOR, AnswerDraft
 from streamrag.engine.policies import DEFAULT_POLICY
 from streamrag.modes import PromptAssembler
 from streamrag.support.files import write_atomic
+from streamrag_bench.provenance import versions
 
 MAX_TOKENS = 96
 MAX_MODEL_LEN = 4_096

@@ -27,14 +27,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from streamrag.backends.measured.engine import EngineClient, running_engine
 from streamrag.backends.vllm.client.arguments import scheduler_args
 from streamrag.backends.vllm.facts import EngineFacts
-from streamrag.bench.profile.step_times import FreshTokens, answer, warm_up
-from streamrag.bench.provenance import versions
 from streamrag.errors import BackendError
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
+from streamrag_bench.measured_engine import EngineClient, running_engine
+from streamrag_bench.profile.step_times import FreshTokens, answer, warm_up
+from streamrag_bench.provenance import versions
 
 GOAL = 0.05
 NUM_ROUNDS = 5

@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 from rich.console import Console
 from rich.table import Table
 
-from streamrag.bench.report.canvas import make_panels, plain_log_ticks
-from streamrag.bench.summary import percentile
 from streamrag.engine.costs.step_profiles import TableProfile, recompute_s
 from streamrag.records import RequestRecord
 from streamrag.support.files import write_atomic
+from streamrag_bench.report.canvas import make_panels, plain_log_ticks
+from streamrag_bench.summary import percentile
 
 Kind: TypeAlias = Literal["recompute", "load", "save"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -26,11 +26,11 @@ from rich.table import Table
 from session_arms import Text
 
 from streamrag import AnswerChunk, Prompt, SamplingParams, VllmBackend
-from streamrag.bench.provenance import versions
 from streamrag.sessions.answer import ForwardPass, TokenIds, choose_answer, encode_answers
 from streamrag.sessions.question_options import DECISIVE_MARGIN
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_demo_model
+from streamrag_bench.provenance import versions
 
 THRESHOLDS = (0.5, 1.0, DECISIVE_MARGIN, 4.0, inf)
 NUM_TEXTS = 5

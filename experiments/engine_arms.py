@@ -23,12 +23,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from streamrag.bench.cell import ARMS, Arm, CellResult, CellSettings, RequestResult
-from streamrag.bench.summary import percentile
-from streamrag.bench.wall import run_cell
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
+from streamrag_bench.cell import ARMS, Arm, CellResult, CellSettings, RequestResult
+from streamrag_bench.summary import percentile
+from streamrag_bench.wall import run_cell
 
 NUM_STREAMS, NUM_CHUNKS = 16, 6
 ROUND_S = 20.0

@@ -32,13 +32,13 @@ from rich.table import Table
 from validity import BUDGET, MODEL, NUM_OUTPUT_TOKENS, NUM_SEQS, PERCENTILES, Done, of_run, play_in_turns, simulate_runs
 
 from streamrag.backends.vllm.scheduler_options import SchedulerOptions
-from streamrag.bench.cell import Arm, CellSettings
-from streamrag.bench.workload import NUM_TAIL_TOKENS, fit_contexts, make_load
 from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.read import read_trace
 from streamrag.trace.values import Trace, TracedAppend, TracedQuery
+from streamrag_bench.cell import Arm, CellSettings
+from streamrag_bench.workload import NUM_TAIL_TOKENS, fit_contexts, make_load
 
 TRACES = ("crawl-python-docs", "search-python-docs")
 FOLDER = Path(__file__).parent.parent / "traces"

@@ -21,14 +21,14 @@ from rich.console import Console
 from rich.table import Table
 from seed_ratios import Ratio, percentile_ratios
 
-from streamrag.bench.cell import CellSettings
-from streamrag.bench.provenance import versions
-from streamrag.bench.store import CellStore, read_cell
-from streamrag.bench.summary import Digest, digest, percentile
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.engine.recompute_or_swap import EVICTIONS
 from streamrag.support.files import write_atomic
+from streamrag_bench.cell import CellSettings
+from streamrag_bench.provenance import versions
+from streamrag_bench.store import CellStore, read_cell
+from streamrag_bench.summary import Digest, digest, percentile
 
 PROFILES = ("h200-llama8b-tp2", "h200-llama8b-tp2-slow-host", "h200-llama8b-tp2-fast-host")
 SHARES = (1.0, 0.5, 0.25)

@@ -28,19 +28,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from streamrag.bench.cell import CellResult, CellSettings
-from streamrag.bench.profile.machine import measure_machine
-from streamrag.bench.profile.step_times import warm_up
-from streamrag.bench.provenance import versions
-from streamrag.bench.summary import PERCENTILES, digest, spread
-from streamrag.bench.wall import engine_for, max_model_len, play_cell
-from streamrag.bench.workload import longest_prompt, make_load
 from streamrag.engine.costs.profile_files import save_profile
 from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.engine.recompute_or_swap import EvictionMode
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedQuery
+from streamrag_bench.cell import CellResult, CellSettings
+from streamrag_bench.profile.machine import measure_machine
+from streamrag_bench.profile.step_times import warm_up
+from streamrag_bench.provenance import versions
+from streamrag_bench.summary import PERCENTILES, digest, spread
+from streamrag_bench.wall import engine_for, max_model_len, play_cell
+from streamrag_bench.workload import longest_prompt, make_load
 
 NUM_OUTPUT_TOKENS = 4
 BUDGET, NUM_SEQS = 1_024, 32

@@ -25,7 +25,7 @@ from rich.table import Table
 from session_simulation import MAX_MODEL_LEN, Device, simulated
 
 from streamrag import Append, Chunk, ModelInfo, Pipeline, SamplingParams, Turn, from_tokens, plain_chat
-from streamrag.bench.virtual_time import run_virtual
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.support.files import write_atomic
 from streamrag.testing import ScriptedSource

@@ -37,12 +37,12 @@ from rich.progress import track
 from rich.table import Table
 
 from streamrag import Chunk, HybridSource, Source, Update, VectorSource, build_index
-from streamrag.bench.provenance import versions
-from streamrag.bench.summary import percentile
 from streamrag.query.relevance import relevant_terms, terms
 from streamrag.sources.index.index_folder import KEYWORDS, PASSAGES, passage_line
 from streamrag.sources.index.keywords import KeywordIndex, new_stem, write_keywords
 from streamrag.support.files import write_atomic
+from streamrag_bench.provenance import versions
+from streamrag_bench.summary import percentile
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 K, CANDIDATES, BATCH_SIZE = 5, 20, 4

@@ -4,9 +4,9 @@ import random
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from streamrag.bench.workload import NUM_TAIL_TOKENS, num_tokens_after
 from streamrag.engine.costs.step_profiles import StepProfile
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedEvent, TracedQuery, TracedUpdate
+from streamrag_bench.workload import NUM_TAIL_TOKENS, num_tokens_after
 
 NUM_PAGES, PAGE_TOKENS, PAGE_S = 6, (50, 250), 2.0
 NUM_UPDATES, NUM_PASSAGES, PASSAGE_TOKENS, UPDATE_S = 4, 5, (40, 140), 3.0

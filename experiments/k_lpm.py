@@ -25,17 +25,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from streamrag.bench.cell import CellResult, CellSettings
-from streamrag.bench.provenance import versions
-from streamrag.bench.report.canvas import make_panels, plain_log_ticks
-from streamrag.bench.store import CellStore, read_cell
-from streamrag.bench.summary import percentile
 from streamrag.engine.costs.profile_files import load_profile, save_profile
 from streamrag.engine.costs.step_profiles import AnalyticProfile
 from streamrag.engine.policies import POLICIES
 from streamrag.support.files import write_atomic
 from streamrag.trace.read import read_trace
 from streamrag.trace.write import write_trace
+from streamrag_bench.cell import CellResult, CellSettings
+from streamrag_bench.provenance import versions
+from streamrag_bench.report.canvas import make_panels, plain_log_ticks
+from streamrag_bench.store import CellStore, read_cell
+from streamrag_bench.summary import percentile
 
 PROFILE = "h200-llama8b-tp2"
 BLOCK_SIZE = 64

@@ -17,12 +17,12 @@ from routing.fleet import REPORT_S
 from routing.loads import BLOCK, Piece, Pieces, Query, blocks
 from simulated_lanes import LaneEngine, LaneOptions
 
-from streamrag.bench.virtual_time import run_virtual
-from streamrag.bench.workload import NUM_TAIL_TOKENS, moments_of
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.routing import Opening, ReplicaState, ReplicaTracker, Router
 from streamrag.routing.basic_routers import BasicRouter
 from streamrag.routing.soonest import OPEN_TOKENS
 from streamrag.trace.values import TracedAppend, TracedQuery, chunks_of
+from streamrag_bench.workload import NUM_TAIL_TOKENS, moments_of
 
 LATENCY_S = 0.001
 """Seconds of a transfer besides its bytes: the request to the decode lane, and the beginning of the read. Assumed."""

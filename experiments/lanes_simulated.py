@@ -32,10 +32,10 @@ from routing.loads import Query, rag
 from simulated_lanes import LaneOptions
 from study_figures import decimal, study_table, without_repeats
 
-from streamrag.bench.cell import CellSettings
-from streamrag.bench.summary import percentile
-from streamrag.bench.workload import fit_contexts, load_trace, make_load, token_budget
 from streamrag.engine.costs.profile_files import load_profile
+from streamrag_bench.cell import CellSettings
+from streamrag_bench.summary import percentile
+from streamrag_bench.workload import fit_contexts, load_trace, make_load, token_budget
 
 PROFILE = "h200-llama8b-tp2"
 KV_BYTES_PER_TOKEN = 131_072

@@ -24,13 +24,13 @@ from study_figures import decimal, study_table, without_repeats
 
 from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
-from streamrag.bench.cell import CellSettings
-from streamrag.bench.summary import percentile
-from streamrag.bench.virtual_time import run_virtual
-from streamrag.bench.workload import Arriving, Tokens, fit_contexts, load_trace, longest_prompt, make_load, token_budget
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import StepPart, StepProfile
 from streamrag.trace.values import TracedQuery
+from streamrag_bench.cell import CellSettings
+from streamrag_bench.summary import percentile
+from streamrag_bench.workload import Arriving, Tokens, fit_contexts, load_trace, longest_prompt, make_load, token_budget
 
 NUMBERS = (2, 4)
 NUM_QUERIES = 20

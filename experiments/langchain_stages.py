@@ -33,9 +33,9 @@ from rich.table import Table
 
 from streamrag import AppendMode, UpdateMode
 from streamrag.adapters.langchain import StreamragChatModel, staged_retriever
-from streamrag.bench.provenance import versions
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
+from streamrag_bench.provenance import versions
 
 NUM_DOCUMENTS = 6
 WORDS_S, LETTERS_S, RERANK_S = 0.05, 0.4, 0.4

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from streamrag.bench.profile.step_times import MeasurementPass, slow_factors, usual_step_s
+from streamrag_bench.profile.step_times import MeasurementPass, slow_factors, usual_step_s
 
 
 def slowness(passes: Sequence[MeasurementPass]) -> list[float]:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from streamrag.bench.cell import CellSettings
-from streamrag.bench.runner import CellFailed, run_cells
-from streamrag.bench.store import CellStore
-from streamrag.cli.bench.display import CellsView
 from streamrag.cli.output import Output
+from streamrag_bench.cell import CellSettings
+from streamrag_bench.cli.bench.display import CellsView
+from streamrag_bench.runner import CellFailed, run_cells
+from streamrag_bench.store import CellStore
 
 
 def run_missing(

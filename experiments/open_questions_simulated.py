@@ -30,11 +30,11 @@ from rich.table import Table
 from session_simulation import MAX_MODEL_LEN, Device, Site, simulated
 
 from streamrag import Append, Chunk, ModelInfo, Pipeline, SamplingParams
-from streamrag.bench.provenance import versions
-from streamrag.bench.summary import percentile
-from streamrag.bench.virtual_time import run_virtual
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.support.files import write_atomic
+from streamrag_bench.provenance import versions
+from streamrag_bench.summary import percentile
 
 PROFILE = "h200-llama8b-tp2"
 RATES = (1.0, 2.0, 4.0)

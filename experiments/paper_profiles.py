@@ -20,10 +20,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from streamrag.bench.profile.curve_fit import fit_copies, fit_table
 from streamrag.engine.costs.copy_costs import CopyCosts, CopyPoint
 from streamrag.engine.costs.profile_files import load_profile, read_object, save_profile
 from streamrag.engine.costs.step_profiles import TableProfile
+from streamrag_bench.profile.curve_fit import fit_copies, fit_table
 
 RECOMPUTE, SWAP_IN, SWAP_OUT, METADATA = "recomputation_latencies", "swap_in_latency", "swap_out_latency", "metadata"
 SHARED = ("model_name", "tensor_parallel_size")

@@ -27,14 +27,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 from streamrag import PgVectorSource, Update
-from streamrag.bench.provenance import versions
-from streamrag.bench.summary import percentile
 from streamrag.sources.index.document_passages import read_documents
 from streamrag.sources.index.embedder_pool import EmbedderPool
 from streamrag.sources.postgres.query import Rows
 from streamrag.sources.workers.pdf import pdf_worker
 from streamrag.sources.workers.pool import Share
 from streamrag.support.files import write_atomic
+from streamrag_bench.provenance import versions
+from streamrag_bench.summary import percentile
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = "streamrag_bench"

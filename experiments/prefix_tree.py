@@ -12,11 +12,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streamrag.bench.workload import NUM_TAIL_TOKENS
 from streamrag.engine.costs.step_profiles import StepProfile, recompute_s
 from streamrag.engine.policies import LongestPrefixPolicy
 from streamrag.engine.request import RequestView
 from streamrag.trace.values import Trace, TracedChunk, TracedQuery, TracedUpdate
+from streamrag_bench.workload import NUM_TAIL_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrag.bench.profile.crossing import crossing, describe_crossing, most_tokens, step_budget
-from streamrag.bench.report.canvas import make_panels, write_png
 from streamrag.engine.costs.copy_costs import CopyCosts
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import StepProfile, recompute_s
 from streamrag.errors import ConfigurationError
+from streamrag_bench.profile.crossing import crossing, describe_crossing, most_tokens, step_budget
+from streamrag_bench.report.canvas import make_panels, write_png
 
 RECOMPUTE, RESTORE, SAVE = "#d9762b", "#2f6690", "#7ba6c9"
 NUM_POINTS = 120

@@ -47,14 +47,14 @@ from streamrag.backends.ray.replica_chooser import ReplicaCandidate, ReplicaChoo
 from streamrag.backends.ray.replica_streams import ReplicaStreams
 from streamrag.backends.ray.request_router import StreamRouter
 from streamrag.backends.ray.wire import Delta, Open, Opened, WireEvent
-from streamrag.bench.provenance import versions
-from streamrag.bench.summary import percentile
 from streamrag.routing import Opening, ReplicaState, make_router
 from streamrag.routing.basic_routers import RoundRobin
 from streamrag.support import clock
 from streamrag.support.files import write_atomic
 from streamrag.support.versions import installed_versions
 from streamrag.testing import ScriptedBackend, make_tiny_llama
+from streamrag_bench.provenance import versions
+from streamrag_bench.summary import percentile
 
 MODEL: dict[str, Any] = {
     "hidden_size": 256,

@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.progress import track
 
 from streamrag import Chunk, HybridSource, Pipeline, SamplingParams, Update, VllmBackend
-from streamrag.bench.provenance import versions
 from streamrag.demo.demo_folder import MAX_MODEL_LEN, TEMPLATE, prepare_demo
 from streamrag.engine.drafts import AnswerDraft
 from streamrag.support.files import write_atomic
+from streamrag_bench.provenance import versions
 
 NUM_PASSAGES = 5
 MAX_TOKENS = 128

@@ -8,8 +8,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from streamrag.bench.provenance import versions
 from streamrag.support.files import write_atomic
+from streamrag_bench.provenance import versions
 
 
 def write_results(path: Path, rows: Sequence[Any], **more: Any) -> None:

@@ -45,11 +45,11 @@ from streamrag import (
     build_index,
     index_source,
 )
-from streamrag.bench.provenance import versions
-from streamrag.bench.summary import percentile
 from streamrag.demo.demo_folder import TEMPLATE
 from streamrag.support.files import write_atomic
 from streamrag.testing import ScriptedSource
+from streamrag_bench.provenance import versions
+from streamrag_bench.summary import percentile
 
 QUESTIONS = Path(__file__).with_name("retrieval_questions")
 CHOOSING, TESTING = ("postgresql-doc", "python3-doc"), ("apache2-doc",)

@@ -32,9 +32,9 @@ from rich.table import Table
 from streamrag.backends.vllm.client.arguments import scheduler_args
 from streamrag.backends.vllm.client.processes import EngineProcesses
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
-from streamrag.bench.provenance import versions
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
+from streamrag_bench.provenance import versions
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

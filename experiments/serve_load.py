@@ -38,12 +38,12 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from streamrag import Append, Chunk, SamplingParams, VllmBackend
-from streamrag.bench.summary import percentile
 from streamrag.serve import Limits, Service, create_app
 from streamrag.serve.server import listen, serve
 from streamrag.support.files import write_atomic
 from streamrag.telemetry import TokensGenerated
 from streamrag.testing import ScriptedBackend, ScriptedSource, make_tiny_llama
+from streamrag_bench.summary import percentile
 
 NUM_PAIRS = 200
 WINDOW_S = 20.0

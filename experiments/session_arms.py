@@ -1,4 +1,4 @@
-"""Ways to ask about a context that grows, on any engine that speaks `streamrag.bench.arms.Client`.
+"""Ways to ask about a context that grows, on any engine that speaks `streamrag_bench.arms.Client`.
 
     session               data go into a session of ours, each question is a request of its own
     vLLM session, inside  data and questions go into one of vLLM's own streaming sessions, one after the other
@@ -17,7 +17,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from streamrag.bench.arms import Client
 from streamrag.core import Chunk, ModelInfo, SamplingParams
 from streamrag.errors import BackendError
 from streamrag.records import RequestRecord
@@ -25,6 +24,7 @@ from streamrag.sessions import Session
 from streamrag.sessions.prompts import SESSION_TEMPLATE, SessionPrompts
 from streamrag.sessions.window import Numbered
 from streamrag.support.tasks import cancel_and_wait
+from streamrag_bench.arms import Client
 
 SESSION, INSIDE, BESIDE = "session", "vLLM session, inside", "vLLM session, beside"
 CACHED, UNCACHED = "plain, prefix cache", "plain, nothing cached"

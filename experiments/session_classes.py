@@ -26,11 +26,11 @@ from rich.table import Table
 
 from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
-from streamrag.bench.summary import percentile
-from streamrag.bench.virtual_time import run_virtual
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.core import RequestClass
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.support.files import write_atomic
+from streamrag_bench.summary import percentile
 
 PROFILE = load_profile("h200-llama8b-tp2")
 NUM_SESSIONS, NUM_FIRST, NUM_MORE = 12, 8_000, 64

@@ -13,9 +13,9 @@ from session_arms import BESIDE, CACHED, INSIDE, SESSION, UNCACHED, Asked, Stock
 from session_load import NUM_FIRST, NUM_MORE, QUESTIONS, samples
 
 from streamrag import AnswerChunk, Pipeline, Prompt, SamplingParams, VllmBackend
-from streamrag.backends.measured.engine import EngineClient
-from streamrag.bench.summary import percentile
 from streamrag.core import ModelInfo
+from streamrag_bench.measured_engine import EngineClient
+from streamrag_bench.summary import percentile
 
 Row = dict[str, Any]
 Done = Callable[[], None]

@@ -19,13 +19,13 @@ import httpx
 import websockets
 from rich.console import Console
 
-from streamrag.bench.provenance import versions
-from streamrag.bench.summary import percentile
 from streamrag.serve import Limits, Service, create_app
 from streamrag.serve.server import QuietServer, listen, uvicorn_config
 from streamrag.sessions import Session
 from streamrag.support.files import write_atomic
 from streamrag.testing import ScriptedBackend
+from streamrag_bench.provenance import versions
+from streamrag_bench.summary import percentile
 
 QUESTION = {"question": "Any over 90?", "answers": ["yes", "no"]}
 console = Console(highlight=False)

@@ -11,10 +11,10 @@ from session_arms import ask
 from session_load import QUESTIONS, samples
 from session_simulation import Device, Site, simulated
 
-from streamrag.bench.summary import percentile
 from streamrag.core import SamplingParams
 from streamrag.sessions import Session
 from streamrag.support.tasks import cancel_and_wait
+from streamrag_bench.summary import percentile
 
 NUM_OUTPUT_TOKENS = 2
 """A word and the end, as for the published questions, which are answered with a word or a number."""

@@ -39,12 +39,12 @@ from session_load import QUESTIONS, samples
 from session_loads import asked_evenly, asked_while, filled
 
 from streamrag import Pipeline, SamplingParams, VllmBackend, from_passages
-from streamrag.backends.measured.engine import running_engine
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
-from streamrag.bench.summary import percentile
 from streamrag.core import ModelInfo
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
+from streamrag_bench.measured_engine import running_engine
+from streamrag_bench.summary import percentile
 
 RATES = (0, 1, 10, 100, 1_000)
 RATE_S = 10.0

@@ -38,12 +38,12 @@ from session_load import NUM_FIRST, NUM_MORE, QUESTIONS, samples
 from session_loads import NUM_OUTPUT_TOKENS, PARAMS, Row, flash, ingestion, many, most_flash, opened, window
 from session_simulation import Device, simulated
 
-from streamrag.bench.provenance import versions
-from streamrag.bench.report.canvas import make_panels, plain_log_ticks
-from streamrag.bench.summary import percentile
-from streamrag.bench.virtual_time import run_virtual
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.support.files import write_atomic
+from streamrag_bench.provenance import versions
+from streamrag_bench.report.canvas import make_panels, plain_log_ticks
+from streamrag_bench.summary import percentile
 
 DEVICES = {"2 x H200": "h200-llama8b-tp2", "L40S": "l40s-llama8b"}
 NUM_CYCLES = 15

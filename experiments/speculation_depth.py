@@ -49,13 +49,13 @@ from speculation_policies import ByPrice, DepthPolicy, Fixed, SpecuStream, polic
 
 from streamrag.backends.tokenizer import HuggingFaceTokenizer
 from streamrag.backends.vllm.client.arguments import NUM_DRAFT_TOKENS
-from streamrag.bench.provenance import versions
 from streamrag.demo.demo_folder import TEMPLATE, prepare_demo
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import AnalyticProfile
 from streamrag.engine.drafts import AnswerDraft
 from streamrag.modes.prompt import PromptAssembler
 from streamrag.support.files import write_atomic
+from streamrag_bench.provenance import versions
 
 PARTS = ("real", "simulated")
 MAX_TOKENS = 64

@@ -36,10 +36,10 @@ from streamrag.backends.simulated.engine import SimulatedEngine
 from streamrag.backends.vllm.chunk_wire import PromptMessage
 from streamrag.backends.vllm.scheduler.hooks import StreamingScheduler
 from streamrag.backends.vllm.scheduler_options import SchedulerOptions
-from streamrag.bench.provenance import versions
-from streamrag.bench.summary import percentile
 from streamrag.core import RequestClass
 from streamrag.support.files import write_atomic
+from streamrag_bench.provenance import versions
+from streamrag_bench.summary import percentile
 
 MOST_MORE_US = {50: 100.0, 500: 500.0}
 """Microseconds that a step may take more, by the number of requests."""

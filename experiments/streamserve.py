@@ -29,8 +29,8 @@ from routing.loads import Pieces, Query
 from simulated_lanes import LaneOptions
 from study_figures import decimal, study_table
 
-from streamrag.bench.summary import percentile
 from streamrag.engine.costs.step_profiles import AnalyticProfile, ModelShape
+from streamrag_bench.summary import percentile
 
 NUM_QUERIES = 80
 """Of each dataset."""

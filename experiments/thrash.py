@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from streamrag.bench.cell import CellSettings
-from streamrag.bench.provenance import versions
-from streamrag.bench.simulate import run_cell
-from streamrag.bench.summary import Digest, digest, percentile
 from streamrag.support.files import write_atomic
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
+from streamrag_bench.cell import CellSettings
+from streamrag_bench.provenance import versions
+from streamrag_bench.simulate import run_cell
+from streamrag_bench.summary import Digest, digest, percentile
 
 NUM_STREAMS, NUM_CHUNKS = 96, 10
 MEAN_GAP_S = 6.0

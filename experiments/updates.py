@@ -26,15 +26,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from streamrag import Chunk, DelayedUpdates, Hint, Update, UpdateMode
-from streamrag.bench.cell import CellResult, CellSettings
-from streamrag.bench.provenance import versions
-from streamrag.bench.simulate import run_cell
-from streamrag.bench.virtual_time import run_virtual
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.core import SourceEvent
-from streamrag.trace.generate import LongWindow, generate
 from streamrag.trace.read import read_trace
-from streamrag.trace.statistics import num_common_tokens
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery, TracedUpdate
+from streamrag_bench.cell import CellResult, CellSettings
+from streamrag_bench.provenance import versions
+from streamrag_bench.simulate import run_cell
+from streamrag_bench.trace.generate import LongWindow, generate
+from streamrag_bench.trace.statistics import num_common_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
 SEARCH = ROOT / "traces" / "search-python-docs.jsonl.gz"

@@ -30,17 +30,17 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from streamrag.bench import simulate
-from streamrag.bench.cell import ARMS, Arm, CellResult, CellSettings
-from streamrag.bench.profile.step_times import MeasurementPass, measure, table_profile, warm_up
-from streamrag.bench.summary import percentile
-from streamrag.bench.wall import engine_for, max_model_len, play_cell
-from streamrag.bench.workload import NUM_TAIL_TOKENS, make_load
 from streamrag.engine.costs.profile_files import save_profile
 from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery
+from streamrag_bench import simulate
+from streamrag_bench.cell import ARMS, Arm, CellResult, CellSettings
+from streamrag_bench.profile.step_times import MeasurementPass, measure, table_profile, warm_up
+from streamrag_bench.summary import percentile
+from streamrag_bench.wall import engine_for, max_model_len, play_cell
+from streamrag_bench.workload import NUM_TAIL_TOKENS, make_load
 
 NUM_QUERIES, NUM_CHUNKS = 40, 6
 MEAN_GAP_S = 0.6

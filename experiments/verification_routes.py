@@ -33,11 +33,11 @@ from rich.progress import track
 from rich.table import Table
 
 from streamrag import SamplingParams, VllmBackend
-from streamrag.bench.provenance import versions
 from streamrag.core import AnswerChunk, Chunk, Prompt
 from streamrag.demo.demo_folder import MAX_MODEL_LEN, TEMPLATE, prepare_demo
 from streamrag.modes.prompt import PromptAssembler
 from streamrag.support.files import write_atomic
+from streamrag_bench.provenance import versions
 
 MAX_TOKENS = 64
 

@@ -31,8 +31,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from streamrag.bench.summary import percentile
 from streamrag.support.files import write_atomic
+from streamrag_bench.summary import percentile
 
 from .connections import connected, head
 from .service import ATTACKER, VICTIM

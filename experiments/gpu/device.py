@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from streamrag.backends.vllm.facts import describe_model_runner
-from streamrag.bench.provenance import versions
 from streamrag.support.files import write_atomic
+from streamrag_bench.provenance import versions
 
 from .engines import SIZES, Device, set_environment
 

@@ -30,12 +30,12 @@ from streamrag.backends.vllm.client.processes import EngineProcesses
 from streamrag.backends.vllm.client.sampling import to_vllm
 from streamrag.backends.vllm.client.token_streams import StreamedTokens, TokenStreams
 from streamrag.backends.vllm.facts import engine_facts
-from streamrag.bench.provenance import versions
 from streamrag.core import SamplingParams
 from streamrag.engine.recompute_or_swap import EvictionMode
 from streamrag.records import RequestRecord
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
+from streamrag_bench.provenance import versions
 
 from .engines import SIZES, Device, Sizes, set_environment
 

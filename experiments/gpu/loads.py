@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from streamrag.backends.vllm.facts import EngineFacts
-from streamrag.bench import simulate
-from streamrag.bench.cell import Arm, CellResult, CellSettings
-from streamrag.bench.profile.copies import measure_copies
-from streamrag.bench.profile.step_times import measure_profile
-from streamrag.bench.provenance import versions
-from streamrag.bench.summary import spread
-from streamrag.bench.wall import engine_for, play_cell
-from streamrag.bench.workload import fit_contexts, load_trace, longest_prompt, make_load
 from streamrag.engine.costs.profile_files import load_profile, save_profile
 from streamrag.engine.costs.step_profiles import TableProfile, recompute_s
 from streamrag.support.files import write_atomic
 from streamrag.trace.values import Trace, TracedQuery
+from streamrag_bench import simulate
+from streamrag_bench.cell import Arm, CellResult, CellSettings
+from streamrag_bench.profile.copies import measure_copies
+from streamrag_bench.profile.step_times import measure_profile
+from streamrag_bench.provenance import versions
+from streamrag_bench.summary import spread
+from streamrag_bench.wall import engine_for, play_cell
+from streamrag_bench.workload import fit_contexts, load_trace, longest_prompt, make_load
 
 from .engines import SIZES, Device, Sizes, measured_model, set_environment
 

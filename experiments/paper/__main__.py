@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from streamrag.bench.store import CellStore
 from streamrag.cli.output import Output
+from streamrag_bench.store import CellStore
 
 from . import report
 from .plan import FULL, SHORT, Plan, Scale, in_order, make_plan, total_s

@@ -27,12 +27,12 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrag.bench.cell import CellSettings
-from streamrag.bench.workload import NUM_TAIL_TOKENS
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import AnalyticProfile
-from streamrag.trace.statistics import contexts, num_common_tokens
 from streamrag.trace.values import TracedQuery
+from streamrag_bench.cell import CellSettings
+from streamrag_bench.trace.statistics import contexts, num_common_tokens
+from streamrag_bench.workload import NUM_TAIL_TOKENS
 
 from .points import queries_of
 from .standing import RANKS

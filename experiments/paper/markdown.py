@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from streamrag.bench.report.html import figure_text
+from streamrag_bench.report.html import figure_text
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> str:

@@ -7,8 +7,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from streamrag.bench.report.canvas import formatter, make_panels, plain_log_ticks
 from streamrag.support.files import write_atomic
+from streamrag_bench.report.canvas import formatter, make_panels, plain_log_ticks
 
 GREY, GRID = "#8a8a8a", "#e3e3e3"
 # After Okabe and Ito, for any colour vision.

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from streamrag.bench.cell import CellSettings
+from streamrag_bench.cell import CellSettings
 
 from .points import Kind, Point
 from .ways import Way

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, NamedTuple, TypeAlias
 
-from streamrag.bench.cell import CellSettings
-from streamrag.bench.workload import load_trace, make_load, num_tokens_after
 from streamrag.trace.values import TracedQuery
+from streamrag_bench.cell import CellSettings
+from streamrag_bench.workload import load_trace, make_load, num_tokens_after
 
 Kind: TypeAlias = Literal["open", "pressure", "held-out", "overload", "more seeds", "more pressure"]
 

@@ -5,12 +5,12 @@ from types import TracebackType
 
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 
-from streamrag.bench.cell import CellSettings
-from streamrag.bench.grid import describe_cell
-from streamrag.bench.runner import CellEvent, CellFailed, CellFinished, CellProgressed
 from streamrag.cli.output import Output
 from streamrag.cli.progress import bar
 from streamrag.support.clock import Clock, monotonic
+from streamrag_bench.cell import CellSettings
+from streamrag_bench.grid import describe_cell
+from streamrag_bench.runner import CellEvent, CellFailed, CellFinished, CellProgressed
 
 from .plan import expected_s, total_s
 

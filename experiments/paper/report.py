@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from streamrag.bench.provenance import versions
 from streamrag.support.files import write_atomic
+from streamrag_bench.provenance import versions
 
 from . import effects
 from .markdown import command

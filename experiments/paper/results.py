@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import streamrag
-from streamrag.bench.cell import CellSettings
-from streamrag.bench.report.comparison import Pool
-from streamrag.bench.runner import CellFailed, run_cells
-from streamrag.bench.store import CellStore, read_cell
-from streamrag.bench.summary import Digest, digest
 from streamrag.cli.output import Output
+from streamrag_bench.cell import CellSettings
+from streamrag_bench.report.comparison import Pool
+from streamrag_bench.runner import CellFailed, run_cells
+from streamrag_bench.store import CellStore, read_cell
+from streamrag_bench.summary import Digest, digest
 
 from .plan import Plan
 from .points import Point, more_of

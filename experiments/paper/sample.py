@@ -14,9 +14,9 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from streamrag.bench.cell import CellSettings
-from streamrag.bench.store import CellStore, read_cell
 from streamrag.cli.output import Output
+from streamrag_bench.cell import CellSettings
+from streamrag_bench.store import CellStore, read_cell
 
 from . import report
 from .plan import SHORT, expected_s, make_plan

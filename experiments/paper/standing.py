@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from streamrag.bench.report.comparison import Pool
-from streamrag.bench.summary import percentile
+from streamrag_bench.report.comparison import Pool
+from streamrag_bench.summary import percentile
 
 from .points import Point
 

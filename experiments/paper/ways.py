@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from streamrag.backends.vllm.scheduler_options import SchedulerOptions
-from streamrag.bench.cell import Arm, CellSettings
 from streamrag.engine.recompute_or_swap import EVICTIONS, EvictionMode
+from streamrag_bench.cell import Arm, CellSettings
 
 from .points import Point
 from .published import WORKLOADS
@@ -37,7 +37,7 @@ class Way:
     """If given, tokens a step."""
     profile: str = PROFILE
     hints: str = ""
-    """Ending of the workload's name: "-hints" or "-oracle", see `streamrag.bench.workload.HINTS`."""
+    """Ending of the workload's name: "-hints" or "-oracle", see `streamrag_bench.workload.HINTS`."""
 
     def cell(self, point: Point, seed: int, num_queries: int | None) -> CellSettings:
         """This way, at a point."""

@@ -3,7 +3,7 @@
     python -m experiments.public_traces.benchmark_statistics --ragpulse FOLDER --mooncake FILE --azure FILE
 
 The traces are the user's copies of RAGPulse (flashserve/RAGPulse), Mooncake (kvcache-ai/Mooncake) and Azure
-(Azure/AzurePublicDataset). Only their quantiles are written, to streamrag/bench/public/statistics.json.
+(Azure/AzurePublicDataset). Only their quantiles are written, to bench/streamrag_bench/public/statistics.json.
 """
 
 import argparse
@@ -13,12 +13,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from streamrag.bench.summary import percentile
 from streamrag.support.files import write_atomic
-from streamrag.trace.generate import generate
 from streamrag.trace.read import read_trace
-from streamrag.trace.statistics import describe
 from streamrag.trace.values import Trace, chunks_of
+from streamrag_bench.summary import percentile
+from streamrag_bench.trace.generate import generate
+from streamrag_bench.trace.statistics import describe
 
 from .production import read_azure_llm, read_mooncake
 

@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from streamrag.bench.provenance import versions
 from streamrag.support.files import write_atomic
+from streamrag_bench.provenance import versions
 
 from .cells import PROFILE, PROFILES, RATES, SETS, Cell, cells, code_digest, digest, run_cell
 from .decisions import held_bytes, microseconds

@@ -12,9 +12,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from streamrag.bench.summary import percentile
-from streamrag.bench.virtual_time import run_virtual
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.routing import Opening, ReplicaTracker, Report, Router
+from streamrag_bench.summary import percentile
 
 from .loads import Query, blocks
 

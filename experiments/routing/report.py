@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 from rich.console import Console
 from rich.table import Table
 
-from streamrag.bench.report.canvas import make_panels, plain_log_ticks
 from streamrag.support.files import write_atomic
+from streamrag_bench.report.canvas import make_panels, plain_log_ticks
 
 from .cells import BEYOND, FLOWGUARD_WITHOUT, PARAMETERS, PROFILES, RATES, ROUTERS, SEVERAL, SHARED, SOONEST_WITHOUT
 from .loads import LOADS

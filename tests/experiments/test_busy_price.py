@@ -9,9 +9,9 @@ import pytest
 
 from experiments import busy_price
 from experiments.busy_price import AS_THEY_COME, LOADS, SENDINGS, Sending, near_the_end, paced, prices, sent
-from streamrag.bench.cell import CellSettings
-from streamrag.bench.workload import load_trace
 from streamrag.trace.values import TracedAppend, TracedQuery
+from streamrag_bench.cell import CellSettings
+from streamrag_bench.workload import load_trace
 
 
 def test_when_chunks_are_sent() -> None:

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from bench.tests.made import made_result
 from experiments import engine_traces
 from experiments.engine_traces import FOLDER, MAX_CONTEXT_TOKENS, TRACES, UTILISATION, Measured, groups_of, orders, rate
-from streamrag.bench.workload import fit_contexts, make_load
 from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.trace.read import read_trace
-from tests.bench.made import made_result
+from streamrag_bench.workload import fit_contexts, make_load
 
 CRAWL, SEARCH = (FOLDER / f"{name}.jsonl.gz" for name in TRACES)
 PROFILE = TableProfile("made-up", "none", ((1, 0.01), (1_024, 0.11)), 0.0, 0.0, 0)

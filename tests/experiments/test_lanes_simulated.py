@@ -15,7 +15,7 @@ from simulated_lanes import DEPTH_RULES, DRAFT_SHARE, Acceptance, LaneEngine, La
 from speculation_policies import SpecuStream
 from study_figures import decimal
 
-from streamrag.bench.virtual_time import run_virtual
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.routing import ReplicaState
 

@@ -1,10 +1,10 @@
 import pytest
 from machine_speed import at_speed, slowness
 
-from streamrag.bench.profile.step_times import MeasurementPass, measure, table_profile
-from streamrag.bench.virtual_time import run_virtual
+from bench.tests.measured import TRUE, measured_engine
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.engine.costs.step_profiles import TableProfile
-from tests.bench.measured import TRUE, measured_engine
+from streamrag_bench.profile.step_times import MeasurementPass, measure, table_profile
 
 
 def test_how_slow_the_machine_was_in_each_pass_is_told_and_can_be_taken_out() -> None:

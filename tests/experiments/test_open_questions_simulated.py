@@ -2,7 +2,7 @@
 
 from open_questions_simulated import GROUPS, NUM_PASSAGES, PASSAGE_GAP_S, WAYS, serve, summarize
 
-from streamrag.bench.virtual_time import run_virtual
+from streamrag.backends.simulated.virtual_time import run_virtual
 
 
 def test_only_who_listens_pays_with_tokens_and_all_are_answered_after_their_retrieval() -> None:

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prefix_tree import Shape, Theorem, TieBlindPolicy, tree
 
-from streamrag.bench.workload import NUM_TAIL_TOKENS, Tokens
 from streamrag.core import common_prefix_len
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import recompute_s
 from streamrag.engine.policies import LongestPrefixPolicy
 from streamrag.engine.request import RequestView
 from streamrag.trace.values import TracedQuery, TracedUpdate
+from streamrag_bench.workload import NUM_TAIL_TOKENS, Tokens
 
 SHAPE = Shape(num_prompts=24, num_repeats=4, num_user_tokens=40, num_doc_tokens=NUM_TAIL_TOKENS + 20)
 

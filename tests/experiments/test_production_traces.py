@@ -7,8 +7,8 @@ from experiments.public_traces.__main__ import main
 from experiments.public_traces.production import read_azure_llm, read_mooncake
 from streamrag.errors import TraceError
 from streamrag.trace.read import read_trace
-from streamrag.trace.statistics import describe
 from streamrag.trace.values import TracedUpdate
+from streamrag_bench.trace.statistics import describe
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 

@@ -4,7 +4,7 @@ from session_loads import ingestion, window
 from session_simulation import Device, simulated
 from sessions_simulated import growing
 
-from streamrag.bench.virtual_time import run_virtual
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.engine.costs.profile_files import load_profile
 
 DEVICE = Device(load_profile("l40s-llama8b"))

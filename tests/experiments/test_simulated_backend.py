@@ -6,8 +6,8 @@ from simulated_backend import SimulatedBackend
 
 from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.backends.tokenizer import CodePointTokenizer
-from streamrag.bench.virtual_time import run_virtual
 from streamrag.core import ModelInfo, SamplingParams
 from streamrag.sessions import Session
 from streamrag.telemetry import Answer

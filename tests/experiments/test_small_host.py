@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.tests.made import made_result
 from experiments.small_host import HOSTS, LOADS, make_cells, rows_of, verdicts
-from streamrag.bench.cell import CellResult
-from streamrag.bench.store import CellStore
-from tests.bench.made import made_result
+from streamrag_bench.cell import CellResult
+from streamrag_bench.store import CellStore
 
 
 def test_cost_and_recompute_differ_in_nothing_else() -> None:

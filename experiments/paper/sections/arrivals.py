@@ -1,8 +1,8 @@
 """How chunks arrive: figures 6 and 7, table 2."""
 
-from streamrag.bench.report.html import figure_text
-from streamrag.trace.generate import anns, crawler
-from streamrag.trace.statistics import Distribution, TraceStatistics, describe
+from streamrag_bench.report.html import figure_text
+from streamrag_bench.trace.generate import anns, crawler
+from streamrag_bench.trace.statistics import Distribution, TraceStatistics, describe
 
 from ..markdown import table
 from ..pictures import draw_histograms

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
-from streamrag.bench.report.comparison import Pool
+from streamrag_bench.report.comparison import Pool
 
 from ..bound import bound_of
 from ..markdown import table, times, triple, yes_no

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from streamrag.bench.profile.crossing import crossing
 from streamrag.engine.costs.copy_costs import CopyCosts
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import StepProfile, recompute_s
+from streamrag_bench.profile.crossing import crossing
 
 from ..markdown import table
 from ..pictures import Line, Lines, draw_lines

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from streamrag.bench.report.comparison import Pool
+from streamrag_bench.report.comparison import Pool
 
 from ..markdown import table, triple
 from ..plan import Scale, Wanted

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from streamrag.bench.report.html import figure_text
+from streamrag_bench.report.html import figure_text
 
 from ..markdown import table, yes_no
 from ..published import SORT_P99_US, SORT_US

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from streamrag.bench.report.comparison import Pool
-from streamrag.bench.report.html import figure_text
-from streamrag.bench.summary import Digest, percentile
+from streamrag_bench.report.comparison import Pool
+from streamrag_bench.report.html import figure_text
+from streamrag_bench.summary import Digest, percentile
 
 from ..markdown import percent, table
 from ..pictures import Pairs, draw_pairs

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from streamrag.bench.report.comparison import Pool
+from streamrag_bench.report.comparison import Pool
 
 from ..markdown import percent, table, triple
 from ..pictures import Curves, draw_ccdfs

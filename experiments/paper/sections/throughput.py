@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from streamrag.bench.report.html import figure_text
+from streamrag_bench.report.html import figure_text
 
 from ..markdown import table, times
 from ..pictures import Line, Lines, draw_lines

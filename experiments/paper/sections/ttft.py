@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from streamrag.bench.report.comparison import Pool, mean
+from streamrag_bench.report.comparison import Pool, mean
 
 from ..markdown import span, table, triple
 from ..pictures import Curves, Line, Lines, draw_ccdfs, draw_lines

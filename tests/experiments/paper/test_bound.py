@@ -9,10 +9,10 @@ from experiments.paper import ways
 from experiments.paper.bound import Bound, Job, bound_of, job_of, work_s
 from experiments.paper.points import Point, queries_of
 from experiments.paper.standing import RANKS
-from streamrag.bench.simulate import run_cell
-from streamrag.bench.summary import percentile
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.engine.costs.step_profiles import AnalyticProfile
+from streamrag_bench.simulate import run_cell
+from streamrag_bench.summary import percentile
 
 
 def h200() -> AnalyticProfile:

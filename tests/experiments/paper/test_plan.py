@@ -11,9 +11,9 @@ from experiments.paper.plan import FULL, HELD_OUT_SEEDS, SHORT, expected_s, in_o
 from experiments.paper.points import BEATEN, HALF_KV, HELD_OUT, LIGHT, LOADED, TWICE_FULL, Point, demand
 from experiments.paper.progress import Progress
 from streamrag.backends.vllm.scheduler_options import SchedulerOptions
-from streamrag.bench.runner import CellFinished, CellProgressed
-from streamrag.bench.store import CellStore
 from streamrag.cli.output import Output
+from streamrag_bench.runner import CellFinished, CellProgressed
+from streamrag_bench.store import CellStore
 
 
 def test_ours_is_the_scheduler_s_defaults() -> None:

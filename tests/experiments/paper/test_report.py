@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.tests.made import made_result
 from experiments.paper import effects, report, ways
 from experiments.paper.__main__ import plan_of, scaled
 from experiments.paper.pictures import Pictures
@@ -16,11 +17,10 @@ from experiments.paper.sections import ablations, beat, copying, included, press
 from experiments.paper.sections.beat import standing
 from experiments.paper.sections.section import Report
 from experiments.paper.standing import RANKS
-from streamrag.bench.report.comparison import Pool
-from streamrag.bench.store import CellStore
-from streamrag.bench.summary import digest, percentile
 from streamrag.engine.costs.profile_files import load_profile
-from tests.bench.made import made_result
+from streamrag_bench.report.comparison import Pool
+from streamrag_bench.store import CellStore
+from streamrag_bench.summary import digest, percentile
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pytest
 from experiments.routing.cells import ROUTERS, SETS, Cell, cells, digest, make_engine, run_cell
 from experiments.routing.fleet import Fault, Fleet, simulate
 from experiments.routing.loads import LOADS
-from streamrag.bench.virtual_time import run_virtual
+from streamrag.backends.simulated.virtual_time import run_virtual
 
 FIGURES = ("mean_s", "p99_s", "hit_rate", "imbalance")
 

@@ -4,7 +4,7 @@ import pytest
 
 from experiments.routing.cells import PROFILE, Cell, run_cell
 from experiments.routing.lean import LeanEngine
-from streamrag.bench.virtual_time import run_virtual
+from streamrag.backends.simulated.virtual_time import run_virtual
 from streamrag.engine.costs.profile_files import load_profile
 
 STEP_S = 0.5
