@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import streamrag
 from streamrag.cli.output import Output
 from streamrag_bench.cell import CellSettings
 from streamrag_bench.report.comparison import Pool
@@ -20,33 +19,31 @@ from .progress import Progress
 from .ways import Way
 
 SIMULATOR = (
-    "core.py",
-    "records.py",
-    "engine",
-    "backends/simulated",
-    "backends/vllm",
-    "trace/generate*.py",
-    "bench/arms.py",
-    "bench/request_results.py",
-    "bench/simulate.py",
-    "bench/simulated_step_times.py",
-    "bench/virtual_time.py",
-    "bench/workload.py",
+    "streamrag/core",
+    "streamrag/records.py",
+    "streamrag/engine",
+    "streamrag/backends/simulated",
+    "streamrag/backends/vllm",
+    "bench/streamrag_bench/arms.py",
+    "bench/streamrag_bench/request_results.py",
+    "bench/streamrag_bench/simulate.py",
+    "bench/streamrag_bench/simulated_step_times.py",
+    "bench/streamrag_bench/trace/generate",
+    "bench/streamrag_bench/workload.py",
 )
-"""What a cell's result depends on, in the package."""
+"""What a cell's result depends on, in the checkout."""
 
 
 def code_hash() -> str:
     """Of the code that cells run, but for its comments: results of other code are others. 12 hexadecimal digits."""
-    package = Path(streamrag.__file__).parent
+    root = Path(__file__).resolve().parents[2]
     found = hashlib.sha256()
-    for pattern in SIMULATOR:
-        for path in sorted(package.glob(pattern)):
-            for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-                if file.suffix == ".py":
-                    found.update(ast.dump(ast.parse(file.read_text())).encode())
-                elif file.suffix == ".json":
-                    found.update(file.read_bytes())
+    for path in (root / name for name in SIMULATOR):
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.suffix == ".py":
+                found.update(ast.dump(ast.parse(file.read_text())).encode())
+            elif file.suffix == ".json":
+                found.update(file.read_bytes())
     return found.hexdigest()[:12]
 
 
