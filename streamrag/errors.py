@@ -42,6 +42,8 @@ def install_line(extra: str) -> str:
 
     No command asks the package index for "streamrag": until it is published, that name may be anyone's.
     """
+    if extra == "bench":  # a distribution of its own
+        return "pip install . ./bench  (the dot is a checkout of streamrag)"
     line = f"pip install '.[{extra}]'"
     if extra in WITH_CPU_BUILD:
         line += f"  or, without a GPU,  pip install '.[{extra}-cpu]' --extra-index-url {CPU_TORCH_INDEX}"

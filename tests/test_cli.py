@@ -11,11 +11,10 @@ import pytest
 from rich.console import Console
 
 from streamrag import Append, Chunk, CutShort, HybridSource, Pipeline, Skipped, Update, VectorSource
-from streamrag.cli import main
+from streamrag.cli import main, program
 from streamrag.cli.answer_display import print_sources, print_timings, watch
-from streamrag.cli.program import make_parser
 from streamrag.cli.source_options import make_source
-from streamrag.errors import SourceError
+from streamrag.errors import SourceError, install_line
 from streamrag.telemetry import QueryEvent
 from streamrag.testing import ScriptedBackend, ScriptedSource
 
@@ -151,11 +150,49 @@ def test_the_usage_names_what_must_be_given(command: str, capsys: pytest.Capture
 def test_only_the_command_that_is_named_is_imported() -> None:
     code = (
         "import sys; from streamrag.cli.program import make_parser; make_parser(sys.argv[1:])\n"
-        "print(*sorted({'ask', 'bench', 'trace'} & {name.removeprefix('streamrag.cli.') for name in sys.modules}))"
+        "print(*sorted({'ask', 'bench', 'trace'} & {name.rpartition('.cli.')[2] for name in sys.modules}))"
     )
     for words, imported in ((["--help"], ""), (["-h", "ask"], "ask"), (["trace", "bench"], "trace")):
         done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == imported
+
+
+@pytest.mark.parametrize("command", [*program.MEASURING_COMMANDS, "bench --help", "trace show x"])
+def test_a_command_of_streamrag_bench_names_the_install_line_without_it(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "entry_points", lambda **_: ())
+    assert main(command.split()) == 1
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert f"streamrag-bench is not installed. Install it with:  {install_line('bench')}" in printed
+
+
+def test_the_help_lists_all_commands_without_streamrag_bench(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "entry_points", lambda **_: ())
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = capsys.readouterr().out
+    assert [name for name in (*program.COMMANDS, *program.MEASURING_COMMANDS) if f"\n    {name} " not in commands] == []
+
+
+def test_an_entry_point_of_an_installed_distribution_adds_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metadata = tmp_path / "streamrag_bench-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.4\nName: streamrag-bench\nVersion: 0.1.0\n")
+    (metadata / "entry_points.txt").write_text("[streamrag.commands]\nbench = other_bench:add_arguments\n")
+    (tmp_path / "other_bench.py").write_text(
+        "def add_arguments(parser):\n"
+        "    parser.add_argument('load')\n"
+        "    parser.set_defaults(run=lambda arguments: print(arguments.load) or 7)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["bench", "crawler"]) == 7
+    assert capsys.readouterr().out == "crawler\n"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +265,7 @@ def test_building_from_a_missing_folder_is_explained(tmp_path: Path, capsys: pyt
     ],
 )
 def test_an_index_is_searched_as_its_options_say(options: list[str], expected: tuple[type, str | None]) -> None:
-    parser = make_parser(["ask"])
+    parser = program.make_parser(["ask"])
     source = make_source(parser.parse_args(["ask", "Why?", "--index", "./index", "--model", "m", *options]))
     assert (type(source), getattr(source, "_reranker", None)) == expected
 

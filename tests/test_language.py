@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "streamrag"
-MODULES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = (ROOT / "streamrag", ROOT / "bench" / "streamrag_bench")
+MODULES = {path: ast.parse(path.read_text()) for package in PACKAGES for path in sorted(package.rglob("*.py"))}
 MAX_FUNCTION_LINES, MAX_CLASS_LINES, MAX_FOLDER_MODULES = 60, 300, 15
 OPENERS = set(
     re.findall(
@@ -38,7 +39,7 @@ def definitions(tree: ast.Module) -> Iterator[Definition]:
 
 
 def place(path: Path, node: Definition | ast.Expr) -> str:
-    return f"{path.relative_to(PACKAGE.parent)}:{node.lineno}"
+    return f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
 def docstrings() -> Iterator[tuple[str, str, bool]]:
@@ -95,5 +96,5 @@ def test_functions_and_classes_stay_small(kind: type[ast.AST], limit: int) -> No
 
 
 def test_folders_stay_small() -> None:
-    sizes = collections.Counter(str(path.parent.relative_to(PACKAGE.parent)) for path in MODULES)
+    sizes = collections.Counter(str(path.parent.relative_to(ROOT)) for path in MODULES)
     assert {folder: size for folder, size in sizes.items() if size > MAX_FOLDER_MODULES} == {}

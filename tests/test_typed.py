@@ -34,8 +34,11 @@ def test_a_users_mypy_sees_types_and_a_misspelt_option(tmp_path: Path) -> None:
     assert "Found 1 error" in checked.stdout
 
 
-def test_the_wheel_says_that_the_package_is_typed() -> None:
+@pytest.mark.parametrize(
+    ("folder", "package", "module"), [("", "streamrag", "core/__init__"), ("bench", "streamrag_bench", "cell")]
+)
+def test_the_wheel_says_that_the_package_is_typed(folder: str, package: str, module: str) -> None:
     wheel = pytest.importorskip("hatchling.builders.wheel", reason="hatchling, which makes the wheel, is not installed")
-    files = {file.distribution_path for file in wheel.WheelBuilder(str(ROOT)).recurse_included_files()}
-    assert {"streamrag/py.typed", "streamrag/core/__init__.py"} <= files
-    assert not {path for path in files if not path.startswith("streamrag/")}
+    files = {file.distribution_path for file in wheel.WheelBuilder(str(ROOT / folder)).recurse_included_files()}
+    assert {f"{package}/py.typed", f"{package}/{module}.py"} <= files
+    assert not {path for path in files if not path.startswith(f"{package}/")}

@@ -5,10 +5,11 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any
 
 from streamrag.cli.output import Output, markup
-from streamrag.errors import StreamRagError
+from streamrag.errors import MissingDependencyError, StreamRagError, install_line
 from streamrag.support.versions import __version__
 
 COMMANDS = {
@@ -16,15 +17,22 @@ COMMANDS = {
     "serve": "answer any OpenAI client over HTTP",
     "index": "make an index of a folder of documents",
     "record": "record retrieval to a trace, to replay it later",
-    "trace": "show or generate traces",
-    "bench": "compare ways of serving a load, simulated or on the real engine",
-    "advise": "say what streaming would save, from a log of retrieval",
     "demo-model": "make a small English model for experiments",
     "top": "watch a running service",
-    "profile": "measure the time to recompute and copy KV on this machine",
     "doctor": "check whether this machine can serve, or whether a server reuses prefixes",
 }
 """Help of each command. The module with the command's name defines its arguments and its `run`."""
+
+MEASURING_COMMANDS = {
+    "trace": "show or generate traces",
+    "bench": "compare ways of serving a load, simulated or on the real engine",
+    "advise": "say what streaming would save, from a log of retrieval",
+    "profile": "measure the time to recompute and copy KV on this machine",
+}
+"""Help of the commands that the distribution streamrag-bench adds, by entry points of the group `ENTRY_POINTS`."""
+
+ENTRY_POINTS = "streamrag.commands"
+"""Group of entry points. Each has a command's name, and is a function that defines arguments and `run` in a parser."""
 
 EPILOG = """\
 examples:
@@ -50,7 +58,10 @@ class Parser(ArgumentParser):
 
 
 def make_parser(argv: Sequence[str]) -> ArgumentParser:
-    """Return the program's parser, with arguments only of the command in `argv`, whose module alone is imported."""
+    """Return the program's parser, with arguments only of the command in `argv`, whose module alone is imported.
+
+    :raises MissingDependencyError: it is a command of streamrag-bench, which is not installed.
+    """
     parser = Parser(
         prog="streamrag",
         description="Streams retrieved context into a language model while it is still arriving.",
@@ -59,11 +70,24 @@ def make_parser(argv: Sequence[str]) -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"streamrag {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     named = next((word for word in argv if not word.startswith("-")), None)
-    for name, what in COMMANDS.items():
+    for name, what in {**COMMANDS, **MEASURING_COMMANDS}.items():
         command = commands.add_parser(name, help=what)
         if name == named:
-            import_module(f"streamrag.cli.{name.replace('-', '_')}").add_arguments(command)
+            _add_arguments(name, command)
     return parser
+
+
+def _add_arguments(name: str, parser: ArgumentParser) -> None:
+    """Import a command, and let it define its arguments.
+
+    :raises MissingDependencyError: it is a command of streamrag-bench, which is not installed.
+    """
+    if name in COMMANDS:
+        import_module(f"streamrag.cli.{name.replace('-', '_')}").add_arguments(parser)
+    elif found := entry_points(group=ENTRY_POINTS, name=name):
+        found[name].load()(parser)
+    else:
+        raise MissingDependencyError("streamrag-bench", install_line("bench"))
 
 
 def run(argv: Sequence[str] | None = None) -> int:
