@@ -96,7 +96,7 @@ PURPOSES = {
     "refresh": "Retrieve again in the middle of an answer.",
     "sessions": "Stream data into a context that stays open, and ask about it.",
     "telemetry": "Observe what pipelines and engines do: events, timings and request records.",
-    "trace": "Read, write and describe traces of retrieval.",
+    "trace": "Read and write traces of retrieval.",
     "testing": "Test your own program without a model.",
     "haystack": "Use streamrag in Haystack, and Haystack's retrievers in streamrag.",
     "langchain": "Use streamrag in LangChain, and LangChain's retrievers in streamrag.",

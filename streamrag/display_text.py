@@ -1,4 +1,4 @@
-"""Make untrusted text safe to show in a terminal, on a page or in a picture.
+"""Make untrusted text safe to show in a terminal or on a page.
 
 Terminals interpret control characters, and some invisible characters reorder the text around them.
 """
@@ -6,8 +6,6 @@ Terminals interpret control characters, and some invisible characters reorder th
 import json
 import re
 from typing import Any
-
-MAX_IN_PICTURE = 120  # characters of one text, whose length decides the picture's size
 
 # C0 but tab and newline, DEL, C1, line and paragraph separators, direction overrides, lone surrogates.
 _CONTROLS = "\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
@@ -33,13 +31,6 @@ def one_line(text: str) -> str:
 def excerpt(text: object, max_chars: int = 300) -> str:
     """Return the beginning of an untrusted text, such as a server's message, on one safe line."""
     return one_line(str(text)[: 2 * max_chars])[:max_chars].strip()
-
-
-def for_picture(text: str) -> str:
-    """Return a line for matplotlib, with dollar signs escaped: they would delimit a formula."""
-    line = one_line(text)
-    line = line if len(line) <= MAX_IN_PICTURE else f"{line[:MAX_IN_PICTURE]}…"
-    return line.replace("$", r"\$")
 
 
 def json_text(values: Any, *, only_ascii: bool = False) -> str:

@@ -16,7 +16,7 @@ from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
 from streamrag.cli.progress import StepLines, bar
 from streamrag.demo.tiny_llama import make_tiny_llama
-from streamrag.errors import ConfigurationError, require_modules
+from streamrag.errors import ConfigurationError
 from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 
 if TYPE_CHECKING:
@@ -77,7 +77,6 @@ def _run(arguments: argparse.Namespace) -> int:
     output = arguments.output or Path(f"profile-{_file_name(arguments.model or 'tiny-llama')}.json")
     if not output.parent.is_dir():
         raise ConfigurationError(f"there is no folder {output.parent}; create it, or name another place with --output")
-    require_modules("bench", "scipy")  # before minutes of measurement
     with _model(arguments.model, console) as model:
         profile = _measure(model, arguments, console)
     save_profile(profile, output)

@@ -9,7 +9,7 @@ from rich.table import Table
 from streamrag.cli.output import Output
 from streamrag.cli.record import WORDS, WORDS_NOTE
 from streamrag.display_text import one_line
-from streamrag.errors import ConfigurationError, MissingDependencyError
+from streamrag.errors import ConfigurationError
 from streamrag.trace.read import read_trace
 from streamrag.trace.values import Trace
 from streamrag.trace.write import write_trace
@@ -100,27 +100,20 @@ def _show(arguments: argparse.Namespace) -> int:
         _print(console, arguments.file, trace, statistics)
     plot = arguments.plot or (None if arguments.json else arguments.file.with_name(f"{arguments.file.name}.png"))
     if plot and not arguments.no_plot:
-        _draw(plot, arguments, trace, statistics)
+        _draw(plot, arguments.file.name, trace, statistics)
     return 0
 
 
-def _draw(plot: Path, arguments: argparse.Namespace, trace: Trace, statistics: TraceStatistics) -> None:
-    """Draw the trace, and print the path on stderr; without matplotlib, print a note unless --plot was given.
+def _draw(plot: Path, title: str, trace: Trace, statistics: TraceStatistics) -> None:
+    """Draw the trace, and print the path on stderr.
 
-    :raises MissingDependencyError: --plot was given, and matplotlib is missing.
     :raises ConfigurationError: the plot cannot be written.
     """
-    console = Output(stderr=True)
     try:
-        draw_trace(plot, trace, statistics, title=arguments.file.name)
-    except MissingDependencyError as error:
-        if arguments.plot:
-            raise
-        console.print_line(f"not drawn: {error}")
+        draw_trace(plot, trace, statistics, title=title)
     except ConfigurationError as error:
         raise ConfigurationError(f"{error}; name another place with --plot, or use --no-plot") from error
-    else:
-        console.print_line(f"drawn: {plot}")
+    Output(stderr=True).print_line(f"drawn: {plot}")
 
 
 def _print(console: Output, file: Path, trace: Trace, statistics: TraceStatistics) -> None:

@@ -7,7 +7,7 @@ from statistics import median
 
 from streamrag.engine.costs.copy_costs import CopyPoint
 from streamrag.engine.costs.step_parts import StepPart, context_pairs, own_pairs
-from streamrag.errors import ConfigurationError, require_modules
+from streamrag.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,6 @@ def fit_table(measured: Sequence[tuple[Sequence[StepPart], float]], knots: Seque
     knots: two or more numbers of new tokens at which the base line may bend. Costs that the measurements do not tell
         apart, such as those of a request where all steps have one, go to the base line.
     """
-    require_modules("bench", "scipy")
     import numpy as np
     from scipy.optimize import nnls  # type: ignore[import-untyped]
 
@@ -56,7 +55,6 @@ def fit_table(measured: Sequence[tuple[Sequence[StepPart], float]], knots: Seque
 
 def fit_copies(measured: Mapping[int, Sequence[float]]) -> tuple[CopyPoint, ...]:
     """Return a point for each number of blocks, ascending: its median seconds, fitted so that they never fall."""
-    require_modules("bench", "scipy")
     from scipy.optimize import isotonic_regression
 
     blocks = sorted(measured)

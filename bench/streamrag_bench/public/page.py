@@ -12,7 +12,7 @@ from streamrag_bench.summary import PERCENTILES, ratio
 
 
 def make_page(results: Sequence[PublicResult]) -> str:
-    """Return the page of at least one result as HTML. Raises MissingDependencyError without matplotlib or Jinja."""
+    """Return the page of at least one result as HTML."""
     pictures = {
         words: draw_distributions([(r.name, r.is_simulated, r.values(metric)) for r in results], words)
         for metric, words in METRICS.items()

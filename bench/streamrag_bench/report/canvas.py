@@ -1,4 +1,4 @@
-"""Helpers for plots: panels, axes in seconds, SVG and PNG output. Needs matplotlib."""
+"""Helpers for plots: texts, panels, axes in seconds, SVG and PNG output. They import matplotlib late: it takes long."""
 
 import io
 import math
@@ -6,14 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from streamrag.display_text import for_picture
-from streamrag.errors import require_modules
+from streamrag.display_text import one_line
 from streamrag.support.files import write_atomic
+
+MAX_IN_PICTURE = 120  # characters of one text, whose length decides the picture's size
+
+
+def for_picture(text: str) -> str:
+    """Return a line for matplotlib, with dollar signs escaped: they would delimit a formula."""
+    line = one_line(text)
+    line = line if len(line) <= MAX_IN_PICTURE else f"{line[:MAX_IN_PICTURE]}…"
+    return line.replace("$", r"\$")
 
 
 def make_panels(num: int, height: float, num_columns: int = 3) -> tuple[Any, list[Any]]:
     """Return a figure and its `num` styled panels of `height` inches, in at most `num_columns` columns."""
-    require_modules("plot", "matplotlib")
     from matplotlib.figure import Figure as Canvas
 
     num_columns = min(num, num_columns)

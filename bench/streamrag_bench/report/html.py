@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 from streamrag.display_text import one_line
-from streamrag.errors import require_modules
 from streamrag_bench.report.comparison import Figure
 
 
@@ -52,10 +53,7 @@ def cell(value: Figure | float | None, unit: str = "") -> Cell:
 
 
 def render(template: str = "report.html", **values: Any) -> str:
-    """Return the page as HTML, each text on one line and sanitized. Raises MissingDependencyError without Jinja."""
-    require_modules("bench", "jinja2")
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
+    """Return the page as HTML, each text on one line and sanitized."""
     templates = Environment(
         loader=PackageLoader("streamrag_bench.report"),
         autoescape=True,

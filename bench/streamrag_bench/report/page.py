@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from streamrag.engine.recompute_or_swap import FATES
-from streamrag.errors import require_modules
 from streamrag.support.versions import __version__
 from streamrag_bench.grid import describe_load, describe_qps
 from streamrag_bench.report import plots
@@ -19,10 +18,7 @@ COPIED = {"num_blocks_saved": 1, "num_blocks_loaded": 1, "num_bytes_out": 1e9, "
 
 
 def make_report(digests: Iterable[Digest], *, slos: Slos, failed: Mapping[str, str] | None = None) -> str:
-    """Return the page of at least one digest as HTML. `failed` maps the names of failed cells to their errors.
-
-    :raises MissingDependencyError: matplotlib or Jinja is not installed.
-    """
+    """Return the page of at least one digest as HTML. `failed` maps the names of failed cells to their errors."""
     comparisons = compare(digests)
     all_digests = [digest for c in comparisons for pool in c.pools.values() for digest in pool.digests]
     return render(
@@ -36,11 +32,6 @@ def make_report(digests: Iterable[Digest], *, slos: Slos, failed: Mapping[str, s
         loads=[_load(comparison, slos) for comparison in comparisons],
         provenance=_provenance(all_digests),
     )
-
-
-def require_report() -> None:
-    """Raise `MissingDependencyError` if matplotlib or Jinja is not installed."""
-    require_modules("bench", "matplotlib", "jinja2")
 
 
 def _simulation(digests: Sequence[Digest]) -> tuple[float, float, float] | None:

@@ -4,9 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from streamrag.display_text import for_picture
 from streamrag_bench.grid import describe_qps
-from streamrag_bench.report.canvas import as_svg, formatter, make_panels, plain_log_ticks, seconds_upwards
+from streamrag_bench.report.canvas import as_svg, for_picture, formatter, make_panels, plain_log_ticks, seconds_upwards
 from streamrag_bench.report.comparison import LoadComparison, Values
 
 GREY = "#8a8a8a"

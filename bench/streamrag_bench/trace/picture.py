@@ -1,4 +1,4 @@
-"""Plot a trace: times and sizes of its queries and chunks. Needs matplotlib."""
+"""Plot a trace: times and sizes of its queries and chunks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,10 +7,9 @@ from math import log10
 from pathlib import Path
 from typing import Any
 
-from streamrag.display_text import for_picture
-from streamrag.errors import require_modules
 from streamrag.support.files import write_atomic
 from streamrag.trace.values import Trace
+from streamrag_bench.report.canvas import for_picture
 from streamrag_bench.trace.statistics import Distribution, TraceStatistics
 
 BARS, LINE = "#8fb8de", "#35618e"
@@ -37,10 +36,8 @@ def draw_trace(path: Path, trace: Trace, statistics: TraceStatistics, *, title: 
 
     There is no panel for events if no query has several, nor for a distribution of equal values.
 
-    :raises MissingDependencyError: matplotlib is not installed.
     :raises ConfigurationError: the file cannot be written.
     """
-    require_modules("plot", "matplotlib")
     from matplotlib.figure import Figure
 
     draw: list[Callable[[Any], None]] = [partial(_draw_arrivals, trace=trace, statistics=statistics)]

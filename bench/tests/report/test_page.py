@@ -3,7 +3,6 @@
 import base64
 import math
 import re
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -11,11 +10,10 @@ from xml.etree import ElementTree
 import pytest
 from made import made_result, settings
 
-from streamrag.errors import MissingDependencyError
 from streamrag_bench.grid import Grid
 from streamrag_bench.report.comparison import Figure
 from streamrag_bench.report.html import cell, figure_text
-from streamrag_bench.report.page import make_report, require_report
+from streamrag_bench.report.page import make_report
 from streamrag_bench.summary import Digest, digest
 
 VOID = {"meta", "img", "br"}
@@ -155,14 +153,6 @@ def test_what_a_terminal_would_obey_and_what_cannot_be_seen_is_not_in_a_report()
     page = make_report([odd], slos={}, failed={hostile: hostile})
     assert not {*"\x1b\x9b\u202e\u200b\ud800"} & set(page)
     page.encode()
-
-
-@pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
-def test_what_a_report_needs_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    for needs in (require_report, lambda: make_report([digest(made_result(settings()))], slos={})):
-        with pytest.raises(MissingDependencyError, match=rf"{package}.*pip install '\.\["):
-            needs()
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 from pathlib import Path
 
 import pytest
+from matplotlib.text import Text
 
-from streamrag.errors import MissingDependencyError
+from streamrag.display_text import one_line
 from streamrag.trace.values import Trace, TracedAppend, TracedChunk, TracedQuery, TracedUpdate
+from streamrag_bench.report.canvas import for_picture
 from streamrag_bench.trace.picture import draw_trace
 from streamrag_bench.trace.statistics import describe
 
@@ -32,7 +34,13 @@ def test_any_trace_can_be_drawn(trace: Trace, tmp_path: Path) -> None:
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_its_install_line_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[plot\]'"):
-        draw_trace(tmp_path / "x.png", PLAIN, describe(PLAIN), title="x")
+@pytest.mark.parametrize("text", ["$x$", "$\\frac{$", "\\$5 and $6", "$", "\x1b[2J $\ud800$"])
+def test_a_picture_takes_no_text_for_a_formula(text: str, tmp_path: Path) -> None:
+    drawn, is_formula = Text(0, 0, for_picture(text))._preprocess_math(for_picture(text))  # type: ignore[attr-defined]
+    assert (drawn, is_formula) == (one_line(text), False)
+    trace = Trace((TracedQuery("1", 0.0, text, (), 1.0),))
+    draw_trace(tmp_path / "x.png", trace, describe(trace), title=text)
+
+
+def test_a_long_text_is_shortened_in_a_picture() -> None:
+    assert for_picture("x" * 500) == "x" * 120 + "…"

@@ -19,7 +19,7 @@ from streamrag_bench.cli.bench.display import CellsView, print_comparison, print
 from streamrag_bench.cli.bench.options import DEFAULT_PROFILE, DESCRIPTION, EPILOG, VERBS, grid_of
 from streamrag_bench.grid import describe_cell, workload_name
 from streamrag_bench.report.comparison import compare
-from streamrag_bench.report.page import make_report, require_report
+from streamrag_bench.report.page import make_report
 from streamrag_bench.report.timeline import make_timeline
 from streamrag_bench.report.verdict import Verdict, verdicts
 from streamrag_bench.runner import CellFailed, CellProgressed, CellStarted, run_cell, run_cells
@@ -48,7 +48,6 @@ def _run_grid(arguments: argparse.Namespace) -> int:
     """
     console = Output(stderr=True)
     grid, slos = grid_of(arguments), parse_slos(arguments.slo)
-    require_report()  # before hours of work
     store = CellStore(arguments.output or Path("bench-results") / f"{arguments.verb}-{workload_name(grid.workload)}")
     store.check_clock(grid.clock)
     cells = grid.cells()

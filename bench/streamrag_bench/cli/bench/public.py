@@ -19,7 +19,6 @@ from streamrag_bench.public.results import METRICS, EngineName, PublicResult, re
 from streamrag_bench.public.server import ServerApi
 from streamrag_bench.public.workload import Lengths, PublicLoad, Retrieval
 from streamrag_bench.report.html import figure_text
-from streamrag_bench.report.page import require_report
 from streamrag_bench.summary import PERCENTILES
 
 PUBLIC = """\
@@ -109,7 +108,6 @@ def _run_public(arguments: argparse.Namespace) -> int:
 
 
 def _run_compare(arguments: argparse.Namespace) -> int:
-    require_report()
     results = [read_result(path) for path in arguments.results]
     write_atomic(arguments.page, make_page(results))
     _print_results(results)
