@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -16,11 +16,12 @@ from streamrag.cli.option_types import positive
 from streamrag.cli.output import Output
 from streamrag.cli.progress import StepLines, bar
 from streamrag.demo.tiny_llama import make_tiny_llama
+from streamrag.engine.costs.profile_files import save_profile
+from streamrag.engine.costs.step_profiles import TableProfile, recompute_s
 from streamrag.errors import ConfigurationError
 from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
-
-if TYPE_CHECKING:
-    from streamrag.engine.costs.step_profiles import TableProfile
+from streamrag_bench.profile.crossing import crossing, describe_crossing, most_tokens, step_budget
+from streamrag_bench.profile.machine import measure_machine
 
 DESCRIPTION = """\
 Starts vLLM, measures the time to recompute tokens and to copy their KV to host
@@ -71,8 +72,6 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _run(arguments: argparse.Namespace) -> int:
     """Check what would fail only at the end, measure, write the profile, and print figures; return 0."""
-    from streamrag.engine.costs.profile_files import save_profile  # imports pydantic: 0.25 s
-
     console = Output(stderr=True)
     output = arguments.output or Path(f"profile-{_file_name(arguments.model or 'tiny-llama')}.json")
     if not output.parent.is_dir():
@@ -104,10 +103,8 @@ def _model(name: str | None, console: Output) -> Iterator[str]:
         scratch.remove()
 
 
-def _measure(model: str, arguments: argparse.Namespace, console: Output) -> "TableProfile":
+def _measure(model: str, arguments: argparse.Namespace, console: Output) -> TableProfile:
     """Measure with a progress bar on stderr, and return the profile; options in `NAMED` go to the engine if given."""
-    from streamrag_bench.profile.machine import measure_machine
-
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=28), MofNCompleteColumn(), TimeElapsedColumn())
     lines = StepLines(console)
     with bar(console, *columns, transient=True) as progress:
@@ -121,11 +118,8 @@ def _measure(model: str, arguments: argparse.Namespace, console: Output) -> "Tab
         return asyncio.run(measure_machine(model, {**arguments.engine_args, **given}, show))
 
 
-def _print(profile: "TableProfile", console: Output) -> None:
+def _print(profile: TableProfile, console: Output) -> None:
     """Print a table of the measured and fitted milliseconds by size, the fit's error, and when copying is faster."""
-    from streamrag.engine.costs.step_profiles import recompute_s
-    from streamrag_bench.profile.crossing import crossing, describe_crossing, most_tokens, step_budget
-
     copies, budget = profile.copies, step_budget(profile)
     assert copies is not None
     measured = profile.provenance["recompute_s"]
