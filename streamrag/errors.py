@@ -42,9 +42,7 @@ def install_line(extra: str) -> str:
 
     No command asks the package index for "streamrag": until it is published, that name may be anyone's.
     """
-    if extra == "bench":  # a distribution of its own
-        return "pip install . ./bench  (the dot is a checkout of streamrag)"
-    line = f"pip install '.[{extra}]'"
+    line = "pip install . ./bench" if extra == "bench" else f"pip install '.[{extra}]'"  # bench is a distribution
     if extra in WITH_CPU_BUILD:
         line += f"  or, without a GPU,  pip install '.[{extra}-cpu]' --extra-index-url {CPU_TORCH_INDEX}"
     return f"{line}  (the dot is a checkout of streamrag, or its wheel)"
