@@ -58,6 +58,7 @@ def test_the_install_line_of_an_extra_is_the_one_of_the_documentation() -> None:
 def test_both_distributions_are_of_one_version_and_need_each_other_in_it() -> None:
     version = PROJECT["project"]["version"]
     assert BENCH["project"]["version"] == version
+    assert (ROOT / "bench" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()  # a link breaks in an sdist
     assert EXTRAS["bench"] == [f"streamrag-bench=={version}"]
     assert f"streamrag[trace]=={version}" in BENCH["project"]["dependencies"]
     assert {*BENCH["project"]["entry-points"][ENTRY_POINTS]} == {*MEASURING_COMMANDS}
