@@ -21,7 +21,6 @@ from streamrag.engine.costs.step_profiles import TableProfile, recompute_s
 from streamrag.errors import ConfigurationError
 from streamrag.support.temp_dirs import ScratchFolder, remove_left_behind
 from streamrag_bench.profile.crossing import crossing, describe_crossing, most_tokens, step_budget
-from streamrag_bench.profile.machine import measure_machine
 
 DESCRIPTION = """\
 Starts vLLM, measures the time to recompute tokens and to copy their KV to host
@@ -105,6 +104,8 @@ def _model(name: str | None, console: Output) -> Iterator[str]:
 
 def _measure(model: str, arguments: argparse.Namespace, console: Output) -> TableProfile:
     """Measure with a progress bar on stderr, and return the profile; options in `NAMED` go to the engine if given."""
+    from streamrag_bench.profile.machine import measure_machine  # imports vLLM: seconds
+
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=28), MofNCompleteColumn(), TimeElapsedColumn())
     lines = StepLines(console)
     with bar(console, *columns, transient=True) as progress:

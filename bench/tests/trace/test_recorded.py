@@ -8,7 +8,7 @@ import pytest
 from streamrag.trace.read import read_trace
 from streamrag_bench.trace.statistics import describe
 
-TRACES = Path(__file__).resolve().parents[2] / "traces"
+TRACES = Path(__file__).resolve().parents[3] / "traces"
 
 
 @pytest.mark.parametrize(("name", "mode"), [("crawl-python-docs", "append"), ("search-python-docs", "update")])
