@@ -175,7 +175,7 @@ def test_the_help_lists_all_commands_without_streamrag_bench(
     with pytest.raises(SystemExit):
         main(["--help"])
     commands = capsys.readouterr().out
-    assert [name for name in (*program.COMMANDS, *program.MEASURING_COMMANDS) if f"\n    {name} " not in commands] == []
+    assert [name for name in (*program.COMMANDS, *program.MEASURING_COMMANDS) if f"\n    {name}" not in commands] == []
 
 
 def test_an_entry_point_of_an_installed_distribution_adds_a_command(
