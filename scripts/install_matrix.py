@@ -135,7 +135,8 @@ def install(block: str) -> str | None:
         block = block.replace(f" --extra-index-url {CPU_TORCH_INDEX}", "")
         block = block.replace("uv pip install", "uv pip install --no-sources")
     extras = {extra for names in re.findall(r"\[([\w,-]+)\]", block) for extra in names.split(",")}
-    imports = f"import {', '.join(['streamrag', *(MODULES[extra] for extra in sorted(extras & MODULES.keys()))])}"
+    own = ["streamrag", "streamrag_bench"] if "./bench" in block else ["streamrag"]
+    imports = f"import {', '.join([*own, *(MODULES[extra] for extra in sorted(extras & MODULES.keys()))])}"
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         path = os.pathsep.join([f"{folder}/bin", os.environ["PATH"], str(Path(uv()).parent)])
