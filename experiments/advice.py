@@ -20,11 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine_traces import FOLDER, rate
 from results_file import write_results
 from rich.console import Console
 from rich.table import Table
-from validity import BUDGET, MODEL, NUM_OUTPUT_TOKENS, NUM_SEQS, Measured, play_in_turns
+from validity import BUDGET, MODEL, NUM_OUTPUT_TOKENS, NUM_SEQS, UTILISATION, Measured, play_in_turns
 
 from streamrag.bench.advice.advice import advise, first_token
 from streamrag.bench.advice.logs import read_log
@@ -32,18 +31,20 @@ from streamrag.bench.cell import Arm, CellSettings
 from streamrag.bench.summary import percentile
 from streamrag.bench.workload import NUM_TAIL_TOKENS, fit_contexts, make_load
 from streamrag.engine.costs.profile_files import save_profile
+from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.engine.step_size import RATE_S
 from streamrag.testing import make_tiny_llama
-from streamrag.trace.values import Trace
+from streamrag.trace.values import Trace, TracedAppend, TracedQuery, chunks_of
 
+FOLDER = Path(__file__).parent.parent / "traces"
 TRACES = ("crawl-python-docs", "search-python-docs", "langchain-two-retrievers")
 ARMS: tuple[Arm, ...] = ("no-streaming", "streaming")
 SEEDS = (1, 2, 3)
 """The seeds of `advise`."""
 TOLERANCE = 0.20
 LIGHT = 0.5
-"""Factor on the rate that keeps the engine busy for half of the time: on cores that become slower meanwhile, a queue
-would grow, and decide all times."""
+"""Factor on the rate that keeps the engine busy for `UTILISATION` of the time: on cores that become slower meanwhile, a
+queue would grow, and decide all times."""
 REST_S = 3 * RATE_S
 """Until our scheduler, which makes steps shorter while many prompts arrive, has forgotten those of the pass before."""
 LOAD: dict[str, Any] = {
@@ -84,6 +85,19 @@ class Confirmation:
     @property
     def is_confirmed(self) -> bool:
         return abs(self.ratio - 1) <= TOLERANCE
+
+
+def rate(queries: Sequence[TracedQuery], profile: TableProfile) -> float:
+    """Return queries a second that keep the engine busy for `UTILISATION` of the time if nothing streams."""
+    busy_s = 0.0
+    for query in queries:
+        last = query.events[-1]
+        of_context = query.events if isinstance(last, TracedAppend) else [last]
+        num_tokens = NUM_TAIL_TOKENS + sum(chunk.num_tokens for event in of_context for chunk in chunks_of(event))
+        for start in range(0, num_tokens, BUDGET):
+            busy_s += profile.step_s([(min(BUDGET, num_tokens - start), start)])
+        busy_s += (NUM_OUTPUT_TOKENS - 1) * profile.step_s([(1, num_tokens)])
+    return UTILISATION * len(queries) / busy_s
 
 
 async def run_real(model: Path, trace: Trace) -> Measured[Way]:

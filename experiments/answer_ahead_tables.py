@@ -1,13 +1,13 @@
-"""Write the tables about drafts and copies into their pages, from the results files, without running anything.
+"""Write the tables about drafts and copies into their page, from the results files, without running anything.
 
     python experiments/answer_ahead_tables.py
 
-`make bench-ahead`, `bench-ahead-simulated` and `bench-copies` do this at their end.
-`tests/experiments/test_answer_ahead_pages.py` compares the pages with the files.
+`make bench-ahead` and `bench-copies` do this at their end. `tests/experiments/test_answer_ahead_pages.py` compares the
+page with the files.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,121 +17,12 @@ from streamrag.support.files import write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
+PAGE = ROOT / "docs" / "answer-ahead.md"
 
-WAYS = ("off", "sync", "ahead")
-RANKS = ("p50", "p95", "p99")
 MOST_WORSE = 0.02
 """The target: no percentile is later than without drafts by a larger share."""
-SIMULATED_TARGETS = {"crawler": 3.0, "anns": 2.0, "anns-last": 2.0}
-"""How many times sooner the last token should come at P50, at 1 and 2 QPS, with answers of 200 tokens."""
-
 Summary: TypeAlias = Mapping[str, Any]
 Loads: TypeAlias = Mapping[str, Summary]
-
-
-def ratio(row: Summary, name: str, rank: str, over: str = "sync") -> float:
-    """Return how many times sooner a token comes than `over`."""
-    return float(row[f"{name.partition('_')[0]}_{over}_{rank}"] / max(row[f"{name}_{rank}"], 1e-9))
-
-
-def worse(row: Summary, over: str) -> Iterator[str]:
-    """Yield the percentiles that are more than `MOST_WORSE` worse with drafts than `over`."""
-    for name in ("first", "last"):
-        for rank in RANKS:
-            change = row[f"{name}_ahead_{rank}"] / row[f"{name}_{over}_{rank}"] - 1
-            if change > MOST_WORSE:
-                yield f"{name} {rank.upper()} {change:+.1%}"
-
-
-def figure(value: float) -> str:
-    """Return a figure with three digits, or with three decimals."""
-    return f"{value:#.3g}" if 0.1 <= value < 99.95 else f"{value:.{3 if value < 0.1 else 0}f}"
-
-
-def triple(row: Summary, name: str) -> str:
-    """Return P50, P95 and P99."""
-    return " / ".join(figure(row[f"{name}_{rank}"]) for rank in RANKS)
-
-
-def load_cells(name: str, row: Summary) -> list[str]:
-    """Return a load, and how many queries of how many seeds its row is of."""
-    return [name, f"{row['num_queries']:,} ({row['num_seeds']})"]
-
-
-LOAD_HEAD = ["load, simulated", "queries (seeds)"]
-
-
-def targets_table(found: Loads) -> str:
-    """Return the targets and what was reached by drafts of modelled quality."""
-    rows = []
-    for name, row in found.items():
-        workload, qps, *_ = name.split(" ")
-        if name == f"{workload} {qps} QPS, 200 tokens" and qps in ("1", "2"):
-            least, reached = SIMULATED_TARGETS[workload], ratio(row, "last_ahead", "p50")
-            met = "yes" if reached >= least else "**no**"
-            rows.append([f"last token at P50, {name}", f"{least:g}x sooner", f"{reached:.2f}x", met])
-    modelled = [row for name, row in found.items() if not name.endswith("always right")]
-    num_all = 2 * len(RANKS) * len(modelled)
-    for over in ("sync", "off"):
-        num_worse = sum(len(list(worse(row, over))) for row in modelled)
-        met = "**no**" if num_worse else "yes"
-        later = f"percentiles over {MOST_WORSE:.0%} later than {over}"
-        rows.append([f"{later}, all loads", "none", f"{num_worse} of {num_all}", met])
-    return table(["target", "wanted", "reached", "met"], rows)
-
-
-def ratios_table(found: Loads) -> str:
-    """Return seconds to the last token, ratios and bounds."""
-    head = [*LOAD_HEAD, "last token, sync", "with drafts", "P50", "P95", "P99", "bound, idle", "bound, decoding"]
-    return table(
-        head,
-        (
-            [
-                *load_cells(name, row),
-                triple(row, "last_sync"),
-                triple(row, "last_ahead"),
-                *(f"{ratio(row, 'last_ahead', rank):.2f}x" for rank in RANKS),
-                *(f"{ratio(row, f'last_bound_{kind}', 'p50'):.1f}x" for kind in ("idle", "decode")),
-            ]
-            for name, row in found.items()
-        ),
-    )
-
-
-def drafts_table(found: Loads) -> str:
-    """Return what became of drafts, and what they cost."""
-    head = [*LOAD_HEAD, "complete", "drafted", "verified", "accepted", "wasted", "engine time", "idle", "held"]
-    return table(
-        head,
-        (
-            [
-                *load_cells(name, row),
-                f"{row['complete']:.0%}",
-                *(
-                    f"{row[f'num_{kind}'] / row['num_tokens']:.2f}"
-                    for kind in ("drafted", "verified", "accepted", "wasted")
-                ),
-                f"{row['draft_s'] / row['busy_s_ahead']:.0%}",
-                f"{row['idle_share']:.0%}",
-                f"{row['held_share']:.0%}",
-            ]
-            for name, row in found.items()
-        ),
-    )
-
-
-def first_table(found: Loads) -> str:
-    """Return seconds to the first token in each way, and which percentiles are worse with drafts."""
-    head = [*LOAD_HEAD, *(f"first token, {way}" for way in WAYS), "queries with a later last token"]
-    head += ["worse than sync", "worse than off"]
-    return table(
-        head,
-        (
-            [*load_cells(name, row), *(triple(row, f"first_{way}") for way in WAYS), f"{row['later_share']:.0%}"]
-            + [", ".join(worse(row, over)) or "none" for over in ("sync", "off")]
-            for name, row in found.items()
-        ),
-    )
 
 
 def measured_table(found: Loads) -> str:
@@ -171,32 +62,15 @@ def copies_table(found: Mapping[str, Loads]) -> str:
     return table(head, ([*cells(half, way, row)] for half, ways in found.items() for way, row in ways.items()))
 
 
-SIMULATED_TABLES: dict[str, Callable[[Loads], str]] = {
-    "targets": targets_table,
-    "ratios": ratios_table,
-    "drafts": drafts_table,
-    "first": first_table,
-}
-
-
-def pages() -> dict[Path, dict[str, str]]:
-    """Return the tables of each page by name, from the results files."""
-    simulated, measured = (
-        json.loads((RESULTS / f"{name}.json").read_text())["loads"]
-        for name in ("answer_ahead_simulated", "answer_ahead")
-    )
+def page_tables() -> dict[str, str]:
+    """Return the tables of the page by name, from the results files."""
+    measured = json.loads((RESULTS / "answer_ahead.json").read_text())["loads"]
     copies = json.loads((RESULTS / "copies.json").read_text())["halves"]
-    return {
-        ROOT / "experiments" / "studies" / "answer-ahead.md": {
-            name: make(simulated) for name, make in SIMULATED_TABLES.items()
-        },
-        ROOT / "docs" / "answer-ahead.md": {"measured": measured_table(measured), "copies": copies_table(copies)},
-    }
+    return {"measured": measured_table(measured), "copies": copies_table(copies)}
 
 
 def main() -> None:
-    for page, tables in pages().items():
-        write_atomic(page, with_tables(page.read_text(), tables))
+    write_atomic(PAGE, with_tables(PAGE.read_text(), page_tables()))
 
 
 if __name__ == "__main__":

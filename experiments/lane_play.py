@@ -2,69 +2,43 @@
 
 both       query ─▶ router ─▶ engine: prompt and answer
 lanes      query ─▶ router ─▶ prefill lane ─▶ router ─▶ link ─▶ decode lane
-pairs      query ─▶ router ─▶ prefill lane ─▶ link ─▶ the decode lane of the same pair, as in StreamServe
 """
 
 import asyncio
-import random
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
-from routing.cells import ROUTERS, soonest
+from routing.cells import soonest
 from routing.fleet import REPORT_S
 from routing.loads import BLOCK, Piece, Pieces, Query, blocks
-from simulated_lanes import LaneEngine, LaneOptions
+from simulated_lanes import LaneEngine
 
 from streamrag.bench.virtual_time import run_virtual
 from streamrag.bench.workload import NUM_TAIL_TOKENS, moments_of
-from streamrag.routing import Opening, ReplicaState, ReplicaTracker, Router
-from streamrag.routing.basic_routers import BasicRouter
-from streamrag.routing.soonest import OPEN_TOKENS
+from streamrag.engine.costs.step_profiles import StepProfile
+from streamrag.routing import Opening, ReplicaTracker, Router
 from streamrag.trace.values import TracedAppend, TracedQuery, chunks_of
 
 LATENCY_S = 0.001
 """Seconds of a transfer besides its bytes: the request to the decode lane, and the beginning of the read. Assumed."""
-Layout: TypeAlias = Literal["both", "lanes", "pairs"]
-
-
-class Random(BasicRouter):
-    """A router to any replica."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self._rng = random.Random(seed)
-
-    def rank(self, opening: Opening, replicas: Sequence[ReplicaState], now_s: float) -> list[str]:
-        return [replica.id for replica in self._rng.sample(replicas, len(replicas))]
-
-
-LANE_ROUTERS: dict[str, Callable[[], Router]] = {**ROUTERS, "random": Random}
-
-
-def make_router(name: str, block_size: int) -> Router:
-    """Return a router to replicas that count in blocks of this size. `soonest` alone compares them with tokens."""
-    return soonest(open_tokens=OPEN_TOKENS / block_size) if name == "soonest" else LANE_ROUTERS[name]()
 
 
 @dataclass(frozen=True)
 class Way:
     """How queries are played.
 
-    num_prefill: prefill lanes; the other engines only decode. 0 with the layout "both".
+    budget: tokens of a step.
+    num_prefill: prefill lanes; the other engines only decode. 0: every engine does both.
     kv_bytes_per_token: what crosses a link for each token of a prompt.
     reuses: whether blocks that a decode lane has are not sent again.
-    num_at_once: a query begins as soon as fewer are open, whatever its arrival; None: at its arrival.
     """
 
-    layout: Layout
     num_engines: int
+    budget: int
     num_prefill: int = 0
     link_bytes_s: float = 1.0
     kv_bytes_per_token: int = 0
-    router: str = "soonest"
     reuses: bool = True
-    num_at_once: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,16 +56,14 @@ class Timing:
 
 @dataclass
 class Outcome:
-    """The timings of all queries, the seconds until the last one ended, and what was drafted."""
+    """The timings of all queries, and the seconds until the last one ended."""
 
     timings: list[Timing] = field(default_factory=list)
     seconds: float = 0.0
-    num_drafted: int = 0
-    num_right: int = 0
 
 
 class LaneGroup:
-    """Lanes of one kind, or pairs, with the router that chooses among them. `engines` of a pair: its prefill lane."""
+    """Lanes of one kind, with the router that chooses among them."""
 
     def __init__(self, engines: dict[str, LaneEngine], router: Router) -> None:
         self.engines, self._router, self._tracker = engines, router, ReplicaTracker()
@@ -124,16 +96,12 @@ class LaneGroup:
 class LanePlayer:
     """Plays queries on engines that it makes."""
 
-    def __init__(self, way: Way, options: LaneOptions) -> None:
-        num = way.num_engines
-        first = range(num if way.layout == "both" else way.num_prefill)
-        prefill = {f"e{n}": LaneEngine(options, f"e{n}") for n in first}
-        decode = {f"e{n}": LaneEngine(options, f"e{n}", decodes=True) for n in range(len(first), num)}
-        self._way, self._block_size, self.outcome = way, options.block_size, Outcome()
-        self._prefill = LaneGroup(prefill, make_router(way.router, options.block_size))
-        self._decode = LaneGroup(decode, make_router(way.router, options.block_size))
-        self._decode_of_pair = dict(zip(prefill, decode, strict=False))
-        self._open = asyncio.Semaphore(way.num_at_once) if way.num_at_once else nullcontext()
+    def __init__(self, way: Way, profile: StepProfile) -> None:
+        first = range(way.num_prefill or way.num_engines)
+        prefill = {f"e{n}": LaneEngine(profile, way.budget) for n in first}
+        decode = {f"e{n}": LaneEngine(profile, way.budget, decodes=True) for n in range(len(first), way.num_engines)}
+        self._way, self.outcome = way, Outcome()
+        self._prefill, self._decode = LaneGroup(prefill, soonest()), LaneGroup(decode, soonest())
 
     async def play(self, queries: Sequence[Query]) -> Outcome:
         """Play all queries; the time of the loop begins at 0."""
@@ -141,42 +109,37 @@ class LanePlayer:
         reporting = [loop.create_task(group.report()) for group in (self._prefill, self._decode) if group.engines]
         async with asyncio.TaskGroup() as tasks:
             for number, query in enumerate(queries):
-                if self._way.num_at_once is None:
-                    await asyncio.sleep(query.arrival_s - loop.time())
+                await asyncio.sleep(query.arrival_s - loop.time())
                 tasks.create_task(self._ask(f"q{number}", query))
         for task in reporting:
             task.cancel()
         await asyncio.gather(*reporting, return_exceptions=True)
         self.outcome.seconds = loop.time()
-        for engine in (*self._prefill.engines.values(), *self._decode.engines.values()):
-            self.outcome.num_drafted += engine.counts.num_drafted
-            self.outcome.num_right += engine.counts.num_right
         return self.outcome
 
     async def _ask(self, query_id: str, query: Query) -> None:
-        async with self._open:
-            loop = asyncio.get_running_loop()
-            end_s = loop.time() + query.texts[-1][0]  # of retrieval
-            lane, prompt, times_s = await self._prefill_lane(query_id, query)
-            num_sent = num_reused = 0
-            if self._way.layout != "both":
-                num_sent, num_reused, times_s = await self._decode_lane(query_id, lane, prompt, query.num_output)
-            self._prefill.end(query_id)
-            first_s, last_s = times_s[0], times_s[-1]
-            per_token_s = (last_s - first_s) / max(query.num_output - 1, 1)
-            lengths = len(prompt) * self._block_size, query.num_output, num_sent, num_reused
-            self.outcome.timings.append(Timing(first_s - end_s, last_s - end_s, per_token_s, *lengths))
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + query.texts[-1][0]  # of retrieval
+        lane, prompt, times_s = await self._prefill_lane(query_id, query)
+        num_sent = num_reused = 0
+        if self._way.num_prefill:
+            num_sent, num_reused, times_s = await self._decode_lane(query_id, lane, prompt, query.num_output)
+        self._prefill.end(query_id)
+        first_s, last_s = times_s[0], times_s[-1]
+        per_token_s = (last_s - first_s) / max(query.num_output - 1, 1)
+        lengths = len(prompt) * BLOCK, query.num_output, num_sent, num_reused
+        self.outcome.timings.append(Timing(first_s - end_s, last_s - end_s, per_token_s, *lengths))
 
     async def _prefill_lane(self, query_id: str, query: Query) -> tuple[str, tuple[int, ...], list[float]]:
         """Compute the prompt as it arrives, and the answer or one token of it. Return the lane, the prompt, and the
         times of the first and the last token."""
         loop, start_s = asyncio.get_running_loop(), asyncio.get_running_loop().time()
-        prompts = [(start_s + at_s, blocks(text, self._block_size)) for at_s, text in query.texts]
+        prompts = [(start_s + at_s, blocks(text)) for at_s, text in query.texts]
         await asyncio.sleep(prompts[0][0] - start_s)
         prompt = prompts[0][1]
         name = self._prefill.choose(query_id, prompt)
         engine = self._prefill.engines[name]
-        num_output = query.num_output if self._way.layout == "both" else 1
+        num_output = 1 if self._way.num_prefill else query.num_output
         async with engine.stream(prompt, num_output, is_complete=len(prompts) == 1) as stream:
             for number, (at_s, prompt) in enumerate(prompts[1:], start=2):
                 await asyncio.sleep(at_s - loop.time())
@@ -184,7 +147,7 @@ class LanePlayer:
             times_s = []
             async for _ in stream:
                 times_s.append(loop.time())
-                if len(times_s) == 1 and self._way.layout != "pairs":
+                if len(times_s) == 1:
                     self._prefill.computed(query_id, name, prompt)
         return name, prompt, times_s
 
@@ -193,31 +156,29 @@ class LanePlayer:
     ) -> tuple[int, int, list[float]]:
         """Send the prompt's KV from its prefill lane to a decode lane, and answer there. Return the blocks that were
         sent, those that were there, and the times of the first and the last token."""
-        way, loop, is_pair = self._way, asyncio.get_running_loop(), self._way.layout == "pairs"
-        name = self._decode_of_pair[lane] if is_pair else self._decode.choose(query_id, prompt)
-        engine, num_bytes = self._decode.engines[name], self._block_size * way.kv_bytes_per_token
+        way, loop = self._way, asyncio.get_running_loop()
+        name = self._decode.choose(query_id, prompt)
+        engine, num_bytes = self._decode.engines[name], BLOCK * way.kv_bytes_per_token
         async with self._prefill.engines[lane].link, engine.link:
             num_reused = engine.num_found(prompt) if way.reuses else 0
             num_sent = len(prompt) - num_reused
             await asyncio.sleep(LATENCY_S + num_sent * num_bytes / way.link_bytes_s)
-        if not is_pair:
-            self._prefill.end(query_id)
+        self._prefill.end(query_id)
         times_s = []
         async with engine.stream(prompt, num_output, is_complete=True) as stream:
             async for _ in stream:
                 times_s.append(loop.time())
                 if len(times_s) == 1:
-                    group, chosen = (self._prefill, lane) if is_pair else (self._decode, name)
-                    group.computed(query_id, chosen, prompt)
+                    self._decode.computed(query_id, name, prompt)
         self._decode.end(query_id)
         return num_sent, num_reused, times_s
 
 
-def play(queries: Sequence[Query], way: Way, options: LaneOptions) -> Outcome:
+def play(queries: Sequence[Query], way: Way, profile: StepProfile) -> Outcome:
     """Play queries in virtual time."""
 
     async def run() -> Outcome:
-        return await LanePlayer(way, options).play(queries)
+        return await LanePlayer(way, profile).play(queries)
 
     return run_virtual(run())
 

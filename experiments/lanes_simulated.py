@@ -1,35 +1,32 @@
-"""Lanes beside as many engines that compute prompts and answers both, in virtual time, with routers and speculation.
+"""Lanes beside as many engines that compute prompts and answers both, in virtual time.
 
     python experiments/lanes_simulated.py [--json FILE] [--short] [--processes N]
 
 Each engine has two H200 (`h200-llama8b-tp2`). The KV of a complete prompt, 128 KiB a token, crosses the links of both
 its lanes: one transfer at a time on each link. A decode lane is sent the blocks that it does not have, and begins with
-the prompt's last token, as with NIXL. The engines are those of `simulated_lanes.py`, without a scheduler of vLLM's;
-`lanes_whole.py` has these, and takes a hundred times as long.
+the prompt's last token, as with NIXL. The engines are lean models, without a scheduler of vLLM's. `soonest` routes.
 
-links       lanes for each link, beside engines that do both; routed by `soonest`, nothing is drafted
-arms        routers and depths of speculation, for engines that do both, and for lanes with 400 Gb/s
+links       lanes for each link, beside engines that do both
 documents   popular documents, which decode lanes find in their prefix caches, or are sent again
 
-Both sides are tuned in the same way: engines that do both have the best of four step budgets for each load, number,
-router and depth, and lanes have the best of three splits for each link. The best has the least P95 of the last token;
+Both sides are tuned in the same way: engines that do both have the best of four step budgets for each load and number,
+and lanes have the best of three splits for each link. The best has the least P95 of the last token;
 of those within 5 % of it, the least P95 of the first one. Prefill lanes have the step budget that Stream2LLM published
 for the load. Seconds are from the end of retrieval; tables are in Markdown.
 """
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 
-from lane_play import Layout, Outcome, Way, play, queries_of
+from lane_play import Outcome, Way, play, queries_of
 from results_file import write_results
 from routing.loads import Query, rag
-from simulated_lanes import LaneOptions
 from study_figures import decimal, study_table, without_repeats
 
 from streamrag.bench.cell import CellSettings
@@ -41,30 +38,12 @@ PROFILE = "h200-llama8b-tp2"
 KV_BYTES_PER_TOKEN = 131_072
 LINKS = {"NVLink": 450e9, "400 Gb/s": 50e9, "100 Gb/s": 12.5e9}
 """Bytes per second."""
-LINK = "400 Gb/s"
-"""The link of all comparisons but that of links."""
 NUMBERS = (2, 4, 8, 16, 32, 64)
 RATES = {"crawler": 4.0, "anns": 2.0, "documents": 4.0}
 """Queries a second for each engine."""
 ANSWERS = (50, 500)
 NUM_QUERIES = 60
 """For each engine."""
-ACCEPTANCE = 0.71
-"""Of a drafted token whose predecessors were right: Llama 3.1 8B with EAGLE-3, MT-Bench. vLLM's own
-`tests/v1/spec_decode/test_acceptance_length.py` expects .7296, .5208 and .3545 up to positions 1, 2 and 3, which is
-.73, .71 and .68 for each."""
-ARMS = (
-    ("soonest", "none"),
-    ("round robin", "none"),
-    ("random", "none"),
-    ("FlowGuard", "none"),
-    ("soonest", "fixed 5"),
-    ("soonest", "SpecuStream"),
-    ("FlowGuard", "SpecuStream"),
-)
-"""(router, depth of speculation)."""
-MOST_WITH_ARMS = 16
-"""Engines for which arms are played: they are two thirds of a cell's runs, and 64 engines take minutes for each."""
 DOCUMENTS_BUDGET = 8_192
 BUDGETS = (8_192, 2_048, 1_024, 512)
 """Tokens of a step from which engines that do both get the best. With 256, prompts waited for seconds (P95) in short
@@ -85,8 +64,6 @@ class Row:
     num_answer: int  # 0: the load's own
     way: str  # "both", or the link of lanes
     num_prefill: int  # 0: all do both
-    router: str
-    rule: str
     reuses: bool
     budget: int  # tokens of a step
     first_p50_s: float
@@ -96,7 +73,6 @@ class Row:
     per_token_p50_s: float
     per_token_p95_s: float
     sent_share: float  # of the prompts' blocks, those that crossed a link
-    accepted_share: float  # of the drafted tokens
 
 
 @dataclass(frozen=True)
@@ -140,8 +116,6 @@ def run(
     num_prefill: int,
     link: str = "both",
     *,
-    router: str = "soonest",
-    rule: str = "none",
     reuses: bool = True,
     budget: int | None = None,
 ) -> Row:
@@ -150,12 +124,10 @@ def run(
     link: a name of `LINKS`, or "both" for engines that do both.
     budget: tokens of a step; None: as published.
     """
-    options = LaneOptions(load_profile(PROFILE), budget or cell.budget, rule, ACCEPTANCE, seed=cell.seed)
-    layout: Layout = "both" if link == "both" else "lanes"
-    link_bytes_s = LINKS.get(link, 1.0)
-    way = Way(layout, cell.num_engines, num_prefill, link_bytes_s, KV_BYTES_PER_TOKEN, router, reuses)
-    outcome = play(queries, way, options)
-    what = (cell.load, cell.num_engines, cell.num_answer, link, num_prefill, router, rule, reuses, options.budget)
+    budget = budget or cell.budget
+    way = Way(cell.num_engines, budget, num_prefill, LINKS.get(link, 1.0), KV_BYTES_PER_TOKEN, reuses)
+    outcome = play(queries, way, load_profile(PROFILE))
+    what = (cell.load, cell.num_engines, cell.num_answer, link, num_prefill, reuses, budget)
     return Row(*what, *_figures(outcome))
 
 
@@ -166,7 +138,6 @@ def _figures(outcome: Outcome) -> Iterator[float]:
         yield percentile(of_queries, 0.95)
     num_sent = sum(timing.num_sent for timing in outcome.timings)
     yield num_sent / max(num_sent + sum(timing.num_reused for timing in outcome.timings), 1)
-    yield outcome.num_right / max(outcome.num_drafted, 1)
 
 
 def splits(num_engines: int) -> list[int]:
@@ -182,29 +153,15 @@ def best(rows: Iterable[Row]) -> Row:
     return min((row for row in tried if row.last_p95_s <= limit_s), key=lambda row: row.first_p95_s)
 
 
-def with_budgets(one: Callable[..., Row], **how: str) -> list[Row]:
-    """Return the rows of engines that do both, one for each step budget."""
-    return [one(0, budget=budget, **how) for budget in BUDGETS]
-
-
 def rows_of(cell: Cell) -> list[Row]:
-    """Return all rows of a cell. Engines that do both have a row for each step budget with the first arm, and the best
-    budget's row with the others."""
+    """Return all rows of a cell: engines that do both with each step budget, and lanes with each link."""
     one = partial(run, cell, cell.queries())
-    both = with_budgets(one)
+    both = [one(0, budget=budget) for budget in BUDGETS]
     of_links = [best(one(num, link) for num in splits(cell.num_engines)) for link in LINKS]
     if cell.load == "documents":
         resent = [one(row.num_prefill, row.way, reuses=False) for row in of_links]
         return [*both, *(row for pair in zip(of_links, resent, strict=True) for row in pair)]
-    if cell.num_engines > MOST_WITH_ARMS:
-        return [*both, *of_links]
-    num_prefill = next(row.num_prefill for row in of_links if row.way == LINK)
-    return [
-        *both,
-        *of_links,
-        *(best(with_budgets(one, router=router, rule=rule)) for router, rule in ARMS[1:]),
-        *(one(num_prefill, LINK, router=router, rule=rule) for router, rule in ARMS[1:]),
-    ]
+    return [*both, *of_links]
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -216,7 +173,7 @@ def best_of_each(rows: Sequence[Row]) -> list[Row]:
     """Return the best row of each way that is in a table: step budgets of engines that do both compete."""
     found: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        key = row.load, row.num_answer, row.num_engines, row.way, row.router, row.rule, row.reuses
+        key = row.load, row.num_answer, row.num_engines, row.way, row.reuses
         found.setdefault(key, []).append(row)
     return [best(of_key) for of_key in found.values()]
 
@@ -229,7 +186,7 @@ def links_table(rows: Sequence[Row]) -> str:
             (
                 [*_what(row), row.way, f"{row.budget:,}", str(row.num_prefill or ""), *_figures_of(row)]
                 for row in best_of_each(rows)
-                if row.load != "documents" and (row.router, row.rule) == ARMS[0]
+                if row.load != "documents"
             ),
             2,
         ),
@@ -245,34 +202,11 @@ def budgets_table(rows: Sequence[Row]) -> str:
             (
                 [*_what(row), f"{row.budget:,}", "yes" if row in chosen else "", *_figures_of(row)]
                 for row in rows
-                if row.way == "both" and (row.router, row.rule) == ARMS[0]
+                if row.way == "both"
             ),
             2,
         ),
     )
-
-
-def arms_table(rows: Sequence[Row], num_engines: int) -> str:
-    """Return the P95 of the first and the last token and the median of ms a token, a row for each arm. In brackets: the
-    step budget of engines that do both."""
-    found = {
-        (row.load, row.num_answer, row.way, row.router, row.rule): row
-        for row in best_of_each(rows)
-        if row.num_engines == num_engines and row.load != "documents"
-    }
-    loads = list(dict.fromkeys(key[:2] for key in found))
-    head = [name for load, num in loads for name in (f"both, {NAMES[load]}, {num}", "lanes")]
-    lines = []
-    for router, rule in ARMS:
-        of_arm = [found[*load, way, router, rule] for load in loads for way in ("both", LINK)]
-        name = f"`{router}`" if router == "soonest" else router
-        lines.append([name if rule == "none" else f"{name}, {rule.replace('fixed', 'depth')}", *map(_arm_cell, of_arm)])
-    return study_table(("", *head), lines)
-
-
-def _arm_cell(row: Row) -> str:
-    figures = f"{decimal(row.first_p95_s)} / {decimal(row.last_p95_s)}, {decimal(1e3 * row.per_token_p50_s, 1)}"
-    return figures if row.num_prefill else f"{figures} ({row.budget:,})"
 
 
 def documents_table(rows: Sequence[Row]) -> str:
@@ -302,11 +236,9 @@ def _figures_of(row: Row) -> Iterator[str]:
 
 def report(rows: Sequence[Row]) -> str:
     """Return all tables, with a title each."""
-    with_arms = list(dict.fromkeys(row.num_engines for row in rows if row.rule != "none"))
     tables = {
         "Lanes beside engines that do both: P50 / P95": links_table(rows),
         "Engines that do both, with each step budget": budgets_table(rows),
-        **{f"Routers and speculation, {num} engines; lanes with {LINK}": arms_table(rows, num) for num in with_arms},
     }
     if any(row.load == "documents" for row in rows):
         tables["Popular documents: decode lanes are not sent the blocks that they have, or all"] = documents_table(rows)

@@ -14,35 +14,60 @@ import asyncio
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from adapter_applications import SAMPLING
-from adapter_engines import ROOT, SETTINGS, Kept, start_embedded
-from adapter_site import Page, questions, read_pages
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from rank_bm25 import BM25Okapi
 from rich.console import Console
 from rich.table import Table
 
-from streamrag import AppendMode, UpdateMode
+from streamrag import AppendMode, SamplingParams, UpdateMode, VllmBackend
 from streamrag.adapters.langchain import StreamragChatModel, staged_retriever
 from streamrag.bench.provenance import versions
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
 
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+NUM_CHARS = (500, 1_800)
+"""Sections of the documentation with fewer are left out, of longer ones the first paragraphs are taken."""
 NUM_DOCUMENTS = 6
 WORDS_S, LETTERS_S, RERANK_S = 0.05, 0.4, 0.4
 SIZES: dict[str, Any] = {"hidden_size": 512, "num_layers": 4, "num_heads": 8, "vocab_size": 4_096}
+SETTINGS: dict[str, Any] = {"max_model_len": 8_192, "dtype": "float32", "kv_cache_bytes": 1 << 29}
+PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 PROMPT = ChatPromptTemplate.from_template(
     "Answer the question from these documents.\n\n{context}\n\nQuestion: {question}"
 )
+
+
+@dataclass(frozen=True)
+class Page:
+    """A section of the documentation."""
+
+    name: str
+    title: str
+    text: str
+
+
+def read_pages() -> Iterator[Page]:
+    for path in sorted(DOCS.glob("*.md")):
+        for number, section in enumerate(re.split(r"^## ", path.read_text(), flags=re.MULTILINE)[1:]):
+            title, _, body = section.partition("\n")
+            text = body.strip()
+            if len(text) > NUM_CHARS[1]:
+                text = text[: NUM_CHARS[1]].rpartition("\n\n")[0].strip()
+            if len(text) >= NUM_CHARS[0]:
+                yield Page(f"{path.stem}-{number}.txt", title, text)
 
 
 class Searches:
@@ -85,17 +110,19 @@ def _letters(text: str) -> list[str]:
 
 
 async def measure(num_questions: int) -> list[dict[str, Any]]:
-    pages = read_pages(ROOT / "docs")
+    pages = list(read_pages())
     searches = Searches(pages)
     stages = searches.by_words, searches.by_letters, searches.rerank
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         corpus = [page.text for page in pages]
         model = make_tiny_llama(folder / "model", corpus=corpus, max_model_len=SETTINGS["max_model_len"], **SIZES)
-        engine = await stack.enter_async_context(start_embedded(model))
+        backend = VllmBackend(model, **SETTINGS, engine_args={"block_size": 32, "enforce_eager": True})
+        stack.push_async_callback(backend.aclose)
+        await backend.start(lambda line: None)
 
         def chat(retriever: Any, mode: Any = None) -> StreamragChatModel:
-            return StreamragChatModel.from_retriever(retriever, Kept(engine.backend), PROMPT, mode=mode)
+            return StreamragChatModel.from_retriever(retriever, backend, PROMPT, mode=mode)
 
         arms: dict[str, tuple[StreamragChatModel, dict[str, Any]]] = {
             "list, then prompt": (chat(staged_retriever(searches.at_once)), {"overlap": False}),
@@ -109,13 +136,14 @@ async def measure(num_questions: int) -> list[dict[str, Any]]:
         }
         for made, _ in arms.values():
             await stack.enter_async_context(made)
-        asked = questions(pages, num_questions)
+        titles = list(dict.fromkeys(page.title for page in pages))
+        asked = [f"What does the documentation say about this: {title}?" for title in titles[:num_questions]]
         found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in arms}
         names = list(arms)
         for number, question in enumerate([asked[-1], *asked]):
             for turn in range(len(names)):
                 name = names[(number + turn) % len(names)]
-                await engine.forget()
+                await backend.reset_prefix_cache()
                 answered = await ask(*arms[name], question)
                 if number:  # the first question warms up
                     found[name].append(answered)
@@ -127,7 +155,7 @@ async def ask(model: StreamragChatModel, options: dict[str, Any], question: str)
     first_s = 0.0
     last: Any = None
     began_s = time.monotonic()
-    async for chunk in model.astream(question, params=SAMPLING, **options):
+    async for chunk in model.astream(question, params=PARAMS, **options):
         first_s, last = first_s or time.monotonic() - began_s, chunk
     return first_s, last.response_metadata["timings"]["ttft_after_retrieval_s"], last.usage_metadata["input_tokens"]
 

@@ -1,12 +1,10 @@
-"""Two replicas of a tiny engine on Ray Serve: what is lost when one is killed, and what routers are worth.
+"""Two replicas of a tiny engine on Ray Serve: what is lost when one is killed, and what Ray costs.
 
     python experiments/ray_replicas.py demo                  kills a replica under load, by its process id
-    python experiments/ray_replicas.py bench [--json FILE]   routers, on the same queries
     python experiments/ray_replicas.py costs [--json FILE]   what Ray itself costs, with engines that answer at once
     python experiments/ray_replicas.py holds [--json FILE]   what choosing takes and an open stream holds, without Ray
 
-Random weights: the answers mean nothing, the work is real. On two cores the replicas share them with the load, so
-compare within a run only. Linux only: processes are found, stopped and killed by /proc and signals.
+Random weights: the answers mean nothing, the work is real. Linux only: the replica is killed by a signal.
 """
 
 import argparse
@@ -15,7 +13,6 @@ import gc
 import json
 import os
 import random
-import re
 import signal
 import statistics
 import sys
@@ -27,16 +24,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from ray import serve
-from ray.serve.request_router import RequestRouter
-from ray_routers import PowerOfTwo, PrefixAffinity
 from rich.console import Console
 from rich.table import Table
-from routing.routers import ALL_ROUTERS
 
 from streamrag import AnswerChunk, BackendError, Prompt, SamplingParams, VllmBackend
 from streamrag.backends.ray.cluster import Cluster
@@ -45,7 +38,6 @@ from streamrag.backends.ray.deployment import ENGINES, engines
 from streamrag.backends.ray.options import ReplicaOptions
 from streamrag.backends.ray.replica_chooser import ReplicaCandidate, ReplicaChooser
 from streamrag.backends.ray.replica_streams import ReplicaStreams
-from streamrag.backends.ray.request_router import StreamRouter
 from streamrag.backends.ray.wire import Delta, Open, Opened, WireEvent
 from streamrag.bench.provenance import versions
 from streamrag.bench.summary import percentile
@@ -72,14 +64,6 @@ DTYPE = "float32"
 PARAMS = SamplingParams(max_tokens=NUM_ANSWER, ignore_eos=True)
 APP = "streamrag"
 
-RAYS: dict[str, type[RequestRouter]] = {
-    "Ray, power of two": PowerOfTwo,
-    "Ray, prefix affinity": PrefixAffinity,
-}
-OURS = ("round_robin", "consistent_hash", "flowguard", "flowguard_mended", "soonest")
-ALL = (*OURS, *RAYS)
-SCENARIOS = ("plain", "hot", "slowed", "killed")
-
 console = Console(highlight=False, width=None if Console().is_terminal else 150)
 
 
@@ -88,7 +72,6 @@ class Query:
     """What is asked, and when."""
 
     at_s: float
-    document: int
     prompts: tuple[Prompt, ...]
     gap_s: float
 
@@ -97,21 +80,13 @@ class Query:
 class Asked:
     """What became of it."""
 
-    query: Query
-    first_s: float | None = None
-    last_s: float = 0.0
     token_ids: tuple[int, ...] = ()
-    num_cached: int = 0
-    replica: str = ""
     error: str = ""
 
 
-def queries(num: int, rate: float, *, seed: int, hot: bool = False, parts: int = 1, gap_s: float = 0.0) -> list[Query]:
-    """Poisson arrivals; each asks one of the documents, the first ones more often. Hot: most ask one, in the middle.
-
-    seed: of the texts only, so that all turns are alike and none finds what another has left.
-    """
-    rng, of_texts = random.Random(0), random.Random(seed)
+def queries(num: int, rate: float, *, parts: int = 1, gap_s: float = 0.0) -> list[Query]:
+    """Poisson arrivals; each asks one of the documents, the first ones more often."""
+    rng, of_texts = random.Random(0), random.Random(1)
 
     def text(length: int) -> tuple[int, ...]:
         return tuple(of_texts.randrange(10, 500) for _ in range(length))
@@ -119,26 +94,23 @@ def queries(num: int, rate: float, *, seed: int, hot: bool = False, parts: int =
     system, documents = text(NUM_SYSTEM), [text(NUM_DOCUMENT) for _ in range(NUM_DOCUMENTS)]
     weights = [1 / (rank + 2) for rank in range(NUM_DOCUMENTS)]
     at_s, made = 0.0, []
-    for number in range(num):
+    for _ in range(num):
         at_s += rng.expovariate(rate)
         (document,) = rng.choices(range(NUM_DOCUMENTS), weights)
-        if hot and num / 3 < number < 2 * num / 3 and rng.random() < 0.7:
-            document = NUM_DOCUMENTS - 1
         whole = (*system, *documents[document], *text(NUM_QUESTION))
         ends = [NUM_SYSTEM + NUM_DOCUMENT * part // parts for part in range(1, parts)] + [len(whole)]
         shared = [0, *ends]
         prompts = tuple(
             Prompt(whole[:end], shared[part], end == len(whole), source_name="load") for part, end in enumerate(ends)
         )
-        made.append(Query(at_s, document, prompts, gap_s))
+        made.append(Query(at_s, prompts, gap_s))
     return made
 
 
 async def ask(generate: Callable[..., Any], query: Query, began_s: float) -> Asked:
     """Ask it at its time."""
-    asked = Asked(query)
+    asked = Asked()
     await asyncio.sleep(max(began_s + query.at_s - time.monotonic(), 0))
-    asked_s = time.monotonic()
 
     async def prompts() -> AsyncIterator[Prompt]:
         for number, prompt in enumerate(query.prompts):
@@ -150,14 +122,9 @@ async def ask(generate: Callable[..., Any], query: Query, began_s: float) -> Ask
         async with aclosing(generate(prompts(), PARAMS)) as events:
             async for event in events:
                 if isinstance(event, AnswerChunk):
-                    if asked.first_s is None and event.token_ids:
-                        asked.first_s = time.monotonic() - asked_s
                     asked.token_ids += event.token_ids
-                    if event.record is not None:
-                        asked.num_cached = event.record.num_from_cache
     except BackendError as error:
         asked.error = str(error)
-    asked.last_s = time.monotonic() - asked_s
     return asked
 
 
@@ -185,11 +152,9 @@ OPTIONS = ReplicaOptions(number=2, num_cpus=1, max_open=16, health_s=1.0, drain_
 
 
 @asynccontextmanager
-async def replicas(
-    make_engine: Callable[[], Any], options: ReplicaOptions, request_router: type[RequestRouter] = StreamRouter
-) -> AsyncIterator[Any]:
+async def replicas(make_engine: Callable[[], Any], options: ReplicaOptions) -> AsyncIterator[Any]:
     """A handle of them, on a cluster of their own."""
-    cluster = Cluster(lambda: engines(make_engine, options, request_router), app_name=APP, num_cpus=4)
+    cluster = Cluster(lambda: engines(make_engine, options), app_name=APP, num_cpus=4)
     began_s = time.monotonic()
     handle = await cluster.start(lambda line: console.print(line))
     try:
@@ -218,65 +183,20 @@ def process_of(replica_id: str) -> int:
     return next(int(each["pid"]) for each in there if each["replica_id"] == replica_id)
 
 
-def family(process_id: int) -> list[int]:
-    """A process and all that descend from it."""
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit():
-                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(folder.name))
-        except OSError:
-            continue
-    return [process_id, *(each for child in children.get(process_id, []) for each in family(child))]
-
-
-@asynccontextmanager
-async def slowed(process_id: int, share: float) -> AsyncIterator[None]:
-    """That process and its engine run for this share of the time only."""
-    there = family(process_id)
-
-    def send(number: int) -> None:
-        for each in there:
-            os.kill(each, number)
-
-    async def toggle() -> None:
-        while True:
-            send(signal.SIGSTOP)
-            await asyncio.sleep(0.15 * (1 - share))
-            send(signal.SIGCONT)
-            await asyncio.sleep(0.15 * share)
-
-    toggling = asyncio.create_task(toggle())
-    try:
-        yield
-    finally:
-        toggling.cancel()
-        await asyncio.wait([toggling])
-        send(signal.SIGCONT)
-
-
 # ----------------------------------------------------------------------------------------------------------------- demo
 
 
 class ByReplica(ReplicaChooser):
-    """Notes where queries were sent, which have shown nothing yet, and how fast replicas said that they were."""
+    """Notes which queries have shown nothing yet."""
 
-    def __init__(self, router: str) -> None:
-        super().__init__(ALL_ROUTERS[router](), clock=clock.monotonic)
-        self.sent: Counter[str] = Counter()
-        self.tokens_per_s: dict[str, float] = {}
+    def __init__(self) -> None:
+        super().__init__(RoundRobin(), clock=clock.monotonic)
         self._shown: set[str] = set()
-
-    def rank(self, stream_id: str, opening: Opening, candidates: Sequence[ReplicaCandidate]) -> list[str]:
-        self.tokens_per_s = {each.id: round(each.stats.get("tokens_per_s", 0.0)) for each in candidates}
-        return super().rank(stream_id, opening, candidates)
 
     def record_computed(
         self, stream_id: str, token_ids: Sequence[int], replica_id: str, *, is_complete: bool = True
     ) -> None:
         if is_complete:
-            self.sent[replica_id] += 1
             self._shown.add(stream_id)
         super().record_computed(stream_id, token_ids, replica_id, is_complete=is_complete)
 
@@ -298,12 +218,12 @@ class OneOnly(RoundRobin):
 
 async def demo(folder: str) -> None:
     """Asks two replicas, kills one of them under load, and compares the answers with those of one engine."""
-    given = queries(48, 6.0, seed=1, parts=4, gap_s=0.3)
+    given = queries(48, 6.0, parts=4, gap_s=0.3)
     async with replicas(engine(folder), OPTIONS) as handle, AsyncExitStack() as stack:
         async with reaching(handle, ReplicaChooser(OneOnly(), clock=clock.monotonic)) as alone:
             expected = await load(alone.generate, given)
         console.print("one engine alone has answered all queries")
-        choosing = ByReplica("round_robin")
+        choosing = ByReplica()
         streams = await stack.enter_async_context(reaching(handle, choosing))
         asking = asyncio.create_task(load(streams.generate, given))
         await asyncio.sleep(given[len(given) // 3].at_s)
@@ -332,115 +252,12 @@ async def demo(folder: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------- bench
 
 
-def kept_rows(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """What earlier turns with these settings have left."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    rows: list[dict[str, Any]] = found.get("rows", [])
-    return rows if all(found.get(name) == value for name, value in settings.items()) else []
-
-
 def provenance(command: str) -> dict[str, Any]:
     """How figures came to be."""
     return {
         "command": f"python experiments/ray_replicas.py {command}",
         "versions": versions() | installed_versions("ray"),
     }
-
-
-async def bench(folder: str, num: int, rate: float, scenarios: Sequence[str], names: Sequence[str], path: Path) -> None:
-    """The same queries through each router; each turn asks documents of its own.
-
-    Our routers take their turns in the same engines. Ray's have a cluster of their own each, because a handle keeps the
-    router that it had first. Rows of other turns with the same settings stay in `path`.
-    """
-    settings = {
-        **provenance(f"bench --num {num} --rate {rate:g}"),
-        "dtype": DTYPE,
-        "num_queries": num,
-        "queries_per_s": rate,
-    }
-    rows = kept_rows(path, settings)
-    ours = [name for name in OURS if name in names]
-    for turns, request_router in [(ours, StreamRouter), *(([name], RAYS[name]) for name in RAYS if name in names)]:
-        if not turns:
-            continue
-        async with replicas(engine(folder), OPTIONS, request_router) as handle:
-            for scenario, name in product(scenarios, turns):
-                seed = 100 * SCENARIOS.index(scenario) + ALL.index(name)
-                row = await turn(handle, scenario, name, num, rate, seed=seed)
-                assert row["request_router"] == request_router.__name__, row
-                rows[:] = [each for each in rows if (each["scenario"], each["router"]) != (scenario, name)] + [row]
-                write_atomic(path, json.dumps({**settings, "rows": rows}, indent=1) + "\n")
-
-
-async def turn(handle: Any, scenario: str, router: str, num: int, rate: float, *, seed: int) -> dict[str, Any]:
-    while serve.status().applications[APP].deployments[ENGINES].replica_states != {"RUNNING": 2}:  # noqa: ASYNC110
-        await asyncio.sleep(0.2)
-    given = queries(num, rate, seed=100 + seed, hot=scenario == "hot")
-    choosing = ByReplica("round_robin" if router in RAYS else router)
-    began_s = time.monotonic()
-    async with AsyncExitStack() as stack:
-        streams = await stack.enter_async_context(reaching(handle, choosing))
-        asking = asyncio.create_task(load(streams.generate, given))
-        if scenario == "slowed":
-            await asyncio.sleep(given[num // 3].at_s)
-            await stack.enter_async_context(slowed(process_of(await choosing.busiest()), 1 / 3))
-        if scenario == "killed":
-            await asyncio.sleep(given[num // 3].at_s)
-            os.kill(process_of(await choosing.busiest()), signal.SIGKILL)
-        asked = await asking
-        of_ray = streams.replicas._generate._router._asyncio_router.request_router  # type: ignore[attr-defined]
-    took_s = time.monotonic() - began_s
-    firsts = [each.first_s for each in asked if each.first_s is not None]
-    answered = [each for each in asked if not each.error]
-    prompt_tokens = sum(len(each.query.prompts[-1].token_ids) for each in answered)
-    row: dict[str, Any] = {
-        "scenario": scenario,
-        "router": router,
-        "request_router": type(of_ray).__name__,
-        "num_asked": len(asked),
-        "num_answered": len(answered),
-        "num_replayed": streams.counts.num_replayed,
-        "num_lost": streams.counts.num_lost,
-        "hit_rate": sum(each.num_cached for each in answered) / max(prompt_tokens, 1),
-        "ttft_p50_s": percentile(firsts, 0.5),
-        "ttft_p95_s": percentile(firsts, 0.95),
-        "ttft_p99_s": percentile(firsts, 0.99),
-        "queries_per_s": len(answered) / took_s,
-        "prompt_tokens_per_s": prompt_tokens / took_s,
-        "sent": [num for _, num in choosing.sent.most_common()],
-        "tokens_per_s": [choosing.tokens_per_s.get(name, 0.0) for name, _ in choosing.sent.most_common()],
-        "imbalance": max(choosing.sent.values()) * 2 / max(sum(choosing.sent.values()), 1),
-    }
-    print_row(row)
-    return row
-
-
-def written(page: str, rows: Sequence[dict[str, Any]]) -> str:
-    """A page with these rows as its table, behind the comment that names it."""
-    ms = [[f"{1e3 * row[f'ttft_{each}_s']:.0f}" for each in ("p50", "p95", "p99")] for row in rows]
-    lines = [
-        f"| {row['scenario']} | {row['router']} | {row['hit_rate']:.0%} | {' / '.join(times)} ms "
-        f"| {row['queries_per_s']:.2f} | {row['prompt_tokens_per_s']:,.0f} | {row['imbalance']:.2f} "
-        f"| {row['num_answered']} of {row['num_asked']}, {row['num_replayed']}, {row['num_lost']} |"
-        for row, times in zip(rows, ms, strict=True)
-    ]
-    head = [
-        "| | Router | From the cache | TTFT P50 / P95 / P99 | Queries a second | Prompt tokens a second | Imbalance "
-        "| Answered, replayed, lost |",
-        f"|{' --- |' * 8}",
-    ]
-    table = "\n".join((*head, *lines))
-    return re.sub(r"(<!-- table: ray -->\n\n)(?:\|.*\n)*", lambda found: f"{found[1]}{table}\n", page)
-
-
-def print_row(row: dict[str, Any]) -> None:
-    console.print(
-        f"{row['scenario']:8} {row['router']:22} hits {row['hit_rate']:5.1%}  TTFT P50/P95/P99 "
-        f"{row['ttft_p50_s']:.3f}/{row['ttft_p95_s']:.3f}/{row['ttft_p99_s']:.3f} s  {row['queries_per_s']:.2f}/s  "
-        f"imbalance {row['imbalance']:.2f}  answered {row['num_answered']} of {row['num_asked']}, "
-        f"replayed {row['num_replayed']}, lost {row['num_lost']}  sent {row['sent']}, tokens/s {row['tokens_per_s']}"
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- costs
@@ -450,7 +267,7 @@ class Ages(ReplicaChooser):
     """Notes how old what replicas tell is when the router hears of it. Replicas are on this machine: one clock."""
 
     def __init__(self) -> None:
-        super().__init__(ALL_ROUTERS["shortest_queue"](), clock=clock.monotonic)
+        super().__init__(RoundRobin(), clock=clock.monotonic)
         self.seen: dict[str, float] = {}
         self.ages_s: list[float] = []
 
@@ -612,13 +429,9 @@ async def _one() -> AsyncIterator[Prompt]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["demo", "bench", "costs", "holds"])
-    parser.add_argument("--num", type=int, default=64, help="queries a turn")
-    parser.add_argument("--rate", type=float, default=4.0, help="queries a second")
-    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=SCENARIOS, help="turns (default: all)")
-    parser.add_argument("--routers", nargs="+", choices=ALL, default=ALL, help="default: all")
+    parser.add_argument("what", choices=["demo", "costs", "holds"])
+    parser.add_argument("--num", type=int, default=64, help="queries of costs (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--docs", type=Path, help="with bench: write its table into this page, behind its comment")
     arguments = parser.parse_args()
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -635,15 +448,7 @@ def main() -> None:
             found = {**provenance("holds"), **asyncio.run(holds())}
             console.print(found)
         else:
-            model = str(make_tiny_llama(Path(folder) / "model", **MODEL))
-            if arguments.what == "demo":
-                asyncio.run(demo(model))
-            else:
-                path = arguments.json or Path(folder) / "rows.json"
-                asyncio.run(bench(model, arguments.num, arguments.rate, arguments.scenarios, arguments.routers, path))
-                if arguments.docs is not None:
-                    rows = json.loads(path.read_text())["rows"]
-                    write_atomic(arguments.docs, written(arguments.docs.read_text(), rows))
+            asyncio.run(demo(str(make_tiny_llama(Path(folder) / "model", **MODEL))))
     if arguments.json is not None and found is not None:
         write_atomic(arguments.json, json.dumps(found, indent=1) + "\n")
 

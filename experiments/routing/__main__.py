@@ -11,19 +11,19 @@ import argparse
 import json
 import os
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from page_tables import with_tables
 from rich.console import Console
 from rich.progress import Progress
 
 from streamrag.bench.provenance import versions
 from streamrag.support.files import write_atomic
 
-from .cells import PROFILE, PROFILES, RATES, SETS, Cell, cells, code_digest, digest, run_cell
-from .decisions import held_bytes, microseconds
-from .report import draw, show, written
+from .cells import KV_TOKENS, PROFILE, RATES, Cell, cells, code_digest, digest, run_cell
+from .report import draw, show, tables
 
 
 def parse() -> argparse.Namespace:
@@ -34,7 +34,6 @@ def parse() -> argparse.Namespace:
     add("--scale", type=float, default=1.0, help="stretches the number of queries of each run (default: 1)")
     add("--mooncake", type=Path, metavar="FILE", help="Mooncake's conversation_trace.jsonl")
     add("--azure", type=Path, metavar="FILE", help="Azure's AzureLLMInferenceTrace_conv.csv")
-    add("--of", nargs="+", choices=SETS, default=list(SETS), help="parts of it (default: all)")
     add("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
     add("--output", type=Path, default=Path("bench-results/routing.jsonl"), metavar="FILE", help="default: %(default)s")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
@@ -48,26 +47,21 @@ def main() -> None:
     arguments = parse()
     console = Console(highlight=False, width=None if Console().is_terminal else 200)
     made = json.loads(arguments.show.read_text()) if arguments.show else measure(arguments)
-    rows = filled(made["results"])
+    rows = made["results"]
     show(rows, console)
-    for line in made["decisions"]:
-        console.print(f"{line['what']}, {line['num_replicas']} replicas: {line['us']:.0f} us")
-    console.print(f"bytes held: { {name: round(num) for name, num in made['held_bytes'].items()} }")
     if arguments.json:
         write_atomic(arguments.json, json.dumps(made, indent=1) + "\n")
     if arguments.plot:
         draw(arguments.plot, rows)
     if arguments.docs:
-        write_atomic(arguments.docs, written(arguments.docs.read_text(), rows, made["decisions"]))
+        write_atomic(arguments.docs, with_tables(arguments.docs.read_text(), tables(rows)))
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     paths = {name: path for name in ("mooncake", "azure") if (path := getattr(arguments, name))}
-    decisions, held = list(microseconds()), held_bytes()
     code = code_digest()
     finished = read(arguments.output, code)
-    all_cells = [cell for cell in cells(arguments.scale, paths) if cell.of in arguments.of]
-    planned = sorted(all_cells, key=lambda cell: -cell.num_queries)
+    planned = sorted(cells(arguments.scale, paths), key=lambda cell: -cell.num_queries)
     todo = [cell for cell in planned if cell not in finished]
     with (
         Progress(console=Console(stderr=True)) as progress,
@@ -83,24 +77,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             lines.flush()
             progress.advance(task)
     return {
-        "command": f"python -m experiments.routing --scale {arguments.scale:g} --of {' '.join(arguments.of)}",
+        "command": f"python -m experiments.routing --scale {arguments.scale:g}",
         "profile": PROFILE,
-        "kv_tokens": PROFILES[PROFILE][0],
+        "kv_tokens": KV_TOKENS,
         "queries_per_s_and_replica": RATES,
         "code": code,
         "traces": {name: {"file": path.name, "sha256": digest(path)} for name, path in paths.items()},
         "scale": arguments.scale,
         "versions": versions(),
-        "decisions": decisions,
-        "held_bytes": held,
         "results": [finished[cell] for cell in planned],
     }
-
-
-def filled(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of runs, with what older ones do not have."""
-    usual = {field.name: field.default for field in fields(Cell) if field.default is not MISSING}
-    return [{**usual, **row} for row in rows]
 
 
 def read(path: Path, code: str) -> dict[Cell, dict[str, Any]]:

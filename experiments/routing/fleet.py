@@ -113,7 +113,6 @@ class Fleet:
     """One run: replicas, routers, and what is asked of them.
 
     With several routers each query comes to one of them at random; if that is sticky, all of a session to the same.
-    If it is foretold, routers are told the complete prompt when a query opens.
     """
 
     def __init__(
@@ -123,11 +122,9 @@ class Fleet:
         routers: Sequence[Router],
         *,
         is_sticky: bool = False,
-        is_foretold: bool = False,
         seed: int = 1,
     ) -> None:
         self._is_sticky = is_sticky
-        self._is_foretold = is_foretold
         self._make_engine = make_engine
         self.callers = [Caller(router) for router in routers]
         self._rng = random.Random(f"fleet {seed}")
@@ -164,7 +161,7 @@ class Fleet:
     async def _ask(self, query_id: str, query: Query, caller: Caller) -> None:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(query.texts[0][0])
-        opening = Opening(blocks(query.texts[-1 if self._is_foretold else 0][1]), session=query.session)
+        opening = Opening(blocks(query.texts[0][1]), session=query.session)
         num_replays = 0
         while True:
             name = self._route(query_id, opening, caller)
@@ -269,12 +266,11 @@ def simulate(
     fault: Fault | None = None,
     *,
     is_sticky: bool = False,
-    is_foretold: bool = False,
 ) -> Outcome:
     """One run in virtual time."""
 
     async def run() -> Outcome:
-        fleet = Fleet(num_replicas, make_engine, routers, is_sticky=is_sticky, is_foretold=is_foretold)
+        fleet = Fleet(num_replicas, make_engine, routers, is_sticky=is_sticky)
         return await fleet.run(queries, fault)
 
     return run_virtual(run())

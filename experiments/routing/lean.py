@@ -3,7 +3,7 @@
 It has what routing can change: steps with a budget of tokens, decodes first, prefills in order of arrival; a prefix
 cache of whole blocks that evicts what was used least recently; KV that must fit before a prompt starts. It has neither
 preemption nor another policy than FCFS, and a prompt's answer is reserved with it. `test_lean.py` holds it to vLLM's
-scheduler. Prompts and all counts are in blocks, by default of `BLOCK` tokens, answers in tokens.
+scheduler. Prompts and all counts are in blocks of `BLOCK` tokens, answers in tokens.
 """
 
 import asyncio
@@ -74,9 +74,6 @@ class LeanEngine:
     """One replica. To be used on a loop whose time is virtual.
 
     budget: tokens in a step.
-    looks_again: whether a stream whose prompt has grown looks for it in the prefix cache again. vLLM's scheduler
-        looks once, before a request has computed anything; ours does so again unless `looks_up_again` is off.
-    block_size: tokens of a block.
     """
 
     stream_class: type[LeanStream] = LeanStream
@@ -87,16 +84,13 @@ class LeanEngine:
         kv_tokens: int,
         *,
         budget: int = 8_192,
-        looks_again: bool = True,
-        block_size: int = BLOCK,
     ) -> None:
-        self._profile, self._budget, self._looks_again = profile, budget // block_size, looks_again
-        self._block_size = block_size
+        self._profile, self._budget = profile, budget // BLOCK
         self.slowdown = 1.0
         """Every step takes so many times as long."""
         self.busy_s = 0.0
         self.num_steps = 0
-        self._num_blocks = kv_tokens // block_size
+        self._num_blocks = kv_tokens // BLOCK
         self._keys_of = PrefixIndex(block_size=1).keys
         self._users: Counter[int] = Counter()  # of blocks that requests hold
         self._free: OrderedDict[int, None] = OrderedDict()  # blocks of nobody, least recently used first
@@ -107,7 +101,7 @@ class LeanEngine:
         self._step: tuple[float, float, int, list[tuple[LeanStream, int]]] | None = None
         self._end: asyncio.TimerHandle | None = None
         self._found_and_asked = [0.0, 0.0]
-        self._speed = Speed(QUERY_TOKENS / block_size)
+        self._speed = Speed(QUERY_TOKENS / BLOCK)
         self._now: Callable[[], float] = lambda: 0.0  # the loop's, once there is one
 
     # --------------------------------------------------------------------------------------------------- for clients
@@ -135,7 +129,7 @@ class LeanEngine:
             stream.num_computed = min(stream.num_computed, num_kept)
             stream.num_in_flight = num_kept - stream.num_computed
             stream.keys = keys
-            if self._looks_again and not stream.num_in_flight:
+            if not stream.num_in_flight:
                 stream.num_computed = max(stream.num_computed, min(self._num_there(keys), len(keys) - 1))
         else:
             self._waiting.setdefault(stream)
@@ -173,15 +167,16 @@ class LeanEngine:
 
     def _begin(self, now_s: float) -> None:
         decoding = [stream for stream in self._running if stream.is_decoding]
-        prefilling = self._plan(self._budget - math.ceil(len(decoding) / self._block_size))
-        size = self._block_size
-        parts = [(1, stream.num_blocks * size + stream.num_shown) for stream in decoding]
-        parts += [(num * size, stream.num_computed * size) for stream, num in prefilling]
+        prefilling = self._plan(self._budget - math.ceil(len(decoding) / BLOCK))
+        parts = [(1, stream.num_blocks * BLOCK + stream.num_shown) for stream in decoding]
+        parts += [(num * BLOCK, stream.num_computed * BLOCK) for stream, num in prefilling]
         if not parts:
             self._step = None
             return
         step_s = self._profile.step_s(parts) * self.slowdown
-        num_steps = 1 if prefilling else min(stream.num_output - stream.num_shown for stream in decoding)
+        # Only the first and the last token are reported, so several steps at once must not have a first.
+        is_single = prefilling or any(not stream.num_shown for stream in decoding)
+        num_steps = 1 if is_single else min(stream.num_output - stream.num_shown for stream in decoding)
         for stream, num in prefilling:  # whoever comes meanwhile starts later, and finds it
             stream.num_in_flight = num
             stream.num_spent += num
@@ -273,7 +268,7 @@ class LeanEngine:
             self._let_go(stream.keys)
 
     def _private(self, stream: LeanStream) -> int:
-        return math.ceil(stream.num_output / self._block_size) + 1
+        return math.ceil(stream.num_output / BLOCK) + 1
 
     def _take(self, keys: Sequence[int]) -> None:
         for key in keys:

@@ -32,9 +32,9 @@ class Piece(NamedTuple):
 Text: TypeAlias = tuple[Piece, ...]
 
 
-def blocks(text: Text, block_size: int = BLOCK) -> tuple[int, ...]:
+def blocks(text: Text) -> tuple[int, ...]:
     """Return what a router and an engine are given for a text: whole blocks, so that each piece is rounded up."""
-    starts = ((piece.number * MOST_BLOCKS, math.ceil(piece.num_tokens / block_size)) for piece in text)
+    starts = ((piece.number * MOST_BLOCKS, math.ceil(piece.num_tokens / BLOCK)) for piece in text)
     return tuple(chain.from_iterable(range(start, start + num) for start, num in starts))
 
 
@@ -172,7 +172,7 @@ def conversations(rate: float, num: int, seed: int) -> list[Query]:
 
 
 def trees(rate: float, num: int, seed: int) -> list[Query]:
-    """Prompts that form a tree as in `experiments/prefix_tree.py`: users of four prompts each, in a random order."""
+    """Prompts that form a tree as in the theory of k-LPM: users of four prompts each, in a random order."""
     rng, named = random.Random(f"trees {seed}"), Pieces()
     users = [n // 4 for n in range(num)]
     window = 200  # a user's prompts come while it is open

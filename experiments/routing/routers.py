@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 
 from streamrag.routing import ROUTERS, Router
 
-from .flowguard import FlowGuard, MendedFlowGuard
 from .prefix_affinity import PrefixAffinity
 from .queue_routers import PowerOfTwo, ShortestQueue
 
@@ -12,7 +11,5 @@ ALL_ROUTERS: Mapping[str, Callable[..., Router]] = {
     **ROUTERS,
     "power_of_two": PowerOfTwo,
     "shortest_queue": ShortestQueue,
-    "flowguard": FlowGuard,
-    "flowguard_mended": MendedFlowGuard,
     "prefix_affinity": PrefixAffinity,
 }

@@ -68,8 +68,6 @@ def sorting_published(values: Mapping[str, Any]) -> str:
 
 INCLUDED = (
     Included("k_lpm", "k-LPM: P99 TTFT by rate of arrivals (arXiv 2502.04677)", "make bench-k-lpm", k_lpm_published),
-    Included("busy_price", "What it costs to keep the engine less busy", "make bench-busy"),
-    Included("small_host", "Copying by cost where host memory is small", "make bench-small-host"),
     Included("step_cost", "What planning a step costs with 50 and 500 requests", "make bench-step", sorting_published),
 )
 WHY_PLANNING_MISSED = {

@@ -2,7 +2,7 @@ from math import inf
 
 import pytest
 
-from experiments.routing.cells import ROUTERS, SETS, Cell, cells, digest, make_engine, run_cell
+from experiments.routing.cells import ROUTERS, Cell, cells, digest, make_engine, run_cell
 from experiments.routing.fleet import Fault, Fleet, simulate
 from experiments.routing.loads import LOADS
 from streamrag.bench.virtual_time import run_virtual
@@ -51,16 +51,16 @@ def test_a_slow_replica_delays_queries_while_it_is_slow():
 
 
 def test_a_cell_gives_the_same_figures_every_time():
-    one, other = (run_cell(Cell("rag", 2, "soonest", "soonest", 30), {}) for _ in range(2))
+    one, other = (run_cell(Cell("rag", 2, "soonest", 30), {}) for _ in range(2))
     assert {name: one[name] for name in FIGURES} == {name: other[name] for name in FIGURES}
 
 
-def test_each_cell_is_planned_once_and_names_a_router_of_its_set(tmp_path):
+def test_each_cell_is_planned_once_and_names_a_router(tmp_path):
     trace = tmp_path / "trace.csv"
     trace.write_text("arrivals")
     planned = cells(1.0, {"azure": trace})
     assert len(set(planned)) == len(planned)
-    assert all(cell.router in SETS[cell.of] for cell in planned)
+    assert all(cell.router in ROUTERS for cell in planned)
     assert {cell.trace for cell in planned if cell.load == "azure"} == {digest(trace)}
     assert {cell.trace for cell in planned if cell.load != "azure"} == {""}
 
@@ -70,19 +70,3 @@ def test_arrivals_are_known_by_what_they_are_and_not_by_the_name_of_their_file(t
     for path, text in ((one, "arrivals"), (same, "arrivals"), (other, "others")):
         path.write_text(text)
     assert cells(1.0, {"azure": one}) == cells(1.0, {"azure": same}) != cells(1.0, {"azure": other})
-
-
-def test_a_router_that_is_told_the_documents_beforehand_finds_more():
-    usual, told = (
-        run_cell(Cell("rag", 8, "soonest", "soonest", 300, is_foretold=is_foretold), {})["hit_rate"]
-        for is_foretold in (False, True)
-    )
-    assert told > 1.1 * usual
-
-
-def test_less_kv_keeps_less_for_others():
-    whole, part = (
-        run_cell(Cell("trees", 2, "routers", "prefix affinity", 200, kv_share=share), {})["hit_rate"]
-        for share in (1.0, 0.05)
-    )
-    assert part < whole
