@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from experiments.simulated_backend import SimulatedBackend
+from studies.sessions.simulated_backend import SimulatedBackend
+
 from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.bench.virtual_time import run_virtual

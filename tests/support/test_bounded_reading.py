@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import zstandard
+from studies.public_traces.production import read_azure_llm
+from studies.public_traces.stream2llm import read_stream2llm_anns
 
-from experiments.public_traces.production import read_azure_llm
-from experiments.public_traces.stream2llm import read_stream2llm_anns
 from streamrag.bench.store import CellStore
 from streamrag.errors import ConfigurationError, TraceError
 from streamrag.support.bounded_reading import (
@@ -50,7 +50,7 @@ from pathlib import Path
 from streamrag.bench.store import read_cell
 from streamrag.errors import StreamRagError
 from streamrag.records import read_records
-from experiments.public_traces.production import read_azure_llm, read_mooncake
+from studies.public_traces.production import read_azure_llm, read_mooncake
 from streamrag.trace.read import read_trace
 import resource
 imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

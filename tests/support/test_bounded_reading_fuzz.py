@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import zstandard
+from studies.public_traces.production import read_azure_llm, read_mooncake
+from studies.public_traces.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
 
-from experiments.public_traces.production import read_azure_llm, read_mooncake
-from experiments.public_traces.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
 from streamrag.bench.cell import CellResult, CellSettings
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.bench.summary import digest

@@ -1,0 +1,39 @@
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+from studies.routing.cells import ROUTERS, Cell, run_cell
+from studies.routing.report import _largest, draw, show
+from studies.routing.run import read
+
+RESULTS = Path(__file__).parents[3] / "experiments" / "results" / "routing.json"
+
+
+def test_the_committed_figures_can_be_shown_and_drawn(tmp_path):
+    rows = json.loads(RESULTS.read_text())["results"]
+    console = Console(file=io.StringIO(), width=200)
+    show(rows, console)
+    shown = console.file.getvalue()
+    assert all(name in shown for name in ROUTERS)
+    assert all(size in shown for size in ("2 replicas", "8 replicas", "one slow", "one killed, trees", "64 replicas"))
+    draw(tmp_path / "picture.png", rows)
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_of_few_queries_is_not_shown_for_one_of_many():
+    few, many, chats = (
+        {**run_cell(Cell("azure", 2, "round robin", num, rate=rate), {}), "code": ""}
+        for num, rate in ((10, 0.0), (20, 0.0), (30, 1.0))
+    )
+    assert _largest([many, chats, few]) == [many, chats]
+
+
+def test_finished_runs_are_read_again(tmp_path):
+    cell = Cell("azure", 2, "round robin", 10)
+    row = {**run_cell(cell, {}), "code": "this"}
+    path = tmp_path / "folder" / "runs.jsonl"
+    assert read(path, "this") == {}
+    path.write_text(json.dumps(row) + "\n")
+    assert read(path, "this") == {cell: row}
+    assert read(path, "other code") == {}
