@@ -24,7 +24,7 @@ TEXTS = [
         ("docs", "**/*.md"),
         ("deploy", "**/*"),
         ("examples", "**/*.*"),
-        ("experiments", "**/*.py"),
+        ("bench", "**/*.py"),
         ("streamrag", "**/*.py"),
     )
     for path in (ROOT / folder).glob(pattern)

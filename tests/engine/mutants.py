@@ -58,9 +58,9 @@ REQUEST = "streamrag.backends.vllm.scheduler.request"
 TRACKER, TRACKER_TEST = "streamrag.routing.replica_tracker", "tests/routing/test_replica_tracker.py"
 INDEX, INDEX_TEST = "streamrag.routing.prefix_index", "tests/routing/test_prefix_index.py"
 SOONEST = "streamrag.routing.soonest"
-COMPARED_TEST = "tests/experiments/routing/test_routers.py"
+COMPARED_TEST = "bench/tests/studies/routing/test_routers.py"
 AFFINITY, SIMPLE, ROUTERS_TEST = (
-    "experiments.routing.prefix_affinity",
+    "studies.routing.prefix_affinity",
     "streamrag.routing.basic_routers",
     "tests/routing/test_routers.py",
 )

@@ -1,6 +1,6 @@
 """Does a replay on the real engine confirm the advice of `streamrag advise`? Three recorded traces on a CPU.
 
-    python experiments/advice.py [--json FILE] [--traces NAMES]
+    python -m studies.advice.run [--json FILE] [--traces NAMES]
 
     real engine      pass ─▶ load, seed 1 ─▶ pass ─▶ load, seed 2 ─▶ ...   without streaming, then with it
     advice           a profile of all passes ─▶ advise() on the same trace, at the same rate, with the same seeds
@@ -33,10 +33,10 @@ from streamrag.engine.costs.step_profiles import TableProfile
 from streamrag.engine.step_size import RATE_S
 from streamrag.testing import make_tiny_llama
 from streamrag.trace.values import Trace, TracedAppend, TracedQuery, chunks_of
+from studies import folders
 from studies.results_file import write_results
 from studies.validity.run import BUDGET, MODEL, NUM_OUTPUT_TOKENS, NUM_SEQS, UTILISATION, Measured, play_in_turns
 
-FOLDER = Path(__file__).parent.parent / "traces"
 TRACES = ("crawl-python-docs", "search-python-docs", "langchain-two-retrievers")
 ARMS: tuple[Arm, ...] = ("no-streaming", "streaming")
 SEEDS = (1, 2, 3)
@@ -123,7 +123,7 @@ async def run_real(model: Path, trace: Trace) -> Measured[Way]:
 
 def confirm(name: str, model: Path, folder: Path) -> list[Confirmation]:
     """Replay one trace, advise on it with the profile of the replay's machine, and compare."""
-    trace = read_log(FOLDER / f"{name}.jsonl.gz", usual_tokens=250)
+    trace = read_log(folders.TRACES / f"{name}.jsonl.gz", usual_tokens=250)
     found = asyncio.run(run_real(model, trace))
     assert found.qps
     profile = folder / f"{name}.json"
@@ -181,7 +181,7 @@ def main() -> None:
     console.print(f"{num_confirmed} of {len(judged)} traces: the seconds saved at P50 are within {TOLERANCE:.0%}")
     if arguments.json:
         ratios = {f"{row.trace} {row.percentile}": row.ratio for row in rows}
-        write_results(arguments.json, rows, load=load, command="make bench-advice", ratios=ratios, settings=LOAD)
+        write_results(arguments.json, rows, load=load, command="make -C bench advice", ratios=ratios, settings=LOAD)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How many steps does an answer save whose tokens are copied from its prompt, by our scheduler and by vLLM's `ngram`?
 
-    python experiments/copies.py [--folder FOLDER] [--questions N] [--json FILE]
+    python -m studies.answer_ahead.copies [--folder FOLDER] [--questions N] [--json FILE]
 
 The model of `make demo` in float32, which is trained to quote, on the real engine; questions about this documentation,
 each with the five best passages of the demo's index. Three engines run in one process and compute one at a time:
@@ -49,6 +49,7 @@ from streamrag.modes import PromptAssembler
 from streamrag.support.files import write_atomic
 from studies.answer_ahead.run import retrieve
 from studies.documentation_questions import QUESTIONS
+from studies.folders import DEMO
 
 MAX_TOKENS = 96
 MAX_MODEL_LEN = 4_096
@@ -231,7 +232,7 @@ def show(found: dict[str, dict[str, dict[str, float]]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="that of `make demo` (%(default)s)")
+    parser.add_argument("--folder", type=Path, default=DEMO, help="that of `make demo` (%(default)s)")
     parser.add_argument("--questions", type=int, default=24, metavar="N", help="(%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
 """How much sooner is an answer complete if it is drafted while retrieval runs?
 
-    python experiments/answer_ahead.py [--folder FOLDER] [--questions N] [--json FILE]
+    python -m studies.answer_ahead.run [--folder FOLDER] [--questions N] [--json FILE]
 
 One user, the model of `make demo` in float32 on the real engine, questions about this documentation. The passages of
 each question are retrieved beforehand, by keywords and vectors as in the demo, and arrive as below. Every question is
@@ -31,6 +31,7 @@ from streamrag import Append, Chunk, HybridSource, Pipeline, SamplingParams, Upd
 from streamrag.demo.demo_folder import MAX_MODEL_LEN, TEMPLATE, prepare_demo
 from streamrag.telemetry import ContextChanged, DraftUse, PrefillProgressed, QueryEvent
 from studies.documentation_questions import QUESTIONS
+from studies.folders import DEMO
 from studies.results_file import write_results
 
 NUM_PASSAGES = 5
@@ -212,7 +213,7 @@ def show(found: dict[str, dict[str, float]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="that of `make demo` (%(default)s)")
+    parser.add_argument("--folder", type=Path, default=DEMO, help="that of `make demo` (%(default)s)")
     parser.add_argument("--questions", type=int, default=12, metavar="N", help="of each load (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
     arguments = parser.parse_args()

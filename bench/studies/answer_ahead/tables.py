@@ -1,9 +1,8 @@
 """Write the tables about drafts and copies into their page, from the results files, without running anything.
 
-    python experiments/answer_ahead_tables.py
+    python -m studies.answer_ahead.tables
 
-`make bench-ahead` and `bench-copies` do this at their end. `tests/experiments/test_answer_ahead_pages.py` compares the
-page with the files.
+`make -C bench answer-ahead copies` does this at its end. A test compares the page with the files.
 """
 
 import json
@@ -12,11 +11,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from streamrag.support.files import write_atomic
+from studies.folders import DOCS
 from studies.page_tables import table, with_tables
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "experiments" / "results"
-PAGE = ROOT / "docs" / "answer-ahead.md"
+RESULTS = Path(__file__).parent
+PAGE = DOCS / "answer-ahead.md"
 
 MOST_WORSE = 0.02
 """The target: no percentile is later than without drafts by a larger share."""
@@ -63,7 +62,7 @@ def copies_table(found: Mapping[str, Loads]) -> str:
 
 def page_tables() -> dict[str, str]:
     """Return the tables of the page by name, from the results files."""
-    measured = json.loads((RESULTS / "answer_ahead.json").read_text())["loads"]
+    measured = json.loads((RESULTS / "results.json").read_text())["loads"]
     copies = json.loads((RESULTS / "copies.json").read_text())["halves"]
     return {"measured": measured_table(measured), "copies": copies_table(copies)}
 

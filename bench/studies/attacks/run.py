@@ -1,6 +1,6 @@
 """What one malicious client costs all others: latency of well-behaved clients and memory of the service, per attack.
 
-    python -m experiments.attacks [--only NAME ...] [--seconds 10] [--no-keys] [--json FILE]
+    python -m studies.attacks.run [--only NAME ...] [--seconds 10] [--no-keys] [--json FILE]
 
 Each attack meets a service of its own, with the default limits and a simulated engine. Well-behaved clients ask six
 questions a second with their own key, each on a new connection, first alone and then beside the attack. The service is
@@ -82,7 +82,7 @@ async def service(options: list[str]) -> AsyncIterator[tuple[int, int]]:
 
 async def attacked(name: str, port: int, key: str | None, seconds: float) -> str:
     """Run an attack in a process of its own, and return the line that says what it sent."""
-    command = [sys.executable, "-m", __package__ or "", "--attack", name, str(port), key or "", str(seconds)]
+    command = [sys.executable, "-m", f"{__package__}.run", "--attack", name, str(port), key or "", str(seconds)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     try:
@@ -249,7 +249,7 @@ if __name__ == "__main__":
         print(asyncio.run(attacks()[name](int(port), key or None, float(seconds))), flush=True)
         sys.exit()
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.attacks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m studies.attacks.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=list(attacks()), default=list(attacks()), metavar="NAME")
     parser.add_argument("--seconds", type=float, default=10.0)

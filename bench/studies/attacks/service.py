@@ -1,4 +1,4 @@
-"""The service that is attacked, in a process of its own: `python -m experiments.attacks.service [--keys] [--core N]`.
+"""The service that is attacked, in a process of its own: `python -m studies.attacks.service [--keys] [--core N]`.
 
 Prints the port in one line once the service listens.
 """

@@ -1,6 +1,6 @@
 """What `overlap="auto"` costs and gains on the real engine, against the better of always and never.
 
-    python experiments/auto_overlap.py [--folder FOLDER] [--rounds N] [--json FILE]
+    python -m studies.demo.auto_overlap [--folder FOLDER] [--rounds N] [--json FILE]
 
 Each load is learnt with some questions. Then each question is asked three times in random order: with overlap, without
 it, and as learnt, each time on an empty prefix cache. The excess is how much longer the learnt way takes than the
@@ -35,6 +35,7 @@ from streamrag import Append, Chunk, Pipeline, ReplaySource, SamplingParams, Sou
 from streamrag.demo.demo_folder import MAX_CONTEXT_TOKENS, MAX_MODEL_LEN, prepare_demo
 from streamrag.trace import read_trace
 from studies.demo.one_user import LOADS, Script, ScriptedSource, passages
+from studies.folders import DEMO
 from studies.results_file import write_results
 
 MAX_TOKENS = 4
@@ -205,7 +206,7 @@ async def run(folder: Path, loads: Sequence[Load]) -> dict[str, dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="the demo's files; made if missing")
+    parser.add_argument("--folder", type=Path, default=DEMO, help="the demo's files; made if missing")
     parser.add_argument("--learning", type=int, default=20, help="questions of each load before it counts as learnt")
     parser.add_argument("--rounds", type=int, default=20, help="questions of each load after that")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")

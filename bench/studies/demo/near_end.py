@@ -1,6 +1,6 @@
 """A search and a model on the same processors: not streaming, every update, or those near the search's end.
 
-    python experiments/near_end.py [--folder FOLDER] [--questions N] [--turns N] [--json FILE]
+    python -m studies.demo.near_end [--folder FOLDER] [--questions N] [--turns N] [--json FILE]
 
 The search is that of `make demo`: keywords, vectors and late interaction over this documentation, two sentences of two
 passages; the model is the demo's, in float32, on the real engine. Every question is asked in all three ways, on an
@@ -33,6 +33,7 @@ from streamrag.demo.demo_folder import (
 )
 from streamrag.telemetry import Answer
 from studies.documentation_questions import QUESTIONS
+from studies.folders import DEMO
 from studies.results_file import write_results
 
 LEAD_S = 0.3
@@ -147,9 +148,7 @@ def show(found: dict[str, dict[str, float]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--folder", type=Path, default=Path(".demo"), help="where `make demo` makes things (%(default)s)"
-    )
+    parser.add_argument("--folder", type=Path, default=DEMO, help="where `make demo` makes things (%(default)s)")
     parser.add_argument("--questions", type=int, default=10, metavar="N", help="of the 40 (%(default)s)")
     parser.add_argument("--turns", type=int, default=1, metavar="N", help="through all of them (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")

@@ -1,6 +1,6 @@
 """One user, one question at a time, whose context changes fast: does streaming make anybody wait for a useless step?
 
-    python experiments/one_user.py [--folder FOLDER] [--questions N] [--json FILE]
+    python -m studies.demo.one_user [--folder FOLDER] [--questions N] [--json FILE]
 
 Load benchmarks never contain this case: nobody else is on the engine, and the next update comes sooner than a step
 takes. The model is that of `make demo`, in float32, on the real engine; the context is passages of this documentation,
@@ -26,6 +26,7 @@ from rich.table import Table
 
 from streamrag import Append, Chunk, Pipeline, SamplingParams, Update, VllmBackend
 from streamrag.demo.demo_folder import MAX_MODEL_LEN, docs_folder, prepare_demo, written_pages
+from studies.folders import DEMO
 from studies.results_file import write_results
 
 PASSAGE_WORDS, NUM_PASSAGES = 90, 4
@@ -181,7 +182,7 @@ def show(found: dict[str, dict[str, float]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="that of `make demo` (%(default)s)")
+    parser.add_argument("--folder", type=Path, default=DEMO, help="that of `make demo` (%(default)s)")
     parser.add_argument("--questions", type=int, default=8, metavar="N", help="of each load (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
 """How many of 40 questions does the demo's model answer rightly, and cite rightly? On the real engine.
 
-    python experiments/answers.py [--model FOLDER | --untaught] [--dtype D] [--only SETTING] [--questions N]
+    python -m studies.demo_model.run [--model FOLDER | --untaught] [--dtype D] [--only SETTING] [--questions N]
                                   [--docs FOLDER] [--json FILE] [--keep FOLDER]
 
 The questions are about streamrag's own documentation, which the model was not taught on; what is retrieved for each is
@@ -53,8 +53,7 @@ from streamrag.support.files import write_atomic
 from streamrag.telemetry import Answer
 from streamrag.testing import ScriptedSource, Step, make_demo_model
 from studies.documentation_questions import QUESTIONS
-
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+from studies.folders import DOCS
 
 DEFAULT = PromptTemplate()
 TERSE = PromptTemplate(
@@ -406,7 +405,7 @@ def main() -> int:
         f"{took['ttft_after_retrieval_s']:.2f} s (median), then {took['tokens_per_s']:.1f} tokens a second"
     )
     if arguments.json:
-        told = ["python experiments/answers.py", *(f'--only "{name}"' for name in arguments.only or ())]
+        told = ["python -m studies.demo_model.run", *(f'--only "{name}"' for name in arguments.only or ())]
         as_json = {
             "command": " ".join([*told, *["--untaught"] * arguments.untaught]),
             "date": date.today().isoformat(),

@@ -1,8 +1,8 @@
 """The event loop's worst stall while sources and whole queries run, beside that of a process that only ticks.
 
-Run it with `make bench-stall`. A task sleeps for a millisecond again and again, and notes how much later than that it
-wakes. The control does the same in a process of its own at the same time, so that both see the same busy machine: what
-the loop suffers beyond the control is what streamrag's parts in this process cost it.
+Run it with `make -C bench event-loop`. A task sleeps for a millisecond again and again, and notes how much later than
+that it wakes. The control does the same in a process of its own at the same time, so that both see the same busy
+machine: what the loop suffers beyond the control is what streamrag's parts in this process cost it.
 
 Queries have a real tokenizer, of 8,000 tokens that were learnt from the documentation, and a backend that only reads
 its prompts, for a model of 131,072 tokens. Pages of 4 KB are usual, those of 1 MB and 8 MB are somebody's own source's.
@@ -30,8 +30,7 @@ from streamrag.core import Append, Chunk, ModelInfo, Source
 from streamrag.sources.index.build import build_index
 from streamrag.support.files import write_atomic
 from streamrag.testing import ScriptedBackend, ScriptedSource, make_tiny_llama
-
-ROOT = Path(__file__).resolve().parent.parent
+from studies.folders import ROOT
 
 TICK_S = 0.001
 QUERY = "stop a query early"
@@ -188,7 +187,7 @@ def main() -> None:
             "system": f"{platform.system()} {platform.machine()}",
             "num_cpus": os.cpu_count(),
         }
-        command = "python experiments/loop_stall.py --json FILE"
+        command = "python -m studies.event_loop.run --json FILE"
         write_atomic(arguments.json, json.dumps({"command": command, "machine": machine, "rounds": rows}, indent=2))
 
 

@@ -1,6 +1,6 @@
 """Recompute, swap, or what costs less, on the real engine under memory pressure; and did the costs come true?
 
-    python experiments/eviction_engine.py [--json FILE] [--plot FILE]
+    python -m studies.eviction.run [--json FILE] [--plot FILE]
 
 Measures a hardware profile of this machine; then the ways of eviction take turns. In each turn each way plays the same
 two loads at the same times, whose idle streams hold several times more KV than there is: contexts that grow (a crawler)
@@ -208,7 +208,7 @@ def show(rows: Sequence[dict[str, Any]], num_turns: int) -> None:
 def made(plan: Plan, rows: Sequence[dict[str, Any]], decisions: Sequence[Decision], one: Any) -> dict[str, Any]:
     loads = {load: {"qps": plan.qps(load), "num_tokens_held": plan.num_held(load)} for load in plan.traces}
     return {
-        "command": "make bench-eviction-engine",
+        "command": "make -C bench eviction",
         "machine": {"system": f"{platform.system()} {platform.machine()}", "num_cpus": os.cpu_count()},
         "versions": versions(),
         "model": MODEL,

@@ -1,6 +1,6 @@
 """How often does rounding change a greedy answer, in bfloat16 and in float32? On the real engine.
 
-    python experiments/bfloat16.py [--only CASE] [--prompts N] [--json FILE]
+    python -m studies.exactness.run [--only CASE] [--prompts N] [--json FILE]
 
 Each prompt is answered alone by vLLM's own scheduler, which is the reference; ten of them once more; in batches of
 eight, as vLLM computes them under load; and streamed, with our scheduler, a passage at a time. All compute the same
@@ -46,13 +46,13 @@ from streamrag.modes.prompt import PromptAssembler
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_demo_model, make_tiny_llama
 from studies.documentation_questions import QUESTIONS
+from studies.folders import DOCS
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
 RANDOM_MODEL: dict[str, Any] = {"hidden_size": 256, "num_layers": 5, "num_heads": 4, "num_kv_heads": 2}
-"""That of `make demo-ray`."""
+"""That of `make -C bench demo-ray`."""
 MAX_MODEL_LEN = 2_048
 NUM_PASSAGES, PASSAGE_WORDS = 3, (30, 60)
 NUM_RANDOM_TOKENS = 800
@@ -270,7 +270,7 @@ def main() -> None:
             kept[case.name] = row
             if arguments.json:
                 made = {
-                    "command": "python experiments/bfloat16.py",
+                    "command": "python -m studies.exactness.run",
                     "versions": versions(),
                     "emulated_dtypes": emulated_dtypes(cpu_capabilities()),
                     "rows": {name: kept[name] for name in names if name in kept},

@@ -1,6 +1,6 @@
 """What the machine has, whether KV blocks are copied right without an engine, and how fast memory is copied.
 
-python -m experiments.gpu.device --device cuda|cpu --json FILE
+python -m studies.gpu.device --device cuda|cpu --json FILE
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Does a streamed prompt get the same answer as one that is sent whole, with many at once and too little memory?
 
-    python -m experiments.gpu.exact --device cuda|cpu [--engine-args JSON] [--invariant] [--alone] --json FILE
+    python -m studies.gpu.exact --device cuda|cpu [--engine-args JSON] [--invariant] [--alone] --json FILE
 
 vLLM's own scheduler answers each prompt alone, then all at once, and in pieces through its prefix cache; these show
 what rounding does. What a wrong KV entry would do is shown by a prompt of which one chunk of twelve is another.

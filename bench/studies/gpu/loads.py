@@ -1,7 +1,7 @@
 """Streaming beside not streaming on the real engine, and what the simulator predicts from what is measured beside them.
 
-    python -m experiments.gpu.loads --device cuda|cpu [--engine-args JSON] --json FILE
-    python -m experiments.gpu.loads --predict --json FILE
+    python -m studies.gpu.loads --device cuda|cpu [--engine-args JSON] --json FILE
+    python -m studies.gpu.loads --predict --json FILE
 
 Crawls and searches are generated with the paper's statistics; gaps between chunks are a quarter of the paper's, so that
 a run takes seconds. One user asks when the last answer is there; many keep an engine that does not stream busy for 60 %

@@ -19,7 +19,7 @@ def write_page(folder: Path, page: Path) -> None:
     found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     if "profile" in found:
         found["profile"]["path"] = str(folder / "profile.json")
-    lines = ["# On a GPU", "", "Written by `make gpu`; `experiments/gpu` says how each part measures.", ""]
+    lines = ["# On a GPU", "", "Written by `make gpu`; `bench/studies/gpu` says how each part measures.", ""]
     device = found.get("probe", {})
     lines += [
         f"{device.get('device', 'unknown device')}, {device.get('num_cores', '?')} cores, "

@@ -1,6 +1,6 @@
 """What a GPU is lent for a quarter of an hour can show, in one command that needs no network: `make gpu`.
 
-    python -m experiments.gpu [--device cpu] [--only PART,...] [--seconds 900] [--output FOLDER]
+    python -m studies.gpu.run [--device cpu] [--only PART,...] [--seconds 900] [--output FOLDER]
 
 probe    2 minutes: what the machine has; 1,000 KV blocks are copied each way without an engine, as engines copy them
 swap     3 minutes: streamed answers in float32, with memory for a third of the prompts and the rest in host memory
@@ -16,7 +16,7 @@ copies   do steps take longer while KV is copied beside them?
 
 Each part is a process of its own, stopped at its limit or when the time of all is over, and writes its results as they
 come. The same command keeps finished parts, and goes on with the others. FOLDER is $OUT/gpu, or bench-results/gpu. The
-page with the results so far, gpu.md in $OUT or experiments/results, is written anew after each part. `--device cpu` is
+page with the results so far, report.md in $OUT or beside this file, is written anew after each part. `--device cpu` is
 a rehearsal with tiny models, in a folder of its own.
 
 An installation without FlashInfer or DeepGEMM needs
@@ -36,10 +36,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from studies.folders import KEPT, ROOT
+
 from .engines import ENVIRONMENT, SIZES, Device, measured_model
 from .page import write_page
 
-EXPERIMENTS = Path(__file__).parent.parent
 NAMES = ("probe", "swap", "loads", "predict")
 MORE_NAMES = ("exact", "bfloat16", "invariant", "profile", "copies")
 LIMIT_S = 900.0
@@ -57,13 +58,13 @@ def make_parts(device: Device, engine_args: Mapping[str, Any], model: Path, outp
     sizes = SIZES[device]
     files = {name: str(output / f"{name}.json") for name in (*NAMES, *MORE_NAMES)}
     args, measured = json.dumps(engine_args), json.dumps({**sizes.engine_args, **engine_args})
-    exact = ("-m", "experiments.gpu.exact", "--device", device, "--engine-args")
+    exact = ("-m", "studies.gpu.exact", "--device", device, "--engine-args")
     float32 = (*exact, json.dumps({**engine_args, **sizes.float32_args}))
-    loads = ("-m", "experiments.gpu.loads", "--device", device, "--json", files["loads"])
+    loads = ("-m", "studies.gpu.loads", "--device", device, "--json", files["loads"])
     profile = ("-m", "streamrag", "profile", "--max-model-len", str(sizes.max_model_len))
-    copies = ("experiments/copy_overlap.py", "--model", str(model), "--engine-args", measured)
+    copies = ("-m", "studies.gpu.copy_overlap", "--model", str(model), "--engine-args", measured)
     return {
-        "probe": Part(120, ("-m", "experiments.gpu.device", "--device", device, "--json", files["probe"])),
+        "probe": Part(120, ("-m", "studies.gpu.device", "--device", device, "--json", files["probe"])),
         "swap": Part(180, (*float32, "--alone", "--json", files["swap"])),
         "loads": Part(360, (*loads, "--engine-args", args)),
         "predict": Part(120, (*loads, "--predict")),
@@ -102,7 +103,7 @@ def run(name: str, part: Part, output: Path) -> bool:
 def call(command: Sequence[str], limit_s: float, file: Any) -> int | None:
     """Return the exit status of a command, or None if it was stopped at its limit. At the end no process of it is left:
     an engine would keep the memory that the next part needs."""
-    process = subprocess.Popen(command, stdout=file, stderr=file, cwd=EXPERIMENTS.parent, start_new_session=True)
+    process = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT / "bench", start_new_session=True)
     try:
         return process.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -115,7 +116,7 @@ def call(command: Sequence[str], limit_s: float, file: Any) -> int | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m studies.gpu.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     out = os.environ.get("OUT")
     parser.add_argument("--device", choices=SIZES, default="cuda", help="cpu is a rehearsal with tiny models")
@@ -132,8 +133,8 @@ def main() -> int:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     is_real = arguments.device == "cuda"
-    output = (arguments.output or Path(out or "bench-results", "gpu" if is_real else "gpu-rehearsal")).resolve()
-    page = arguments.page or (EXPERIMENTS / "results" / "gpu.md" if is_real and not out else output / "gpu.md")
+    output = (arguments.output or Path(out or KEPT, "gpu" if is_real else "gpu-rehearsal")).resolve()
+    page = arguments.page or (Path(__file__).with_name("report.md") if is_real and not out else output / "report.md")
     output.mkdir(parents=True, exist_ok=True)
     are_done = []
     with tempfile.TemporaryDirectory(prefix="streamrag-") as folder:

@@ -1,6 +1,6 @@
 """How much sooner does a second model begin to answer if the first one's text streams into its prompt?
 
-    python experiments/hand_over.py [--model FOLDER] [--questions N] [--minutes M] [--json FILE]
+    python -m studies.hand_over.run [--model FOLDER] [--questions N] [--minutes M] [--json FILE]
 
 The model of `make demo`, in float32 on the real engine, is used twice: it writes 150 or 400 tokens about two passages
 of this documentation, and is then asked a question about what it wrote. One does not wait for the other with
@@ -151,7 +151,7 @@ def main() -> int:
     console.print(table_of(summary))
     if arguments.json:
         without_tokens = [replace(row, written=(), token_ids=()) for row in rows]
-        write_results(arguments.json, without_tokens, command="make bench-hand-over", summary=summary)
+        write_results(arguments.json, without_tokens, command="make -C bench hand-over", summary=summary)
     return 0 if all(row["num_equal"] == row["num"] for row in summary) else 1
 
 

@@ -1,6 +1,6 @@
 """Known harnesses against `streamrag serve` and against vLLM's own server: does our scheduler harm whole prompts?
 
-    python experiments/harnesses.py --guidellm FOLDER/bin/guidellm --aiperf FOLDER/bin/aiperf [--json FILE]
+    python -m studies.harnesses.run --guidellm FOLDER/bin/guidellm --aiperf FOLDER/bin/aiperf [--json FILE]
 
 `vllm bench serve`, GuideLLM and AIPerf run unchanged, with the same load, against both servers in turns: an idle server
 takes no processor time, and runs close in time meet the same machine. Each round has other prompts, and the other
@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrag.testing import make_demo_model
+from studies.folders import KEPT
 from studies.results_file import write_results
 
 NUM_REQUESTS, RATE, CONCURRENCY, NUM_INPUT, NUM_OUTPUT = 20, 0.5, 4, 256, 32
@@ -267,7 +268,7 @@ def main() -> int:
     parser.add_argument("--aiperf", help="the program aiperf; without it, it is left out")
     parser.add_argument("--model", type=Path, help="a folder; by default the demo's model is made")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--keep", type=Path, default=Path("bench-results/harnesses"))
+    parser.add_argument("--keep", type=Path, default=KEPT / "harnesses")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server is stopped too

@@ -1,6 +1,6 @@
 """DiskANN and IVF with 100,000 vectors: build time, memory, recall by stage; and on a disk that was made slow.
 
-    python experiments/index_size.py DOCUMENTS [--json FILE] [--slow]
+    python -m studies.index_size.run DOCUMENTS [--json FILE] [--slow]
 
 DOCUMENTS is a folder of text, Markdown or HTML, such as the HTML archive from docs.python.org. 20,480 of its passages
 of at most 60 words are embedded with all-MiniLM-L6-v2, once: minutes to an hour, kept in `bench-results/`. 200 of them
@@ -47,6 +47,7 @@ from streamrag.sources.index.index_folder import (
 )
 from streamrag.sources.workers.pdf import pdf_worker
 from streamrag.support.versions import installed_versions
+from studies.folders import KEPT
 
 NUM_REAL, NUM_QUERIES, NUM_VECTORS, NUM_SLOW_QUERIES = 20_480, 200, 100_000, 30
 PASSAGE_WORDS, NOISE, K = 60, 0.35, 10
@@ -280,7 +281,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("documents", type=Path, help="folder of documents, or build / measure for our own processes")
     parser.add_argument("rest", nargs="*")
-    parser.add_argument("--work", type=Path, default=Path("bench-results/index-size"))
+    parser.add_argument("--work", type=Path, default=KEPT / "index-size")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--slow", action="store_true", help="on a slow disk too; root only")

@@ -1,6 +1,6 @@
 """k-LPM: time to the first token against the rate of arrivals, on prompts that form a tree, in virtual time.
 
-    python experiments/k_lpm.py [--seeds N] [--prompts N] [--json FILE] [--plot FILE]
+    python -m studies.k_lpm.run [--seeds N] [--prompts N] [--json FILE] [--plot FILE]
 
 The counterpart of figure 2 of arXiv 2502.04677 on our scheduler: four prompts share each user's prefix, in a random
 order, with Poisson arrivals; each comes in one piece; the prefix cache is on. The bound of its theorem 2 is drawn in.
@@ -34,6 +34,7 @@ from streamrag.engine.policies import POLICIES
 from streamrag.support.files import write_atomic
 from streamrag.trace.read import read_trace
 from streamrag.trace.write import write_trace
+from studies.folders import KEPT
 from studies.k_lpm.missing_cells import run_missing
 from studies.k_lpm.prefix_tree import Shape, Theorem, TieBlindPolicy, tree
 
@@ -270,7 +271,7 @@ def draw(path: Path, found: Rows, of: Shape) -> None:
 def made(arguments: argparse.Namespace, of: Shape, found: Rows) -> dict[str, Any]:
     plugged_in = {name: value for name, value in asdict(theorem(of, 1.0, 0.0)).items() if name in ("n", "u", "d")}
     return {
-        "command": "make bench-k-lpm",
+        "command": "make -C bench k-lpm",
         "num_seeds": arguments.seeds,
         "shape": asdict(of),
         "profile": PROFILE,
@@ -292,7 +293,7 @@ def main() -> None:
     add("--seeds", type=int, default=2, help="how many, from 1 on (default: 2)")
     add("--prompts", type=int, default=600, help="in each cell (default: 600)")
     add("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    add("--output", type=Path, default=Path("bench-results/k-lpm"), metavar="FOLDER", help="default: %(default)s")
+    add("--output", type=Path, default=KEPT / "k-lpm", metavar="FOLDER", help="default: %(default)s")
     add("--force", action="store_true", help="run finished cells again")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     add("--plot", type=Path, metavar="FILE", help="draw a PNG there")

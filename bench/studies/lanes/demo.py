@@ -1,6 +1,6 @@
 """One query through two engines: a prefill lane computes its prompt, a decode lane samples the answer.
 
-    python experiments/lanes.py [--model FOLDER]
+    python -m studies.lanes.demo [--model FOLDER]
 
 Without a model, that of `make demo` is made. Needs NIXL. Two cores show that the transfer of KV is correct, not that it
 is fast: both engines share the cores.

@@ -1,6 +1,6 @@
 """Lanes beside as many engines that compute prompts and answers both, in virtual time.
 
-    python experiments/lanes_simulated.py [--json FILE] [--short] [--processes N]
+    python -m studies.lanes.run [--json FILE] [--short] [--processes N]
 
 Each engine has two H200 (`h200-llama8b-tp2`). The KV of a complete prompt, 128 KiB a token, crosses the links of both
 its lanes: one transfer at a time on each link. A decode lane is sent the blocks that it does not have, and begins with
@@ -267,7 +267,7 @@ def main() -> int:
             done[cell] = of_cell
             rows = [row for each in cells for row in done.get(each, ())]
             if arguments.json:
-                write_results(arguments.json, rows, command="make bench-lanes", short=arguments.short)
+                write_results(arguments.json, rows, command="make -C bench lanes", short=arguments.short)
             print(f"{cell.load}, {cell.num_answer} tokens, {cell.num_engines} engines", file=sys.stderr, flush=True)
     print(report(rows))
     return 0

@@ -1,6 +1,6 @@
 """What a LangChain retriever gains from streamrag: one that returns its list at once, and the same in stages.
 
-    python experiments/langchain_stages.py [--json FILE]
+    python -m studies.langchain.run [--json FILE]
 
 The same three searches are asked in all arms: by words (0.05 s), by letters in place of vectors (0.4 s), and a
 reranker of both (0.4 s more), whose six documents are the answer's. The times are sleeps: they stand for a database
@@ -36,8 +36,8 @@ from streamrag.adapters.langchain import StreamragChatModel, staged_retriever
 from streamrag.bench.provenance import versions
 from streamrag.support.files import write_atomic
 from streamrag.testing import make_tiny_llama
+from studies.folders import DOCS
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
 NUM_CHARS = (500, 1_800)
 """Sections of the documentation with fewer are left out, of longer ones the first paragraphs are taken."""
 NUM_DOCUMENTS = 6
@@ -192,7 +192,7 @@ def main() -> int:
     Console(width=120).print(table)
     if arguments.json:
         made = {
-            "command": "make bench-langchain",
+            "command": "make -C bench langchain",
             "machine": {"system": f"{platform.system()} {platform.machine()}", "num_cpus": os.cpu_count()},
             "versions": versions(),
             "model": SIZES,

@@ -1,6 +1,6 @@
 """How much sooner is an answer there if retrieval begins while its question is still typed or spoken?
 
-    python experiments/open_questions.py [--folder FOLDER] [--questions N] [--json FILE]
+    python -m studies.open_questions.run [--folder FOLDER] [--questions N] [--json FILE]
 
 One user, the model of `make demo` in float32 on the real engine, questions about this documentation, two sources:
 
@@ -45,9 +45,9 @@ from streamrag.demo.demo_folder import MAX_CONTEXT_TOKENS, MAX_MODEL_LEN, TEMPLA
 from streamrag.query.answer_stream import AnswerStream
 from studies.answer_ahead.run import ScriptedSource, appended, retrieve
 from studies.documentation_questions import QUESTIONS
+from studies.folders import DEMO, ROOT
 from studies.results_file import write_results
 
-ROOT = Path(__file__).resolve().parent.parent
 RETRIEVAL_S = 1.5
 MAX_TOKENS = 64
 KEY_S, KEY_DEVIATION_S = 0.239, 0.112
@@ -237,7 +237,7 @@ def table_of(summary: Sequence[dict[str, str | float]]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="that of `make demo` (%(default)s)")
+    parser.add_argument("--folder", type=Path, default=DEMO, help="that of `make demo` (%(default)s)")
     parser.add_argument("--questions", type=int, default=4, metavar="N", help="(%(default)s)")
     parser.add_argument("--source", choices=SOURCES, action="append", help="only this one; may be given several times")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")

@@ -40,4 +40,4 @@ def yes_no(value: bool) -> str:
 
 def command(only: str) -> str:
     """How to run one section alone."""
-    return f"`.venv/bin/python -m experiments.paper --only {only}`\n"
+    return f"`python -m studies.paper.run --only {only}`\n"

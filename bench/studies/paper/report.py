@@ -47,15 +47,18 @@ HEAD = """# The paper's evaluation, simulated, and what beats it
 
 
 def write(path: Path, scale: Scale, plan: Plan, results: Results) -> None:
-    """The page, its pictures in a folder of its name, and its figures as JSON."""
-    report = Report(scale, results, Pictures(path.with_suffix(""), path))
-    made_by = "make paper" if scale.name == "short" else "make paper-full"
+    """The page, its pictures and its figures as JSON."""
+    report = Report(scale, results, Pictures(path.with_name("pictures"), path))
+    made_by = "make paper" if scale.name == "short" else "make -C bench paper-full"
     parts = [HEAD.format(command=made_by, profile=PROFILE, extent=_extent(scale, plan, results))]
     parts += ["## Which of the paper's findings show\n\n", effects.as_table(results)]
     for section in SECTIONS:
         parts.append(f"\n## {section.title}\n\n{command(section.name)}\n{section.write(report)}")
     write_atomic(path, "".join(parts))
-    write_atomic(path.with_suffix(".json"), json.dumps(_figures(results), indent=1) + "\n")
+    write_atomic(
+        path.with_name("results.json" if scale.name == "short" else "full.json"),
+        json.dumps(_figures(results), indent=1) + "\n",
+    )
 
 
 def _extent(scale: Scale, plan: Plan, results: Results) -> str:

@@ -4,9 +4,9 @@ import ast
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
-import streamrag
 from streamrag.bench.cell import CellSettings
 from streamrag.bench.report.comparison import Pool
 from streamrag.bench.runner import CellFailed, run_cells
@@ -20,33 +20,34 @@ from .progress import Progress
 from .ways import Way
 
 SIMULATOR = (
-    "core.py",
-    "records.py",
-    "engine",
-    "backends/simulated",
-    "backends/vllm",
-    "trace/generate*.py",
-    "bench/arms.py",
-    "bench/request_results.py",
-    "bench/simulate.py",
-    "bench/simulated_step_times.py",
-    "bench/virtual_time.py",
-    "bench/workload.py",
+    "streamrag.core",
+    "streamrag.records",
+    "streamrag.engine",
+    "streamrag.backends.simulated",
+    "streamrag.backends.vllm",
+    "streamrag.trace.generate",
+    "streamrag.bench.arms",
+    "streamrag.bench.request_results",
+    "streamrag.bench.simulate",
+    "streamrag.bench.simulated_step_times",
+    "streamrag.bench.virtual_time",
+    "streamrag.bench.workload",
 )
-"""What a cell's result depends on, in the package."""
+"""Modules and packages on which a cell's result depends."""
 
 
 def code_hash() -> str:
     """Of the code that cells run, but for its comments: results of other code are others. 12 hexadecimal digits."""
-    package = Path(streamrag.__file__).parent
     found = hashlib.sha256()
-    for pattern in SIMULATOR:
-        for path in sorted(package.glob(pattern)):
-            for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-                if file.suffix == ".py":
-                    found.update(ast.dump(ast.parse(file.read_text())).encode())
-                elif file.suffix == ".json":
-                    found.update(file.read_bytes())
+    for name in SIMULATOR:
+        spec = find_spec(name)
+        assert spec is not None, name
+        path = Path(str(spec.origin))
+        for file in sorted(path.parent.rglob("*")) if spec.submodule_search_locations else [path]:
+            if file.suffix == ".py":
+                found.update(ast.dump(ast.parse(file.read_text())).encode())
+            elif file.suffix == ".json":
+                found.update(file.read_bytes())
     return found.hexdigest()[:12]
 
 

@@ -1,6 +1,6 @@
 """Runs the cells of the paper's evaluation and of ours beside it, and writes the report.
 
-    .venv/bin/python -m experiments.paper [--scale full] [--only SECTION,...] [--report FILE]
+    python -m studies.paper.run [--scale full] [--only SECTION,...] [--report FILE]
 
 Finished cells stay in a folder that is named after the code they ran, and the same command goes on there.
 """
@@ -13,29 +13,29 @@ from pathlib import Path
 
 from streamrag.bench.store import CellStore
 from streamrag.cli.output import Output
+from studies.folders import KEPT
 
 from . import report
 from .plan import FULL, SHORT, Plan, Scale, in_order, make_plan, total_s
 from .results import code_hash, read, run
 
 SCALES = {scale.name: scale for scale in (SHORT, FULL)}
-RESULTS = Path(__file__).parent.parent / "results"
-REPORTS = {"short": RESULTS / "paper.md", "full": RESULTS / "paper-full.md"}
+REPORTS = {"short": Path(__file__).with_name("README.md"), "full": Path(__file__).with_name("full.md")}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.paper", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m studies.paper.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--scale", choices=SCALES, default="short", help="default: %(default)s")
     names = ", ".join(section.name for section in report.SECTIONS)
     add("--only", default="", metavar="NAME,...", help=f"run the cells of these sections only: {names}")
-    add("--report", type=Path, metavar="FILE", help="default: paper.md or paper-full.md in experiments/results")
+    add("--report", type=Path, metavar="FILE", help="default: README.md or full.md beside this file")
     add("--queries", type=int, metavar="N", help="at most so many queries a cell: to try it out")
     add("--seeds", type=int, metavar="N", help="at most so many seeds a point: to try it out")
     add("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    add("--output", type=Path, default=Path("bench-results/paper"), metavar="FOLDER", help="default: %(default)s")
+    add("--output", type=Path, default=KEPT / "paper", metavar="FOLDER", help="default: %(default)s")
     add("--plan", action="store_true", help="only say how many cells there are, and how long they take")
     add("--write", action="store_true", help="only write the report of what is there")
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
 """Runs cells from all sections of the paper's evaluation, and writes a digest of each cell's numbers.
 
-    .venv/bin/python -m experiments.paper.sample [--cells 60] [--json FILE] [--against FILE]
+    python -m studies.paper.sample [--cells 60] [--json FILE] [--against FILE]
 
 Two such files are equal when the simulated scheduler made the same decisions: with two versions of our code, or with
 two releases of vLLM. `--against` prints the cells whose numbers differ from another file's.
@@ -17,6 +17,7 @@ from pathlib import Path
 from streamrag.bench.cell import CellSettings
 from streamrag.bench.store import CellStore, read_cell
 from streamrag.cli.output import Output
+from studies.folders import KEPT
 
 from . import report
 from .plan import SHORT, expected_s, make_plan
@@ -58,7 +59,7 @@ def main() -> int:
     arguments = parse()
     console = Output()
     cells = sampled_cells(arguments.cells, arguments.queries)
-    store = CellStore(Path("bench-results/paper-sample") / code_hash())
+    store = CellStore(KEPT / "paper-sample" / code_hash())
     if failed := run(sorted(cells, key=expected_s, reverse=True), store, arguments.processes):
         raise SystemExit(f"{len(failed)} cells failed; the same command tries them again")
     digests = {json.dumps(asdict(cell), sort_keys=True): digest_of(store.path(cell)) for cell in cells}

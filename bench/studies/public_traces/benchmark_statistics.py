@@ -1,6 +1,6 @@
 """Make the statistics of the public benchmark: quantile tables of public traces and of retrieval.
 
-    python -m experiments.public_traces.benchmark_statistics --ragpulse FOLDER --mooncake FILE --azure FILE
+    python -m studies.public_traces.benchmark_statistics --ragpulse FOLDER --mooncake FILE --azure FILE
 
 The traces are the user's copies of RAGPulse (flashserve/RAGPulse), Mooncake (kvcache-ai/Mooncake) and Azure
 (Azure/AzurePublicDataset). Only their quantiles are written, to streamrag/bench/public/statistics.json.
@@ -13,17 +13,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from streamrag.bench import public
 from streamrag.bench.summary import percentile
 from streamrag.support.files import write_atomic
 from streamrag.trace.generate import generate
 from streamrag.trace.read import read_trace
 from streamrag.trace.statistics import describe
 from streamrag.trace.values import Trace, chunks_of
+from studies.folders import TRACES
 
 from .production import read_azure_llm, read_mooncake
 
-ROOT = Path(__file__).resolve().parents[2]
-OUTPUT = ROOT / "streamrag" / "bench" / "public" / "statistics.json"
+OUTPUT = Path(public.__file__).with_name("statistics.json")
 RANKS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 WINDOW_S = 600.0
 """Gaps are compared with the mean gap of their ten minutes: nights and weekends are no part of a load's shape."""
@@ -118,7 +119,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, required=True, metavar="PATH")
     parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FILE")
     arguments = parser.parse_args()
-    recorded: Callable[[str], Trace] = lambda name: read_trace(ROOT / "traces" / f"{name}.jsonl.gz")  # noqa: E731
+    recorded: Callable[[str], Trace] = lambda name: read_trace(TRACES / f"{name}.jsonl.gz")  # noqa: E731
     made = {
         "format": 1,
         "ranks": RANKS,

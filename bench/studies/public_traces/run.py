@@ -1,9 +1,9 @@
 """Make a trace of streamrag from a public trace, read as it is.
 
-    python -m experiments.public_traces mooncake conversation_trace.jsonl --output FILE
-    python -m experiments.public_traces azure-llm AzureLLMInferenceTrace_conv.csv --output FILE
-    python -m experiments.public_traces stream2llm-crawler FOLDER --output FILE [--tokenizer MODEL]
-    python -m experiments.public_traces stream2llm-anns query_trace_map_5k.json --output FILE [--corpus FOLDER]
+    python -m studies.public_traces.run mooncake conversation_trace.jsonl --output FILE
+    python -m studies.public_traces.run azure-llm AzureLLMInferenceTrace_conv.csv --output FILE
+    python -m studies.public_traces.run stream2llm-crawler FOLDER --output FILE [--tokenizer MODEL]
+    python -m studies.public_traces.run stream2llm-anns query_trace_map_5k.json --output FILE [--corpus FOLDER]
 
 A broken row is an error that names the file and the line.
 """

@@ -1,8 +1,8 @@
 """Two replicas of a tiny engine on Ray Serve: what is lost when one is killed, and what Ray costs.
 
-    python experiments/ray_replicas.py demo                  kills a replica under load, by its process id
-    python experiments/ray_replicas.py costs [--json FILE]   what Ray itself costs, with engines that answer at once
-    python experiments/ray_replicas.py holds [--json FILE]   what choosing takes and an open stream holds, without Ray
+    python -m studies.ray.run demo                  kills a replica under load, by its process id
+    python -m studies.ray.run costs [--json FILE]   what Ray itself costs, with engines that answer at once
+    python -m studies.ray.run holds [--json FILE]   what choosing takes and an open stream holds, without Ray
 
 Random weights: the answers mean nothing, the work is real. Linux only: the replica is killed by a signal.
 """
@@ -255,7 +255,7 @@ async def demo(folder: str) -> None:
 def provenance(command: str) -> dict[str, Any]:
     """How figures came to be."""
     return {
-        "command": f"python experiments/ray_replicas.py {command}",
+        "command": f"python -m studies.ray.run {command}",
         "versions": versions() | installed_versions("ray"),
     }
 

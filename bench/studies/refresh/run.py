@@ -1,6 +1,6 @@
 """Does retrieval in mid-answer help a small model with questions that need two documents?
 
-    python experiments/refresh.py [--taught] [--questions N] [--json FILE]
+    python -m studies.refresh.run [--taught] [--questions N] [--json FILE]
 
 Sixteen questions about things that do not exist: one document names a person, company or place, another one says what
 is asked of it, under that name only. A search by rare words takes .1 s, and finds the first document for the question,

@@ -1,6 +1,6 @@
 """How many of 30 plain questions about other projects' documentation do the passages of a search answer?
 
-    python experiments/retrieval.py [--packages FOLDER] [--keep FOLDER] [--docs NAME] [--only SETTING] [--model FOLDER]
+    python -m studies.retrieval.run [--packages FOLDER] [--keep FOLDER] [--docs NAME] [--only SETTING] [--model FOLDER]
                                     [--json FILE]
 
 Each file in retrieval_questions/ names pages of a Debian package and asks 30 questions about them, each with the
@@ -51,7 +51,7 @@ from streamrag.support.files import write_atomic
 from streamrag.testing import ScriptedSource
 from studies.demo_model.run import CITED, MAX_TOKENS, has_words
 
-QUESTIONS = Path(__file__).with_name("retrieval_questions")
+QUESTIONS = Path(__file__).with_name("questions")
 CHOOSING, TESTING = ("postgresql-doc", "python3-doc"), ("apache2-doc",)
 LATE = "late-interaction"
 NUM_AT_ONCE = 8  # questions that the model answers
@@ -269,7 +269,7 @@ def main() -> int:
         results = asyncio.run(run(arguments, arguments.keep or Path(temporary)))
     console.print(table_of(results))
     if arguments.json:
-        as_json = {"command": "make bench-retrieval", "date": date.today().isoformat(), "versions": versions()}
+        as_json = {"command": "make -C bench retrieval", "date": date.today().isoformat(), "versions": versions()}
         write_atomic(arguments.json, json.dumps(as_json | {"results": results}, indent=1) + "\n")
     return 0
 

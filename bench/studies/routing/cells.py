@@ -13,6 +13,7 @@ from streamrag.routing import Router
 from streamrag.routing.basic_routers import ConsistentHash, RoundRobin
 from streamrag.routing.prefix_index import PrefixIndex
 from streamrag.routing.soonest import OPEN_TOKENS, Soonest
+from studies.folders import ROOT
 
 from .fleet import FAULTS, Engine, simulate
 from .lean import LeanEngine
@@ -65,9 +66,9 @@ def digest(path: Path) -> str:
 
 def code_digest() -> str:
     """Of the code that decides what a run gives: runs of other code are not kept."""
-    root, found = Path(__file__).parents[2], hashlib.sha256()
+    found = hashlib.sha256()
     folders = ("streamrag/routing", "streamrag/engine", "streamrag/backends/simulated", "streamrag/backends/vllm")
-    files = [path for folder in folders for path in (root / folder).rglob("*.py")]
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     files += [
         Path(__file__).with_name(f"{name}.py")
         for name in ("cells", "fleet", "lean", "loads", "prefix_affinity", "queue_routers", "whole")

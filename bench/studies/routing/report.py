@@ -1,4 +1,4 @@
-"""Tables and pictures of the results, for a terminal and for experiments/studies/routing.md."""
+"""Tables and pictures of the results, for a terminal and for bench/studies/routing/README.md."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Grid:
     """A table: a line for each router, a column for each load or fleet."""
 
     name: str
-    """In experiments/studies/routing.md it stands behind a comment with this name; empty: only in a terminal."""
+    """In bench/studies/routing/README.md it stands behind a comment with this name; empty: only in a terminal."""
     title: str
     corner: str
     header: Sequence[str]

@@ -1,6 +1,6 @@
 """Routers on simulated replicas: time to the first token, cache hits and balance, in virtual time.
 
-    .venv/bin/python -m experiments.routing [--scale S] [--mooncake FILE] [--azure FILE] [--json FILE] [--plot FILE]
+    python -m studies.routing.run [--scale S] [--mooncake FILE] [--azure FILE] [--json FILE] [--plot FILE]
 
 Two, eight and 64 replicas with the profile of two A40s and Llama 3.1 8B each, driven by the routers that run in
 production. Without the files of the traces, arrivals are generated in their likeness. Finished runs stay in a file,
@@ -20,6 +20,7 @@ from rich.progress import Progress
 
 from streamrag.bench.provenance import versions
 from streamrag.support.files import write_atomic
+from studies.folders import KEPT
 from studies.page_tables import with_tables
 
 from .cells import KV_TOKENS, PROFILE, RATES, Cell, cells, code_digest, digest, run_cell
@@ -28,14 +29,14 @@ from .report import draw, show, tables
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.routing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m studies.routing.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--scale", type=float, default=1.0, help="stretches the number of queries of each run (default: 1)")
     add("--mooncake", type=Path, metavar="FILE", help="Mooncake's conversation_trace.jsonl")
     add("--azure", type=Path, metavar="FILE", help="Azure's AzureLLMInferenceTrace_conv.csv")
     add("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    add("--output", type=Path, default=Path("bench-results/routing.jsonl"), metavar="FILE", help="default: %(default)s")
+    add("--output", type=Path, default=KEPT / "routing.jsonl", metavar="FILE", help="default: %(default)s")
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     add("--plot", type=Path, metavar="FILE", help="draw a PNG there")
     add("--docs", type=Path, metavar="FILE", help="write the tables into that page, behind comments with their names")
@@ -77,7 +78,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             lines.flush()
             progress.advance(task)
     return {
-        "command": f"python -m experiments.routing --scale {arguments.scale:g}",
+        "command": f"python -m studies.routing.run --scale {arguments.scale:g}",
         "profile": PROFILE,
         "kv_tokens": KV_TOKENS,
         "queries_per_s_and_replica": RATES,

@@ -1,6 +1,6 @@
 """What HTTP costs, how many streams are held, what happens at twice saturation, and what a soak leaves behind.
 
-    python experiments/serve_load.py [--json FILE] [--soak-s 60] [--idle 1000] [--only scripted|engine]
+    python -m studies.serve.run [--json FILE] [--soak-s 60] [--idle 1000] [--only scripted|engine]
 
 The service runs in a process of its own, with a scripted backend that computes nothing, or with vLLM and a tiny model
 with random weights; this process asks it with OpenAI's client, over sockets on loopback.

@@ -1,6 +1,6 @@
 """When a few answers are told apart, how many forward passes does the early exit save, and is its answer another?
 
-    python experiments/early_exit.py [--dtype D] [--model FOLDER] [--json FILE]
+    python -m studies.sessions.early_exit [--dtype D] [--model FOLDER] [--json FILE]
 
 Sixty questions, half about log lines and half about what was said in a meeting, half of them yes-or-no and half with
 three answers, in the prompts of a session, asked of the demo's model (SmolLM2, 135 M) on the real engine. The full
@@ -256,7 +256,12 @@ def main() -> None:
         table = asyncio.run(measure(model, arguments.dtype))
     show(table)
     if arguments.json:
-        made = {"command": "make bench-early-exit", "dtype": arguments.dtype, "versions": versions(), "results": table}
+        made = {
+            "command": "make -C bench early-exit",
+            "dtype": arguments.dtype,
+            "versions": versions(),
+            "results": table,
+        }
         write_atomic(arguments.json, json.dumps(made, indent=1) + "\n")
 
 

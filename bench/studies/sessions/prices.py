@@ -1,4 +1,4 @@
-"""What experiments with sessions ask about: samples of prices and six questions, as in arXiv 2605.13784, section 4."""
+"""What studies of sessions ask about: samples of prices and six questions, as in arXiv 2605.13784, section 4."""
 
 import random
 import re

@@ -1,6 +1,6 @@
 """What a session's questions take while its context grows, and beside plain requests and sessions of vLLM's own.
 
-    python experiments/sessions.py [--cycles N] [--json FILE] [--model FOLDER]
+    python -m studies.sessions.real [--cycles N] [--json FILE] [--model FOLDER]
 
 After the evaluation of arXiv 2605.13784, on a real engine (`sessions_simulated.py` has the same on GPUs):
 

@@ -1,6 +1,6 @@
 """What a session's questions take on GPUs, in virtual time: vLLM's own scheduler and KV cache manager, no model.
 
-    python experiments/sessions_simulated.py [--tables NAMES] [--devices NAMES] [--policy NAME] [--json FILE]
+    python -m studies.sessions.simulated [--tables NAMES] [--devices NAMES] [--policy NAME] [--json FILE]
         [--plot FILE]
 
 The sessions are those of streamrag, on a simulated engine: two H200 (`h200-llama8b-tp2`), and one L40S (`l40s-llama8b`,
@@ -282,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = before | {device: before.get(device, {}) | tables for device, tables in measured.items()}
     if arguments.json:
         made = {
-            "command": "make bench-sessions",
+            "command": "make -C bench sessions",
             "profiles": DEVICES,
             "num_output_tokens": NUM_OUTPUT_TOKENS,
             "published_ms": PUBLISHED_MS,

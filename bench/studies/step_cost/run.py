@@ -1,6 +1,6 @@
 """The cost of planning: microseconds that our `schedule` takes over vLLM's own, with 50 and 500 requests.
 
-    python experiments/step_cost.py [--policies NAMES] [--json FILE]
+    python -m studies.step_cost.run [--policies NAMES] [--json FILE]
 
 vLLM's real scheduler and KV cache manager, no model, one process. Both schedulers take turns, step by step; what is
 measured is the thread's CPU time. Where other programs share caches and cores, that doubles at times; so the target is
@@ -223,7 +223,7 @@ def main() -> None:
     )
     if arguments.json:
         made = {
-            "command": "make bench-step",
+            "command": "make -C bench step-cost",
             "date": date.today().isoformat(),
             "num_rounds": arguments.rounds,
             "machine": machine(),

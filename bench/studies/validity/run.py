@@ -1,6 +1,6 @@
 """Does the simulator agree with the engine? The same loads on a real CPU engine and on its simulation, side by side.
 
-    python experiments/validity.py [--json FILE] [--profile FILE]
+    python -m studies.validity.run [--json FILE] [--profile FILE]
 
     pass ─▶ load ─▶ pass ─▶ load ─▶ pass ...     a pass measures steps; each load is simulated with a profile of all
             not     │       warming              passes, as slow as the machine was in the two beside it
@@ -276,7 +276,7 @@ def span(values: Sequence[float]) -> str:
 
 def write(path: Path, found: Measured[Arm], rows: list[dict[str, Any]]) -> None:
     made = {
-        "command": "make bench-validity",
+        "command": "make -C bench validity",
         "machine": {"system": f"{platform.system()} {platform.machine()}", "num_cpus": os.cpu_count()},
         "model": MODEL,
         "qps": found.qps,

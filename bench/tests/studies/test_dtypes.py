@@ -1,4 +1,4 @@
-"""Experiments, and examples that compare answers, name the dtype of their engines: equal bfloat16 answers are luck."""
+"""Studies, and examples that compare answers, name the dtype of their engines: equal bfloat16 answers are luck."""
 
 import ast
 from collections.abc import Iterator
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MAKERS = {"VllmBackend", "EngineArgs", "AsyncEngineArgs", "LLM"}
 CHOOSE_NOTHING = {"ask_the_web", "langgraph_tools", "own_policy", "push_tokens", "watch_a_log", "wrap_a_function"}
 """Examples that compare no answers, with a model of the reader's: the engine's dtype is the best one."""
 EXAMPLES = sorted(ROOT.glob("examples/**/*.py"))
 COMPARING = [
-    *sorted(ROOT.glob("experiments/**/*.py")),
+    *sorted(ROOT.glob("bench/studies/**/*.py")),
     *(path for path in EXAMPLES if path.stem not in CHOOSE_NOTHING),
 ]
 
@@ -32,7 +32,7 @@ def engine_calls(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 @pytest.mark.parametrize("path", COMPARING, ids=lambda path: "-".join(path.relative_to(ROOT).with_suffix("").parts))
-def test_every_engine_of_an_experiment_names_its_dtype(path: Path) -> None:
+def test_every_engine_of_a_study_names_its_dtype(path: Path) -> None:
     for call in engine_calls(ast.parse(path.read_text())):
         assert {keyword.arg for keyword in call.keywords} & {"dtype", None}, f"{path.name}, line {call.lineno}"
 

@@ -46,7 +46,7 @@ def write(report: Report) -> str:
         "How many times as long it takes without each part, P50/P95/P99, and how much longer the engine computes; more "
         f"than 1: the part helps. Seeds {seeds}. Parts that decide about memory are left out (–) where nobody is "
         "evicted."
-        + (f" Not simulated here: {'; '.join(missing)} (`make paper-full`)." if missing else "")
+        + (f" Not simulated here: {'; '.join(missing)} (`make -C bench paper-full`)." if missing else "")
         + (f" No part of the default, and so left out: {', '.join(same)}." if same else "")
         + f" Rules that no option switches off alone: {'; '.join(NOT_ALONE)}.\n\n"
         + table(["", *names, "ours/floor"], _rows(report))

@@ -187,8 +187,8 @@ def write(report: Report) -> str:
             num_left=4,
         ),
         "\n### What took no part in tuning\n\nRates with seeds that took no part either"
-        f"{'' if of_seeds else ' (those seeds at the points above: `make paper-full`)'}. P50/P95/P99; in brackets with "
-        "the token budget that suits the baseline best"
+        f"{'' if of_seeds else ' (those seeds at the points above: `make -C bench paper-full`)'}. P50/P95/P99; in "
+        "brackets with the token budget that suits the baseline best"
         f"{'' if report.scale.has_all_ways else ', of not streaming, FCFS and LCAS'}.\n\n",
         table(["", *columns], _held_out_rows([*held_out, *of_seeds], [*held_out_best, *of_seeds])),
         "\n### An engine that plans no step ahead\n\nThe paper's FCFS on it, P50/P95/P99 in seconds, beside FCFS and "
@@ -221,7 +221,7 @@ def _explained(report: Report) -> str:
         f"better of 2,048 and 8,192 at each percentile{less}. The *floor* is the request alone on the engine, and the "
         "*bound* what no schedule gets below that knows the future, evicts nothing and computes nothing in vain, each "
         "percentile taken apart: a schedule may leave the longest requests lying to have a better P95, so that the "
-        "bounds of two percentiles are not reached together (the proof: experiments/paper/bound.py). Percentiles are "
+        "bounds of two percentiles are not reached together (the proof: bound.py). Percentiles are "
         f"of all requests of all seeds.{seeds}\n\n"
     )
 

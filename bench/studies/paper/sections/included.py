@@ -1,7 +1,6 @@
-"""Figures that other experiments have measured, if their results are there."""
+"""Figures that other studies have measured, if their results are there."""
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ MOST_ROWS = 40
 
 
 class Included(NamedTuple):
-    """Results of one experiment: `NAME.json`, with rows of figures in "results", and pictures `NAME*.png`."""
+    """A study beside this one: its results, with rows of figures in "results", and its pictures."""
 
     name: str
     title: str
@@ -67,8 +66,10 @@ def sorting_published(values: Mapping[str, Any]) -> str:
 
 
 INCLUDED = (
-    Included("k_lpm", "k-LPM: P99 TTFT by rate of arrivals (arXiv 2502.04677)", "make bench-k-lpm", k_lpm_published),
-    Included("step_cost", "What planning a step costs with 50 and 500 requests", "make bench-step", sorting_published),
+    Included("k_lpm", "k-LPM: P99 TTFT by rate of arrivals (arXiv 2502.04677)", "make -C bench k-lpm", k_lpm_published),
+    Included(
+        "step_cost", "What planning a step costs with 50 and 500 requests", "make -C bench step-cost", sorting_published
+    ),
 )
 WHY_PLANNING_MISSED = {
     "k_lpm": "it asks the prefix cache for every waiting prompt in every step, and sorts by age and by prefix anew",
@@ -78,7 +79,7 @@ WHY_PLANNING_MISSED = {
 
 
 def write(report: Report) -> str:
-    folder = report.pictures.report.parent
+    folder = report.pictures.report.parent.parent
     return "\n".join(part for each in INCLUDED for part in _parts(each, folder))
 
 
@@ -88,17 +89,17 @@ def _parts(of: Included, folder: Path) -> Iterator[str]:
     if not values:
         yield f"*Not measured yet: `{of.how}` writes it.*\n"
         return
-    written = f"From [{of.name}.json]({of.name}.json), which `{values.get('command', of.how)}` writes. "
+    written = f"From [its results](../{of.name}/results.json), which `{values.get('command', of.how)}` writes. "
     yield (written + of.beside(values)).rstrip() + "\n"
-    for picture in sorted([*folder.glob(f"{of.name}*.png"), *(folder / of.name).glob("*.png")]):
-        yield f"![{of.title}]({os.path.relpath(picture, folder)})\n"
+    for picture in sorted((folder / of.name).glob("*.png")):
+        yield f"![{of.title}](../{of.name}/{picture.name})\n"
     yield "".join(f"{' ' * (len(line) - len(line.lstrip()))}- {line.lstrip()}\n" for line in values.get("verdicts", ()))
     yield rows_table(values.get("results"))
 
 
 def results_of(name: str, folder: Path) -> Mapping[str, Any]:
-    """Nothing if the experiment was not run."""
-    path = folder / f"{name}.json"
+    """Nothing if the study was not run."""
+    path = folder / name / "results.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
@@ -112,7 +113,7 @@ def planning(folder: Path) -> str:
     worst = max(rows, key=lambda row: row["more_us"] / row["most_more_us"])
     return (
         "Planning a step, at most 100 and 500 us more with 50 and 500 requests than stock: met in "
-        f"{len(rows) - len(missed)} of {len(rows)} rows of [step_cost.json](step_cost.json), at worst "
+        f"{len(rows) - len(missed)} of {len(rows)} rows of [its study](../step_cost/results.json), at worst "
         f"{worst['more_us']:,.0f} us with {worst['num_requests']}"
         + (f". Missed: {'; '.join(missed)}" if missed else "")
         + f". Measured on {measured['date']}.\n"
@@ -145,4 +146,4 @@ def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else figure_text(value)
 
 
-SECTION = Section("included", "From other experiments", nothing, write)
+SECTION = Section("included", "From other studies", nothing, write)

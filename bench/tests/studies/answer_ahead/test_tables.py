@@ -9,7 +9,7 @@ from studies.page_tables import table, with_tables
 
 def test_the_tables_of_the_page_are_those_of_the_results() -> None:
     text = PAGE.read_text()
-    assert with_tables(text, page_tables()) == text, "run experiments/answer_ahead_tables.py"
+    assert with_tables(text, page_tables()) == text, "run bench/studies/answer_ahead/tables.py"
 
 
 def test_a_table_is_written_behind_its_comment_and_nothing_else_changes() -> None:

@@ -1,4 +1,4 @@
-"""What `make bench-bfloat16` counts."""
+"""What `make -C bench exactness` counts."""
 
 from itertools import pairwise
 from types import SimpleNamespace

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
-RESULTS = ROOT / "experiments" / "results"
+ROOT = Path(__file__).parents[4]
+STUDIES = ROOT / "bench" / "studies"
 ROWS = {
     "crawls, 4 a second": "crawler 4 QPS",
     "searches, 2 a second": "anns-last 2 QPS",
@@ -20,7 +20,7 @@ def page(name: str) -> str:
 
 def results(point: str) -> dict[str, dict[str, Any]]:
     """Return the results of a load with all seeds, by way of scheduling."""
-    rows = json.loads((RESULTS / "paper.json").read_text())["results"]
+    rows = json.loads((STUDIES / "paper" / "results.json").read_text())["results"]
     return {row["way"]: row for row in rows if row["point"] == point and row["kind"] == "all seeds"}
 
 
@@ -43,14 +43,16 @@ def test_the_first_table_is_that_of_the_report() -> None:
 
 
 def test_the_last_token_with_drafts_is_that_of_the_benchmark() -> None:
-    found = json.loads((RESULTS / "answer_ahead.json").read_text())["loads"]["five passages, appended within 9 s"]
+    found = json.loads((STUDIES / "answer_ahead" / "results.json").read_text())["loads"][
+        "five passages, appended within 9 s"
+    ]
     for name, figure in (("first, median", "first_s_p50"), ("last, median", "last_s_p50"), ("last, P95", "last_s_p95")):
         row = f"| {name} | {found[f'{figure}_without']:.2f} | {found[f'{figure}_ahead']:.2f} |"
         assert row in page("README.md"), row
 
 
 def test_who_waits_for_longer_is_told() -> None:
-    section = (RESULTS / "paper.md").read_text().partition("## Request by request")[2].partition("\n## ")[0]
+    section = (STUDIES / "paper" / "README.md").read_text().partition("## Request by request")[2].partition("\n## ")[0]
     lines = [[part.strip() for part in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
     rows = {(row[0], row[1]): dict(zip(lines[0], row, strict=True)) for row in lines[2:]}
     crawls, searches = (rows[point, "not streaming"] for point in ("crawler 4 QPS", "anns-last 2 QPS"))

@@ -3,11 +3,12 @@ import json
 from pathlib import Path
 
 from rich.console import Console
+from studies import routing
 from studies.routing.cells import ROUTERS, Cell, run_cell
 from studies.routing.report import _largest, draw, show
 from studies.routing.run import read
 
-RESULTS = Path(__file__).parents[3] / "experiments" / "results" / "routing.json"
+RESULTS = Path(routing.__file__).with_name("results.json")
 
 
 def test_the_committed_figures_can_be_shown_and_drawn(tmp_path):

@@ -1,7 +1,7 @@
 """Put what `make demo` measured into the picture docs/timeline.svg, README.md, and the tables of two pages.
 
-    make demo && cp .demo/results.json experiments/results/demo.json
-    python scripts/demo_figures.py [--check]  # or `make demo-figures`
+    make demo && cp .demo/results.json bench/studies/demo/results.json
+    python -m studies.demo.figures [--check]  # or `make -C bench demo-figures`
 
 The picture shows one recorded crawl, streaming above and not streaming below: of all pairs, the one with the median
 speedup. With `--check`, writes nothing, and exits with 1 if anything would change.
@@ -15,17 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "examples"))
 
 from demo_comparison import interval  # noqa: E402
 
-RESULTS = ROOT / "experiments" / "results" / "demo.json"
-LIVE_SEARCH = ROOT / "experiments" / "results" / "near_end.json"
+RESULTS = Path(__file__).with_name("results.json")
+LIVE_SEARCH = Path(__file__).with_name("near_end.json")
 """The demo's search with its reranker, on the model's cores. The demo's pairs replay it, and compute no ranking."""
 PICTURE = ROOT / "docs" / "timeline.svg"
 README = ROOT / "README.md"
-TABLES = (ROOT / "docs" / "benchmarks.md", ROOT / "experiments" / "studies" / "demo.md")
+TABLES = (ROOT / "docs" / "benchmarks.md", Path(__file__).with_name("README.md"))
 """Pages whose section "The demo" has a table of these figures."""
 LABELS = {
     "from the question": "ttft_s",
@@ -158,7 +158,7 @@ def main() -> int:
     stale = [path for path, text in texts.items() if path.read_text() != text]
     if sys.argv[1:] == ["--check"]:
         for path in stale:
-            print(f"{path.relative_to(ROOT)} has other figures: run `python scripts/demo_figures.py`")
+            print(f"{path.relative_to(ROOT)} has other figures: run `python -m studies.demo.figures`")
         return 1 if stale else 0
     for path in stale:
         path.write_text(texts[path])
