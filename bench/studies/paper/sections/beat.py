@@ -172,7 +172,7 @@ def write(report: Report) -> str:
         _explained(report),
         "### Targets\n\n",
         table(head, _targets(found, best, held_out, held_out_best)),
-        "\n" + planning(report.pictures.report.parent),
+        "\n" + planning(report.pictures.report.parent.parent),
         "\n### Seconds\n\n`ttft_after_retrieval_s`, P50/P90/P95/P99/longest.\n\n",
         table(["", "seeds", "ours", "FCFS", "envelope", "not streaming", "floor", "bound"], map(_seconds_row, found)),
         f"\n### How many times as fast as\n\nP50/P95/P99. {brackets} Busy time is over that of not streaming with the "

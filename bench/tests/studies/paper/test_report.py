@@ -28,8 +28,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """Made-up results of every cell, of few requests each."""
     scale = scaled(SHORT, 25, None)
     pools = {key: Pool(tuple(digest(made_result(c)) for c in cells)) for key, cells in plan_of(scale, ()).items()}
-    folder = tmp_path_factory.mktemp("paper")
-    return Report(scale, Results(pools), Pictures(folder / "paper", folder / "paper.md"))
+    folder = tmp_path_factory.mktemp("studies") / "paper"
+    folder.mkdir()
+    return Report(scale, Results(pools), Pictures(folder / "pictures", folder / "README.md"))
 
 
 def test_pooled_figures_are_percentiles_of_all_requests_of_all_seeds(small: Report) -> None:
@@ -98,8 +99,8 @@ def test_the_report_has_every_section_and_all_pictures(small: Report) -> None:
     assert "simulated yet" not in text
     for section in report.SECTIONS:
         assert f"## {section.title}\n" in text
-    shown = [part.partition(")")[0] for part in text.split("](paper/")[1:]]
-    assert sorted(shown) == sorted(found.name for found in (path.parent / "paper").iterdir())
+    shown = [part.partition(")")[0] for part in text.split("](pictures/")[1:]]
+    assert sorted(shown) == sorted(found.name for found in (path.parent / "pictures").iterdir())
     assert len(shown) == len(set(shown))
 
 
@@ -133,7 +134,7 @@ def test_every_effect_comes_to_a_verdict(small: Report) -> None:
         assert found.figures
 
 
-def test_results_of_other_experiments_become_a_table_if_they_are_rows() -> None:
+def test_results_of_other_studies_become_a_table_if_they_are_rows() -> None:
     rows = [{"k": 1, "p99_s": 0.51234, "all": [1]}, {"k": 2, "p99_s": None, "all": []}]
     assert included.rows_table(rows).splitlines()[2:] == ["| 1 | 0.512 |", "| 2 | – |"]
     assert included.rows_table({"not": "rows"}) == ""
@@ -142,6 +143,8 @@ def test_results_of_other_experiments_become_a_table_if_they_are_rows() -> None:
 
 def test_a_plan_that_takes_too_long_is_named(tmp_path: Path) -> None:
     assert "not measured" in included.planning(tmp_path)
+    results = tmp_path / "step_cost" / "results.json"
+    results.parent.mkdir()
     rows = [
         {
             "num_requests": num,
@@ -153,12 +156,12 @@ def test_a_plan_that_takes_too_long_is_named(tmp_path: Path) -> None:
         }
         for num, us, most in ((50, 40.0, 100.0), (500, 610.0, 500.0))
     ]
-    (tmp_path / "step_cost.json").write_text(json.dumps({"date": "2026-12-01", "results": rows}))
+    results.write_text(json.dumps({"date": "2026-12-01", "results": rows}))
     told = included.planning(tmp_path)
     assert "met in 1 of 2" in told
     assert "at worst 610 us with 500. Missed: 500 requests, all, fcfs (610 us)." in told
     rows[1] |= {"policy": "k_lpm(4)", "way": "a way"}
-    (tmp_path / "step_cost.json").write_text(json.dumps({"date": "2026-12-01", "results": rows}))
+    results.write_text(json.dumps({"date": "2026-12-01", "results": rows}))
     later = included.planning(tmp_path)
     assert "all, k_lpm(4), a way (610 us: it asks the prefix cache" in later
     assert later.endswith(". Measured on 2026-12-01.\n")

@@ -4,8 +4,9 @@ from pathlib import Path
 
 from rich.console import Console
 from studies import routing
+from studies.page_tables import with_tables
 from studies.routing.cells import ROUTERS, Cell, run_cell
-from studies.routing.report import _largest, draw, show
+from studies.routing.report import _largest, draw, show, tables
 from studies.routing.run import read
 
 RESULTS = Path(routing.__file__).with_name("results.json")
@@ -20,6 +21,11 @@ def test_the_committed_figures_can_be_shown_and_drawn(tmp_path):
     assert all(size in shown for size in ("2 replicas", "8 replicas", "one slow", "one killed, trees", "64 replicas"))
     draw(tmp_path / "picture.png", rows)
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_tables_of_the_page_are_those_of_the_results():
+    page = RESULTS.with_name("README.md").read_text()
+    assert with_tables(page, tables(json.loads(RESULTS.read_text())["results"])) == page
 
 
 def test_a_run_of_few_queries_is_not_shown_for_one_of_many():
