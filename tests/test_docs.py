@@ -142,9 +142,9 @@ def test_examples_of_docstrings_are_true(path: Path) -> None:
 @pytest.mark.parametrize(
     "page", ["web-crawling", "vector-search", "ivf-search", "hybrid-search", "postgres", "updates", "mcp"]
 )
-def test_the_page_of_a_source_says_when_to_use_it_its_options_its_limits_and_figures(page: str) -> None:
+def test_the_page_of_a_source_says_when_to_use_it_its_options_and_its_limits(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()
-    assert [text.count(f"\n## {what}\n") for what in ("When to use it", "Options", "Limits", "Figures")] == [1] * 4
+    assert [text.count(f"\n## {what}\n") for what in ("When to use it", "Options", "Limits")] == [1] * 3
 
 
 def test_the_tests_that_stand_beside_threats_exist() -> None:
