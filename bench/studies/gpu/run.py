@@ -16,7 +16,7 @@ copies   do steps take longer while KV is copied beside them?
 
 Each part is a process of its own, stopped at its limit or when the time of all is over, and writes its results as they
 come. The same command keeps finished parts, and goes on with the others. FOLDER is $OUT/gpu, or bench-results/gpu. The
-page with the results so far, report.md in $OUT or beside this file, is written anew after each part. `--device cpu` is
+page with the results so far, gpu.md in $OUT or beside this file, is written anew after each part. `--device cpu` is
 a rehearsal with tiny models, in a folder of its own.
 
 An installation without FlashInfer or DeepGEMM needs
@@ -134,7 +134,7 @@ def main() -> int:
         os.environ.setdefault(name, value)
     is_real = arguments.device == "cuda"
     output = (arguments.output or Path(out or KEPT, "gpu" if is_real else "gpu-rehearsal")).resolve()
-    page = arguments.page or (Path(__file__).with_name("report.md") if is_real and not out else output / "report.md")
+    page = arguments.page or (Path(__file__).with_name("gpu.md") if is_real and not out else output / "gpu.md")
     output.mkdir(parents=True, exist_ok=True)
     are_done = []
     with tempfile.TemporaryDirectory(prefix="streamrag-") as folder:
