@@ -68,7 +68,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10) - imported, "Mi
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_bomb_takes_no_more_memory_than_its_limit(suffix: str, tmp_path: Path) -> None:
     one_line = bomb(tmp_path / f"zeros{suffix}", b"\0" * (64 * MIB), 20)
-    done = subprocess.run([sys.executable, "-c", READ_ALL, str(one_line)], capture_output=True, text=True, check=False)
+    command, environment = [sys.executable, "-c", READ_ALL, str(one_line)], {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     *refused, memory, _ = done.stdout.split()
     assert refused == ["refused"] * 5
