@@ -10,15 +10,13 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "experiments" / "results"
-STUDIES = ROOT / "experiments" / "studies"
+STUDIES = ROOT / "bench" / "studies"
 BESIDE: Mapping[str, str] = {
     **{f"{name.upper()}.md": f"{name}.md" for name in ("readme", "changelog", "contributing", "decisions")},
     **{
-        f"experiments/studies/{path.name}": f"studies/{path.name}"
-        for path in (ROOT / "experiments/studies").glob("*.md")
+        f"bench/studies/{path.parent.name}/README.md": f"studies/{path.parent.name}/README.md"
+        for path in STUDIES.glob("*/README.md")
     },
-    "experiments/results/paper.md": "paper.md",
 }
 """From a page's path in the repository to its path in the site."""
 LINK = re.compile(r"\]\(([^)#:]+)")
@@ -26,12 +24,12 @@ CODE = re.compile(r"`[^`\n]+`")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that stand beside docs/, and the pictures and data of results."""
+    """Add the pages that stand beside docs/, and the pictures and results of studies."""
     for name, page in BESIDE.items():
         files.append(File.generated(config, page, content=relink((ROOT / name).read_text(), name, page)))
-    for path in (*RESULTS.glob("*.json"), *RESULTS.glob("*.png"), *RESULTS.glob("paper/*.png")):
-        name = path.relative_to(RESULTS).as_posix()
-        files.append(File(name, str(RESULTS), config.site_dir, config.use_directory_urls))
+    for path in (*STUDIES.glob("*/*.json"), *STUDIES.glob("*/*.png"), *STUDIES.glob("*/pictures/*.png")):
+        name = path.relative_to(STUDIES.parent).as_posix()
+        files.append(File(name, str(STUDIES.parent), config.site_dir, config.use_directory_urls))
     return files
 
 

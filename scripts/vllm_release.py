@@ -79,12 +79,14 @@ def main() -> int:
 
 def environment_of(version: str) -> dict[str, str]:
     """Return the environment of processes that import this release of vLLM."""
-    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": os.fspath(ROOT)}
+    folders = [ROOT, ROOT / "bench"]
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     if version != INSTALLED:
-        environment["PYTHONPATH"] = f"{unpacked_release(version)}{os.pathsep}{ROOT}"
+        folders.insert(0, unpacked_release(version))
         # vLLM keeps there what it found out about a model, in a file without its version. In one folder, two releases
         # replace each other's, and each process finds it out anew, in a process more: 8 s.
         environment["VLLM_CACHE_ROOT"] = os.fspath(BUILD / f"{version}.cache")
+    environment["PYTHONPATH"] = os.pathsep.join(map(os.fspath, folders))
     return environment
 
 
@@ -140,8 +142,8 @@ def try_cells(scale: Scale, environment: dict[str, str]) -> tuple[bool, dict[str
     digests = BUILD / "cells.json"
     digests.parent.mkdir(parents=True, exist_ok=True)
     options = ["--cells", str(scale.num_cells), *(["--queries", str(scale.num_queries)] if scale.num_queries else [])]
-    has_run, _ = run("experiments.paper.sample", environment_of(INSTALLED), *options, "--json", os.fspath(digests))
-    is_same, lines = run("experiments.paper.sample", environment, *options, "--against", os.fspath(digests))
+    has_run, _ = run("studies.paper.sample", environment_of(INSTALLED), *options, "--json", os.fspath(digests))
+    is_same, lines = run("studies.paper.sample", environment, *options, "--against", os.fspath(digests))
     num_different = sum(line.startswith("differs") for line in lines)
     return has_run and is_same, {"cells": scale.num_cells, "cells_different": num_different}
 

@@ -115,7 +115,7 @@ async def test_an_example_runs(code: str) -> None:
     """Those that start an engine are checked above only; examples/ has the same as programs, which other tests run."""
     for framework in ("livekit", "pipecat"):
         if f"from {framework}" in code and importlib.util.find_spec(framework) is None:
-            pytest.skip(f"{framework} is not installed: `make voice`")
+            pytest.skip(f"{framework} is not installed: `make test-long`")
     tree = compile(code, "<example>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
     assert isinstance(tree, ast.Module)
     if "VllmBackend(" in code and any(isinstance(node, ast.AsyncWith) for node in tree.body):
@@ -146,9 +146,9 @@ def test_examples_of_docstrings_are_true(module: str) -> None:
 @pytest.mark.parametrize(
     "page", ["web-crawling", "vector-search", "ivf-search", "hybrid-search", "postgres", "updates", "mcp"]
 )
-def test_the_page_of_a_source_says_when_to_use_it_its_options_its_limits_and_figures(page: str) -> None:
+def test_the_page_of_a_source_says_when_to_use_it_its_options_and_its_limits(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()
-    assert [text.count(f"\n## {what}\n") for what in ("When to use it", "Options", "Limits", "Figures")] == [1] * 4
+    assert [text.count(f"\n## {what}\n") for what in ("When to use it", "Options", "Limits")] == [1] * 3
 
 
 def test_the_tests_that_stand_beside_threats_exist() -> None:
@@ -165,7 +165,7 @@ def test_the_tests_that_stand_beside_threats_exist() -> None:
     "path", [path for path in PAGES if "api" not in (path.stem, path.parent.name)], ids=lambda path: path.name
 )
 def test_a_page_has_at_most_two_thousand_words(path: Path) -> None:
-    assert len(path.read_text().split()) <= 2_000, "studies stand in experiments/studies"
+    assert len(path.read_text().split()) <= 2_000, "studies stand in bench/studies"
 
 
 @pytest.mark.parametrize("name", ["your-server", "harnesses", "public-benchmark"])
@@ -176,7 +176,7 @@ def test_a_page_that_starts_vllms_server_says_how_to_with_the_build_for_cpus(nam
 
 
 def test_the_picture_and_the_texts_have_the_figures_of_the_recorded_demo() -> None:
-    command = [sys.executable, "scripts/demo_figures.py", "--check"]
+    command = [sys.executable, "bench/studies/demo/figures.py", "--check"]
     checked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
@@ -188,14 +188,14 @@ def test_the_words_about_the_picture_have_its_seconds() -> None:
 
 
 def test_a_live_search_loses_on_two_cores_as_the_page_of_benchmarks_says() -> None:
-    figures = runpy.run_path(str(ROOT / "scripts" / "demo_figures.py"))
+    figures = runpy.run_path(str(ROOT / "bench" / "studies" / "demo" / "figures.py"))
     arms = json.loads(figures["LIVE_SEARCH"].read_text())["arms"]
     loss = 1 - arms["DelayedUpdates, 0.3 s"]["ttft_s_ratio"]
     assert f"loses {loss:.0%}".replace("%", " %") in (ROOT / "docs" / "benchmarks.md").read_text()
 
 
 def test_the_picture_shows_the_median_of_all_pairs_also_of_those_with_the_same_question() -> None:
-    figures = runpy.run_path(str(ROOT / "scripts" / "demo_figures.py"))
+    figures = runpy.run_path(str(ROOT / "bench" / "studies" / "demo" / "figures.py"))
     rows = [
         {"question": question, "arm": arm, "ttft_after_retrieval_s": seconds}
         for question, waiting_s in (("a", 4.0), ("b", 3.0), ("a", 1.0), ("a", 2.0), ("b", 5.0))

@@ -83,7 +83,7 @@ def test_own_source() -> None:
 
 
 def test_the_examples_of_voice_frameworks_are_tested_where_these_are_installed() -> None:
-    """`make voice` runs "livekit_agent.py" and "pipecat_bot.py", without what this file imports."""
+    """`make test-long` runs "livekit_agent.py" and "pipecat_bot.py", without what this file imports."""
     for name in ("livekit", "pipecat"):
         tests = EXAMPLES.parent / "tests" / "adapters" / f"test_{name}.py"
         assert f"examples/{name}_" in tests.read_text()
@@ -303,7 +303,7 @@ def shown(notebook: nbformat.NotebookNode) -> dict[str, list[str]]:
 
 
 def test_the_notebook_shows_a_query_and_holds_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it holds something else, `make notebook` writes it anew."""
+    """If it holds something else, `.venv/bin/python scripts/notebook.py` writes it anew."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     assert NOTEBOOK == EXAMPLES / "a_query_live.ipynb"
     notebook = nbformat.read(NOTEBOOK, as_version=4)

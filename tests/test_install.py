@@ -26,7 +26,7 @@ TEXTS = [
         ("docs", "**/*.md"),
         ("deploy", "**/*"),
         ("examples", "**/*.*"),
-        ("experiments", "**/*.py"),
+        ("bench", "**/*.py"),
         ("streamrag", "**/*.py"),
         ("bench", "**/*.py"),
     )

@@ -29,7 +29,7 @@ ABSENT = {
     for framework in ("livekit", "pipecat")
     if name.endswith(f".{framework}") and importlib.util.find_spec(framework) is None
 }
-"""Adapters for frameworks that have an environment of their own, in which `make voice` imports them."""
+"""Adapters for frameworks that have an environment of their own, in which `make test-long` imports them."""
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from streamrag.query.prompts import QueryPrompts
 
 RESERVE_FRACTION = 0.25
-"""Default of `reserve_fraction`. In experiments/context_choice.py a third or a half found the answer no more often, and
+"""Default of `reserve_fraction`. With the demo's questions, a third or a half found the answer no more often, and
 they leave more tokens to compute at the end."""
 
 MAX_QUERY_CHARACTERS = 100_000

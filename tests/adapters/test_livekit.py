@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-agents = pytest.importorskip("livekit.agents", reason="livekit-agents is not installed: `make voice`")
+agents = pytest.importorskip("livekit.agents", reason="livekit-agents is not installed: `make test-long`")
 
 from livekit.agents import stt  # noqa: E402
 from livekit.agents.voice.io import AudioInput, TextOutput  # noqa: E402

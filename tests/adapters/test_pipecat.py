@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-frames = pytest.importorskip("pipecat.frames.frames", reason="pipecat-ai is not installed: `make voice`")
+frames = pytest.importorskip("pipecat.frames.frames", reason="pipecat-ai is not installed: `make test-long`")
 
 from pipecat.metrics.metrics import LLMUsageMetricsData, TTFBMetricsData  # noqa: E402
 from pipecat.pipeline.pipeline import Pipeline as Processors  # noqa: E402

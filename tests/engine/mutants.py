@@ -57,10 +57,10 @@ KV_MEMORY = "streamrag.backends.vllm.scheduler.kv.memory"
 REQUEST = "streamrag.backends.vllm.scheduler.request"
 TRACKER, TRACKER_TEST = "streamrag.routing.replica_tracker", "tests/routing/test_replica_tracker.py"
 INDEX, INDEX_TEST = "streamrag.routing.prefix_index", "tests/routing/test_prefix_index.py"
-SOONEST, FLOWGUARD = "streamrag.routing.soonest", "experiments.routing.flowguard"
-FLOWGUARD_TEST = "tests/experiments/routing/test_routers.py"
+SOONEST = "streamrag.routing.soonest"
+COMPARED_TEST = "bench/tests/studies/routing/test_routers.py"
 AFFINITY, SIMPLE, ROUTERS_TEST = (
-    "experiments.routing.prefix_affinity",
+    "studies.routing.prefix_affinity",
     "streamrag.routing.basic_routers",
     "tests/routing/test_routers.py",
 )
@@ -1109,11 +1109,9 @@ MUTANTS = (
     Mutant("all are equally fast", SOONEST, "cost / (replica.tokens_per_s or usual)", "cost", 0, ROUTERS_TEST),
     Mutant("what is found costs as well", SOONEST, " - found.get(replica.id, 0)", "", 0, ROUTERS_TEST),
     Mutant("prompts do not grow", SOONEST, " + self.growth()", "", 0, ROUTERS_TEST),
-    Mutant("the stale are as good", FLOWGUARD, "if is_stale or overload", "if overload", 0, FLOWGUARD_TEST),
-    Mutant("the queue counts once", FLOWGUARD, "+ 2 * replica", "+ replica", 0, FLOWGUARD_TEST),
-    Mutant("affinity heeds no queue", AFFINITY, " > self._imbalance:", " > 1e9:", 0, FLOWGUARD_TEST),
+    Mutant("affinity heeds no queue", AFFINITY, " > self._imbalance:", " > 1e9:", 0, COMPARED_TEST),
     Mutant(
-        "little is enough for affinity", AFFINITY, "best >= self._least_match * num_tokens", "True", 0, FLOWGUARD_TEST
+        "little is enough for affinity", AFFINITY, "best >= self._least_match * num_tokens", "True", 0, COMPARED_TEST
     ),
     Mutant("sessions are not told apart", SIMPLE, "_mixed(key ^ _number(name))", "_number(name)", 0, ROUTERS_TEST),
 )

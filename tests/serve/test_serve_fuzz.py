@@ -1,7 +1,7 @@
 """Anything at all, sent to every interface: a 4xx in OpenAI's form, never a 500, and a good request works behind it.
 
-Short here; `make fuzz-serve` tries thousands of each. `test_odd_requests.py` tries single odd values in every field: by
-chance, one of a hundred requests seldom has null in the one field that does not bear it.
+Short here; `make fuzz OF=serve` tries thousands of each. `test_odd_requests.py` tries single odd values in every field:
+by chance, one of a hundred requests seldom has null in the one field that does not bear it.
 """
 
 import asyncio

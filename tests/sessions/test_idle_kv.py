@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from experiments.simulated_backend import SimulatedBackend
 from streamrag.backends.simulated.client import SimulatedClient, by_parts, simulated_engine
 from streamrag.backends.simulated.config import EngineShape
 from streamrag.backends.simulated.virtual_time import run_virtual
@@ -13,6 +12,7 @@ from streamrag.core import ModelInfo, SamplingParams
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.sessions import Session
 from streamrag.testing import CodePointTokenizer
+from studies.sessions.simulated_backend import SimulatedBackend
 
 PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
 MAX_MODEL_LEN = 6_000

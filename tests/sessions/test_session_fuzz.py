@@ -1,4 +1,4 @@
-"""A fixed few of random loads of sessions; `make fuzz-sessions` plays more."""
+"""A fixed few of random loads of sessions; `make fuzz OF=sessions` plays more."""
 
 from collections import Counter
 

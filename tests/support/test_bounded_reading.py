@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 import zstandard
 
-from experiments.public_traces.production import read_azure_llm
-from experiments.public_traces.stream2llm import read_stream2llm_anns
 from streamrag.errors import ConfigurationError, TraceError
 from streamrag.support.bounded_reading import (
     DamagedError,
@@ -26,6 +24,8 @@ from streamrag.support.bounded_reading import (
 )
 from streamrag.trace.read import read_trace
 from streamrag_bench.store import CellStore
+from studies.public_traces.production import read_azure_llm
+from studies.public_traces.stream2llm import read_stream2llm_anns
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -50,7 +50,7 @@ from pathlib import Path
 from streamrag_bench.store import read_cell
 from streamrag.errors import StreamRagError
 from streamrag.records import read_records
-from experiments.public_traces.production import read_azure_llm, read_mooncake
+from studies.public_traces.production import read_azure_llm, read_mooncake
 from streamrag.trace.read import read_trace
 import resource
 imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
@@ -68,7 +68,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10) - imported, "Mi
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_bomb_takes_no_more_memory_than_its_limit(suffix: str, tmp_path: Path) -> None:
     one_line = bomb(tmp_path / f"zeros{suffix}", b"\0" * (64 * MIB), 20)
-    done = subprocess.run([sys.executable, "-c", READ_ALL, str(one_line)], capture_output=True, text=True, check=False)
+    command, environment = [sys.executable, "-c", READ_ALL, str(one_line)], {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     *refused, memory, _ = done.stdout.split()
     assert refused == ["refused"] * 5

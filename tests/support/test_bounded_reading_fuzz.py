@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import zstandard
 
-from experiments.public_traces.production import read_azure_llm, read_mooncake
-from experiments.public_traces.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
 from streamrag.engine.costs.profile_files import load_profile
 from streamrag.errors import StreamRagError
 from streamrag.records import read_records
@@ -28,6 +26,8 @@ from streamrag_bench.store import CellStore, read_cell
 from streamrag_bench.summary import digest
 from streamrag_bench.trace.statistics import describe
 from streamrag_bench.workload import make_load
+from studies.public_traces.production import read_azure_llm, read_mooncake
+from studies.public_traces.stream2llm import read_stream2llm_anns, read_stream2llm_crawler
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,8 +15,8 @@ from streamrag_bench.trace.statistics import describe
 
 ARMS: tuple[Arm, ...] = ("no-streaming", "warming", "streaming")
 MEDIAN_ERROR, RUN_ERROR = (0.94, 1.13), (0.64, 1.52)
-"""Least and most of simulated over real time in `make bench-validity`, over P50 and P95 of `ARMS`: the medians, and the
-single runs. Source: experiments/results/validity.json."""
+"""Least and most of simulated over real time in `make -C bench validity`, over P50 and P95 of `ARMS`: the medians, and
+the single runs. Source: bench/studies/validity/results.json."""
 ERROR = (
     f"Simulated times were {MEDIAN_ERROR[0]} to {MEDIAN_ERROR[1]} times those of a real engine on a CPU in make "
     f"bench-validity (medians of five runs; single runs: {RUN_ERROR[0]} to {RUN_ERROR[1]}). GPUs were not compared."

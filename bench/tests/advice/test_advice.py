@@ -10,7 +10,7 @@ from streamrag.errors import ConfigurationError
 from streamrag.trace.values import Trace
 from streamrag_bench.advice.advice import ARMS, MEDIAN_ERROR, RUN_ERROR, Advice, advise, first_token, name_of
 
-RESULTS = Path(__file__).resolve().parents[3] / "experiments" / "results"
+STUDIES = Path(__file__).resolve().parents[3] / "bench" / "studies"
 SMALL = {"kv_tokens": 200_000, "num_output_tokens": 2}
 
 
@@ -60,7 +60,9 @@ def test_advice_is_marked_as_simulated_and_states_its_error() -> None:
 
 
 def test_the_error_is_that_of_the_validity_benchmark() -> None:
-    rows = [row for row in json.loads((RESULTS / "validity.json").read_text())["results"] if row["arm"] in ARMS]
+    rows = [
+        row for row in json.loads((STUDIES / "validity" / "results.json").read_text())["results"] if row["arm"] in ARMS
+    ]
     assert len(rows) == len(ARMS)
     medians = [row[rank]["ratio"] for row in rows for rank in ("p50", "p95")]
     runs = [ratio for row in rows for rank in ("p50", "p95") for ratio in row[rank]["ratios"]]

@@ -3,8 +3,7 @@
     postings(term, ids, counts)   for each term the numbers of its passages, and its counts there, as arrays
     lengths(lengths)              the number of terms of each passage
 
-Opening reads only the lengths, 2 bytes a passage; a search reads the arrays of the query's terms. `make bench-hybrid`
-compares it with SQLite's full-text search and with packages.
+Opening reads only the lengths, 2 bytes a passage; a search reads the arrays of the query's terms.
 
 Source: Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009; the inverse document
 frequency is Lucene's, which is never negative.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rensa import RMinHash, RMinHashLSH
 
 NUM_PERM, NUM_BANDS = 64, 16
-MIN_JACCARD = 0.6  # similarity of word triples; chosen by the study in experiments/studies/crawling.md
+MIN_JACCARD = 0.6  # similarity of word triples: with it, paragraphs with a filling word more count as duplicates
 MIN_WORDS = 12  # shorter paragraphs are never near-duplicates
 MAX_DIFFERENT = 0.15  # share of words that only one of the paragraphs has
 MAX_DIFFERENT_WORDS = 30  # the same as a number, which also bounds the cost of a comparison

@@ -15,7 +15,7 @@ from streamrag.support.messages import message_of
 log = logging.getLogger("streamrag.sources")
 
 WEIGHTS, FUSION_K = {"vectors": 2.0}, 5
-"""Weights of rankings and constant of the fusion, chosen by experiments/retrieval.py: see docs/hybrid-search.md."""
+"""Weights of rankings and constant of the fusion, chosen by bench/studies/retrieval: see docs/hybrid-search.md."""
 NEWEST_WEIGHT = 0.2  # weight of the newest duration in the moving average
 
 

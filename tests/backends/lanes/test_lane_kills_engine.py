@@ -1,4 +1,4 @@
-"""Lanes that are killed or stopped at any moment of a query, on real CPU engines. `make fuzz-lanes` has more seeds."""
+"""Lanes that are killed or stopped at any moment of a query, on real engines. `make fuzz OF=lanes` has more seeds."""
 
 import asyncio
 import random

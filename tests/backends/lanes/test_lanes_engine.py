@@ -195,7 +195,7 @@ async def test_kv_that_was_computed_too_long_ago_is_not_fetched(
 
 
 async def test_random_schedules_are_answered_as_fresh_requests(backend: LanesBackend) -> None:
-    for seed in range(8):  # `make fuzz-lanes` runs 200
+    for seed in range(8):  # `make fuzz OF=lanes` runs 200
         await run_schedule(backend, seed)
     await check_nothing_pinned(backend)
 

@@ -20,8 +20,6 @@ from obedient_engine import Engine
 pytest.importorskip("ray")
 
 from ray import serve
-from ray.serve.request_router import RequestRouter
-from ray_routers import PowerOfTwo, PrefixAffinity
 
 from streamrag import Chunk, Pipeline
 from streamrag.backends.lanes.ray_backend import RayLanesBackend
@@ -239,24 +237,6 @@ async def start(cluster: Cluster, **options: Any) -> RayBackend:
     other = RayBackend(cluster, make_tokenizer=CodePointTokenizer, router=Fewest(), **options)
     await other.start(lambda line: None)
     return other
-
-
-@pytest.mark.parametrize("router", [PowerOfTwo, PrefixAffinity])
-async def test_rays_own_routers_send_prompts_to_the_replica_that_has_the_stream(
-    backend: RayBackend, router: type[RequestRouter]
-) -> None:
-    name = router.__name__
-    # A name of its own: Serve's client keeps the handle, and so the router, of an application of the same name.
-    other = await start(Cluster(partial(engines, Engine, replace(OPTIONS, num_cpus=0.1), router), app_name=name))
-    assert await asyncio.gather(*[ask(other, "W", "Why", "Why?") for _ in range(8)]) == ["An answer."] * 8
-    replicas = other.streams.replicas
-    assert type(replicas._generate._router._asyncio_router.request_router).__name__ == name  # type: ignore[attr-defined]
-    async with aclosing(other.generate(after(growing("endless")), SamplingParams())) as events:
-        async for event in events:
-            if isinstance(event, AnswerChunk):
-                break
-        await other.streams.send_heartbeats()  # what names no replica would raise, and Serve never answer it
-    await other.aclose()
 
 
 async def test_a_start_that_no_node_has_room_for_ends_with_what_is_missing(backend: RayBackend) -> None:

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore:Unclosed co
 
 PAGE = Path(__file__).parents[3] / "docs" / "versions.md"
 NUM_STREAMS, WITHIN_S = 16, 0.5  # more than memory holds, however fast the machine is
-IN_EACH_RUN = {"Gemma 3"}  # the others take minutes in all: `make models`
+IN_EACH_RUN = {"Gemma 3"}  # the others take minutes in all
 WORKING = [name for name, each in ARCHITECTURES.items() if not (each.is_refused or each.why_untested)]
 REFUSED = [name for name, each in ARCHITECTURES.items() if each.is_refused]
 ONE_BLOCK = {"max_num_batched_tokens": 64, "num_gpu_blocks_override": 24, "enable_prefix_caching": True}

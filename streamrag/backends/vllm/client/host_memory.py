@@ -1,6 +1,6 @@
 """Whether KV can go to host memory here: tried once per machine, in a process that may die of it.
 
-On an H200, the first copies of KV ended every engine (experiments/studies/gpu.md). So on CUDA an engine starts with
+On an H200, the first copies of KV ended every engine (bench/studies/gpu/README.md). So on CUDA an engine starts with
 host memory only where a trial of the same copies has succeeded.
 """
 

@@ -1,0 +1,75 @@
+"""Write the tables about drafts and copies into their page, from the results files, without running anything.
+
+    python -m studies.answer_ahead.tables
+
+`make -C bench answer-ahead copies` does this at its end. A test compares the page with the files.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from streamrag.support.files import write_atomic
+from studies.folders import DOCS
+from studies.page_tables import table, with_tables
+
+RESULTS = Path(__file__).parent
+PAGE = DOCS / "answer-ahead.md"
+
+MOST_WORSE = 0.02
+"""The target: no percentile is later than without drafts by a larger share."""
+Summary: TypeAlias = Mapping[str, Any]
+Loads: TypeAlias = Mapping[str, Summary]
+
+
+def measured_table(found: Loads) -> str:
+    """Return seconds from the end of retrieval, without and with drafts; in bold what misses the target."""
+    columns = [(token, percent) for token in ("first", "last") for percent in (50, 95)]
+    head = ["retrieval", *(f"{token} token, P{percent}" for token, percent in columns)]
+    head += ["bound, last P50", "whole draft right", "same tokens"]
+
+    def cell(row: Summary, token: str, percent: int) -> str:
+        before, after = (row[f"{token}_s_p{percent}_{way}"] for way in ("without", "ahead"))
+        change = after / before - 1
+        return f"{before:.3f}, {after:.3f}" + (f" **{change:+.1%}**" if change > MOST_WORSE else "")
+
+    return table(
+        head,
+        (
+            [name, *(cell(row, *column) for column in columns), f"{row['bound_s']:.2f}"]
+            + [f"{row[f'num_{what}']} of {row['num_pairs']}" for what in ("complete", "equal")]
+            for name, row in found.items()
+        ),
+    )
+
+
+def copies_table(found: Mapping[str, Loads]) -> str:
+    """Return what each way to speculate gives, by halves of the answers."""
+    head = ["speculation", "answers", "tokens a step", "accepted of verified", "seconds an answer", "ratio"]
+    head += ["same tokens"]
+
+    def cells(half: str, way: str, row: Summary) -> Iterator[str]:
+        yield from (way, half)
+        yield f"{row['tokens_per_step']:.1f}"
+        yield f"{row['num_accepted']} of {row['num_verified']}" if row["num_verified"] else ""
+        yield f"{row['decode_s_mean']:.2f}"
+        yield f"{row['ratio']:.1f}x"
+        yield f"{row['num_equal']} of {row['num_answers']}"
+
+    return table(head, ([*cells(half, way, row)] for half, ways in found.items() for way, row in ways.items()))
+
+
+def page_tables() -> dict[str, str]:
+    """Return the tables of the page by name, from the results files."""
+    measured = json.loads((RESULTS / "results.json").read_text())["loads"]
+    copies = json.loads((RESULTS / "copies.json").read_text())["halves"]
+    return {"measured": measured_table(measured), "copies": copies_table(copies)}
+
+
+def main() -> None:
+    write_atomic(PAGE, with_tables(PAGE.read_text(), page_tables()))
+
+
+if __name__ == "__main__":
+    main()

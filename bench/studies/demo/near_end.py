@@ -1,0 +1,170 @@
+"""A search and a model on the same processors: not streaming, every update, or those near the search's end.
+
+    python -m studies.demo.near_end [--folder FOLDER] [--questions N] [--turns N] [--json FILE]
+
+The search is that of `make demo`: keywords, vectors and late interaction over this documentation, two sentences of two
+passages; the model is the demo's, in float32, on the real engine. Every question is asked in all three ways, on an
+empty prefix cache, and who goes first alternates. One question before all of them is not counted: after it the search
+knows how long it takes. Ratios are of the same question and turn, not streaming over streaming, and their median.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from streamrag import DelayedUpdates, HybridSource, Pipeline, SamplingParams, Source, VllmBackend
+from streamrag.demo.demo_folder import (
+    MAX_CONTEXT_TOKENS,
+    MAX_MODEL_LEN,
+    NUM_PASSAGES,
+    NUM_SENTENCES,
+    TEMPLATE,
+    prepare_demo,
+)
+from streamrag.telemetry import Answer
+from studies.documentation_questions import QUESTIONS
+from studies.folders import DEMO
+from studies.results_file import write_results
+
+LEAD_S = 0.3
+MAX_TOKENS = 8
+WAITING, ALWAYS, NEAR_END = "not streaming", "every update", f"DelayedUpdates, {LEAD_S:g} s"
+ARMS = (WAITING, ALWAYS, NEAR_END)
+
+console = Console(highlight=False, width=None if Console().is_terminal else 120)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question asked in one way."""
+
+    question: str
+    turn: int
+    arm: str
+    retrieval_s: float
+    ttft_after_retrieval_s: float
+    ttft_s: float
+    num_invalidated: int
+    token_ids: tuple[int, ...]
+
+
+async def ask(pipeline: Pipeline, question: str, *, overlap: bool) -> Answer:
+    params = SamplingParams(max_tokens=MAX_TOKENS)
+    stream = pipeline.stream(question, params=params, overlap=overlap, max_context_tokens=MAX_CONTEXT_TOKENS)
+    async with stream as chunks:
+        async for _ in chunks:
+            pass
+    assert stream.result is not None
+    return stream.result
+
+
+async def measure(folder: Path, questions: Sequence[str], num_turns: int) -> list[Row]:
+    search = HybridSource(folder / "index", k=NUM_PASSAGES, reranker="late-interaction", sentences=NUM_SENTENCES)
+    backend = VllmBackend(folder / "model", max_model_len=MAX_MODEL_LEN, dtype="float32")
+    sources: dict[str, Source] = {WAITING: search, ALWAYS: search, NEAR_END: DelayedUpdates(search, LEAD_S)}
+    rows = []
+    async with aclosing(backend), aclosing(search):
+        with console.status("starting"):
+            await asyncio.gather(*(part.start(lambda line: None) for part in (backend, search)))
+        pipelines = {
+            arm: Pipeline(source, backend, owns_source=False, owns_backend=False, template=TEMPLATE)
+            for arm, source in sources.items()
+        }
+        for pipeline in pipelines.values():
+            await pipeline.start()
+        try:
+            await ask(pipelines[ALWAYS], "What is not counted?", overlap=True)
+            asked = [(question, turn) for turn in range(num_turns) for question in questions]
+            for number, (question, turn) in enumerate(track(asked, "asking", console=console, transient=True)):
+                first = number % len(ARMS)
+                for arm in (*ARMS[first:], *ARMS[:first]):
+                    await backend.reset_prefix_cache()
+                    answer = await ask(pipelines[arm], question, overlap=arm != WAITING)
+                    times = answer.timings
+                    rows.append(
+                        Row(
+                            question,
+                            turn,
+                            arm,
+                            times.retrieval_s,
+                            times.ttft_after_retrieval_s,
+                            times.ttft_s,
+                            answer.num_invalidated,
+                            answer.token_ids,
+                        )
+                    )
+        finally:
+            for pipeline in pipelines.values():
+                await pipeline.aclose()
+    return rows
+
+
+def summary(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Of each arm: medians, those of the ratios to not streaming, tokens invalidated, and answers that are the same."""
+    waiting = {(row.question, row.turn): row for row in rows if row.arm == WAITING}
+    found: dict[str, dict[str, float]] = {}
+    for arm in ARMS:
+        mine = [row for row in rows if row.arm == arm]
+        pairs = [(waiting[row.question, row.turn], row) for row in mine]
+        found[arm] = {
+            "num_questions": len(mine),
+            **{
+                name: statistics.median(getattr(row, name) for row in mine)
+                for name in ("retrieval_s", "ttft_after_retrieval_s", "ttft_s")
+            },
+            **{
+                f"{name}_ratio": statistics.median(getattr(a, name) / getattr(b, name) for a, b in pairs)
+                for name in ("ttft_after_retrieval_s", "ttft_s")
+            },
+            "num_invalidated": sum(row.num_invalidated for row in mine),
+            "num_equal": sum(a.token_ids == b.token_ids for a, b in pairs),
+        }
+    return found
+
+
+def show(found: dict[str, dict[str, float]]) -> None:
+    table = Table("", "end of retrieval", "ttft_after_retrieval_s", "ttft_s", "tokens invalidated", "same tokens")
+    for arm, row in found.items():
+        table.add_row(
+            arm,
+            f"{row['retrieval_s']:.2f}",
+            f"{row['ttft_after_retrieval_s']:.2f}, {row['ttft_after_retrieval_s_ratio']:.1f}x",
+            f"{row['ttft_s']:.2f}, {row['ttft_s_ratio']:.2f}x",
+            f"{row['num_invalidated']:,.0f}",
+            f"{row['num_equal']:.0f} of {row['num_questions']:.0f}",
+        )
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=DEMO, help="where `make demo` makes things (%(default)s)")
+    parser.add_argument("--questions", type=int, default=10, metavar="N", help="of the 40 (%(default)s)")
+    parser.add_argument("--turns", type=int, default=1, metavar="N", help="through all of them (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to put the numbers")
+    arguments = parser.parse_args()
+    with console.status("making what the demo needs"):
+        prepare_demo(arguments.folder)
+    rows = asyncio.run(measure(arguments.folder, [*QUESTIONS][: arguments.questions], arguments.turns))
+    found = summary(rows)
+    show(found)
+    load = os.getloadavg()[0]
+    console.print(f"the machine's load over the last minute: {load:.0f}, on {os.cpu_count()} cores, our own included")
+    if arguments.json:
+        write_results(arguments.json, rows, load=load, arms=found)
+    return 0 if all(row["num_equal"] == row["num_questions"] for row in found.values()) else 1
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    sys.exit(main())
