@@ -41,6 +41,7 @@ dist: .venv/installed ## wheel and sdist in dist/, and the wheel tried with each
 OF ?= scheduler sessions serve
 fuzz: .venv/installed $(if $(filter lanes,$(OF)),.venv/nixl-installed) ## random loads: the scheduler against its KV oracle, sessions, every interface of the service; OF=lanes: engines that are killed, NIXL, most of an hour
 	$(if $(filter scheduler,$(OF)),$(QUIET) -m tests.engine.fuzz --first 0 --seeds 20000)
+	$(if $(filter scheduler,$(OF)),$(QUIET) -m tests.engine.fuzz --first 1000000 --seeds 4000)
 	$(if $(filter sessions,$(OF)),$(QUIET) -m tests.sessions.fuzz --first 0 --seeds 2000)
 	$(if $(filter serve,$(OF)),$(RUN) -m pytest -q --hypothesis-profile=fuzz --timeout=0 tests/serve/test_serve_fuzz.py)
 	$(if $(filter lanes,$(OF)),$(QUIET) -m tests.backends.lanes.lane_schedules --first 0 --seeds 200)
