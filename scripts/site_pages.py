@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 STUDIES = ROOT / "experiments" / "studies"
 BESIDE: Mapping[str, str] = {
-    **{f"{name.upper()}.md": f"{name}.md" for name in ("readme", "changelog", "contributing", "decisions")},
+    **{f"{name.upper()}.md": f"{name}.md" for name in ("readme", "changelog", "contributing")},
     **{
         f"experiments/studies/{path.name}": f"studies/{path.name}"
         for path in (ROOT / "experiments/studies").glob("*.md")

@@ -34,6 +34,7 @@ EXAMPLES = [
     for path in PAGES
     for number, code in enumerate(PYTHON.findall(path.read_text()))
 ]
+DECISIONS = ROOT / "docs" / "contributing" / "decisions"
 WITH_DOCTESTS = sorted(path for path in (ROOT / "streamrag").rglob("*.py") if ">>> " in path.read_text())
 
 GIVEN = """
@@ -223,9 +224,16 @@ def test_the_glossary_has_at_most_80_terms_in_order() -> None:
     assert len({term.lower() for term in terms}) == len(terms) <= 80
 
 
-def test_the_table_of_contents_names_every_decision() -> None:
-    text = (ROOT / "DECISIONS.md").read_text()
-    assert set(re.findall(r"^## (\d+)\.", text, re.MULTILINE)) == set(re.findall(r"^- \[(\d+)\.", text, re.MULTILINE))
+def test_decisions_are_few_and_short_and_name_no_module() -> None:
+    pages = {path.name: path.read_text() for path in DECISIONS.glob("*.md")}
+    decisions = [text for page in pages.values() for text in page.split("\n## ")[1:]]
+    assert len(decisions) <= 45
+    for text in decisions:
+        title, _, body = text.partition("\n")
+        assert len(body.split()) <= 150, title
+        assert re.findall(r"^\*\*(\w+)\.\*\* ", body, re.MULTILINE) == ["Context", "Decision", "Consequence"], title
+    assert re.findall(r"`[\w./-]+\.py`", "".join(pages.values())) == []
+    assert set(re.findall(r"\]\((\w[\w-]*\.md)\)", pages["index.md"])) == pages.keys() - {"index.md"}
 
 
 def test_the_index_names_every_page() -> None:
