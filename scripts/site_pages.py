@@ -28,7 +28,7 @@ BESIDE: Mapping[str, str] = {
 """From a page's path in the repository to its path in the site."""
 LINK = re.compile(r"\]\(([^)#:]+)")
 WHOLE_LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
-SENTENCE = re.compile(r"^(?!#|<!--|>)(\S.*?[.:])(?:\s|$)", re.MULTILINE | re.DOTALL)
+SENTENCE = re.compile(r"^(?!#|<!--|>)(\S.*?)(?:\.\s|(?<=\?)\s|:\n\n)", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]+`")
 
 
@@ -84,7 +84,7 @@ def listed(entries: Sequence[Any], indent: str = "") -> Iterator[str]:
             yield f"{indent}- {name}: {', '.join(map(link_to, page))}."
         else:
             yield f"{indent}- {name}"
-            yield from listed(page, indent + "  ")
+            yield from listed(page, indent + "    ")
 
 
 def source_of(page: str) -> Path:
@@ -104,8 +104,8 @@ def about(text: str) -> str:
     sentence = SENTENCE.search(text)
     assert sentence is not None
     words = WHOLE_LINK.sub(r"\1", " ".join(sentence[1].split())).replace("**", "")
-    words = re.sub(r"^This page (says |is )?", "", words).rstrip(":.")
-    return f"{words[0].upper()}{words[1:]}."
+    words = re.sub(r"^This page (says |is )?", "", words)
+    return f"{words[0].upper()}{words[1:]}{'' if words.endswith('?') else '.'}"
 
 
 def main() -> int:
