@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.utils.yaml import yaml_load
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -110,7 +110,7 @@ def about(text: str) -> str:
 
 def main() -> int:
     page = ROOT / "docs" / "index.md"
-    page.write_text(indexed(page.read_text(), yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    page.write_text(indexed(page.read_text(), yaml_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     return 0
 
 
