@@ -1,18 +1,23 @@
-"""For mkdocs: pages that stand beside docs/ become pages of the site, and links to them follow."""
+"""For mkdocs: pages that stand beside docs/ become pages of the site, and links to them follow.
+
+Run as a program, it writes the list of all pages in docs/index.md, from the navigation in mkdocs.yml.
+"""
 
 import posixpath
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.utils.yaml import yaml_load
 
 ROOT = Path(__file__).resolve().parent.parent
 STUDIES = ROOT / "bench" / "studies"
 BESIDE: Mapping[str, str] = {
-    **{f"{name.upper()}.md": f"{name}.md" for name in ("readme", "changelog", "contributing", "decisions")},
+    **{f"{name.upper()}.md": f"{name}.md" for name in ("readme", "changelog", "contributing")},
     **{
         f"bench/studies/{path.parent.name}/README.md": f"studies/{path.parent.name}/README.md"
         for path in STUDIES.glob("*/README.md")
@@ -20,6 +25,8 @@ BESIDE: Mapping[str, str] = {
 }
 """From a page's path in the repository to its path in the site."""
 LINK = re.compile(r"\]\(([^)#:]+)")
+WHOLE_LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
+SENTENCE = re.compile(r"^(?!#|<!--|>)(\S.*?)(?:\.\s|(?<=\?)\s|:\n\n)", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]+`")
 
 
@@ -54,3 +61,56 @@ def relink(markdown: str, name: str, page: str) -> str:
         return f"]({posixpath.relpath(target, posixpath.dirname(page) or '.')}"
 
     return LINK.sub(link, markdown)
+
+
+def indexed(page: str, navigation: Sequence[Any]) -> str:
+    """Return the text of docs/index.md: its own first lines, then a section for each of the navigation."""
+    lines = [page.partition("\n## ")[0].rstrip()]
+    for title, pages in ((title, pages) for entry in navigation for title, pages in entry.items()):
+        if isinstance(pages, list):
+            lines += [f"\n## {title}\n", *listed(pages)]
+    return "\n".join(lines) + "\n"
+
+
+def listed(entries: Sequence[Any], indent: str = "") -> Iterator[str]:
+    """Yield lines of a part of the navigation: a page with its first sentence, a folder's pages by title only."""
+    for entry in entries:
+        name, page = ("", entry) if isinstance(entry, str) else next(iter(entry.items()))
+        if not isinstance(page, list):
+            yield f"{indent}- {link_to(page)}: {about(source_of(page).read_text())}"
+        elif all("/" in inner for inner in page):
+            yield f"{indent}- {name}: {', '.join(map(link_to, page))}."
+        else:
+            yield f"{indent}- {name}"
+            yield from listed(page, indent + "    ")
+
+
+def source_of(page: str) -> Path:
+    """Return the file of a page of the site."""
+    return ROOT / next((name for name, target in BESIDE.items() if target == page), f"docs/{page}")
+
+
+def link_to(page: str) -> str:
+    """Return a link from docs/ to the page, with its title."""
+    path = source_of(page)
+    title = path.read_text().partition("\n")[0].removeprefix("# ")
+    return f"[{title}]({posixpath.relpath(str(path), str(ROOT / 'docs'))})"
+
+
+def about(text: str) -> str:
+    """Return the first sentence of a page, which says what it is, without links."""
+    sentence = SENTENCE.search(text)
+    assert sentence is not None
+    words = WHOLE_LINK.sub(r"\1", " ".join(sentence[1].split())).replace("**", "")
+    words = re.sub(r"^This page (says |is )?", "", words)
+    return f"{words[0].upper()}{words[1:]}{'' if words.endswith('?') else '.'}"
+
+
+def main() -> int:
+    page = ROOT / "docs" / "index.md"
+    page.write_text(indexed(page.read_text(), yaml_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -42,7 +42,7 @@ CORE = [
     {"support"},
     {"errors"},
 ]
-"""What the first page promises: it imports nothing of the ring, and can be read in a day."""
+"""What the first page promises: it imports nothing of the ring."""
 
 MAX_CORE_LINES = 16_422
 

@@ -31,7 +31,7 @@ TEXTS = [
         ("bench", "**/*.py"),
     )
     for path in (ROOT / folder).glob(pattern)
-    if path.is_file() and path.name not in ("CHANGELOG.md", "DECISIONS.md", "CONTRIBUTING.md")
+    if path.is_file() and path.name not in ("CHANGELOG.md", "CONTRIBUTING.md")
 ]
 
 

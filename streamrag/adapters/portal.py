@@ -1,7 +1,7 @@
 """A portal to the event loop of a pipeline or a source, for callers in any thread and any loop.
 
 A started pipeline or source belongs to one event loop, but frameworks call it from code without a loop, from other
-threads, and from several loops. DECISIONS.md has the reasons not to use anyio's `BlockingPortal`.
+threads, and from several loops. `docs/contributing/decisions/seams.md` says why not by anyio's `BlockingPortal`.
 """
 
 import asyncio

@@ -1,6 +1,5 @@
-"""The pages of docs/ about streams and faults: what they say is so."""
+"""The pages of docs/ about streams and sessions: what they say is so."""
 
-import ast
 import asyncio
 import os
 import re
@@ -40,22 +39,3 @@ async def test_the_example_of_a_sessions_socket_works() -> None:
     assert b"appended 3" in said
     for id in (b"a", b"b"):
         assert re.search(id + rb" [23] It is Paris \[1\]\.\n", said), said
-
-
-def test_every_test_in_the_table_of_faults_exists() -> None:
-    pages = [(ROOT / "docs" / f"serve-{name}.md").read_text() for name in ("faults", "attacks")]
-    named = set(re.findall(r"`(test_\w+)`", "".join(pages)))
-    folders = [ROOT / "tests" / name for name in ("serve", "serve/responses", "sessions")]
-    trees = [ast.parse(path.read_text()) for folder in folders for path in folder.glob("test_*.py")]
-    there = {
-        each.name
-        for tree in trees
-        for each in ast.walk(tree)
-        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    assert len(named) > 30
-    assert named - there == set()
-    tables = [page.partition(end)[0] for page, end in zip(pages, ("## Measured", "## What an attack"), strict=True)]
-    rows = [line for table in tables for line in table.splitlines() if line.startswith("| ")]
-    for row in [row for row in rows if not row.startswith("| what happens |")]:
-        assert "`test_" in row, f"a fault without a test: {row}"

@@ -1,4 +1,4 @@
-"""Hints for generated workloads; docs/workloads.md has the assumptions.
+"""Hints for generated workloads; docs/traces.md has the assumptions.
 
 estimated   for a crawl: queued pages times the mean gap so far; for a search: the mean duration minus the elapsed time
 exact       the actual end of retrieval: an oracle that shows the maximum gain

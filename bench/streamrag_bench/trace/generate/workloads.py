@@ -1,6 +1,6 @@
 """Workloads with the statistics of the two in the Stream2LLM paper: crawled pages, and pools of a vector search.
 
-At the published size, every seed reproduces every published percentile and mean. docs/workloads.md lists the published
+At the published size, every seed reproduces every published percentile and mean. docs/traces.md lists the published
 figures and the assumptions.
 """
 
