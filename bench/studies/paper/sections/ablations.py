@@ -14,8 +14,8 @@ TAIL = ("P50", "P95", "P99")
 
 NOT_ALONE = (
     "what an evicted prompt is had back from the host is no work, tokens count by what they attend to, long steps are "
-    "planned late (DECISIONS 73)",
-    "of partial prompts the oldest first (44)",
+    "planned late",
+    "of partial prompts the oldest first",
     "victims are who is expected to wait for longest",
     "what is likely to be in vain keeps nobody waiting",
     "blocks are written through ahead",

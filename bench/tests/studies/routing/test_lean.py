@@ -106,5 +106,5 @@ def test_it_is_what_vllm_s_scheduler_and_kv_are_within_a_tenth():
     for load in ("conversations", "trees"):
         lean, whole = (run_cell(Cell(load, 2, "soonest", 60, engine=kind), {}) for kind in ("lean", "whole"))
         for name in ("mean_s", "p95_s", "hit_rate", "busy", "tokens_per_s"):
-            # The whole one's steps are sized (DECISIONS 69), which is worth most to the prompts of trees.
+            # The whole one's steps are sized, which is worth most to the prompts of trees.
             assert lean[name] == pytest.approx(whole[name], rel=0.15 if name == "p95_s" else 0.1), (load, name)
