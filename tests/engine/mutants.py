@@ -839,7 +839,7 @@ MUTANTS = (
     Mutant(
         "those behind one that does not fit start",
         WALK,
-        "        self.closed_to_new_by = MEMORY\n",
+        "        self.is_closed_to_new = True\n",
         "",
         0,
         f"{OF_PLANS}::test_nobody_starts_behind_a_request_that_does_not_fit",
@@ -887,7 +887,7 @@ MUTANTS = (
     Mutant(
         "a prompt that starts computes past what was planned",
         EXECUTOR,
-        "is_whole = self.theirs_may_load and request.is_complete and not grant.request.num_blocks",
+        "is_whole = self.kv_memory.theirs_may_load and request.is_complete and not grant.request.num_blocks",
         "is_whole = request.is_complete and not grant.request.num_blocks",
         20,
     ),
@@ -974,8 +974,8 @@ MUTANTS = (
     Mutant(
         "the engine sleeps while a victim rests",
         WALK,
-        "self.is_put_off, self.closed_by = True, MEMORY",
-        "self.closed_by = MEMORY",
+        "            self.is_put_off = True\n",
+        "",
         0,
         f"{OF_CONNECTORS}::test_blocks_that_a_step_in_flight_may_write_are_evicted_only_after_it",
     ),

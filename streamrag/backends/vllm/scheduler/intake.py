@@ -30,7 +30,7 @@ from streamrag.engine.drafts import AnswerDraft
 from streamrag.records import ChunkRecord
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Intake:
     """Accepts plain requests and chunks. `enqueue` is vLLM's own `add_request`."""
 

@@ -18,7 +18,7 @@ from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_
 from streamrag.engine import RequestView
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Queues:
     """Moves requests between vLLM's queues and `idle`, and acknowledges chunks when a stream becomes idle."""
 
