@@ -30,8 +30,9 @@ class Queues:
 
     def requeue(self, stream: StreamRequest) -> None:
         """Move a stream from idle or running to waiting, as WAITING: its prompt has changed, and vLLM must send all of
-        it. A stream that waits already keeps its place, as WAITING."""
+        it. A stream that waits already keeps its place, as WAITING. One that was idle waits since its chunk came."""
         if self.idle.pop(stream.request_id, None):
+            stream.since_s = stream.last_chunk_s
             self.scheduler.waiting.add_request(stream)
         elif stream.status == RequestStatus.RUNNING:
             self._leave_running(stream)
