@@ -46,7 +46,7 @@ class Estimates:
     def on_chunk(self, stream: StreamRequest, update: PromptUpdate) -> None:
         """Learn from a chunk how its source's chunks come, and set the stream's `is_replaced` and `num_step_tokens`."""
         if update.num_old:
-            self.forecast.observe(update.source_name, update.gap_s, update.chunk.num_shared / update.num_old)
+            self.forecast.observe(update.source_name, update.gap_s, update.record.num_shared / update.num_old)
         replaced_every_s = self.forecast.replaced_every_s(stream.source_name)
         stream.is_replaced = replaced_every_s < math.inf
         costs = self.step_costs.at(self._clock.monotonic())

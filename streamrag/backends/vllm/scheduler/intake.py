@@ -97,8 +97,8 @@ class Intake:
         stream.num_in_flight_tokens = self.steps.num_tokens_of(stream.request_id)
         drop_output_in_flight(stream)
         if message is not None:
-            chunk = ChunkRecord(stream.arrival_s, stream.num_prompt_tokens, 0, 0)
-            self._on_chunk(stream, PromptUpdate(chunk, message.source_name))
+            record = ChunkRecord(stream.arrival_s, stream.num_prompt_tokens, 0, 0)
+            self._on_chunk(stream, PromptUpdate(record, message.source_name))
         self.enqueue(stream)
         self._on_queued(stream, message)
 
@@ -119,7 +119,7 @@ class Intake:
         self.estimates.on_chunk(stream, update)
         if self.host_memory is not None:
             self.host_memory.on_chunk(stream, update)
-        stream.log.on_chunk(update.chunk, num_left=stream.num_computed_tokens)
+        stream.log.on_chunk(update.record, num_left=stream.num_computed_tokens)
 
     def _on_queued(self, request: StreamRequest, message: PromptMessage | None) -> None:
         """Give a request with a complete prompt its draft, and count it; make a stream with nothing to compute idle."""

@@ -22,7 +22,7 @@ OUTCOMES: dict[RequestStatus, RequestOutcome] = {
 class PromptUpdate:
     """A chunk that has replaced its stream's prompt, or has made it, and what it replaced."""
 
-    chunk: ChunkRecord
+    record: ChunkRecord
     source_name: str
     num_old: int = 0  # tokens of the prompt before; 0 for the first chunk
     gap_s: float = 0.0  # time since the chunk before

@@ -84,7 +84,7 @@ class HostMemory:
 
     def on_chunk(self, request: StreamRequest, update: PromptUpdate) -> None:
         """Release KV in host memory that a new prompt lacks, and report to the costs how much KV stays valid."""
-        num_computed, num_shared = update.chunk.num_computed, update.chunk.num_shared
+        num_computed, num_shared = update.record.num_computed, update.record.num_shared
         if num_computed:
             self.costs.on_chunk(num_computed, min(num_computed, num_shared))
         if self.pool.keys_of(request.request_id):
