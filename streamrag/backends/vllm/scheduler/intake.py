@@ -109,7 +109,8 @@ class Intake:
             self._fail(stream, problem)
             return
         self.outbox.acknowledge(stream)  # the chunks before
-        update = replace_prompt(self.scheduler, stream, message, request, self._arrival_s(request, message))
+        arrival_s = self._arrival_s(request, message, self.clock.monotonic())
+        update = replace_prompt(self.scheduler, stream, message, request, arrival_s)
         self._on_chunk(stream, update)
         self.queues.requeue(stream)
         stream.take_grammar(request)
@@ -155,14 +156,14 @@ class Intake:
 
     def _adopt(self, request: Request, message: PromptMessage | None) -> StreamRequest:
         """Convert a request in place to a `StreamRequest`, with times of this host's monotonic clock, and return it."""
-        stream = StreamRequest.adopt(request, message, self._arrival_s(request, message), self.clock.monotonic())
+        now_s = self.clock.monotonic()
+        stream = StreamRequest.adopt(request, message, self._arrival_s(request, message, now_s), now_s)
         stream.prefill_unit = self.kv_memory.prefill_unit
         stream.limit_answer(stream.max_tokens, self.scheduler.max_model_len)
         return stream
 
-    def _arrival_s(self, request: Request, message: PromptMessage | None) -> float:
+    def _arrival_s(self, request: Request, message: PromptMessage | None, now_s: float) -> float:
         """Return when a plain request was sent, or a chunk arrived at its client: before it waited for a step's end."""
-        now_s = self.clock.monotonic()
         sent_s = message.arrival_s if message is not None else now_s - (self.clock.wall() - request.arrival_time)
         return now_s if sent_s is None else min(sent_s, now_s)
 
