@@ -59,8 +59,9 @@ class Plan:
         num_tokens = [grant.num_tokens for grant in self.grants if grant.num_tokens]
         assert sum(num_tokens) <= max(self.budget.num_tokens - self.budget.num_ahead, 0)
         assert len(num_tokens) <= max(self.budget.num_seqs - self.budget.num_ahead - self.budget.num_ending, 0)
-        names = [g.request.request_id for g in self.grants] + [e.request.request_id for e in self.evictions]
-        assert len(set(names)) == len(names)
+        if self.evictions:
+            names = [g.request.request_id for g in self.grants] + [e.request.request_id for e in self.evictions]
+            assert len(set(names)) == len(names)
 
 
 def plan(

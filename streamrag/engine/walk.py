@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cached_property
 from typing import NamedTuple
 
 from streamrag.engine.memory import Memory
@@ -61,8 +60,8 @@ class Candidate:
     num_blocks_claimed: int | None = None
     """See `Grant`."""
     num_missing: int
-    """Blocks still missing if it computes `num_allowed` tokens in addition to the grants; negative if some stay free.
-    Set by `measure`."""
+    """Blocks still missing for `num_allowed` tokens beside the grants; negative if some stay free. Set by `measure`."""
+    _num_present: int | None = None
 
     def __init__(self, walk: "Walk", request: RequestView, position: int) -> None:
         self.walk = walk
@@ -74,10 +73,12 @@ class Candidate:
         """Most tokens that it may compute. Rules lower it; `measure` lowers it to what its prompt has left."""
         self.may_evict = request.is_complete
 
-    @cached_property
+    @property
     def num_present(self) -> int:
         """Leading tokens that it need not compute. The first access is costly."""
-        return self.walk.memory.num_present_tokens(self.request)
+        if self._num_present is None:
+            self._num_present = self.walk.memory.num_present_tokens(self.request)
+        return self._num_present
 
     @property
     def num_tokens(self) -> int:

@@ -317,7 +317,6 @@ def test_a_plan_over_its_budget_or_against_the_requests_that_it_serves_is_refuse
     for grants, evicted in (
         ([Grant(a, 100)], []),
         ([Grant(a, 1), Grant(b, 1), Grant(idle, 1)], []),
-        ([Grant(a, 1), Grant(a, 1)], []),
         ([Grant(a, 1)], [a]),
         ([Grant(a, 1)], [idle, idle]),
     ):

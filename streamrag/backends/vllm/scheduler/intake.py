@@ -110,8 +110,7 @@ class Intake:
             return
         self.outbox.acknowledge(stream)  # the chunks before
         arrival_s = self._arrival_s(request, message, self.clock.monotonic())
-        update = replace_prompt(self.scheduler, stream, message, request, arrival_s)
-        self._on_chunk(stream, update)
+        self._on_chunk(stream, replace_prompt(self.scheduler, stream, message, request, arrival_s))
         self.queues.requeue(stream)
         stream.take_grammar(request)
         self._on_queued(stream, message)

@@ -100,7 +100,6 @@ class StepPlanner:
 
         options, estimates = self.options, self.estimates
         can_growing = self._is_evicted_kv_kept if options.can_partial_evict is None else lambda: False
-        next_block = self.kv_memory.next_block
         sized = rules.SizedSteps(step_costs) if options.sizes_steps else None
         lora = self.scheduler.lora_config
         has_drafts = self.scheduler.num_spec_tokens > 0
@@ -118,7 +117,7 @@ class StepPlanner:
             rules.ConnectorLookup(self.kv_memory.connector_wait) if self.kv_memory.theirs_may_load else None,
             sized,
             None if self.kv_memory.prefill_unit == 1 else rules.WholeUnits(self.kv_memory.prefill_unit),
-            None if next_block is None else rules.GroupedPrefills(next_block),
+            None if self.kv_memory.next_block is None else rules.GroupedPrefills(self.kv_memory.next_block),
             rules.DraftMemory(self.num_reserved_free) if has_drafts else None,
             None if self.num_reserved_from_data is None else rules.DataHighWater(self.num_reserved_from_data),
             rules.LateBinding(lambda: self.steps.has_prefills, sized) if options.late_binding else None,
