@@ -17,7 +17,7 @@ from streamrag.engine.memory import Memory
 from streamrag.engine.recompute_or_swap import Fate
 from streamrag.engine.request import RequestView
 from streamrag.engine.rules.rule import Rule, RuleList
-from streamrag.engine.walk import MEMORY, Candidate, Grant, StepBudget, Wait, Walk
+from streamrag.engine.walk import Candidate, Grant, StepBudget, Wait, Walk
 
 NO_RULES = RuleList()
 
@@ -42,8 +42,10 @@ class Hold(NamedTuple):
 class Plan:
     """Grants in order of urgency, and evictions in the order in which they are made."""
 
-    grants: tuple[Grant, ...]
-    evictions: tuple[Eviction, ...]
+    budget: StepBudget
+    """The most that the grants, and what runs ahead of them, may add up to."""
+    grants: tuple[Grant, ...] = ()
+    evictions: tuple[Eviction, ...] = ()
     is_full: bool = False
     """Whether the step's tokens or slots were used up before the turn of all requests."""
     is_put_off: bool = False
@@ -52,6 +54,14 @@ class Plan:
     """Requests that continue when memory is free, or when their prompt is complete."""
     holds: tuple[Hold, ...] = ()
     """Requests that were held back; empty unless the caller asked for them with `reports_holds`."""
+
+    def __post_init__(self) -> None:
+        num_tokens = [grant.num_tokens for grant in self.grants if grant.num_tokens]
+        assert sum(num_tokens) <= max(self.budget.num_tokens - self.budget.num_ahead, 0)
+        assert len(num_tokens) <= max(self.budget.num_seqs - self.budget.num_ahead - self.budget.num_ending, 0)
+        if self.evictions:
+            names = [g.request.request_id for g in self.grants] + [e.request.request_id for e in self.evictions]
+            assert len(set(names)) == len(names)
 
 
 def plan(
@@ -82,12 +92,12 @@ def plan(
     put_off_by = next((type(r).__name__ for r in rules.that_put_off if walk.grants and r.puts_off_step(walk)), "")
     holds = tuple(_holds(walk, held_by, put_off_by)) if reports_holds else ()
     if put_off_by:
-        return Plan((), (), is_put_off=True, holds=holds)
+        return Plan(budget, is_put_off=True, holds=holds)
     # Phase 2
     victims = walk.victims.choose(walk.num_missing, walk.last_position).victims if walk.num_missing > 0 else []
     evictions = tuple(Eviction(victim, fate(victim)) for victim in victims)
-    is_full = walk.closed_by not in ("", MEMORY)
-    return Plan(tuple(walk.grants), evictions, is_full, walk.is_put_off, tuple(walk.waiting), holds)
+    is_full = walk.is_closed and not walk.is_put_off
+    return Plan(budget, tuple(walk.grants), evictions, is_full, walk.is_put_off, tuple(walk.waiting), holds)
 
 
 def _grant_tokens(walk: Walk, rules: RuleList) -> tuple[Walk, dict[str, str]]:
@@ -100,12 +110,12 @@ def _grant_tokens(walk: Walk, rules: RuleList) -> tuple[Walk, dict[str, str]]:
         rule.start(walk)
     held_by: dict[str, str] = {}
     for position, request in enumerate(walk.order):
-        if walk.closed_by:
+        if walk.is_closed:
             break
-        if request.num_tokens <= request.num_computed_tokens or walk.closed_to(request):
+        if request.num_tokens <= request.num_computed_tokens or walk.is_closed_to(request):
             continue
         candidate = Candidate(walk, request, position)
-        wait, name = _first_wait(candidate, rules.for_complete if request.is_complete else rules.for_partial)
+        wait, name = _first_wait(candidate, *(rules.for_complete if request.is_complete else rules.for_partial))
         if wait is None:
             walk.grant(candidate)
             for rule in rules.that_observe:
@@ -117,10 +127,14 @@ def _grant_tokens(walk: Walk, rules: RuleList) -> tuple[Walk, dict[str, str]]:
     return walk, held_by
 
 
-def _first_wait(candidate: Candidate, rules: Sequence[Rule]) -> tuple[Wait | None, str]:
+def _first_wait(candidate: Candidate, before: Sequence[Rule], after: Sequence[Rule]) -> tuple[Wait | None, str]:
     """Return how `candidate` must wait, or None, and the name of the first rule that objects, else that of memory."""
-    for rule in rules:
+    for rule in before:
         if wait := rule.ask(candidate):
+            return wait, type(rule).__name__
+    candidate.measure()
+    for rule in after:
+        if wait := rule.ask_measured(candidate):
             return wait, type(rule).__name__
     return candidate.walk.memory_wait(candidate), candidate.held_by_memory
 
@@ -132,4 +146,4 @@ def _holds(walk: Walk, held_by: Mapping[str, str], put_off_by: str) -> Iterator[
     for request in walk.order:
         request_id, is_granted = request.request_id, request.request_id in granted
         if request.num_remaining_tokens > 0 and (put_off_by or not is_granted):
-            yield Hold(request_id, put_off_by if is_granted else held_by.get(request_id) or walk.closed_to(request))
+            yield Hold(request_id, put_off_by if is_granted else held_by.get(request_id) or walk.closed_by(request))

@@ -53,14 +53,15 @@ class Grant(NamedTuple):
 class Candidate:
     """The request whose turn it is, and what the rules have decided about it so far."""
 
-    num_reserved: int | None = None
-    """Blocks that must stay free if it computes; None if memory may be used up."""
+    num_reserved = 0
+    """Blocks that must stay free if it computes and may not evict."""
     held_by_memory = MEMORY
     """Name to report if memory does not suffice: that of the rule that reserved blocks, if one did."""
     num_blocks_claimed: int | None = None
     """See `Grant`."""
+    num_missing: int
+    """Blocks still missing for `num_allowed` tokens beside the grants; negative if some stay free. Set by `measure`."""
     _num_present: int | None = None
-    _num_missing: int | None = None
 
     def __init__(self, walk: "Walk", request: RequestView, position: int) -> None:
         self.walk = walk
@@ -69,7 +70,7 @@ class Candidate:
         self.is_new = request.num_blocks == 0
         """Whether it holds no KV, so that it would start in this step."""
         self.num_allowed = walk.num_tokens_left
-        """Most tokens that it may compute. Rules lower it; `num_missing` lowers it to what its prompt has left."""
+        """Most tokens that it may compute. Rules lower it; `measure` lowers it to what its prompt has left."""
         self.may_evict = request.is_complete
 
     @property
@@ -84,22 +85,11 @@ class Candidate:
         """Tokens that it computes if no rule lowers `num_allowed` further."""
         return min(self.num_allowed, self.request.num_tokens - self.num_present)
 
-    @property
-    def num_missing(self) -> int:
-        """Blocks still missing if it computes `num_tokens` in addition to the grants; negative if some stay free.
-
-        The first access is costly and fixes `num_allowed`: rules that lower it must come before rules that read this.
-        """
-        if self._num_missing is None:
-            self.num_allowed = self.num_tokens
-            needed = self.walk.memory.num_blocks_needed(self.request, self.num_allowed)
-            self._num_missing = self.walk.num_missing + needed
-        return self._num_missing
-
-    @property
-    def is_measured_start(self) -> bool:
-        """Whether it would start in this step, and the blocks that it needs were computed."""
-        return self.is_new and self._num_missing is not None
+    def measure(self) -> None:
+        """Fix `num_allowed` and compute `num_missing`, which is costly."""
+        self.num_allowed = self.num_tokens
+        needed = self.walk.memory.num_blocks_needed(self.request, self.num_allowed)
+        self.num_missing = self.walk.num_missing + needed
 
 
 class Walk:
@@ -135,18 +125,19 @@ class Walk:
         self.grants: list[Grant] = []
         self.last_position = -1
         """Position of the last grant; -1 before the first."""
-        self.closed_by = ""
-        """Name of the rule that ended the step for all requests, or "StepBudget"; empty while it is open."""
-        self.closed_to_partial_by = ""
-        """Name of the rule that ended the step for partial prompts."""
-        self.closed_to_new_by = ""
-        """"Memory" once a complete prompt did not fit: no request without KV may start behind it."""
+        self.is_closed = False
+        """Whether the step has ended for all requests."""
+        self.is_closed_to_partial = False
+        """Whether the step has ended for partial prompts."""
+        self.is_closed_to_new = False
+        """Whether a complete prompt did not fit: no request without KV may start behind it."""
         self.is_put_off = False
         """Whether the step ended because a victim cannot be evicted before the step in flight has ended."""
         self.waiting: list[RequestView] = []
         self._held_by_reserve: list[Candidate] = []
+        self._closed_by = self._closed_to_partial_by = ""  # names, for reports
         if self.num_tokens <= 0 or self.num_seqs_left <= 0:
-            self.closed_by = BUDGET
+            self.close(BUDGET)
 
     @property
     def frees_memory(self) -> bool:
@@ -161,41 +152,53 @@ class Walk:
         cannot be evicted before the step in flight has ended, this step ends for all, so that the victim rests.
         """
         num_missing = candidate.num_missing
-        if candidate.num_reserved is not None and num_missing > -candidate.num_reserved:
-            return Wait.MEMORY
-        if num_missing <= 0:
+        if num_missing <= -candidate.num_reserved:
             return None
         if not candidate.may_evict:
+            self.num_unfit += candidate.is_new
             return Wait.MEMORY  # requests behind it may run: its own turn comes when its prompt is complete
         choice = self.victims.choose(num_missing, candidate.position)
         if choice.num_freed >= num_missing:
             return None
         if choice.is_put_off:
-            self.is_put_off, self.closed_by = True, MEMORY
+            self.is_put_off = True
+            self.close(MEMORY)
             return Wait.SKIP
         if not self.frees_memory:
             # The most urgent request may take everything. Shared blocks, which the estimate leaves out, are freed too.
             for held in self._held_by_reserve:
                 self.victims.offer(held.request, held.position)
             return None
-        self.closed_to_new_by = MEMORY
+        self.is_closed_to_new = True
         return Wait.SKIP
 
     def hold(self, candidate: Candidate, wait: Wait) -> None:
         """Record that `candidate` waits for memory or behind a reserve; offer its blocks if `MEMORY` or `YIELD`."""
         if wait is Wait.MEMORY:
-            self.num_unfit += candidate.is_measured_start
             self.waiting.append(candidate.request)
         elif wait is Wait.RESERVE:
             self._held_by_reserve.append(candidate)
         if wait is Wait.MEMORY or wait is Wait.YIELD:
             self.victims.offer(candidate.request, candidate.position)
 
-    def closed_to(self, request: RequestView) -> str:
-        """Return the name of the rule that ended the step for `request`; empty while it may still compute."""
-        if not request.is_complete and self.closed_to_partial_by:
-            return self.closed_to_partial_by
-        return self.closed_by if request.num_blocks else self.closed_by or self.closed_to_new_by
+    def close(self, name: str) -> None:
+        """End the step for all requests. `name` is what reports say of those that it leaves without tokens."""
+        self.is_closed, self._closed_by = True, name
+
+    def close_to_partial(self, name: str) -> None:
+        """End the step for partial prompts. `name` is what reports say of them."""
+        self.is_closed_to_partial, self._closed_to_partial_by = True, name
+
+    def is_closed_to(self, request: RequestView) -> bool:
+        """Whether the step has ended for `request`, or for all."""
+        is_closed_to_new = self.is_closed_to_new and not request.num_blocks
+        return self.is_closed or is_closed_to_new or (self.is_closed_to_partial and not request.is_complete)
+
+    def closed_by(self, request: RequestView) -> str:
+        """Return what reports say of `request`, for which the step has ended: the name of the rule, or of memory."""
+        if self.is_closed_to_partial and not request.is_complete:
+            return self._closed_to_partial_by
+        return self._closed_by if self.is_closed else MEMORY
 
     def grant(self, candidate: Candidate) -> None:
         """Grant `candidate` its `num_allowed` tokens, and close the step if the budget is used up."""
@@ -205,7 +208,7 @@ class Walk:
         self.num_seqs_left -= candidate.num_allowed > 0
         self.last_position = candidate.position
         if self.num_tokens_left <= 0 or self.num_seqs_left <= 0:
-            self.closed_by = BUDGET
+            self.close(BUDGET)
 
     def end(self) -> None:
         """Add requests behind a reserve to `waiting` if nothing runs whose end would free memory for them."""

@@ -132,8 +132,8 @@ MUTANTS = (
     Mutant(
         "copies from prompts cannot be switched off",
         INTAKE,
-        "AnswerDraft(draft, max_depth, (is_searched and request.prompt_token_ids) or ())",
-        "AnswerDraft(draft, max_depth, request.prompt_token_ids)",
+        "AnswerDraft(tokens, max_depth, (is_searched and request.prompt_token_ids) or ())",
+        "AnswerDraft(tokens, max_depth, request.prompt_token_ids)",
         400,
     ),
     Mutant(
@@ -148,8 +148,8 @@ MUTANTS = (
     Mutant(
         "an answer with a grammar copies",
         INTAKE,
-        "if max_depth and not request.use_structured_output:",
-        "if max_depth:",
+        "if not max_depth or request.use_structured_output:",
+        "if not max_depth:",
         0,  # grammars of the fuzz allow everything
         "tests/backends/vllm/scheduler/test_drafts.py"
         "::test_an_answer_with_a_grammar_copies_nothing_nor_does_one_to_a_prompt_with_images",
@@ -279,8 +279,8 @@ MUTANTS = (
     Mutant(
         "a chunk that is superseded is not acknowledged",
         INTAKE,
-        "        self.outbox.acknowledge(stream)\n        stream.num_messages += 1\n",
-        "        stream.num_messages += 1\n",
+        "        self.outbox.acknowledge(stream)  # the chunks before\n",
+        "",
         50,
     ),
     Mutant(
@@ -508,8 +508,8 @@ MUTANTS = (
     ),
     Mutant(
         "what an update replaced is still counted as had back",
-        INTAKE,
-        "        stream.num_kept_tokens = min(stream.num_kept_tokens, num_shared)\n",
+        PROMPTS,
+        "    request.num_kept_tokens = min(request.num_kept_tokens, num_shared)\n",
         "",
         0,  # as above
         "tests/backends/vllm/scheduler/test_had_back.py::test_what_an_update_replaces_is_not_had_back",
@@ -571,7 +571,7 @@ MUTANTS = (
     Mutant(
         "an empty prompt is taken in",
         INTAKE,
-        "if num_tokens < 1:",
+        "if request.num_prompt_tokens + (message.num_kept if message else 0) < 1:",
         "if False:",
         0,
         "tests/backends/vllm/scheduler/test_intake.py::test_a_chunk_that_leaves_an_empty_prompt_fails_its_stream",
@@ -656,9 +656,9 @@ MUTANTS = (
     ),
     Mutant(
         "each batch of a session's data waits anew",
-        INTAKE,
-        "        if stream.request_id in self.queues.idle:\n            stream.since_s",
-        "        if True:\n            stream.since_s",
+        QUEUES,
+        "        if self.idle.pop(stream.request_id, None):\n            stream.since_s = stream.last_chunk_s\n",
+        "        stream.since_s = stream.last_chunk_s\n        if self.idle.pop(stream.request_id, None):\n",
         0,
         f"{OF_CLASSES}::test_data_of_a_session_are_served_within_their_bound_however_many_questions_come",
     ),
@@ -839,7 +839,7 @@ MUTANTS = (
     Mutant(
         "those behind one that does not fit start",
         WALK,
-        "        self.closed_to_new_by = MEMORY\n",
+        "        self.is_closed_to_new = True\n",
         "",
         0,
         f"{OF_PLANS}::test_nobody_starts_behind_a_request_that_does_not_fit",
@@ -887,7 +887,7 @@ MUTANTS = (
     Mutant(
         "a prompt that starts computes past what was planned",
         EXECUTOR,
-        "is_whole = self.theirs_may_load and request.is_complete and not grant.request.num_blocks",
+        "is_whole = self.kv_memory.theirs_may_load and request.is_complete and not grant.request.num_blocks",
         "is_whole = request.is_complete and not grant.request.num_blocks",
         20,
     ),
@@ -974,8 +974,8 @@ MUTANTS = (
     Mutant(
         "the engine sleeps while a victim rests",
         WALK,
-        "self.is_put_off, self.closed_by = True, MEMORY",
-        "self.closed_by = MEMORY",
+        "            self.is_put_off = True\n",
+        "",
         0,
         f"{OF_CONNECTORS}::test_blocks_that_a_step_in_flight_may_write_are_evicted_only_after_it",
     ),
@@ -1030,8 +1030,8 @@ MUTANTS = (
     Mutant(
         "a gap is as long as the step that the chunk waited for",
         INTAKE,
-        "gap_s = max(arrival_s - stream.last_chunk_s, 0.0)",
-        "gap_s = now_s - stream.last_chunk_s",
+        "sent_s = message.arrival_s if message is not None else",
+        "sent_s = None if message is not None else",
         0,
         "tests/backends/vllm/scheduler/test_intake.py",
     ),

@@ -74,8 +74,8 @@ class Limits:
             ConnectorLookup(lambda request: None) if self.has_connector else None,
             sized,
             None if self.prefill_unit == 1 else WholeUnits(self.prefill_unit),
-            None if survival is None else DraftMemory(self.num_blocks_kept_free),
             GroupedPrefills(next_block) if next_block else None,
+            None if survival is None else DraftMemory(self.num_blocks_kept_free),
             None if self.num_blocks_kept_from_data is None else DataHighWater(self.num_blocks_kept_from_data),
             LateBinding(lambda: self.is_early, sized),
         ]

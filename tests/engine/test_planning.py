@@ -1,8 +1,6 @@
 """What a plan promises, whatever the requests and the policy."""
 
-import re
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 from planned import Limits, plan
 from strategies import BLOCK_SIZE, SPECS, policy_of, view_lists, views
 
-import streamrag
 from streamrag.engine import Plan, RequestView, StepBudget, make_policy
 from streamrag.engine.rules import KvBudgetLeft
 from streamrag.engine.rules.memory_rules import MOST_TRIES, NUM_IN_TURN
@@ -60,24 +57,6 @@ LIMITS = st.builds(
     prefill_unit=st.sampled_from([1, BLOCK_SIZE, 4 * BLOCK_SIZE]),
     num_blocks_kept_free=st.integers(0, 10),
 )
-
-
-def test_plans_are_tested_with_the_rules_of_the_engine_in_its_order() -> None:
-    text = (Path(streamrag.__file__).parent / "backends" / "vllm" / "scheduler" / "step.py").read_text()
-    (listed,) = re.findall(r"\n        rules = \[\n(.*?)\n        \]", text, re.DOTALL)
-    engines = re.findall(r"^ +(?:None if .+? else )?(\w+)", listed.replace(" sized,", " SizedSteps,"), re.MULTILINE)
-    limits = Limits(
-        *(400, 6),
-        step_costs=StepCosts(60, 0.1),
-        num_blocks_kept_from_data=1,
-        max_data_tokens=1,
-        budget=KvBudgetLeft(1, has_claims=False),
-        draft_survival=0.5,
-        max_adapters=1,
-        prefill_unit=BLOCK_SIZE,
-        has_connector=True,
-    )
-    assert [type(rule).__name__ for rule in limits.rules(lambda request, num_tokens: None)] == engines
 
 
 def make(spec: str, requests: list[RequestView], idle: list[RequestView], limits: Limits, memory: Blocks) -> Plan:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrag.engine import Plan, RequestView, StepBudget, plan
+from streamrag.engine import Eviction, Grant, Plan, RequestView, StepBudget, plan
 from streamrag.engine import rules as all_rules
 from streamrag.engine.rules import (
     AdapterSlots,
@@ -299,6 +299,29 @@ def test_a_plan_tells_who_gets_nothing_and_which_rule_held_it_back() -> None:
     sized = SizedSteps(lambda: StepCosts(overhead=50, arrivals_per_token=0.0))
     assert holds([complete("b"), asked, a], sized) == {"asked": "SizedSteps", "a": "SizedSteps"}
     assert holds([partial("b")], LateBinding(lambda: True)) == {"b": "LateBinding"}
+
+
+def test_rules_about_memory_count_what_a_request_needs_after_all_others_have_limited_its_tokens() -> None:
+    order = [complete("asked", 16), complete("draft", 160, request_class="draft")]
+    limited, kept = ShortDrafts(lambda: 16), DraftMemory(5)
+    assert tokens(planned(order, kept, num_free=10)) == {"asked": 16}
+    assert tokens(planned(order, kept, limited, num_free=10)) == {"asked": 16, "draft": 16}
+    assert tokens(planned(order, limited, kept, num_free=10)) == {"asked": 16, "draft": 16}
+
+
+def test_a_plan_over_its_budget_or_against_the_requests_that_it_serves_is_refused() -> None:
+    a, b, idle = complete("a"), complete("b"), holding(partial("idle"), 5)
+    budget = StepBudget(100, 4, num_ahead=1, num_ending=1)
+    Plan(budget, (Grant(a, 98), Grant(b, 1), Grant(complete("loaded"), 0)), (Eviction(idle, "recompute"),))
+    Plan(StepBudget(4, 2, num_ahead=5), (Grant(a, 0),))
+    for grants, evicted in (
+        ([Grant(a, 100)], []),
+        ([Grant(a, 1), Grant(b, 1), Grant(idle, 1)], []),
+        ([Grant(a, 1)], [a]),
+        ([Grant(a, 1)], [idle, idle]),
+    ):
+        with pytest.raises(AssertionError):
+            Plan(budget, tuple(grants), tuple(Eviction(victim, "recompute") for victim in evicted))
 
 
 def test_each_rule_says_in_one_sentence_what_it_does_and_is_tried_here_alone() -> None:

@@ -1,7 +1,7 @@
 """The rules of a step: one class for each reason to grant a request less, to let it wait, or to put off the step.
 
-    candidate ─▶ AdapterSlots ─▶ LeanPartials ─▶ ... ─▶ DataHighWater ─▶ memory ─▶ grant
-                      └─────────────────┴───── the first rule that returns a `Wait` holds the request back
+    candidate ─▶ AdapterSlots ─▶ LeanPartials ─▶ ... ─▶ measure ─▶ DraftMemory ─▶ DataHighWater ─▶ memory ─▶ grant
+                 └── ask: the first `Wait` holds it back ──┘          └── ask_measured: likewise ──┘
 
 `streamrag.backends.vllm.scheduler.step` makes the rules once and lists them in this order. To add a rule, write its
 class and add a line to that list.

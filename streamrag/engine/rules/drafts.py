@@ -75,7 +75,7 @@ class DraftMemory(Rule):
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
 
-    def ask(self, candidate: Candidate) -> Wait | None:
+    def ask_measured(self, candidate: Candidate) -> Wait | None:
         walk = candidate.walk
         if not candidate.request.is_draft or not (walk.grants or walk.num_ahead):
             return None

@@ -65,7 +65,7 @@ class DataHighWater(Rule):
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
 
-    def ask(self, candidate: Candidate) -> Wait | None:
+    def ask_measured(self, candidate: Candidate) -> Wait | None:
         if candidate.request.request_class != "stream":
             return None
         candidate.may_evict = False

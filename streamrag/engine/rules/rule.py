@@ -26,6 +26,10 @@ class Rule:
         """Return how `candidate` has to wait; None if it may compute. May change the limits that `candidate` has."""
         return None
 
+    def ask_measured(self, candidate: Candidate) -> Wait | None:
+        """Answer as `ask`, once all rules have limited its tokens: `num_missing` is known, and `num_allowed` fixed."""
+        return None
+
     def on_grant(self, candidate: Candidate) -> None:
         """Record that `candidate` was granted its `num_allowed` tokens."""
 
@@ -54,10 +58,11 @@ class RuleList:
 
     def __init__(self, rules: Iterable[Rule] = ()) -> None:
         rules = tuple(rules)
-        asked = _rules_with_own(rules, "ask")
         self.that_start = _rules_with_own(rules, "start")
-        self.for_complete = [rule for rule in asked if rule.asks_complete]
-        self.for_partial = [rule for rule in asked if rule.asks_partial]
+        complete, partial = [r for r in rules if r.asks_complete], [r for r in rules if r.asks_partial]
+        self.for_complete = _rules_with_own(complete, "ask"), _rules_with_own(complete, "ask_measured")
+        self.for_partial = _rules_with_own(partial, "ask"), _rules_with_own(partial, "ask_measured")
+        """Rules that are asked before the blocks that a request needs are measured, and those that are asked after."""
         self.that_observe = _rules_with_own(rules, "on_grant")
         self.that_put_off = _rules_with_own(rules, "puts_off_step")
         strict = [rule for rule in rules if not rule.is_waived_if_idle]

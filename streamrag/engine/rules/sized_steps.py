@@ -38,7 +38,7 @@ class SizedSteps(TokenRule):
         if _is_awaited(request):
             length = costs.length(int(min(candidate.num_tokens, num_tokens)), num_present)
             if not costs.is_worth_adding(length, self._num_ready_prompts, self._num_still_waiting):
-                candidate.walk.closed_by = type(self).__name__
+                candidate.walk.close(type(self).__name__)
                 return 0
         return num_tokens
 
@@ -50,7 +50,7 @@ class SizedSteps(TokenRule):
         request, num_present, num_tokens = candidate.request, candidate.num_present, candidate.num_allowed
         self._length_left -= self._limiting_costs.length(num_tokens, num_present)
         if self._length_left < 1:
-            candidate.walk.closed_by = type(self).__name__
+            candidate.walk.close(type(self).__name__)
         if _is_awaited(request):
             self._num_still_waiting -= 1
             self._num_ready_prompts += num_present + num_tokens == request.num_tokens

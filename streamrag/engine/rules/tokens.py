@@ -43,7 +43,7 @@ class LeanPartials(TokenRule):
             self._num_filling = num_filling_tokens(walk, self._num_blocks_short)
         most = max(self._num_left, self._num_filling - (walk.num_tokens - walk.num_tokens_left))
         if most <= 0:
-            walk.closed_to_partial_by = type(self).__name__
+            walk.close_to_partial(type(self).__name__)
         return most
 
     def on_grant(self, candidate: Candidate) -> None:
@@ -116,5 +116,5 @@ class WholeUnits(Rule):
             candidate.num_allowed = min(whole, num_left)
         if candidate.num_allowed <= candidate.walk.num_tokens_left:
             return None
-        candidate.walk.closed_by = BUDGET  # or shorter prompts would overtake it as long as others decode
+        candidate.walk.close(BUDGET)  # or shorter prompts would overtake it as long as others decode
         return Wait.SKIP

@@ -2,7 +2,7 @@
 
 import math
 
-from streamrag.backends.vllm.scheduler.request import StreamRequest
+from streamrag.backends.vllm.scheduler.request import PromptUpdate, StreamRequest
 from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.engine import Pace, Policy
@@ -43,8 +43,10 @@ class Estimates:
         elif request.draft is not None and not request.draft.is_empty:
             self.survival.on_answer(request.log.num_accepted)
 
-    def expect_chunks(self, stream: StreamRequest) -> None:
-        """Set `is_replaced`, whether the stream's source is known to replace chunks, and `num_step_tokens`."""
+    def on_chunk(self, stream: StreamRequest, update: PromptUpdate) -> None:
+        """Learn from a chunk how its source's chunks come, and set the stream's `is_replaced` and `num_step_tokens`."""
+        if update.num_old:
+            self.forecast.observe(update.source_name, update.gap_s, update.record.num_shared / update.num_old)
         replaced_every_s = self.forecast.replaced_every_s(stream.source_name)
         stream.is_replaced = replaced_every_s < math.inf
         costs = self.step_costs.at(self._clock.monotonic())

@@ -5,7 +5,7 @@ next chunk  ─▶ prompt replaced in place ─▶ waiting, or idle if nothing i
 last chunk  ─▶ the same, and its last token is no longer hidden: the answer is sampled
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from streamrag.backends.vllm.scheduler.kv.replacement import drop_output_in_flig
 from streamrag.backends.vllm.scheduler.outbox import Outbox
 from streamrag.backends.vllm.scheduler.queues import Queues
 from streamrag.backends.vllm.scheduler.records import Records
-from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_logprobs
+from streamrag.backends.vllm.scheduler.request import PromptUpdate, StreamRequest, has_prompt_logprobs
 from streamrag.backends.vllm.scheduler.request_log import HostClock
 from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
 from streamrag.backends.vllm.scheduler.supported import only_sends_kv
@@ -30,9 +30,9 @@ from streamrag.engine.drafts import AnswerDraft
 from streamrag.records import ChunkRecord
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Intake:
-    """Accepts plain requests and chunks. `enqueue` is vLLM's own `add_request`."""
+    """Accepts plain requests and chunks. `enqueue` is vLLM's own `add_request`; calling it runs no hook."""
 
     scheduler: Scheduler
     enqueue: Callable[[Request], None]
@@ -97,64 +97,46 @@ class Intake:
         stream.num_in_flight_tokens = self.steps.num_tokens_of(stream.request_id)
         drop_output_in_flight(stream)
         if message is not None:
-            stream.log.on_chunk(ChunkRecord(stream.arrival_s, stream.num_prompt_tokens, 0, 0), num_left=0)
-            self.estimates.expect_chunks(stream)
+            record = ChunkRecord(stream.arrival_s, stream.num_prompt_tokens, 0, 0)
+            self._on_chunk(stream, PromptUpdate(record, message.source_name))
         self.enqueue(stream)
-        if stream.is_complete:
-            self._on_complete(stream, message)
-        self.queues.make_idle_if_done(stream)
+        self._on_queued(stream, message)
 
     def _add_chunk(self, stream: StreamRequest, request: Request, message: PromptMessage) -> None:
-        """Acknowledge a stream's earlier chunks, replace the prompt by a further chunk's, and queue the stream.
-
-        A stream with nothing to compute becomes idle. A wrong chunk only fails its stream.
-        """
+        """Replace a stream's prompt by a further chunk's, and queue the stream. A wrong chunk only fails its stream."""
         problem = _why_unfit(stream, request, message) or _why_refused(request, message, self.scheduler)
         if problem:
             self._fail(stream, problem)
             return
-        self.outbox.acknowledge(stream)
-        stream.num_messages += 1
-        num_old_tokens, num_computed = stream.num_all_tokens, stream.num_computed_tokens
-        stream.is_complete = message.is_complete  # before hashing: a complete prompt has one token more to hash
-        num_shared = replace_prompt(self.scheduler, stream, message.num_kept, request)
-        # Arrival time, not the time after the current step: short gaps between chunks make steps shorter.
-        now_s = self.clock.monotonic()
-        arrival_s = now_s if message.arrival_s is None else min(message.arrival_s, now_s)
-        gap_s = max(arrival_s - stream.last_chunk_s, 0.0)  # clients report arrival times, which may be wrong
-        self.estimates.forecast.observe(message.source_name, gap_s, num_shared / num_old_tokens)
-        self.estimates.expect_chunks(stream)
-        stream.num_kept_tokens = min(stream.num_kept_tokens, num_shared)
-        if self.host_memory is not None:
-            self.host_memory.on_chunk(stream, num_computed, num_shared)
-        stream.sampling_params = request.sampling_params
-        stream.limit_answer(request.max_tokens, self.scheduler.max_model_len)
-        stream.last_chunk_s = arrival_s
-        if stream.request_id in self.queues.idle:
-            stream.since_s = arrival_s
-        stream.expected_complete_s = message.expected_complete_s
-        stream.view = None
-        chunk = ChunkRecord(arrival_s, stream.num_prompt_tokens, num_shared, num_computed)
-        stream.log.on_chunk(chunk, num_left=stream.num_computed_tokens)
+        self.outbox.acknowledge(stream)  # the chunks before
+        arrival_s = self._arrival_s(request, message, self.clock.monotonic())
+        self._on_chunk(stream, replace_prompt(self.scheduler, stream, message, request, arrival_s))
         self.queues.requeue(stream)
-        if stream.is_complete:
-            stream.take_grammar(request)
-            self._on_complete(stream, message)
-        self.queues.make_idle_if_done(stream)
+        stream.take_grammar(request)
+        self._on_queued(stream, message)
 
-    def _on_complete(self, request: StreamRequest, message: PromptMessage | None) -> None:
-        """Give a request with a complete prompt its draft, if drafts are verified and the answer has no grammar.
+    def _on_chunk(self, stream: StreamRequest, update: PromptUpdate) -> None:
+        self.estimates.on_chunk(stream, update)
+        if self.host_memory is not None:
+            self.host_memory.on_chunk(stream, update)
+        stream.log.on_chunk(update.record, num_left=stream.num_computed_tokens)
 
-        The estimates count the complete prompt, unless the request is itself a draft.
-        """
-        max_depth = self.scheduler.num_spec_tokens  # 0 for an engine that verifies no drafts
-        if max_depth and not request.use_structured_output:
-            draft = message.draft if message is not None else ()
-            # Placeholders of images need not be in the vocabulary.
-            is_searched = self.options.prompt_lookup and not request.has_encoder_inputs
-            request.draft = AnswerDraft(draft, max_depth, (is_searched and request.prompt_token_ids) or ())
-        if request.request_class != "draft":
-            self.estimates.on_complete()
+    def _on_queued(self, request: StreamRequest, message: PromptMessage | None) -> None:
+        """Give a request with a complete prompt its draft, and count it; make a stream with nothing to compute idle."""
+        if request.is_complete:
+            request.draft = self._make_draft(request, message.draft if message is not None else ())
+            if request.request_class != "draft":
+                self.estimates.on_complete()
+        self.queues.make_idle_if_done(request)
+
+    def _make_draft(self, request: StreamRequest, tokens: Sequence[int]) -> AnswerDraft | None:
+        """Return what the answer is expected to be; None if drafts are not verified, or the answer has a grammar."""
+        max_depth = self.scheduler.num_spec_tokens
+        if not max_depth or request.use_structured_output:
+            return None
+        # Placeholders of images need not be in the vocabulary.
+        is_searched = self.options.prompt_lookup and not request.has_encoder_inputs
+        return AnswerDraft(tokens, max_depth, (is_searched and request.prompt_token_ids) or ())
 
     def _refuse(self, request: Request, problem: str, message: PromptMessage | None = None) -> None:
         """Fail a request before its acceptance, with a record and an error; a chunk of an open stream fails that."""
@@ -174,17 +156,19 @@ class Intake:
     def _adopt(self, request: Request, message: PromptMessage | None) -> StreamRequest:
         """Convert a request in place to a `StreamRequest`, with times of this host's monotonic clock, and return it."""
         now_s = self.clock.monotonic()
-        stream = StreamRequest.adopt(request, message, now_s - (self.clock.wall() - request.arrival_time), now_s)
+        stream = StreamRequest.adopt(request, message, self._arrival_s(request, message, now_s), now_s)
         stream.prefill_unit = self.kv_memory.prefill_unit
         stream.limit_answer(stream.max_tokens, self.scheduler.max_model_len)
         return stream
 
+    def _arrival_s(self, request: Request, message: PromptMessage | None, now_s: float) -> float:
+        """Return when a plain request was sent, or a chunk arrived at its client: before it waited for a step's end."""
+        sent_s = message.arrival_s if message is not None else now_s - (self.clock.wall() - request.arrival_time)
+        return now_s if sent_s is None else min(sent_s, now_s)
+
 
 def _why_unfit(stream: StreamRequest, request: Request, message: PromptMessage) -> str | None:
-    """Return why the chunk cannot follow the stream's last one; None if it can.
-
-    Checks the chunk's number and `num_kept`, and that its adapter and cache salt are those of the stream.
-    """
+    """Return why the chunk cannot follow the stream's last one; None if it can."""
     if message.index != stream.num_messages:
         return f"message {message.index} came instead of message {stream.num_messages}: one was lost, or came twice"
     if stream.is_complete:
@@ -198,27 +182,36 @@ def _why_unfit(stream: StreamRequest, request: Request, message: PromptMessage) 
 
 
 def _why_refused(request: Request, message: PromptMessage | None, scheduler: Scheduler) -> str | None:
-    """Return why the request cannot be accepted, whatever came before it; None if it can.
+    """Return why the request cannot be accepted, whatever came before it; None if it can."""
+    if problem := _why_wrong_transfer(request, scheduler):
+        return problem
+    if request.num_prompt_tokens + (message.num_kept if message else 0) < 1:
+        return "a prompt needs at least one token"
+    if message is None:
+        return "vLLM's own streaming sessions need vLLM's own scheduler" if request.resumable else None
+    return _why_wrong_chunk(request, message, scheduler)
 
-    Most checks are for chunks. Plain requests are only refused as vLLM's own sessions, or without valid parameters.
-    """
+
+def _why_wrong_transfer(request: Request, scheduler: Scheduler) -> str | None:
+    """Return why the parameters of a KV connector cannot be accepted; None if they can."""
     if request.kv_transfer_params is not None and not isinstance(request.kv_transfer_params, dict):
         return "extra_args['kv_transfer_params'] must be a mapping"
     params = request.kv_transfer_params or {}
     if (params.get("do_remote_prefill") or params.get("remote_block_ids")) and only_sends_kv(scheduler.vllm_config):
         # NIXL would load it in any engine, and our plan does not expect that.
         return "extra_args['kv_transfer_params'] name KV to load, but this engine only computes KV for others"
-    num_tokens = request.num_prompt_tokens + (message.num_kept if message else 0)
-    if num_tokens < 1:
-        return "a prompt needs at least one token"
-    if message is None:
-        return "vLLM's own streaming sessions need vLLM's own scheduler" if request.resumable else None
+    return None
+
+
+def _why_wrong_chunk(request: Request, message: PromptMessage, scheduler: Scheduler) -> str | None:
+    """Return why a chunk is wrong in any stream of this engine; None if it is not."""
     if not request.resumable:
         return "a chunk must be sent as one of vLLM's streamed inputs, so that more chunks can follow"
     if message.index == 0 and message.num_kept > 0:
         return f"the first chunk of a stream keeps {message.num_kept} tokens, but there is no previous prompt"
-    if num_tokens >= scheduler.max_model_len:
-        return f"a prompt of {num_tokens} tokens does not fit the model's length of {scheduler.max_model_len}"
+    num_tokens, max_tokens = request.num_prompt_tokens + message.num_kept, scheduler.max_model_len
+    if num_tokens >= max_tokens:
+        return f"a prompt of {num_tokens} tokens does not fit the model's length of {max_tokens}"
     if message.draft and max(message.draft) >= scheduler.vllm_config.model_config.get_vocab_size():
         return "a draft has a token that the model does not have"
     unsupported = {

@@ -18,12 +18,9 @@ from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
 from streamrag.engine import Grant
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class PlanExecutor:
-    """Applies the plan of each step, and records whether that step had anything to compute.
-
-    theirs_may_load: whether vLLM has a third-party KV connector that may load KV.
-    """
+    """Applies the plan of each step, and records whether that step had anything to compute."""
 
     scheduler: Scheduler
     planner: StepPlanner
@@ -33,7 +30,6 @@ class PlanExecutor:
     kv_memory: KvMemory
     queues: Queues
     outbox: Outbox
-    theirs_may_load: bool
     _num_free_when_stuck: int | None = None
 
     @property
@@ -68,7 +64,7 @@ class PlanExecutor:
             self._limit_to_grant(grant, request)
         running, waiting = self.queues.hide_others(step.decoding, granted, step.order, step.blocked)
         try:
-            with self._offered_rest(step, waiting) if self.theirs_may_load else nullcontext():
+            with self._offered_rest(step, waiting) if self.kv_memory.theirs_may_load else nullcontext():
                 yield
         finally:
             self.kv_memory.end_step()
@@ -106,7 +102,7 @@ class PlanExecutor:
         # Requests whose KV a connector loads asynchronously are in no plan; only a step learns that a load has ended.
         num_loads = len(self.scheduler.kv_holding_waiting)
         has_work = step.plan.grants or step.plan.is_put_off or step.decoding or step.blocked or num_loads
-        is_stuck = not (has_work or self.scheduler.deferred_frees or self.kv_memory.awaits_connector)
+        is_stuck = not (has_work or self.scheduler.deferred_frees or self.kv_memory.has_pending_lookup)
         self._num_free_when_stuck = self.kv_memory.num_free_blocks if is_stuck else None
 
     def _prepare(self, grant: Grant, request: StreamRequest) -> None:
@@ -122,6 +118,6 @@ class PlanExecutor:
         """Show vLLM the prompt only to the end of its grant, or whole if another connector may load all of it."""
         end = self.kv_memory.num_present_tokens(grant.request) + grant.num_tokens
         # A third-party connector looks up all of a complete prompt.
-        is_whole = self.theirs_may_load and request.is_complete and not grant.request.num_blocks
+        is_whole = self.kv_memory.theirs_may_load and request.is_complete and not grant.request.num_blocks
         if not is_whole and end < grant.request.num_tokens:
             request.end_step_at(end)

@@ -1,8 +1,6 @@
-"""The objects of the plugin, constructed in one place and connected by name."""
+"""The objects of the plugin, constructed and connected in one place."""
 
 from collections.abc import Callable
-from dataclasses import MISSING, fields
-from typing import Any, TypeVar
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
@@ -25,14 +23,9 @@ from streamrag.backends.vllm.scheduler.supported import only_sends_kv
 from streamrag.backends.vllm.scheduler_options import SchedulerOptions
 from streamrag.engine import ClassPolicy, make_policy
 
-T = TypeVar("T")
-
 
 class StreamingPlugin:
-    """The objects that streaming adds to one vLLM scheduler.
-
-    `enqueue` and `preempt_in_vllm` are vLLM's own `add_request` and `_preempt_request`; calling them runs no hook.
-    """
+    """The objects that streaming adds to one vLLM scheduler."""
 
     def __init__(
         self,
@@ -41,38 +34,28 @@ class StreamingPlugin:
         enqueue: Callable[[Request], None],
         preempt_in_vllm: Callable[..., None],
     ) -> None:
-        self.scheduler = scheduler
         self.options = options
-        self.enqueue = enqueue
-        self.preempt_in_vllm = preempt_in_vllm
-        self.clock = HostClock()
+        clock = self.clock = HostClock()
         policy = make_policy(options.policy)
-        self.policy = policy if options.class_ageing_s is None else ClassPolicy(policy, options.class_ageing_s)
-        self.host_memory = host_memory_of(scheduler.connector)
-        has_their_connector = scheduler.connector is not None and self.host_memory is None
-        self.theirs_may_load = has_their_connector and not only_sends_kv(scheduler.vllm_config)
-        self.later_hits = None if self.theirs_may_load else _make_later_hits(scheduler, options)
-        self.outbox = Outbox()
-        self.records = Records(options.records, clock=self.clock)
-        self.estimates = Estimates(options, clock=self.clock, policy=self.policy)
-        self.kv_memory = KvMemory(scheduler, self.host_memory, self.later_hits)
-        self.claims = KvClaims(options.kv_budget, self.kv_memory.num_device_blocks)
-        self.evictions = self._make(Evictions)
-        self.queues = self._make(Queues)
-        self.steps = self._make(StepsInFlight)
-        self.intake = self._make(Intake)
-        self.planner = self._make(StepPlanner)
-        self.executor = self._make(PlanExecutor)
-
-    def _make(self, kind: type[T]) -> T:
-        """Construct a dataclass, passing the attribute of the same name for each field that has no default."""
-        required: Any = fields(kind)  # type: ignore[arg-type]
-        names = [f.name for f in required if f.default is MISSING and f.default_factory is MISSING]
-        return kind(**{name: getattr(self, name) for name in names})
-
-
-def _make_later_hits(scheduler: Scheduler, options: SchedulerOptions) -> LaterHits | None:
-    """Return None if later hits are switched off, or the engine cannot provide them."""
-    if not (options.groups_prefills or options.looks_up_again) or not can_look_again(scheduler):
-        return None
-    return LaterHits(scheduler, includes_plain=options.groups_prefills)
+        policy = self.policy = policy if options.class_ageing_s is None else ClassPolicy(policy, options.class_ageing_s)
+        host_memory = self.host_memory = host_memory_of(scheduler.connector)
+        has_their_connector = scheduler.connector is not None and host_memory is None
+        theirs_may_load = has_their_connector and not only_sends_kv(scheduler.vllm_config)
+        later_hits = None
+        if (options.groups_prefills or options.looks_up_again) and not theirs_may_load and can_look_again(scheduler):
+            later_hits = LaterHits(scheduler, includes_plain=options.groups_prefills)
+        outbox = self.outbox = Outbox()
+        records = self.records = Records(options.records, clock=clock)
+        estimates = self.estimates = Estimates(options, clock=clock, policy=policy)
+        kv_memory = self.kv_memory = KvMemory(scheduler, host_memory, later_hits, theirs_may_load)
+        claims = self.claims = KvClaims(options.kv_budget, kv_memory.num_device_blocks)
+        evictions = self.evictions = Evictions(scheduler, preempt_in_vllm, clock, claims, host_memory, theirs_may_load)
+        queues = self.queues = Queues(scheduler, evictions, outbox)
+        steps = self.steps = StepsInFlight(scheduler, clock, estimates, host_memory)
+        self.intake = Intake(
+            scheduler, enqueue, clock, queues, outbox, records, estimates, steps, kv_memory, host_memory, options
+        )
+        self.planner = StepPlanner(
+            scheduler, options, policy, steps, estimates, queues, kv_memory, host_memory, claims, evictions
+        )
+        self.executor = PlanExecutor(scheduler, self.planner, steps, evictions, claims, kv_memory, queues, outbox)

@@ -18,7 +18,7 @@ from streamrag.backends.vllm.scheduler.request import StreamRequest, has_prompt_
 from streamrag.engine import RequestView
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Queues:
     """Moves requests between vLLM's queues and `idle`, and acknowledges chunks when a stream becomes idle."""
 
@@ -30,8 +30,9 @@ class Queues:
 
     def requeue(self, stream: StreamRequest) -> None:
         """Move a stream from idle or running to waiting, as WAITING: its prompt has changed, and vLLM must send all of
-        it. A stream that waits already keeps its place, as WAITING."""
+        it. A stream that waits already keeps its place, as WAITING. One that was idle waits since its chunk came."""
         if self.idle.pop(stream.request_id, None):
+            stream.since_s = stream.last_chunk_s
             self.scheduler.waiting.add_request(stream)
         elif stream.status == RequestStatus.RUNNING:
             self._leave_running(stream)

@@ -1,5 +1,7 @@
 """vLLM's request, extended for streamed prompts."""
 
+from dataclasses import dataclass
+
 from vllm.v1.request import Request, RequestStatus
 
 from streamrag.backends.vllm.chunk_wire import PromptMessage
@@ -8,12 +10,22 @@ from streamrag.core import RequestClass
 from streamrag.engine import RequestView
 from streamrag.engine.drafts import AnswerDraft
 from streamrag.engine.recompute_or_swap import CostComparison
-from streamrag.records import RequestOutcome, RequestRecord
+from streamrag.records import ChunkRecord, RequestOutcome, RequestRecord
 
 OUTCOMES: dict[RequestStatus, RequestOutcome] = {
     RequestStatus.FINISHED_ABORTED: "aborted",
     RequestStatus.FINISHED_ERROR: "failed",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class PromptUpdate:
+    """A chunk that has replaced its stream's prompt, or has made it, and what it replaced."""
+
+    record: ChunkRecord
+    source_name: str
+    num_old: int = 0  # tokens of the prompt before; 0 for the first chunk
+    gap_s: float = 0.0  # time since the chunk before
 
 
 def has_prompt_logprobs(request: Request) -> bool:
@@ -59,16 +71,13 @@ class StreamRequest(Request):
     record: RequestRecord | None = None  # the final record; None until the request ends
 
     @classmethod
-    def adopt(cls, request: Request, chunk: PromptMessage | None, sent_s: float, now_s: float) -> "StreamRequest":
+    def adopt(cls, request: Request, chunk: PromptMessage | None, arrival_s: float, now_s: float) -> "StreamRequest":
         """Convert `request`, which the scheduler has not seen yet, in place, and turn vLLM's own streaming off.
 
-        Changing the class keeps all that vLLM has set up. A plain request counts as one chunk, sent at `sent_s`.
+        Changing the class keeps all that vLLM has set up. A plain request counts as one chunk.
         """
         request.__class__ = cls
         assert isinstance(request, cls)
-        if chunk is not None:
-            sent_s = now_s if chunk.arrival_s is None else chunk.arrival_s
-        arrival_s = min(sent_s, now_s)
         request.is_stream = chunk is not None
         request.is_complete = chunk is None or chunk.is_complete
         # vLLM would have a resumable request wait for more input after its answer.
@@ -87,10 +96,10 @@ class StreamRequest(Request):
         self.structured_output_request = None
         self.status = RequestStatus.WAITING
 
-    def take_grammar(self, last_chunk: Request) -> None:
-        """Constrain the answer by the grammar of the last chunk, if it has one. vLLM waits until it is compiled."""
-        if last_chunk.use_structured_output:
-            self.structured_output_request = last_chunk.structured_output_request
+    def take_grammar(self, chunk: Request) -> None:
+        """Constrain the answer by the grammar of `chunk`, if that is the last one. vLLM waits until it is compiled."""
+        if self.is_complete and chunk.use_structured_output:
+            self.structured_output_request = chunk.structured_output_request
             self.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 
     def limit_answer(self, max_tokens: int, max_model_len: int) -> None:

@@ -16,27 +16,7 @@ from streamrag.backends.vllm.scheduler.queues import Queues
 from streamrag.backends.vllm.scheduler.request import StreamRequest
 from streamrag.backends.vllm.scheduler.steps_in_flight import StepsInFlight
 from streamrag.backends.vllm.scheduler_options import SchedulerOptions
-from streamrag.engine import Plan, Policy, RequestView, StepBudget, plan
-from streamrag.engine.rules import (
-    AdapterSlots,
-    ConnectorLookup,
-    DataHighWater,
-    DataShare,
-    DraftMemory,
-    DraftPrice,
-    GroupedPrefills,
-    KvBudget,
-    LateBinding,
-    LeanPartials,
-    LowWater,
-    PartialEviction,
-    RuleList,
-    ShortBeforeReplaced,
-    ShortDrafts,
-    SizedSteps,
-    Turns,
-    WholeUnits,
-)
+from streamrag.engine import Plan, Policy, RequestView, StepBudget, plan, rules
 from streamrag.engine.step_size import StepCosts
 from streamrag.engine.victims import order_idle
 
@@ -50,7 +30,7 @@ class PlannedStep(NamedTuple):
     blocked: list[StreamRequest]  # requests that vLLM would skip; see `Queues.is_blocked_in_vllm`
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class StepPlanner:
     """A planner of steps. It moves and evicts no request: only caches and logs of requests change."""
 
@@ -64,7 +44,6 @@ class StepPlanner:
     host_memory: HostMemory | None
     claims: KvClaims
     evictions: Evictions
-    theirs_may_load: bool
 
     def __post_init__(self) -> None:
         num_blocks, high_water = self.kv_memory.num_device_blocks, self.options.data_high_water
@@ -74,7 +53,7 @@ class StepPlanner:
         largest_step = self.scheduler.max_num_scheduled_tokens // self.kv_memory.smallest_block_size
         self._num_free_if_short = self.num_reserved_free + largest_step + self.scheduler.max_num_active_reqs
         self._adapters_ahead: set[int] = set()  # of the requests that run before the plan
-        self.rules = self._make_rules()
+        self.rules = rules.RuleList(self._make_rules())
 
     def plan_step(self) -> PlannedStep:
         """Return a step's plan: which requests compute how many tokens, in the policy's order. Logs why others wait.
@@ -104,52 +83,46 @@ class StepPlanner:
         num_tokens = scheduler.max_num_scheduled_tokens - sum(len(r.spec_token_ids) for r in decoding)
         budget = StepBudget(num_tokens, scheduler.max_num_active_reqs, len(decoding), len(ending))
         order = self.policy.order(views, self.steps.start_s)
+        reports_holds = self.options.records is not None
         step_plan = plan(
-            order,
-            self._idle_views,
-            budget,
-            self.kv_memory,
-            self.rules,
-            self.evictions.fate,
-            reports_holds=self.options.records is not None,
+            order, self._idle_views, budget, self.kv_memory, self.rules, self.evictions.fate, reports_holds
         )
         for request_id, rule in step_plan.holds:
             scheduler.requests[request_id].log.holds[rule] += 1
         self.policy.on_admitted([g.request for g in step_plan.grants if not g.request.is_running])
         return PlannedStep(step_plan, order, decoding + ending, blocked)
 
-    def _make_rules(self) -> RuleList:
-        """Return the rules that are switched on, in the order in which they are evaluated."""
+    def _make_rules(self) -> list[rules.Rule]:
+        """Return the rules that are switched on, in their order; see `streamrag.engine.rules`."""
 
         def step_costs() -> StepCosts | None:
             return estimates.step_costs.at(self.steps.start_s)
 
         options, estimates = self.options, self.estimates
         can_growing = self._is_evicted_kv_kept if options.can_partial_evict is None else lambda: False
-        next_block = self.kv_memory.next_block
-        sized = SizedSteps(step_costs) if options.sizes_steps else None
+        sized = rules.SizedSteps(step_costs) if options.sizes_steps else None
         lora = self.scheduler.lora_config
         has_drafts = self.scheduler.num_spec_tokens > 0
-        rules = [
-            DraftPrice(step_costs, lambda: estimates.survival()) if has_drafts else None,
-            ShortDrafts(lambda: estimates.pace.num_partial_tokens) if has_drafts else None,
-            None if lora is None else AdapterSlots(lora.max_loras, lambda: self._adapters_ahead),
-            LeanPartials(lambda: estimates.pace.num_partial_tokens, self.num_reserved_free),
-            ShortBeforeReplaced(),
-            None if options.max_data_tokens is None else DataShare(options.max_data_tokens),
-            PartialEviction(bool(options.can_partial_evict), can_growing),
-            Turns(self.scheduler.current_step),
-            LowWater(self.num_reserved_free),
-            None if options.kv_budget is None else KvBudget(lambda: self.claims.budget_left),
-            ConnectorLookup(self.kv_memory.connector_wait) if self.theirs_may_load else None,
+        listed = [
+            rules.DraftPrice(step_costs, lambda: estimates.survival()) if has_drafts else None,
+            rules.ShortDrafts(lambda: estimates.pace.num_partial_tokens) if has_drafts else None,
+            None if lora is None else rules.AdapterSlots(lora.max_loras, lambda: self._adapters_ahead),
+            rules.LeanPartials(lambda: estimates.pace.num_partial_tokens, self.num_reserved_free),
+            rules.ShortBeforeReplaced(),
+            None if options.max_data_tokens is None else rules.DataShare(options.max_data_tokens),
+            rules.PartialEviction(bool(options.can_partial_evict), can_growing),
+            rules.Turns(self.scheduler.current_step),
+            rules.LowWater(self.num_reserved_free),
+            None if options.kv_budget is None else rules.KvBudget(lambda: self.claims.budget_left),
+            rules.ConnectorLookup(self.kv_memory.connector_wait) if self.kv_memory.theirs_may_load else None,
             sized,
-            None if self.kv_memory.prefill_unit == 1 else WholeUnits(self.kv_memory.prefill_unit),
-            DraftMemory(self.num_reserved_free) if has_drafts else None,
-            None if next_block is None else GroupedPrefills(next_block),
-            None if self.num_reserved_from_data is None else DataHighWater(self.num_reserved_from_data),
-            LateBinding(lambda: self.steps.has_prefills, sized) if options.late_binding else None,
+            None if self.kv_memory.prefill_unit == 1 else rules.WholeUnits(self.kv_memory.prefill_unit),
+            None if self.kv_memory.next_block is None else rules.GroupedPrefills(self.kv_memory.next_block),
+            rules.DraftMemory(self.num_reserved_free) if has_drafts else None,
+            None if self.num_reserved_from_data is None else rules.DataHighWater(self.num_reserved_from_data),
+            rules.LateBinding(lambda: self.steps.has_prefills, sized) if options.late_binding else None,
         ]
-        return RuleList(rule for rule in rules if rule is not None)
+        return [rule for rule in listed if rule is not None]
 
     def _is_evicted_kv_kept(self) -> bool:
         """Whether device memory is short and the KV of all prompts is worth keeping in host memory."""

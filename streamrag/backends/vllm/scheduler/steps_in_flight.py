@@ -26,7 +26,7 @@ class StepInFlight(NamedTuple):
     num_tokens_of: Mapping[str, int]  # tokens that the step computes, by request id
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class StepsInFlight:
     """Records what each scheduled step computes, and feeds finished steps to the estimates, costs and logs."""
 

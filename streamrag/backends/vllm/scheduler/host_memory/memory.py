@@ -17,7 +17,7 @@ from streamrag.backends.vllm.copy_wire import CopyReport, HostCopies
 from streamrag.backends.vllm.scheduler.host_memory.costs import HostCosts, Match
 from streamrag.backends.vllm.scheduler.host_memory.loads import LoadsInFlight, Suspects
 from streamrag.backends.vllm.scheduler.host_memory.step_parts import parts_of
-from streamrag.backends.vllm.scheduler.request import StreamRequest
+from streamrag.backends.vllm.scheduler.request import PromptUpdate, StreamRequest
 from streamrag.engine.costs.price import Price
 from streamrag.engine.host_pool import HostPool
 from streamrag.engine.recompute_or_swap import CostChoice, CostComparison, SwapAlways, SwapChoice
@@ -82,11 +82,9 @@ class HostMemory:
             self._released[block_id] = _Released(request, index, request.block_hashes[index])
             request.released_blocks.add(block_id)
 
-    def on_chunk(self, request: StreamRequest, num_computed: int, num_shared: int) -> None:
-        """Release KV in host memory that a new prompt lacks, and report to the costs how much KV stays valid.
-
-        `num_computed` tokens were computed, and the first `num_shared` are unchanged.
-        """
+    def on_chunk(self, request: StreamRequest, update: PromptUpdate) -> None:
+        """Release KV in host memory that a new prompt lacks, and report to the costs how much KV stays valid."""
+        num_computed, num_shared = update.record.num_computed, update.record.num_shared
         if num_computed:
             self.costs.on_chunk(num_computed, min(num_computed, num_shared))
         if self.pool.keys_of(request.request_id):

@@ -17,7 +17,7 @@ from streamrag.engine import Fate, RequestView
 from streamrag.engine.recompute_or_swap import DROPPED, CostComparison
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class Evictions:
     """Takes KV from requests. `preempt_in_vllm` is vLLM's own `_preempt_request`; calling it runs no hook."""
 

@@ -29,7 +29,9 @@ class _Hit(NamedTuple):
 class KvMemory:
     """An `engine.Memory` over vLLM's KV cache. Its counts match what `Scheduler.schedule` allocates afterwards."""
 
-    def __init__(self, scheduler: Scheduler, host_memory: HostMemory | None, later_hits: LaterHits | None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, host_memory: HostMemory | None, later_hits: LaterHits | None, theirs_may_load: bool
+    ) -> None:
         self._scheduler = scheduler
         self._host_memory = host_memory
         self._manager = scheduler.kv_cache_manager
@@ -40,12 +42,13 @@ class KvMemory:
         """Prompts are computed in multiples of this many tokens, except for the end of a complete one."""
         self._requests: dict[str, StreamRequest] = scheduler.requests
         self.later_hits = later_hits
+        self.theirs_may_load = theirs_may_load  # whether there is a third-party KV connector that may load KV
         self.next_block: NextBlock | None = self._next_block if later_hits and later_hits.includes_plain else None
         """See `engine.rules.NextBlock`; None if prefills are not grouped."""
         self._hits: dict[str, _Hit] = {}
         self._found: dict[str, Sequence[KVCacheBlock]] = {}
         self.num_free_blocks = 0
-        self.awaits_connector = False
+        self.has_pending_lookup = False
         """Whether a third-party connector could not say yet what it would load of a partial prompt."""
 
     def start_step(self) -> None:
@@ -53,7 +56,7 @@ class KvMemory:
         self.end_step()
         self._manager.new_step_starts()  # states of Mamba layers that the last step computes may be used from now on
         self.num_free_blocks = self._manager.block_pool.get_num_free_blocks()
-        self.awaits_connector = False
+        self.has_pending_lookup = False
 
     def end_step(self) -> None:
         """Discard all lookups, because requests may be gone by the next step."""
@@ -121,7 +124,7 @@ class KvMemory:
         num_aligned = hit.num_local - hit.num_local % self._scheduler.block_size
         # Without an effect, by the connectors' interface: vLLM will ask again.
         num_loaded, is_async = self._scheduler.connector.get_num_new_matched_tokens(vllm_request, num_aligned)
-        self.awaits_connector |= num_loaded is None
+        self.has_pending_lookup |= num_loaded is None
         if num_loaded is None:
             return Wait.SKIP
         if vllm_request.skip_reading_prefix_cache or num_aligned + num_loaded <= hit.num_local:

@@ -13,15 +13,34 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request
 
-from streamrag.backends.vllm.scheduler.request import StreamRequest
+from streamrag.backends.vllm.chunk_wire import PromptMessage
+from streamrag.backends.vllm.scheduler.request import PromptUpdate, StreamRequest
 from streamrag.core import common_prefix_len
+from streamrag.records import ChunkRecord
 
 
-def replace_prompt(scheduler: Scheduler, request: StreamRequest, num_kept: int, new: Request) -> int:
-    """Set the prompt of `request` to its first `num_kept` tokens, then those of `new`. Return the length of the LCP.
+def replace_prompt(
+    scheduler: Scheduler, stream: StreamRequest, message: PromptMessage, chunk: Request, arrival_s: float
+) -> PromptUpdate:
+    """Replace the prompt and the parameters of `stream` by those of a further chunk, and return the update.
 
-    Frees the KV after the LCP. The request must have no output; the output of its steps in flight is dropped.
+    Frees the KV after the LCP. The stream must have no output; the output of its steps in flight is dropped.
     """
+    num_old, num_computed = stream.num_all_tokens, stream.num_computed_tokens
+    gap_s = max(arrival_s - stream.last_chunk_s, 0.0)  # clients report arrival times, which may be wrong
+    stream.is_complete = message.is_complete  # before hashing: a complete prompt has one token more to hash
+    num_shared = _replace_tokens(scheduler, stream, message.num_kept, chunk)
+    stream.num_messages += 1
+    stream.last_chunk_s, stream.expected_complete_s = arrival_s, message.expected_complete_s
+    stream.view = None
+    stream.sampling_params = chunk.sampling_params
+    stream.limit_answer(chunk.max_tokens, scheduler.max_model_len)
+    record = ChunkRecord(arrival_s, stream.num_prompt_tokens, num_shared, num_computed)
+    return PromptUpdate(record, message.source_name, num_old, gap_s)
+
+
+def _replace_tokens(scheduler: Scheduler, request: StreamRequest, num_kept: int, new: Request) -> int:
+    """Set the prompt to its first `num_kept` tokens, then those of `new`. Return the length of the LCP."""
     assert request.num_output_tokens == 0
     assert request.num_output_placeholders == 0
     assert new.prompt_token_ids is not None
@@ -42,6 +61,7 @@ def replace_prompt(scheduler: Scheduler, request: StreamRequest, num_kept: int, 
         del request.block_hashes[num_shared // scheduler.hash_block_size :]
         request.update_block_hashes()
     request.num_computed_tokens = num_left
+    request.num_kept_tokens = min(request.num_kept_tokens, num_shared)
     request.is_prefill_chunk = True
     request.spec_token_ids = []
     drop_output_in_flight(request)
