@@ -73,10 +73,12 @@ def indexed(page: str, navigation: Sequence[Any]) -> str:
 
 
 def listed(entries: Sequence[Any], indent: str = "") -> Iterator[str]:
-    """Yield lines of a part of the navigation: a page with its first sentence, a folder's pages by title only."""
+    """Yield lines of a part of the navigation: a page with its first sentence; studies and a folder's pages by title."""
     for entry in entries:
         name, page = ("", entry) if isinstance(entry, str) else next(iter(entry.items()))
-        if not isinstance(page, list):
+        if isinstance(page, str) and page.startswith("studies/"):  # its title is its question
+            yield f"{indent}- {link_to(page)}"
+        elif not isinstance(page, list):
             yield f"{indent}- {link_to(page)}: {about(source_of(page).read_text())}"
         elif all("/" in inner for inner in page):
             yield f"{indent}- {name}: {', '.join(map(link_to, page))}."

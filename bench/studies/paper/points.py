@@ -37,7 +37,7 @@ LADDERS = {
     "anns": tuple(Point("anns", qps) for qps in (0.25, 0.5, 1.0, 2.0)),
     "anns-last": tuple(Point("anns-last", qps) for qps in (0.25, 0.5, 1.0, 2.0)),
 }
-"""Rates of figures 8 and 9. Searches in both readings of where their long window stands, see docs/workloads.md."""
+"""Rates of figures 8 and 9. Searches in both readings of where their long window stands, see docs/traces.md."""
 
 LIGHT = (Point("crawler", 2.0), Point("anns", 1.0), Point("anns-last", 1.0))
 LOADED = (Point("crawler", 4.0), Point("anns", 2.0), Point("anns-last", 2.0))

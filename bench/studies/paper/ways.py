@@ -160,7 +160,7 @@ OF_MEMORY = {"can_partial_evict", "eviction", "low_water", "looks_up_again", "ho
 """Options that decide nothing where nobody is evicted, and no two queries have a chunk in common."""
 
 HINTED = replace(OURS, name="ours, told what is left", hints="-hints")
-"""Ours where each chunk says when the retriever expects to end, by what it could know: see docs/workloads.md."""
+"""Ours where each chunk says when the retriever expects to end, by what it could know: see docs/traces.md."""
 ORACLE = replace(OURS, name="ours, told the end", hints="-oracle")
 """Ours where each chunk says when retrieval will end, which nobody knows."""
 

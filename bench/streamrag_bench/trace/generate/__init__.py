@@ -1,4 +1,4 @@
-"""Generated workloads with the published statistics of the Stream2LLM paper. docs/workloads.md describes them."""
+"""Generated workloads with the published statistics of the Stream2LLM paper. docs/traces.md describes them."""
 
 from streamrag_bench.trace.generate.hints import HintKind as HintKind
 from streamrag_bench.trace.generate.hints import with_hints as with_hints

@@ -25,7 +25,7 @@ def write(report: Report) -> str:
     few = found["anns"].chunks_per_query
     some = found["crawler"].chunks_per_query
     return (
-        "The loads are generated from the published percentiles (docs/workloads.md), so that they agree by "
+        "The loads are generated from the published percentiles (docs/traces.md), so that they agree by "
         "construction; ours are of seed 1.\n\n"
         + table(["", *(f"{name}, {whose}" for name in found for whose in ("published", "ours"))], _rows(found))
         + f"\nFigure 7: {1 - few.share_over(3):.0%} of the searches have 1 to 3 chunks (published: more than half), "

@@ -28,7 +28,7 @@ def write(report: Report) -> str:
         "Seconds to recompute a prompt's KV from its first token on, in steps of 2,048, and to copy it out and back. "
         "The paper measures H200, H100 and A40 and publishes its curves as a picture only, with one figure in the "
         "text: a recomputation of 50 ms on an H100 may take 200 ms on an A40. Ours follow from data-sheet rooflines "
-        "(docs/profiles.md): not measured; each file says where its figures come from.\n\n"
+        "(docs/traces.md): not measured; each file says where its figures come from.\n\n"
         + table(["", *(f"{num:,} tokens: recompute / copy" for num in SHOWN), "copying is quicker from"], _rows())
         + f"\nWhat takes 50 ms on the H100 takes {_like_50_ms() * 1e3:.0f} ms on the A40.\n\n"
         + report.pictures.add("recompute-or-copy", picture, "Recomputing and copying by tokens")

@@ -24,7 +24,7 @@ def write(report: Report) -> str:
     return (
         "Ours, P50/P95/P99 in seconds, and in brackets the envelope over it, and it over the floor. The envelope is "
         "told nothing. *What is left*: the pages in the crawler's queue at the mean gap so far. *The end*: an oracle, "
-        "which no retriever has. Both are assumptions of docs/workloads.md. "
+        "which no retriever has. Both are assumptions of docs/traces.md. "
         f"Seeds {', '.join(map(str, report.scale.seeds(POINTS[0])))}.\n\n"
         + table(["", "ours, told nothing", "told what is left", "an oracle: told the end"], _rows(report))
     )
