@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from types import CodeType, ModuleType
 from typing import Any
 
-from tests.engine.fuzz.transfers import FIRST_SEED
-
 __all__ = ["MUTANTS", "Mutant", "main", "seeds_to_catch"]
 
+CAUGHT = 10  # the exit status of a process whose test has failed; not 1, with which Python ends after any error
+FIRST_TRANSFER = 1_000_000  # of the fuzz, which is not imported before a mutant is in place
 OURS = ("streamrag", "tests.engine.fuzz", "tests.engine.oracle", "tests.sessions.fuzz")
 
 
@@ -1050,7 +1050,7 @@ MUTANTS = (
         "or step.blocked or num_loads",
         "or step.blocked",
         60,
-        first=FIRST_SEED,
+        first=FIRST_TRANSFER,
     ),
     Mutant(
         "a connector is shown a part of a complete prompt",
@@ -1058,7 +1058,7 @@ MUTANTS = (
         "if not is_whole and end < grant.request.num_tokens:",
         "if end < grant.request.num_tokens:",
         60,
-        first=FIRST_SEED,
+        first=FIRST_TRANSFER,
     ),
     Mutant(
         "failed loads of a connector are not heard of",
@@ -1066,7 +1066,7 @@ MUTANTS = (
         "failed = super()._handle_invalid_blocks(invalid_block_ids, num_scheduled_tokens)",
         "failed: set[str] = set()",
         200,
-        first=FIRST_SEED,
+        first=FIRST_TRANSFER,
     ),
     Mutant(
         "blocks are freed while a connector loads into them",
@@ -1074,7 +1074,7 @@ MUTANTS = (
         "super()._free_request(request, delay_free_blocks)",
         "super()._free_request(request)",
         200,
-        first=FIRST_SEED,
+        first=FIRST_TRANSFER,
     ),
     Mutant(
         "the engine sleeps before KV is sent",
@@ -1082,7 +1082,7 @@ MUTANTS = (
         "return len(self.requests) > sum(self.get_request_counts()) + len(self.plugin.queues.idle)",
         "return False",
         60,
-        first=FIRST_SEED,
+        first=FIRST_TRANSFER,
     ),
     Mutant(
         "vLLM's own sessions are taken for plain requests",
@@ -1090,7 +1090,7 @@ MUTANTS = (
         "return \"vLLM's own streaming sessions need vLLM's own scheduler\" if request.resumable else None",
         "return None",
         60,
-        first=FIRST_SEED,
+        first=FIRST_TRANSFER,
     ),
     # Routers have no part in the fuzz.
     Mutant("a query counts twice", TRACKER, "        self.ended(query_id)\n", "", 0, TRACKER_TEST),
@@ -1174,23 +1174,23 @@ def seeds_to_catch(mutant: Mutant) -> tuple[int | None, str]:
 
 
 def is_caught_by_test(mutant: Mutant) -> bool:
-    """In a process of its own, into which nothing has been imported yet. An error of collection is no catch."""
+    """In a process of its own, into which nothing of ours has been imported yet. Any other error is no catch."""
     module = sys.modules["__main__"].__spec__  # which has this mutant among its own
     command = [sys.executable, "-m", module.name if module else "tests.engine.mutants", "--run-test-of", mutant.name]
     result = subprocess.run(command, capture_output=True, check=False)
-    assert result.returncode in (0, 1), result.stdout.decode()
-    return result.returncode == 1
+    assert result.returncode in (0, CAUGHT), (result.stdout + result.stderr).decode()
+    return result.returncode == CAUGHT
 
 
 def run_test_of(name: str, mutants: Sequence[Mutant]) -> int:
-    """Return pytest's verdict on a mutant, this process's only one; 2 if there is no such mutant."""
-    mutant = next((m for m in mutants if m.name == name), None)
-    if mutant is None:
-        return 2
+    """Return `CAUGHT` if a test of a mutant, this process's only one, fails; 0 if all pass; else another number."""
+    mutant = next(m for m in mutants if m.name == name)
+    assert not [module for module in sys.modules if module.startswith("streamrag.")]
     finder: Any = _MutantFinder(mutant)
     sys.meta_path.insert(0, finder)
     pytest = importlib.import_module("pytest")
-    return int(pytest.main([mutant.test, "-q", "-p", "no:cacheprovider"]))
+    status = int(pytest.main([mutant.test, "-q", "-p", "no:cacheprovider"]))
+    return CAUGHT if status == 1 else status and 1
 
 
 def main(mutants: Sequence[Mutant] = MUTANTS) -> int:

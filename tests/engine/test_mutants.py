@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.mutants import MUTANTS, Mutant
+from tests.engine.fuzz.transfers import FIRST_SEED
+from tests.engine.mutants import FIRST_TRANSFER, MUTANTS, Mutant
 from tests.sessions.mutants import MUTANTS as OF_SESSIONS
+
+
+def test_mutants_of_transfers_begin_with_their_first_seed() -> None:
+    assert FIRST_TRANSFER == FIRST_SEED
 
 
 @pytest.mark.parametrize("mutants", [MUTANTS, OF_SESSIONS], ids=["engine", "sessions"])
