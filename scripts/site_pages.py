@@ -73,7 +73,7 @@ def indexed(page: str, navigation: Sequence[Any]) -> str:
 
 
 def listed(entries: Sequence[Any], indent: str = "") -> Iterator[str]:
-    """Yield lines of a part of the navigation: a page with its first sentence; studies and a folder's pages by title."""
+    """Yield lines of a part of the navigation: a page with its first sentence, a study or a folder's page by title."""
     for entry in entries:
         name, page = ("", entry) if isinstance(entry, str) else next(iter(entry.items()))
         if isinstance(page, str) and page.startswith("studies/"):  # its title is its question
