@@ -51,7 +51,7 @@ def test_a_retrieval_that_fails_is_named_and_the_others_are_recorded(
 
 
 @pytest.mark.usefixtures("site")
-def test_where_every_retrieval_fails_no_trace_is_begun_and_a_reason_is_named_once(
+def test_no_trace_is_begun_if_every_retrieval_fails_for_a_reason_named_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "trace.jsonl"

@@ -23,7 +23,7 @@ def test_update_mode_follows_the_source() -> None:
     assert mode.fold((A, B), Update(())) == ()
 
 
-def test_in_stable_order_survivors_stay_and_newcomers_come_behind() -> None:
+def test_stable_order_keeps_survivors_in_place_and_puts_newcomers_behind() -> None:
     mode = UpdateMode(order="stable")
     assert mode.fold((), Update((B, A))) == (B, A)
     assert mode.fold((A, B), Update((C, B, A))) == (A, B, C)
@@ -38,7 +38,7 @@ def test_a_survivor_has_its_new_score() -> None:
     assert UpdateMode("stable").fold((replace(A, score=0.1), B), Update((C, B, better))) == (better, B, C)
 
 
-def test_another_order_is_refused() -> None:
+def test_an_unknown_order_of_passages_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="order='score' must be 'rank' or 'stable'"):
         UpdateMode("score")  # type: ignore[arg-type]
 

@@ -278,7 +278,7 @@ async def test_a_status_that_is_an_error_is_raised_with_the_servers_message(
     assert len(server.requests) == (2 if status in (400, 404) else 1), "once more without asking for the usage"
 
 
-async def test_an_address_that_serves_nothing_is_told_what_most_end_in(server: Server) -> None:
+async def test_the_error_of_an_address_without_an_api_says_how_most_addresses_end(server: Server) -> None:
     server.handlers = [reply({"detail": "Not Found"}, 404)]
     with pytest.raises(ServerError, match=r"status 404: .*Not Found.*\. Most servers have addresses that end in /v1"):
         await OpenAIBackend(f"{server.url}/v2", "tiny").start(lambda line: None)
@@ -395,7 +395,9 @@ async def test_a_superseded_warming_request_is_closed(server: Server, backend: O
 
 
 @pytest.mark.parametrize("extra", [{"x": float("nan")}, {"x": object()}, {"seed_of_mine": 10**5000}])
-async def test_what_cannot_be_written_as_json_is_the_callers_mistake(server: Server, extra: dict[str, Any]) -> None:
+async def test_options_that_cannot_be_written_as_json_are_the_callers_mistake(
+    server: Server, extra: dict[str, Any]
+) -> None:
     backend = OpenAIBackend(server.url, "tiny")
     await backend.start(lambda line: None)
     with pytest.raises(ConfigurationError, match="cannot be written as JSON"):

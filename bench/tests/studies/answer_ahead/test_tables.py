@@ -22,7 +22,7 @@ def test_a_table_is_written_behind_its_comment_and_nothing_else_changes() -> Non
         with_tables(page, {"c": ""})
 
 
-def test_what_comes_later_than_the_target_allows_is_bold() -> None:
+def test_times_later_than_the_target_allows_are_bold() -> None:
     names = product(("first", "last"), (50, 95), ("without", "ahead"))
     row = {f"{token}_s_p{percent}_{way}": 1.0 for token, percent, way in names}
     row |= {"bound_s": 0.0, "num_complete": 1, "num_equal": 2, "num_pairs": 2}

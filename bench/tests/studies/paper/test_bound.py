@@ -53,7 +53,7 @@ def fewest_late(jobs: list[Job], after_s: float) -> int:
     return len(jobs)
 
 
-def test_no_schedule_has_fewer_late_and_the_bound_is_often_the_fewest() -> None:
+def test_no_schedule_has_fewer_late_jobs_than_the_bound_which_is_often_reached() -> None:
     rng = random.Random(17)
     differences = []
     for _ in range(60):
@@ -81,7 +81,7 @@ def test_work_is_that_of_steps_without_overhead_however_it_is_cut() -> None:
     )
 
 
-def test_of_a_search_only_what_its_last_prompt_shares_can_be_computed_before() -> None:
+def test_a_search_has_to_compute_only_its_last_prompt() -> None:
     cell = ways.OURS.cell(Point("anns-last", 1.0), 1, 20)
     for query in queries_of(cell):
         job = job_of(query, h200())

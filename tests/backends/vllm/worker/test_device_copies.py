@@ -108,7 +108,7 @@ def module_of(source: str) -> ModuleType:
 SOURCE = inspect.getsource(device_copies)
 
 
-def test_nothing_is_copied_too_early_or_read_before_it_is_there() -> None:
+def test_blocks_are_never_copied_too_early_nor_read_before_they_are_there() -> None:
     module = module_of(SOURCE)
     assert [seed for seed in range(NUM_SEEDS) if not is_right(module, seed)] == []
 
@@ -155,6 +155,6 @@ def without(line: str, *, before: str = "") -> str:
         ),
     ],
 )
-def test_each_wait_is_needed(source: str) -> None:
+def test_each_wait_of_the_copies_is_needed(source: str) -> None:
     mutant = module_of(source)
     assert not all(is_right(mutant, seed) for seed in range(NUM_SEEDS))
