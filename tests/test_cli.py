@@ -51,7 +51,7 @@ async def test_a_query_is_watched_from_retrieval_to_sources() -> None:
     assert "invalidated" in progress
 
 
-async def test_what_a_stranger_wrote_cannot_steer_the_terminal() -> None:
+async def test_hostile_text_in_a_query_cannot_steer_the_terminal() -> None:
     hostile = "\x1b]0;owned\x07\x1b[2J\r\n\x9b31m\u202eb\u2066\u200b[/red]"
     source = ScriptedSource([Append(Chunk("text", hostile, hostile)), Skipped(hostile, hostile)])
     progress, output = await seen(source, ScriptedBackend(hostile))
@@ -122,7 +122,7 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"\n  streamrag {command}".rstrip() in shown
 
 
-def test_who_retrieves_needs_no_package_of_a_service() -> None:
+def test_retrieval_needs_no_package_of_a_service() -> None:
     program = (
         "import argparse, sys\n"
         "sys.modules.update(dict.fromkeys(('starlette', 'uvicorn', 'sse_starlette', 'prometheus_client')))\n"

@@ -184,7 +184,7 @@ def sessions() -> list[int]:
     return found
 
 
-def test_how_many_contexts_were_cut_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_says_how_many_contexts_were_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = CellSettings("virtual", "crawler", "streaming", qps=1.0, max_context_tokens=4_000)
     request = RequestResult("q", 0.0, 1.0, 1.5, 2.0, num_chunks=3, floor_s=0.1)
     cut = {"max_context_tokens": 4_000, "num_contexts_cut": 1}

@@ -155,7 +155,7 @@ def test_a_server_that_takes_only_text_is_asked_with_text(doctor: Any) -> None:
         ({"a": 100}, [], "too few to measure a difference"),
     ],
 )
-def test_what_cannot_be_asked_is_explained(
+def test_a_server_that_cannot_be_measured_is_explained(
     doctor: Any, models: dict[str, int | None], options: list[str], message: str
 ) -> None:
     status, _, err = doctor(Server(reuses=True, models=models), *options)
@@ -213,7 +213,7 @@ def test_smaller_options_take_about_half_the_time(num_measured: int, given: tupl
     assert examiner.smaller_options(*given) == smaller
 
 
-def test_what_is_sent_is_said_plainly(doctor: Any) -> None:
+def test_the_doctor_says_plainly_what_it_sends(doctor: Any) -> None:
     _, _, err = doctor(Server(reuses=True), "--repetitions", "1", "--prompt-tokens", "64")
     assert (
         "tiny is served, prompts are sent as token ids, without the model's chat template (give its tokenizer for "

@@ -164,7 +164,7 @@ def test_a_cpu_without_avx2_is_refused(doctor: Any) -> None:
     assert status == 0
 
 
-def test_what_is_missing_has_its_install_line(
+def test_missing_packages_are_named_with_their_install_lines(
     doctor: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     doctor()  # sets the machine up

@@ -29,7 +29,7 @@ def table_of(name: str, figures: tuple[str, ...]) -> Table:
     return table
 
 
-def test_whatever_way_a_text_is_printed_a_terminal_obeys_nothing_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_text_cannot_steer_a_terminal_in_any_way_of_printing(capsys: pytest.CaptureFixture[str]) -> None:
     for stderr in (False, True):
         console = Output(stderr=stderr)
         console.print(HOSTILE)
@@ -191,7 +191,7 @@ def test_json_loses_nothing_where_the_standard_output_is_not_utf_8() -> None:
         "trace generate crawler --queries 2 --output /etc/hosts/a/b.jsonl",
     ],
 )
-def test_a_path_that_nobody_can_use_is_one_line(command: str, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_used_is_an_error_without_traceback(command: str, tmp_path: Path) -> None:
     done = run_in_shell(f"streamrag {command.format(long='x' * 300, here=quoted(tmp_path))}")
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr

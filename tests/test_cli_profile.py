@@ -43,7 +43,7 @@ def test_engine_args_that_cannot_be_used_are_explained(
     assert message in capsys.readouterr().err
 
 
-def test_what_cannot_be_written_or_read_is_an_error_before_the_engine_starts(
+def test_an_unusable_path_is_an_error_before_the_engine_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["profile", "--output", str(tmp_path / "none" / "x.json")]) == 1

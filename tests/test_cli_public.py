@@ -25,7 +25,7 @@ def test_engines_are_simulated_and_compared_on_a_page(tmp_path: Path, capsys: py
     assert json.loads(Path(results[0]).read_text())["is_simulated"] is True
 
 
-def test_what_is_wrong_is_said_before_anything_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_refused_before_a_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "streamrag-simulated.json").write_text("precious")
     command = ["bench", "public", "--simulate", "h200-llama8b-tp2", "--output", str(tmp_path), *SMALL]
     for options, problem in (

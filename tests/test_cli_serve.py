@@ -240,7 +240,7 @@ def test_check_prints_what_holds(
         (("--postgres", "env:NOT_THERE"), "there is no environment variable NOT_THERE"),
     ],
 )
-def test_what_cannot_work_is_explained_before_anything_starts(
+def test_settings_that_cannot_work_are_explained_before_the_service_starts(
     capsys: pytest.CaptureFixture[str], options: Sequence[str], said: str
 ) -> None:
     status, _, err = said_of(capsys, "--port", "0", *options)

@@ -100,7 +100,7 @@ def workers_are_ready(program: Running) -> Callable[[], bool]:
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
 )
-def test_a_crawl_that_is_stopped_leaves_no_process_whatever_stops_it(
+def test_a_crawl_stopped_by_any_signal_leaves_no_process(
     tmp_path: Path, temporary: Path, silent_site: str, number: signal.Signals, status: int
 ) -> None:
     with running(*record(silent_site, tmp_path), temporary=temporary) as program:
@@ -158,7 +158,9 @@ def test_a_signal_stops_a_background_job_that_ignores_ctrl_c(tmp_path: Path, tem
     assert os.listdir(temporary) == []
 
 
-def test_what_nohup_started_does_not_end_with_the_terminal(tmp_path: Path, temporary: Path, silent_site: str) -> None:
+def test_a_program_started_with_nohup_does_not_end_with_the_terminal(
+    tmp_path: Path, temporary: Path, silent_site: str
+) -> None:
     with running(
         *record(silent_site, tmp_path),
         temporary=temporary,
@@ -253,7 +255,7 @@ def test_a_line_for_each_step_and_now_and_then_one_within_it(capsys: pytest.Capt
     assert capsys.readouterr().out == "reading, 0 of 9\nreading, 3 of 9\nembedding [all]\nreading, 4 of 9\n"
 
 
-def test_on_a_terminal_there_is_a_bar_and_no_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_lines_are_not_printed_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     StepLines(Console(force_terminal=True)).show("reading")
     assert capsys.readouterr().out == ""
 

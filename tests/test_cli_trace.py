@@ -59,7 +59,7 @@ def test_a_retrieval_that_fails_is_named_and_the_others_are_recorded(
 
 
 @pytest.mark.usefixtures("site")
-def test_where_every_retrieval_fails_no_trace_is_begun_and_a_reason_is_named_once(
+def test_no_trace_is_begun_if_every_retrieval_fails_for_a_reason_named_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "trace.jsonl"
@@ -193,9 +193,7 @@ def test_a_trace_is_shown_as_json_without_a_picture(tmp_path: Path, capsys: pyte
     assert [each.name for each in tmp_path.iterdir()] == ["trace.jsonl"]
 
 
-def test_what_a_stranger_wrote_into_a_trace_cannot_steer_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hostile_text_in_a_trace_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     write_trace(Trace((), {"by\x1b[2J": "x\x07\x9b31m"}), path)
     assert main(["trace", "show", str(path), "--no-plot"]) == 0

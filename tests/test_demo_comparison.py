@@ -82,7 +82,7 @@ def test_an_interval_is_students_of_the_logarithms(comparison: ModuleType) -> No
         ([3.0], "unclear"),
     ],
 )
-def test_one_word_says_what_an_interval_shows(comparison: ModuleType, ratios: list[float], word: str) -> None:
+def test_the_verdict_is_the_word_for_its_interval(comparison: ModuleType, ratios: list[float], word: str) -> None:
     assert comparison.interval(ratios).verdict == word
 
 
@@ -107,7 +107,7 @@ async def test_no_pair_begins_when_time_has_run_out(comparison: ModuleType) -> N
     assert (len(pairs), num_resets) == (1, 2)
 
 
-async def test_as_many_pairs_are_asked_as_were_wanted(comparison: ModuleType) -> None:
+async def test_the_wanted_number_of_pairs_is_asked(comparison: ModuleType) -> None:
     pairs, num_resets = await asked(comparison, most_s=3600.0, most_pairs=7)
     assert [pair.question for pair in pairs] == [QUESTIONS[i % 2] for i in range(7)]
     assert num_resets == 14
@@ -123,7 +123,7 @@ async def test_narrow_intervals_are_enough(comparison: ModuleType) -> None:
     assert not comparison.is_enough(same, len(same) + 1), "so many were wanted"
 
 
-def test_the_load_of_others_does_not_have_ones_own(comparison: ModuleType) -> None:
+def test_the_load_of_others_leaves_out_our_own(comparison: ModuleType) -> None:
     program = "print(sum(i * i for i in range(20_000_000)))"
     before_all, _, before_own = comparison._core_seconds()
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

@@ -27,7 +27,7 @@ def test_every_character_that_is_obeyed_or_cannot_be_seen_is_known() -> None:
     assert sanitize(harmless) == harmless
 
 
-def test_what_would_be_obeyed_is_marked_and_what_cannot_be_seen_is_left_out() -> None:
+def test_control_characters_are_marked_and_invisible_ones_left_out() -> None:
     assert sanitize("a\x1b[2J\u202eb\u200bc\td\n") == "a\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}bc\td\n"
     assert one_line("a\nb\tc\r") == "a b c\N{REPLACEMENT CHARACTER}"
     assert for_picture("x" * 500) == "x" * 120 + "…"

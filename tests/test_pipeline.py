@@ -62,7 +62,7 @@ def streamrag_tasks() -> list[str]:
     return [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("streamrag")]
 
 
-async def test_it_tells_in_which_loop_it_was_started() -> None:
+async def test_a_pipeline_tells_in_which_loop_it_was_started() -> None:
     pipeline = Pipeline(ScriptedSource([]), ScriptedBackend())
     assert pipeline.loop is None
     async with pipeline:
@@ -159,7 +159,7 @@ async def test_without_anything_retrieved_the_model_is_told_and_the_result_says_
     assert "(no documents were found)" in "".join(map(chr, backend.prompts[0][-1].token_ids))
 
 
-async def test_what_exceeds_the_token_budget_is_left_out_by_rank_and_reported() -> None:
+async def test_chunks_over_the_token_budget_are_left_out_and_reported() -> None:
     big = Chunk("x" * 500, "big.md", "Big")
     async with Pipeline(ScriptedSource([Update((A, big, B))]), ScriptedBackend("ok")) as pipeline:
         events = [event async for event in pipeline.events("Why?", max_context_tokens=120)]
@@ -195,7 +195,7 @@ CUT_SHORT = "(retrieval was cut short: documents may be missing)"
 
 @pytest.mark.parametrize("end", [CutShort("time is up"), SourceError("the site is down")], ids=["time", "failure"])
 @pytest.mark.parametrize("found", [[], [Append(A), Append(B)]], ids=["nothing", "something"])
-async def test_an_answer_whose_retrieval_was_cut_short_says_so_to_everybody(
+async def test_an_answer_and_its_prompt_say_that_retrieval_was_cut_short(
     end: CutShort | SourceError, found: list[Append]
 ) -> None:
     backend = ScriptedBackend("ok")
@@ -217,7 +217,7 @@ async def test_an_answer_whose_retrieval_was_cut_short_says_so_to_everybody(
     assert all(prompts[-1].token_ids[: len(p.token_ids)] == p.token_ids for p in prompts)
 
 
-async def test_an_answer_whose_retrieval_was_not_cut_short_says_nothing_of_it() -> None:
+async def test_an_answer_and_its_prompt_say_nothing_if_retrieval_was_complete() -> None:
     backend = ScriptedBackend("ok")
     async with Pipeline(ScriptedSource([Append(A)]), backend) as pipeline:
         stream = pipeline.stream("Why?")
@@ -435,7 +435,7 @@ async def test_an_answer_that_closing_cuts_off_does_not_look_like_a_whole_one() 
     await closing
 
 
-async def test_an_answer_that_somebody_cuts_off_by_its_task_does_not_look_like_a_whole_one() -> None:
+async def test_an_answer_whose_task_is_cancelled_does_not_look_like_a_whole_one() -> None:
     async with Pipeline(ScriptedSource([Append(A)]), ScriptedBackend(is_endless=True)) as pipeline:
         stream = pipeline.stream("Why?")
         await anext(stream)
@@ -526,7 +526,7 @@ async def test_a_drain_that_is_cancelled_goes_on_to_abort_and_stop_everything() 
         _ = [chunk async for chunk in stream]
 
 
-async def test_whoever_closes_a_pipeline_that_is_being_closed_waits_for_it_too() -> None:
+async def test_a_second_close_of_a_pipeline_waits_for_the_first() -> None:
     backend = SlowToClose()
     pipeline = Pipeline(ScriptedSource([]), backend)
     await pipeline.start()
@@ -561,7 +561,7 @@ class FailingBackend(ScriptedBackend):
         raise ModelError("no such model")
 
 
-async def test_when_a_part_cannot_start_the_other_is_stopped_and_the_reason_raised() -> None:
+async def test_a_part_that_cannot_start_stops_the_other_and_raises_its_reason() -> None:
     source = ScriptedSource([])
     with pytest.raises(ModelError, match="no such model"):
         async with Pipeline(source, FailingBackend()):
@@ -727,7 +727,7 @@ async def test_several_pipelines_share_one_engine() -> None:
     assert len(backend.prompts) == 2
 
 
-async def test_a_source_that_is_not_owned_is_started_and_closed_by_somebody_else() -> None:
+async def test_a_pipeline_neither_starts_nor_closes_a_source_that_it_does_not_own() -> None:
     source, backend = ScriptedSource([Append(A)]), ScriptedBackend("ok")
     async with Pipeline(source, backend, owns_source=False):
         assert (source.is_started, backend.is_started) == (False, True)

@@ -108,7 +108,7 @@ def test_names_that_load_their_modules_are_known_to_type_checkers(name: str) -> 
         _ = module.Nothing
 
 
-def test_what_own_parts_need_and_every_error_is_imported_from_streamrag() -> None:
+def test_names_for_custom_parts_and_all_errors_are_imported_from_streamrag() -> None:
     parts = {"Source", "Backend", "Mode", "Startable", "Tokenizer", "ReplaySource", "TraceRecorder"}
     errors = importlib.import_module("streamrag.errors")
     tree = {name for name, value in vars(errors).items() if inspect.isclass(value)}
@@ -116,7 +116,7 @@ def test_what_own_parts_need_and_every_error_is_imported_from_streamrag() -> Non
     assert parts | tree <= {*streamrag.__all__}
 
 
-def test_nothing_made_for_demonstrations_is_imported_from_streamrag() -> None:
+def test_no_name_for_demonstrations_is_imported_from_streamrag() -> None:
     assert {*streamrag.__all__} & {*testing.__all__} == set()
 
 

@@ -33,6 +33,6 @@ def test_the_scheduler_works_with_the_sources_of_this_release(version: str) -> N
     assert (found["faults_caught"], found["cells_different"]) == (1, 0)
 
 
-def test_a_release_that_nobody_tried_is_named_so() -> None:
+def test_an_untested_release_is_named_so() -> None:
     assert describe_tests("0.32.99") == "this release was not tested"
     assert describe_tests(INSTALLED).startswith("tested with all tests on a CPU, and with ")

@@ -249,7 +249,7 @@ def test_history_and_options_are_the_pipelines() -> None:
         answering(ScriptedSource([]), sytem="Be brief.")
 
 
-def test_a_pipeline_with_it_cannot_be_written_to_a_file() -> None:
+def test_a_haystack_pipeline_with_our_generator_cannot_be_written_to_a_file() -> None:
     with pytest.raises(SerializationError):
         answering(ScriptedSource([])).dumps()
 
@@ -350,14 +350,14 @@ async def test_cancelling_reaches_every_member() -> None:
     assert [member.is_cancelled for member in members.values()] == [True, True]
 
 
-async def test_what_does_not_return_documents_is_a_failed_retrieval() -> None:
+async def test_a_retriever_that_returns_no_list_of_documents_is_a_failed_retrieval() -> None:
     plain = Plain()
     plain.run = lambda query: {"documents": None}
     with pytest.raises(SourceError, match=r"Plain returned .* as documents instead of a list"):
         await updates(HaystackSource(plain))
 
 
-def test_what_takes_no_query_is_refused_with_the_remedy() -> None:
+def test_a_component_that_lacks_a_needed_input_is_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigurationError, match="put one that takes an embedding into a TextEmbeddingRetriever"):
         HaystackSource(InMemoryEmbeddingRetriever(store()))
     with pytest.raises(ConfigurationError, match="does not take 'query'"):
@@ -369,7 +369,7 @@ def test_what_takes_no_query_is_refused_with_the_remedy() -> None:
 # --------------------------------------------------------------------------------------------------- the framework
 
 
-def test_what_is_used_of_haystack_is_as_it_was() -> None:
+def test_the_parts_of_haystack_that_the_adapter_uses_have_not_changed() -> None:
     """If this fails, Haystack has changed: look through the adapter before this list."""
     assert list(inspect.signature(select_streaming_callback).parameters) == [
         "init_callback",

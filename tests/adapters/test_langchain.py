@@ -257,7 +257,7 @@ def test_custom_events_of_a_call_that_is_not_async_come_in_the_callers_thread() 
     assert threads == [("streamrag_append", threading.current_thread())]
 
 
-async def test_what_is_no_source_is_refused() -> None:
+async def test_a_langchain_retriever_refuses_an_object_without_a_stream_method() -> None:
     with pytest.raises(ValueError, match="no method 'stream'"):
         StreamragRetriever(source=object())
 
@@ -278,7 +278,7 @@ async def test_cancelling_a_call_stops_its_retrieval() -> None:
 # ------------------------------------------------------------------------------------------- who lives where, and ends
 
 
-def test_it_is_asked_without_a_loop_from_one_loop_after_another_and_closed_with_a_block() -> None:
+def test_a_retriever_answers_with_and_without_a_loop_and_closes_with_its_block() -> None:
     source = ScriptedSource([Append(A)])
     with StreamragRetriever(source=source) as retriever:
         assert len(retriever.invoke("Why?")) == 1
@@ -293,7 +293,7 @@ def test_it_is_asked_without_a_loop_from_one_loop_after_another_and_closed_with_
         asyncio.run(retriever.ainvoke("Why?"))
 
 
-async def test_in_an_async_block_the_source_lives_in_this_loop_and_threads_may_ask_too() -> None:
+async def test_an_async_block_runs_the_source_in_its_loop_and_threads_may_ask_too() -> None:
     loops = []
 
     class Source(ScriptedSource):
@@ -319,7 +319,7 @@ async def test_a_call_that_is_not_async_works_beside_a_running_loop() -> None:
     await retriever.aclose()
 
 
-def test_what_is_dropped_is_closed() -> None:
+def test_a_dropped_retriever_closes_its_source_and_ends_its_thread() -> None:
     source = ScriptedSource([Append(A)])
     retriever = StreamragRetriever(source=source)
     threads = {*threading.enumerate()}
@@ -393,7 +393,7 @@ def test_a_source_that_does_not_start_is_tried_again() -> None:
         assert len(retriever.invoke("Why?")) == 1
 
 
-async def test_a_source_of_somebody_elses_is_neither_started_nor_closed() -> None:
+async def test_a_source_that_a_retriever_does_not_own_is_not_started() -> None:
     source = ScriptedSource([Append(A)])
     async with StreamragRetriever(source=source, owns_source=False) as retriever:
         assert len(await retriever.ainvoke("Why?")) == 1
@@ -483,7 +483,7 @@ def test_alternatives_come_with_the_metadata(model: StreamragChatModel) -> None:
     assert "alternatives" not in model.invoke("Why?").response_metadata
 
 
-def test_it_is_one_message_without_streaming_too(model: StreamragChatModel) -> None:
+def test_the_chat_model_gives_one_message_or_a_stream_of_its_pieces(model: StreamragChatModel) -> None:
     message = model.invoke("Why?")
     assert isinstance(message, AIMessage)
     assert message.text == "It jams [1]."
@@ -493,7 +493,9 @@ def test_it_is_one_message_without_streaming_too(model: StreamragChatModel) -> N
     assert [chunk.content for chunk in model.stream("Why?")] == [*"It jams [1].", ""]
 
 
-async def test_it_composes(model: StreamragChatModel, backend: ScriptedBackend) -> None:
+async def test_the_chat_model_composes_with_a_prompt_template_and_a_parser(
+    model: StreamragChatModel, backend: ScriptedBackend
+) -> None:
     chain = ChatPromptTemplate.from_messages([("system", "Be brief."), ("human", "{q}")]) | model | StrOutputParser()
     assert [text async for text in chain.astream({"q": "Why?"}) if text] == [*"It jams [1]."]
     assert "Be brief." in prompt(backend)
@@ -708,7 +710,7 @@ async def test_compressing_is_an_update_before_and_one_after() -> None:
     assert await events(compression_retriever(base_retriever=finder(), base_compressor=Reversing())) == [plain()]
 
 
-async def test_what_is_wrapped_is_asked_as_a_whole() -> None:
+async def test_a_retriever_with_fallbacks_or_bound_options_is_asked_as_a_whole() -> None:
     """A fallback, or options that are bound, would be lost if the parts inside were asked."""
     ensemble_retriever, _ = classic()
     broken = ensemble_retriever(retrievers=[finder(error=OSError("no route"))], weights=[1.0])
@@ -717,7 +719,7 @@ async def test_what_is_wrapped_is_asked_as_a_whole() -> None:
     assert len(await events(ensemble.with_config(tags=["mine"]))) == 1
 
 
-async def test_what_is_none_of_these_is_refused() -> None:
+async def test_objects_and_results_of_other_kinds_are_refused_as_langchain_sources() -> None:
     for wrong in (42, Finder, "retriever"):
         with pytest.raises(ConfigurationError, match="neither a retriever"):
             from_langchain(wrong)

@@ -52,7 +52,7 @@ async def run(program: str, server: Server, folder: Path, model: Path) -> str:
     return output.decode()
 
 
-def test_besides_imports_the_lines_of_model_and_chain_change_and_what_they_no_longer_need_goes() -> None:
+def test_the_printed_change_adds_two_lines_besides_imports_and_keeps_the_prompt() -> None:
     changes = [line for line in difflib.ndiff(BEFORE.splitlines(), AFTER.splitlines()) if line[0] in "+-" and line[2:]]
     added = [line for line in changes if line[0] == "+" and not re.match(r"\+ (from|import) ", line)]
     assert [line.partition("(")[0] for line in added] == [

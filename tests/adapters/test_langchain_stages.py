@@ -127,7 +127,7 @@ async def test_stopping_a_query_stops_the_stages() -> None:
 
 
 @pytest.mark.parametrize("stages", [(), (reverse,), (keywords, 5), (keywords, StreamragRetriever)])
-def test_what_is_no_stage_is_refused(stages: tuple[Any, ...]) -> None:
+def test_a_staged_retriever_refuses_missing_and_wrong_stages(stages: tuple[Any, ...]) -> None:
     with pytest.raises(ConfigurationError, match=r"must begin with a function of the query|is no stage"):
         staged_retriever(*stages)
 
@@ -143,7 +143,7 @@ async def test_a_model_reads_one_stage_while_the_next_is_at_work() -> None:
     assert complete.startswith(partial)
 
 
-async def test_in_append_mode_stages_only_add() -> None:
+async def test_later_stages_only_add_to_the_prompt_in_append_mode() -> None:
     backend = ScriptedBackend()
     retriever = staged_retriever(keywords, vectors)
     async with StreamragChatModel.from_retriever(retriever, backend, OWN, mode=AppendMode()) as model:

@@ -96,7 +96,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
-async def test_it_is_called_in_a_thread_and_awaited_only_once(make: Any) -> None:
+async def test_a_store_whose_async_method_fails_is_awaited_once_then_called_in_threads(make: Any) -> None:
     store = SyncStore()
     source = make(store)
     first, second, third = [await found(source) for _ in range(3)]
@@ -108,7 +108,7 @@ async def test_it_is_called_in_a_thread_and_awaited_only_once(make: Any) -> None
 
 
 @pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
-async def test_it_is_not_awaited_at_all_if_the_store_tells_that_it_is_not_async(make: Any) -> None:
+async def test_a_store_that_says_it_is_not_async_is_never_awaited(make: Any) -> None:
     store = TellingStore()
     source = make(store)
     assert [(await found(source))[-1] for _ in range(2)] == [["T-101"]] * 2
@@ -142,7 +142,7 @@ async def test_any_other_error_is_not_tried_again() -> None:
     assert (store.num_awaited, store.threads) == (1, [])
 
 
-async def test_what_has_no_sync_method_raises_its_own_error() -> None:
+async def test_a_failing_retriever_without_a_sync_method_raises_its_own_error() -> None:
     async def search(query: str) -> list[Document]:
         raise AssertionError("a defect of the search")
 

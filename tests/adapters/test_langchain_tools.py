@@ -131,7 +131,7 @@ async def test_an_application_s_own_prompt_has_tools_and_results_too(backend: To
     assert places == sorted(places)
 
 
-async def test_what_is_missing_is_an_error_that_says_so(folder: Path, source: ScriptedSource) -> None:
+async def test_tools_that_cannot_be_used_are_an_error_that_says_why(folder: Path, source: ScriptedSource) -> None:
     plain = StreamragChatModel(pipeline=Pipeline(source, ScriptedBackend()))
     with pytest.raises(ConfigurationError, match=r"tool_parser='hermes'.*create_retriever_tool"):
         plain.bind_tools([ticket_state])

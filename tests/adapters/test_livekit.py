@@ -261,7 +261,7 @@ async def test_a_session_that_is_closed_stops_its_open_question(
     assert complete(backend) == []
 
 
-async def test_what_fails_is_an_error_event_and_the_next_question_is_answered(backend: ScriptedBackend) -> None:
+async def test_a_failed_retrieval_is_an_error_event_and_the_next_question_is_answered(backend: ScriptedBackend) -> None:
     steps = {QUESTION: [SourceError("the site is down")]}
     source = ScriptedSource(lambda query: steps.get(query, [PAGE]))
     async with call_to(Pipeline(source, backend)) as call:
@@ -290,7 +290,9 @@ async def test_a_rule_that_fails_is_an_error_event_and_the_question_is_answered(
     assert {(str(error.error), error.recoverable) for error in call.errors} == {("no rule", True)}
 
 
-async def test_what_a_pipeline_cannot_answer_says_what_to_do(source: ScriptedSource, backend: ScriptedBackend) -> None:
+async def test_a_livekit_agent_with_tools_or_no_user_message_is_told_what_to_do(
+    source: ScriptedSource, backend: ScriptedBackend
+) -> None:
     @agents.function_tool
     async def look_up() -> str:
         """Look something up."""

@@ -146,7 +146,7 @@ async def test_a_source_is_a_retriever_with_the_passages_as_nodes() -> None:
     assert nodes[0].metadata == {"uri": "geo.md", "title": "Geography", "passage": 0}
 
 
-def test_a_retriever_that_nobody_awaits_finds_the_same() -> None:
+def test_a_synchronous_call_of_a_node_retriever_finds_the_same() -> None:
     source = ScriptedSource([Append(PARIS), Update((ROME, PARIS))])
     with StreamragNodeRetriever(source, top_k=1) as retriever:
         assert [found.text for found in retriever.retrieve("Where is Rome?")] == ["Rome is in Italy."]
@@ -198,7 +198,7 @@ def test_a_query_engine_of_llamaindex_puts_our_passages_into_its_prompt() -> Non
     assert "title: Geography\n\nParis is in France.\n\nIt rains." in prompt
 
 
-def test_what_is_no_source_is_refused() -> None:
+def test_a_node_retriever_refuses_a_wrong_source_or_top_k() -> None:
     with pytest.raises(ConfigurationError, match="is not a source"):
         StreamragNodeRetriever(ScriptedSource)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="top_k=0"):
@@ -410,7 +410,7 @@ async def test_cancelling_reaches_every_member() -> None:
     assert [member.is_cancelled for member in members] == [True, True]
 
 
-def test_what_is_no_retriever_is_refused() -> None:
+def test_an_object_that_is_no_llamaindex_retriever_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="is not a LlamaIndex retriever"):
         LlamaIndexSource("index")  # type: ignore[arg-type]
 
@@ -418,7 +418,7 @@ def test_what_is_no_retriever_is_refused() -> None:
 # --------------------------------------------------------------------------------------------------- the framework
 
 
-def test_what_is_used_of_llamaindex_is_as_it_was() -> None:
+def test_the_parts_of_llamaindex_that_the_adapter_uses_have_not_changed() -> None:
     """If this fails, LlamaIndex has changed: look through the adapter before this list."""
 
     def parameters(function: Callable[..., Any]) -> list[str]:

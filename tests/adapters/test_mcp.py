@@ -106,7 +106,7 @@ async def test_structured_content_keeps_addresses_titles_and_scores(url: str) ->
     assert await asked(url, "one") == [Update((Chunk("all about printer", "one"),))]
 
 
-async def test_what_is_no_text_is_skipped_and_reported(url: str) -> None:
+async def test_content_other_than_text_is_skipped_and_reported(url: str) -> None:
     *skipped, update = await asked(url, "mixed", name="notes")
     assert update == Update((Chunk("a text", "notes"), Chunk("a near text", "notes://near")))
     assert [event.uri for event in skipped if isinstance(event, Skipped)] == ["notes", "notes://far", "notes://blob"]
@@ -141,7 +141,7 @@ async def test_a_tool_or_an_argument_that_is_not_there_is_named_when_the_source_
         await asked(url, "search", argument="q")
 
 
-async def test_what_cannot_be_started_or_reached_is_named() -> None:
+async def test_a_server_that_cannot_be_started_or_reached_is_named() -> None:
     with pytest.raises(ConfigurationError, match="no program 'no-such-program'"):
         await asked(["no-such-program"], "search")
     with pytest.raises(SourceError, match=r"search.*Is it running"):
@@ -500,7 +500,7 @@ def test_the_package_is_not_imported_before_a_source_starts() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_package_has_what_is_used_of_it() -> None:
+def test_the_mcp_package_has_the_parameters_that_the_adapter_uses() -> None:
     """Fails when the interface of `mcp` moves: look at streamrag/adapters/mcp/connection.py then."""
     wanted = {
         ("mcp", "Client"): {"server", "read_timeout_seconds"},

@@ -284,7 +284,7 @@ async def test_a_bot_that_ends_stops_its_open_question(
     assert complete(backend) == []
 
 
-async def test_what_fails_is_an_error_frame_and_the_next_question_is_answered(backend: ScriptedBackend) -> None:
+async def test_a_failed_retrieval_is_an_error_frame_and_the_next_question_is_answered(backend: ScriptedBackend) -> None:
     steps = {QUESTION: [SourceError("the site is down")]}
     source = ScriptedSource(lambda query: steps.get(query, [PAGE]))
     async with bot_of(Pipeline(source, backend)) as bot:
@@ -299,7 +299,9 @@ async def test_what_fails_is_an_error_frame_and_the_next_question_is_answered(ba
     assert bot.out.text == "By its scope."
 
 
-async def test_what_a_pipeline_cannot_answer_says_what_to_do(source: ScriptedSource, backend: ScriptedBackend) -> None:
+async def test_a_pipecat_bot_with_tools_or_no_user_message_is_told_what_to_do(
+    source: ScriptedSource, backend: ScriptedBackend
+) -> None:
     async def look_up(params: FunctionCallParams) -> None:
         """Look something up."""
 

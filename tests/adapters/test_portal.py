@@ -32,7 +32,7 @@ def home() -> tuple[LoopPortal, ScriptedSource]:
     return LoopPortal.to_source(source), source
 
 
-async def test_what_was_started_in_a_loop_is_closed_from_another_thread() -> None:
+async def test_a_part_started_in_a_loop_can_be_closed_from_another_thread() -> None:
     lives, source = home()
     await lives.settle()
     assert source.is_started
@@ -53,7 +53,7 @@ async def test_closing_in_its_own_loop_without_awaiting_is_refused_and_awaiting_
     lives.close()  # there is nothing to wait for
 
 
-async def test_a_pipeline_that_somebody_else_has_started_is_not_closed() -> None:
+async def test_a_portal_does_not_close_a_pipeline_that_it_has_not_started() -> None:
     async with Pipeline(ScriptedSource([]), ScriptedBackend()) as pipeline:
         lives = LoopPortal.to_pipeline(pipeline)
         await lives.settle()
@@ -71,7 +71,7 @@ def test_a_loop_that_stands_still_is_an_error_and_no_wait() -> None:
     loop.close()
 
 
-def test_what_is_read_in_part_may_be_collected_in_the_loop_of_its_home() -> None:
+def test_a_half_read_iterator_may_be_collected_in_the_loop_of_its_portal() -> None:
     """By a garbage collection there, which must not wait for its own loop."""
     lives, _ = home()
     is_closed = threading.Event()
@@ -130,7 +130,7 @@ def test_a_read_that_goes_on_while_its_loop_ends_is_an_error_and_not_an_end() ->
     thread.join()
 
 
-async def test_closing_stops_what_is_read_of_a_pipeline_that_somebody_else_has_started() -> None:
+async def test_closing_a_portal_stops_its_iterators_over_a_pipeline_it_does_not_own() -> None:
     is_stopped = asyncio.Event()
 
     async def endless() -> AsyncGenerator[int, None]:
@@ -258,7 +258,7 @@ async def test_a_call_for_which_its_loop_waits_is_an_error_in_the_end(monkeypatc
     await lives.aclose()
 
 
-def test_who_gives_up_waiting_for_the_end_leaves_it_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_close_of_a_portal_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = threading.Event()
 
     async def end() -> None:
@@ -357,7 +357,7 @@ def test_a_fork_is_refused_what_its_parent_has_started_and_ends_at_once() -> Non
     assert (ended.stdout.split(), ended.stderr) == (["True", "True", "3"], "")
 
 
-async def test_what_was_closed_is_not_ended_again_when_it_is_collected() -> None:
+async def test_a_closed_part_is_not_ended_again_when_it_is_collected() -> None:
     """Its loop may stop before a second end begins, which would be a coroutine that was never awaited."""
     ends = []
 

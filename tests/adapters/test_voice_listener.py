@@ -63,7 +63,7 @@ async def test_a_conversation_that_changes_begins_a_new_question() -> None:
         assert pipeline.num_queries == 0
 
 
-async def test_what_is_being_answered_already_is_not_retrieved_for_again_until_there_are_new_words() -> None:
+async def test_a_question_being_answered_is_retrieved_for_again_only_at_new_words() -> None:
     source, backend = ScriptedSource([PAGE]), ScriptedBackend(is_endless=True)
     async with Pipeline(source, backend) as pipeline:
         listener = VoiceListener(pipeline, AT_ONCE)

@@ -111,7 +111,7 @@ def test_two_texts_never_make_a_special_token_together(family: str, token: str) 
 
 
 @given(text=HOSTILE)
-def test_nothing_is_broken_twice(text: str) -> None:
+def test_breaking_look_alikes_twice_changes_nothing_more(text: str) -> None:
     assert break_look_alikes(break_look_alikes(text)) == break_look_alikes(text)
 
 
@@ -175,7 +175,7 @@ def test_plain_text_and_most_code_stay_as_they_are() -> None:
     assert break_look_alikes(text) == text
 
 
-def test_what_looks_like_a_tag_or_a_type_is_broken_too() -> None:
+def test_text_that_looks_like_a_tag_or_a_type_is_broken_too() -> None:
     assert break_look_alikes("List<T> <br/> [TODO].") == "List< T> < br/> [ TODO]."
     assert break_look_alikes("a[i]") == "a[i] ", "what follows may make a token of it"
 

@@ -40,7 +40,7 @@ async def test_without_vllm_the_install_line_is_named(monkeypatch: pytest.Monkey
             pass
 
 
-async def test_what_is_no_model_is_refused_before_an_engine_is_started(tmp_path: Path) -> None:
+async def test_a_folder_without_a_model_is_refused_before_an_engine_is_started(tmp_path: Path) -> None:
     for model, message in ((tmp_path, r"has no config\.json"), (tmp_path / "nowhere", "there is no model at")):
         with pytest.raises(ModelError, match=message):
             async with running_engine(str(model), {}, policy=None):

@@ -87,7 +87,7 @@ def test_a_special_token_is_one_token_in_a_template_and_text_elsewhere(
     assert tokenizer.decode(ids) == special
 
 
-def test_nothing_is_added_around_a_text(tokenizer: HuggingFaceTokenizer) -> None:
+def test_the_tokenizer_adds_no_tokens_around_a_text(tokenizer: HuggingFaceTokenizer) -> None:
     assert tokenizer.encode("", allow_special=True) == []
     assert tokenizer.encode("a", allow_special=True) == tokenizer.encode("a")
 
@@ -144,9 +144,7 @@ LLAMA_2 = (
 
 
 @pytest.mark.parametrize("marker", ["[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"])
-def test_what_marks_a_turn_though_it_is_plain_text_is_broken_in_other_text(
-    tiny_model: Path, tmp_path: Path, marker: str
-) -> None:
+def test_a_plain_text_turn_marker_is_broken_outside_the_template(tiny_model: Path, tmp_path: Path, marker: str) -> None:
     tokenizer = with_template(tiny_model, tmp_path / "model", LLAMA_2)
     ours = tokenizer.encode(marker, allow_special=True)
     assert tokenizer.decode(ours) == marker, "no special token, but the template's own"

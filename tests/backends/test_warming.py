@@ -178,7 +178,7 @@ async def test_a_superseded_request_is_aborted_at_once_and_not_reported() -> Non
         assert await events == [AnswerChunk("4", ids("4"))]
 
 
-async def test_a_superseded_request_is_aborted_though_nobody_takes_events() -> None:
+async def test_a_superseded_request_is_aborted_though_no_event_is_read() -> None:
     query = Query()
     query.prompts.send("aaaa")
     first = asyncio.create_task(query.next())
@@ -208,7 +208,7 @@ async def test_the_complete_prompt_does_not_wait_for_the_request_under_way() -> 
     assert query.engine.log == ["prefill aaaabbbb", "abort aaaabbbb", "generate aaaa?", "generate ended"]
 
 
-async def test_of_prompts_that_come_together_only_the_last_is_sent() -> None:
+async def test_only_the_last_of_prompts_that_come_together_is_sent() -> None:
     query = Query()
     for text in ("aaaa", "aaaabbbb", "cccc", "ccccdddd"):
         query.prompts.send(text)
@@ -291,7 +291,7 @@ async def test_a_prompt_that_shrinks_to_nothing_aborts_the_request_under_way() -
         assert query.engine.log.count("prefill aaaabbbb") == 2
 
 
-async def test_what_changed_before_the_computed_end_is_computed_again() -> None:
+async def test_a_prompt_changed_before_its_computed_end_is_computed_again() -> None:
     query = Query()
     async with query.consumed():
         query.prompts.send("aaaabbbb")
@@ -307,7 +307,7 @@ async def test_what_changed_before_the_computed_end_is_computed_again() -> None:
         assert query.engine.log.count("prefill aaaabbbb") == 2
 
 
-async def test_of_reports_that_nobody_takes_only_the_newest_is_kept() -> None:
+async def test_only_the_newest_of_unread_reports_is_kept() -> None:
     query = Query()
     query.prompts.send("aaaa")
     first = asyncio.create_task(query.next())

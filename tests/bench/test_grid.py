@@ -81,7 +81,7 @@ def test_a_trace_may_bring_its_own_arrivals(tmp_path: Path) -> None:
         ({"clock": "wall", "profile": "h200"}, "wall time takes a model"),
     ],
 )
-def test_what_no_cell_could_run_with_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_a_grid_that_no_cell_could_run_with_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         Grid(**{"clock": "virtual", "workload": "crawler", "qps": (1.0,), **changes})
 

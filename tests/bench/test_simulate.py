@@ -174,7 +174,7 @@ def test_swapped_kv_is_copied_out_and_back_instead_of_computed_again() -> None:
     assert mean_s(swap) < mean_s(recompute)
 
 
-def test_what_is_written_through_is_told_too() -> None:
+def test_blocks_written_through_are_counted_too() -> None:
     result = run_cell(settings(kv_tokens=20_000, eviction="cost"), trace=SLOW_STREAMS)
     records, totals = [r.record for r in result.requests if r.record], result.copy_totals
     assert totals is not None

@@ -92,7 +92,7 @@ def test_copies_are_told_by_who_held_the_blocks() -> None:
     ]
 
 
-def test_what_is_saved_by_the_way_comes_before_the_next_step_overwrites() -> None:
+def test_held_blocks_are_saved_before_the_next_step_overwrites() -> None:
     log = CopyLog(FAST, block_size=16)
     of = times(FAST, log)
     held = [(block, block) for block in range(100)]

@@ -12,7 +12,7 @@ from streamrag.bench.store import CellStore, cell_key, read_cell
 from streamrag.errors import ConfigurationError
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_a_written_cell_is_read_back_unchanged(tmp_path: Path) -> None:
     store, result = CellStore(tmp_path / "results"), made_result(settings(workload="anns"), with_steps=True)
     path = store.write(result)
     assert read_cell(path) == result

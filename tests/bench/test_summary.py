@@ -28,7 +28,7 @@ def test_a_percentile_beside_an_infinite_value_is_finite() -> None:
     assert percentile([1.0, 2.0, math.inf], 0.75) == math.inf
 
 
-def test_nothing_has_no_percentile() -> None:
+def test_an_empty_list_has_no_percentile() -> None:
     assert math.isnan(percentile([], 0.5))
 
 
@@ -76,7 +76,7 @@ def test_an_engine_that_does_not_tell_is_not_said_to_have_done_nothing() -> None
     assert made["ttft_s"]["p50"] > 0
 
 
-def test_what_an_update_has_computed_again_is_no_tax() -> None:
+def test_tokens_recomputed_after_an_update_are_no_tax() -> None:
     result = made_result(settings(workload="anns"))
     records = [replace(r.record, preemptions=(), num_recomputed=15) for r in result.requests if r.record]
     requests = tuple(replace(r, record=record) for r, record in zip(result.requests, records, strict=True))

@@ -97,7 +97,7 @@ async def test_a_recorder_that_was_entered_by_hand_is_refused_with_what_is_true_
     assert "owns_source" not in str(raised.value)
 
 
-async def test_of_two_that_start_a_part_at_once_one_is_refused_and_a_failed_start_can_be_tried_again() -> None:
+async def test_a_part_has_one_start_at_a_time_and_a_failed_one_can_be_tried_again() -> None:
     class Slow:
         num_starts = 0
 

@@ -57,7 +57,7 @@ def test_sampling_parameters_that_no_engine_accepts_are_named(name: str, value: 
         SamplingParams(**{name: value})
 
 
-def test_as_many_stop_texts_as_are_allowed_are_taken() -> None:
+def test_the_largest_allowed_number_of_stop_texts_is_taken() -> None:
     texts = tuple(f"{number:256}" for number in range(16))
     assert SamplingParams(stop=texts).stop == texts
 

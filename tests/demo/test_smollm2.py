@@ -62,7 +62,7 @@ def test_transformers_loads_it_and_it_knows_the_capital_of_france(model: Path) -
     assert run.stdout.strip().endswith("<|im_end|>")
 
 
-def test_its_tokenizer_splits_digits_and_keeps_every_text(model: Path) -> None:
+def test_the_demo_tokenizer_splits_digits_and_keeps_every_text(model: Path) -> None:
     from streamrag.backends.tokenizer import HuggingFaceTokenizer
 
     tokenizer = HuggingFaceTokenizer(model)
@@ -100,7 +100,7 @@ def test_an_existing_folder_is_not_overwritten(model: Path, tmp_path: Path) -> N
         make_demo_model(tmp_path / "file" / "model")
 
 
-def test_whoever_stops_it_leaves_nothing(tmp_path: Path) -> None:
+def test_stopping_the_making_of_the_demo_model_leaves_nothing(tmp_path: Path) -> None:
     def stop(num_done: int, num_total: int, what: str) -> None:
         if what == "unpacking" and num_done == 10:
             raise KeyboardInterrupt
@@ -146,6 +146,6 @@ def test_a_damaged_or_missing_package_says_what_to_install(
     assert not (tmp_path / "model").exists()
 
 
-def test_its_sizes_are_in_its_config(model: Path) -> None:
+def test_the_config_of_the_demo_model_has_its_sizes(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     assert (config["num_hidden_layers"], config["dtype"]) == (30, "bfloat16")

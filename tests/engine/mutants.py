@@ -160,8 +160,7 @@ MUTANTS = (
         "self.place = int(ends[nearest if nearest < len(ends) else 0])",
         "self.place = int(ends[0])",
         0,  # any place is exact, some save fewer steps
-        "tests/engine/test_drafts.py"
-        "::test_of_several_places_in_the_prompt_the_next_one_behind_the_last_quotation_is_copied",
+        "tests/engine/test_drafts.py::test_the_next_matching_place_after_the_last_quotation_is_copied",
     ),
     Mutant(
         "the prompt is copied although the draft has that place too",
@@ -185,7 +184,7 @@ MUTANTS = (
         "return Wait.YIELD if candidate.num_missing > -self._num_blocks else None",
         "return None",
         0,  # what was evicted is computed again
-        "tests/engine/test_rules.py::test_drafts_evict_nobody_and_leave_memory_free_while_others_compute",
+        "tests/engine/test_rules.py::test_drafts_evict_no_request_and_leave_memory_free_while_others_compute",
     ),
     Mutant(
         "the policy may put drafts before others",
@@ -405,7 +404,7 @@ MUTANTS = (
         "if False:",
         0,  # a partial prompt that loads, a load that fails, and little memory and time for a copy in between: too rare
         "tests/backends/vllm/scheduler/test_write_through.py"
-        "::test_what_was_computed_from_a_load_is_not_copied_before_it_is_known_to_be_good",
+        "::test_blocks_computed_from_a_load_are_copied_once_the_load_is_known_good",
     ),
     Mutant(
         "what another computes in this very step is written through",
@@ -414,7 +413,7 @@ MUTANTS = (
         "            if False:\n",
         0,  # two prompts that are the same but for their ends, short of memory: once in 10,000 seeds
         "tests/backends/vllm/scheduler/test_write_through.py"
-        "::test_what_another_computes_in_the_same_step_is_not_copied_before_it_is_there",
+        "::test_cached_blocks_computed_in_the_same_step_are_not_copied_too_early",
     ),
     Mutant("a pause plans and evicts", HOOKS, "if self.pause_state != PauseState.UNPAUSED:", "if False:", 3_000),
     Mutant(
@@ -423,7 +422,7 @@ MUTANTS = (
         "self._can_growing_now and not candidate.request.is_speculative",
         "self._can_growing_now",
         0,  # it is only computed in vain
-        "tests/engine/test_planning.py::test_where_kv_is_had_back_prompts_that_only_grow_evict_and_others_do_not",
+        "tests/engine/test_planning.py::test_a_growing_prompt_may_evict_where_allowed_and_a_replaced_one_may_not",
     ),
     Mutant(
         "partial prompts evict whatever host memory has room for",
@@ -456,7 +455,7 @@ MUTANTS = (
         "if not costs.is_worth_adding(length, self._num_ready_prompts, self._num_still_waiting):",
         "if False:",
         0,  # as above
-        "tests/engine/test_planning.py::test_who_is_ready_with_a_step_does_not_wait_for_much_more_than_its_overhead",
+        "tests/engine/test_planning.py::test_a_request_that_a_step_completes_waits_little_more_than_the_overhead",
     ),
     Mutant(
         "steps are as long as the budget, however many come",
@@ -472,7 +471,7 @@ MUTANTS = (
         "costs.num_fitting(self._length_left, num_present)",
         "self._length_left",
         0,  # as above
-        "tests/engine/test_planning.py::test_behind_a_long_prompt_a_step_has_fewer_tokens",
+        "tests/engine/test_planning.py::test_a_step_has_fewer_tokens_behind_a_long_prompt",
     ),
     Mutant(
         "a long step of complete prompts is planned early",
@@ -504,7 +503,7 @@ MUTANTS = (
         "            request.num_kept_tokens = request.num_computed_tokens\n",
         "",
         0,  # as above
-        "tests/backends/vllm/scheduler/test_had_back.py::test_who_comes_back_from_host_memory_has_little_left",
+        "tests/backends/vllm/scheduler/test_had_back.py::test_a_stream_with_kv_in_host_memory_counts_as_nearly_done_and_goes_first",
     ),
     Mutant(
         "what an update replaced is still counted as had back",
@@ -512,7 +511,7 @@ MUTANTS = (
         "        stream.num_kept_tokens = min(stream.num_kept_tokens, num_shared)\n",
         "",
         0,  # as above
-        "tests/backends/vllm/scheduler/test_had_back.py::test_what_an_update_replaces_is_not_had_back",
+        "tests/backends/vllm/scheduler/test_had_back.py::test_kv_that_an_update_replaces_does_not_count_as_kept",
     ),
     Mutant(
         "who is stuck is remembered in a pause",
@@ -595,7 +594,7 @@ MUTANTS = (
         "request_id, match = self._match",
         0,  # who starts with KV that it holds was rarely asked about just before, and only its record would be wrong
         "tests/backends/vllm/scheduler/test_host_memory.py"
-        "::test_what_was_found_for_a_request_counts_once_and_for_nobody_else",
+        "::test_a_match_in_host_memory_counts_once_and_for_its_own_request",
     ),
     Mutant(
         "what host memory has written through outlives the request",
@@ -619,7 +618,7 @@ MUTANTS = (
         "return num_needed + self._manager.watermark_blocks",
         "return num_needed",
         0,
-        "tests/backends/vllm/scheduler/test_kv_memory.py::test_who_starts_needs_the_watermark_as_well",
+        "tests/backends/vllm/scheduler/test_kv_memory.py::test_a_request_that_starts_needs_the_watermark_as_well",
     ),
     Mutant(
         "shared blocks count as freed",
@@ -636,7 +635,7 @@ MUTANTS = (
         "        self.with_output.sort(key=lambda r: not r.is_running)\n",
         "",
         0,
-        "tests/engine/test_planning.py::test_of_those_that_have_shown_a_token_the_ones_that_hold_a_slot_come_first",
+        "tests/engine/test_planning.py::test_requests_that_hold_a_slot_come_first_among_those_with_output",
     ),
     Mutant(
         "a place that follows the clock is kept",
@@ -644,7 +643,7 @@ MUTANTS = (
         'return r.is_complete or r.request_class == "stream"',
         "return True",
         0,
-        "tests/engine/test_policies.py::test_what_was_ordered_before_changes_nothing",
+        "tests/engine/test_policies.py::test_earlier_orders_do_not_change_the_order_of_a_policy",
     ),
     Mutant(
         "classes do not age",
@@ -692,8 +691,7 @@ MUTANTS = (
         "        if not self._is_over:\n",
         "        if True:\n",
         0,
-        "tests/engine/test_planning.py"
-        "::test_one_that_needs_more_than_the_budget_is_served_alone_and_nobody_passes_it_meanwhile",
+        "tests/engine/test_planning.py::test_a_request_over_the_budget_runs_alone_and_no_complete_one_passes_it",
     ),
     Mutant(
         "what was claimed stays claimed",
@@ -701,7 +699,7 @@ MUTANTS = (
         "            self._num_claimed -= request.num_blocks_claimed\n",
         "",
         0,
-        f"{OF_CLASSES}::test_who_loses_its_kv_has_no_part_in_the_budget_before_it_begins_again",
+        f"{OF_CLASSES}::test_an_evicted_request_claims_no_budget_until_it_begins_again",
     ),
     Mutant("nobody is ever alone in the budget", ADMISSION, "self._num_claims -= 1", "pass", 100),
     Mutant(
@@ -818,7 +816,7 @@ MUTANTS = (
         " + sum(block.ref_cnt == 0 for block in found)",
         "",
         0,
-        f"{OF_LATER}::test_cached_blocks_that_nobody_holds_are_no_longer_free_for_the_stream_that_takes_them",
+        f"{OF_LATER}::test_unheld_cached_blocks_are_no_longer_free_for_the_stream_that_takes_them",
     ),
     Mutant(
         "data take memory from others",
@@ -834,7 +832,7 @@ MUTANTS = (
         "self._leaders.setdefault(block, (candidate.request, candidate.num_present + candidate.num_allowed))",
         "self._leaders[block] = (candidate.request, candidate.num_present + candidate.num_allowed)",
         0,
-        f"{OF_PLANS}::test_of_several_that_compute_the_same_the_first_leads",
+        f"{OF_PLANS}::test_the_first_of_several_requests_that_compute_the_same_leads",
     ),
     Mutant(
         "those behind one that does not fit start",
@@ -842,7 +840,7 @@ MUTANTS = (
         "        self.closed_to_new_by = MEMORY\n",
         "",
         0,
-        f"{OF_PLANS}::test_nobody_starts_behind_a_request_that_does_not_fit",
+        f"{OF_PLANS}::test_no_request_starts_behind_one_that_does_not_fit",
     ),
     Mutant(
         "a partial prompt that does not fit keeps what it holds",
@@ -850,7 +848,7 @@ MUTANTS = (
         "if wait is Wait.MEMORY or wait is Wait.YIELD:",
         "if wait is Wait.YIELD:",
         0,
-        f"{OF_PLANS}::test_what_a_stuck_partial_prompt_holds_may_be_had_from_behind_it",
+        f"{OF_PLANS}::test_a_complete_prompt_may_evict_a_stuck_partial_prompt_before_it",
     ),
     Mutant(
         "what is over the budget keeps what it holds",
@@ -858,7 +856,7 @@ MUTANTS = (
         "if wait is Wait.MEMORY or wait is Wait.YIELD:",
         "if wait is Wait.MEMORY:",
         0,
-        f"{OF_PLANS}::test_what_prompts_over_the_budget_hold_may_be_had_from_behind_them",
+        f"{OF_PLANS}::test_a_begun_request_may_evict_prompts_over_the_budget_before_it",
     ),
     Mutant(
         "what comes behind what is over the budget keeps what it holds",
@@ -866,7 +864,7 @@ MUTANTS = (
         "return Wait.YIELD if self._is_over else None",
         "return Wait.SKIP if self._is_over else None",
         0,
-        f"{OF_PLANS}::test_what_prompts_over_the_budget_hold_may_be_had_from_behind_them",
+        f"{OF_PLANS}::test_a_begun_request_may_evict_prompts_over_the_budget_before_it",
     ),
     Mutant(
         "blocks that are being loaded are not pinned",
@@ -913,7 +911,7 @@ MUTANTS = (
         "return bool(self.grants or self.num_ahead or self.num_ending)",
         "return bool(self.grants or self.num_ahead)",
         0,
-        f"{OF_SCHEDULER}::test_a_waiting_request_evicts_nobody_for_memory_that_the_step_in_flight_frees",
+        f"{OF_SCHEDULER}::test_a_waiting_request_evicts_none_for_memory_that_the_step_in_flight_frees",
     ),
     Mutant(
         "an evicted request is handed over without its KV",

@@ -52,7 +52,7 @@ def test_an_answer_that_left_the_draft_is_found_again_by_three_tokens() -> None:
     assert rest(draft, "a c") == ""
 
 
-def test_of_several_places_the_next_one_is_taken_else_the_first() -> None:
+def test_a_draft_continues_at_the_next_matching_place_else_the_first() -> None:
     draft = "one two, one ten"
     assert AnswerDraft(words(draft), 99).continue_from(words("xone")) == tuple(words("xone two, one ten"))
     assert AnswerDraft(words(draft), 99).continue_from(words("one two! one")) == tuple(words("one two! one ten"))
@@ -94,7 +94,7 @@ def test_the_prompt_is_searched_only_where_the_draft_has_nothing() -> None:
     assert rest(draft, "the cat slept on t", prompt=prompt) == "he m"
 
 
-def test_of_several_places_in_the_prompt_the_next_one_behind_the_last_quotation_is_copied() -> None:
+def test_the_next_matching_place_after_the_last_quotation_is_copied() -> None:
     prompt = "(a) one two. (b) one ten. (c) one six."
     assert rest("", "one", prompt=prompt) == " two"
     assert rest("", "(b) one", prompt=prompt) == " ten"
@@ -120,7 +120,7 @@ def test_a_search_in_a_long_prompt_copies_nothing_of_it_and_finds_the_last_of_ma
 
 
 @given(draft=TOKENS, answer=TOKENS.filter(bool), depth=st.integers(1, 12), prompt=TOKENS)
-def test_whatever_the_draft_is_it_never_takes_more_steps_than_none(
+def test_no_draft_takes_more_steps_than_an_answer_without_one(
     draft: list[int], answer: list[int], depth: int, prompt: list[int]
 ) -> None:
     taken = steps(draft, answer, depth, prompt)

@@ -40,7 +40,7 @@ def test_a_source_that_changes_its_ways_is_learnt_anew() -> None:
         assert (forecast.replaced_every_s("search") < math.inf) == is_replacing
 
 
-def test_one_that_is_late_is_expected_to_stay_away_as_long_again() -> None:
+def test_a_late_chunk_is_expected_to_stay_away_as_long_again() -> None:
     forecast = ChunkForecast()
     forecast.observe("crawl", 1.0, 1.0)
     assert forecast.expected_s(view(10.0), 30.0) == 50.0
@@ -51,7 +51,7 @@ def test_the_longest_idle_is_expected_last_where_nothing_is_known() -> None:
     assert forecast.expected_s(view(1.0), 9.0) > forecast.expected_s(view(5.0), 9.0) > 9.0
 
 
-def test_what_the_retriever_expects_counts_more_until_it_has_passed() -> None:
+def test_the_retrievers_own_estimate_counts_more_until_it_has_passed() -> None:
     forecast = ChunkForecast()
     assert forecast.expected_s(view(10.0, expected_complete_s=13.0), 12.0) == 13.0
     assert forecast.expected_s(view(10.0, expected_complete_s=11.0), 12.0) == 14.0

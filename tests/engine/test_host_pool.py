@@ -23,7 +23,7 @@ def test_a_block_can_be_loaded_only_after_its_copy_has_ended() -> None:
     assert pool.num_valid(["x"]) == 1
 
 
-def test_what_was_not_saved_is_not_there_and_takes_no_room() -> None:
+def test_a_block_whose_save_failed_is_absent_and_takes_no_room() -> None:
     pool = HostPool(1)
     slot = pool.reserve("a", "x")
     assert slot is not None
@@ -60,7 +60,7 @@ def test_a_full_pool_gives_up_what_was_used_longest_ago() -> None:
     assert sorted(map(str, pool.keys_of("a"))) == ["x", "z"]
 
 
-def test_what_the_device_has_as_well_goes_first_and_the_newest_of_it() -> None:
+def test_blocks_that_the_device_has_too_are_given_up_first() -> None:
     pool = pool_with("v", "w", "x", "y", "z", num_slots=5)
     pool.pin(["y"])  # is loaded
     pool.unpin()
@@ -72,7 +72,7 @@ def test_what_the_device_has_as_well_goes_first_and_the_newest_of_it() -> None:
     assert [pool.num_valid([key]) for key in "vwz"] == [0, 1, 1]
 
 
-def test_of_blocks_that_were_loaded_together_the_last_goes_first() -> None:
+def test_the_last_of_the_blocks_loaded_together_are_given_up_first() -> None:
     pool = pool_with("u", "v", "w", "x", "y", "z", num_slots=6)
     pool.pin("vwxyz")
     pool.unpin()
@@ -93,7 +93,7 @@ def test_a_spare_takes_no_room_from_others_and_is_none_when_the_device_has_lost_
     assert (pool.num_valid(["x"]), pool.num_valid(["y"])) == (0, 1)
 
 
-def test_what_is_being_copied_either_way_is_not_given_up() -> None:
+def test_blocks_being_saved_or_loaded_are_not_given_up() -> None:
     pool = pool_with("x", num_slots=2)
     pool.reserve("a", "saving")
     pool.pin(["x"])

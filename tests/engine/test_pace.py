@@ -29,7 +29,7 @@ def test_an_overhead_that_is_estimated_as_none_makes_no_tiny_steps() -> None:
     assert pace.num_step_tokens(0.1, 0.0) == pace.num_step_tokens(0.1, None) == 809
 
 
-def test_there_may_be_no_limit() -> None:
+def test_a_pace_without_a_limit_stays_without_one() -> None:
     pace = Pace(None, 0.05)
     pace.observe(128, 1.0)
     assert pace.num_partial_tokens is None
@@ -61,7 +61,7 @@ def test_a_fast_device_has_no_lower_limit() -> None:
     assert learnt(token_s=15e-6, overhead_s=0.008) == 2_048
 
 
-def test_on_a_slow_device_a_step_takes_about_the_time_that_was_asked_for() -> None:
+def test_a_step_on_a_slow_device_takes_about_the_time_that_was_asked_for() -> None:
     num_tokens = learnt(token_s=200e-6, overhead_s=0.005)
     assert 0.9 * 0.05 <= 0.005 + 200e-6 * num_tokens <= 1.1 * 0.05
 

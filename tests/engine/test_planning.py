@@ -152,7 +152,7 @@ def test_the_most_urgent_request_with_work_is_always_served(requests: list[Reque
 
 
 @given(views("r0"), views("r1"))
-def test_with_memory_to_spare_nobody_is_asked_what_eviction_would_bring(a: RequestView, b: RequestView) -> None:
+def test_a_plan_with_memory_to_spare_asks_for_no_eviction(a: RequestView, b: RequestView) -> None:
     memory = Blocks(1000)
     made = plan([a, b], lambda: pytest.fail("asked for the idle ones"), Limits(1000, 8), memory)
     assert made.evictions == ()
@@ -172,7 +172,7 @@ def test_partial_prompts_evict_only_if_they_may() -> None:
     assert may_not.evictions == ()
 
 
-def test_where_kv_is_had_back_prompts_that_only_grow_evict_and_others_do_not() -> None:
+def test_a_growing_prompt_may_evict_where_allowed_and_a_replaced_one_may_not() -> None:
     limits = Limits(100, 8, can_growing_evict=True)
     idle = RequestView("idle", 0, 0, 32, 32, 2, is_complete=False, is_idle=True)
     growing = RequestView("growing", 0, 0, 32, is_complete=False)
@@ -183,14 +183,14 @@ def test_where_kv_is_had_back_prompts_that_only_grow_evict_and_others_do_not() -
     assert replaced.grants == replaced.evictions == ()
 
 
-def test_a_partial_prompt_that_may_not_evict_stands_in_nobodys_way() -> None:
+def test_a_partial_prompt_that_may_not_evict_does_not_block_a_complete_one() -> None:
     partial = RequestView("partial", 0, 0, 160, is_complete=False)
     complete = RequestView("complete", 1, 1, 32)
     made = plan([partial, complete], list, Limits(1000, 8), Blocks(2))
     assert [g.request.request_id for g in made.grants] == ["complete"]
 
 
-def test_of_many_partial_prompts_that_do_not_fit_only_the_first_are_asked_what_they_need() -> None:
+def test_a_step_tries_only_the_first_partial_prompts_that_do_not_fit() -> None:
     too_big = [RequestView(f"partial {i}", i, i, 160, is_complete=False) for i in range(MOST_TRIES)]
     small = RequestView("small", 98, 98, 16, is_complete=False)
     complete = RequestView("complete", 99, 99, 32)
@@ -200,7 +200,7 @@ def test_of_many_partial_prompts_that_do_not_fit_only_the_first_are_asked_what_t
     assert [g.request.request_id for g in enough.grants] == ["complete"]
 
 
-def test_everybody_is_asked_in_turn_at_no_more_cost() -> None:
+def test_prompts_that_do_not_fit_are_tried_in_turn_at_no_more_cost() -> None:
     too_big = [RequestView(f"partial {i}", i, i, 160, is_complete=False) for i in range(40)]
     small = RequestView("small", 98, 98, 16, is_complete=False)
     complete = RequestView("complete", 99, 99, 32)
@@ -212,7 +212,7 @@ def test_everybody_is_asked_in_turn_at_no_more_cost() -> None:
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1])
-def test_when_nobody_has_anything_to_do_everybody_is_asked_at_once(num_ahead: int) -> None:
+def test_every_prompt_is_tried_at_once_when_no_step_is_ahead(num_ahead: int) -> None:
     too_big = [RequestView(f"partial {i}", i, i, 160, is_complete=False) for i in range(40)]
     small = RequestView("small", 98, 98, 16, is_complete=False)
     made = plan([*too_big, small], list, Limits(1000, 8, num_ahead=num_ahead), Blocks(3))
@@ -220,7 +220,7 @@ def test_when_nobody_has_anything_to_do_everybody_is_asked_at_once(num_ahead: in
     assert len(made.waiting) == (MOST_TRIES if num_ahead else 40)
 
 
-def test_what_a_stuck_partial_prompt_holds_may_be_had_from_behind_it() -> None:
+def test_a_complete_prompt_may_evict_a_stuck_partial_prompt_before_it() -> None:
     partial = RequestView("partial", 0, 0, 160, 32, 2, is_complete=False)
     complete = RequestView("complete", 1, 1, 64)
     made = plan([partial, complete], list, Limits(1000, 8), Blocks(2))
@@ -263,7 +263,7 @@ def test_a_step_of_partial_prompts_only_is_put_off_while_another_computes(is_ear
     assert [g.num_tokens for g in plan([partial], list, ahead, Blocks(100)).grants] == [64]
 
 
-def test_who_is_ready_with_a_step_does_not_wait_for_much_more_than_its_overhead() -> None:
+def test_a_request_that_a_step_completes_waits_little_more_than_the_overhead() -> None:
     short, next_one, long = (RequestView(str(i), i, i, num) for i, num in enumerate((100, 150, 5_000)))
     partial = RequestView("partial", 3, 3, 400_000, is_complete=False)
     limits = Limits(8_192, 8, num_partial_tokens=64, step_costs=StepCosts(overhead=60, arrivals_per_token=0.0))
@@ -293,7 +293,7 @@ def test_a_long_prompt_is_cut_where_others_come_often() -> None:
     assert LEAST_TOKENS < 300
 
 
-def test_behind_a_long_prompt_a_step_has_fewer_tokens() -> None:
+def test_a_step_has_fewer_tokens_behind_a_long_prompt() -> None:
     costs = StepCosts(overhead=300, arrivals_per_token=1e-4, pair_cost=1e-4)
     limits = Limits(8_192, 8, step_costs=costs)
     fresh, far = RequestView("fresh", 0, 0, 9_000), RequestView("far", 0, 0, 39_000, 30_000, 2_000)
@@ -325,7 +325,7 @@ def test_a_long_step_of_complete_prompts_is_put_off_where_others_come_often() ->
     assert not is_put_off(*(long._replace(request_id=str(i)) for i in range(40))), "many wait, and a step is full"
 
 
-def test_nothing_is_put_off_where_nothing_can_be_done() -> None:
+def test_a_plan_that_can_do_nothing_is_not_put_off() -> None:
     partial = RequestView("partial", 1, 1, 96, is_complete=False)
     made = plan([partial], list, Limits(100, 8, is_early=True), Blocks(0))
     assert not made.is_put_off
@@ -348,14 +348,14 @@ def test_a_backlog_is_what_must_be_computed(
     assert sum(g.num_tokens for g in made.grants) == (100 if is_backlog else 64)
 
 
-def test_beside_a_decode_partial_prompts_go_on() -> None:
+def test_partial_prompts_go_on_beside_a_decode() -> None:
     decoding = RequestView("decoding", 0, 0, 33, 32, 3, has_output=True, is_running=True)
     partial = RequestView("partial", 1, 1, 96, is_complete=False)
     made = plan([decoding, partial], list, Limits(100, 8, num_partial_tokens=64), Blocks(100))
     assert [g.num_tokens for g in made.grants] == [1, 64]
 
 
-def test_nobody_starts_behind_a_request_that_does_not_fit() -> None:
+def test_no_request_starts_behind_one_that_does_not_fit() -> None:
     running = RequestView("running", 0, 0, 160, 159, 10, has_output=True)
     big = RequestView("big", 1, 1, 160)
     small = RequestView("small", 2, 2, 16)
@@ -379,7 +379,7 @@ def test_an_evicted_partial_prompt_starts_again_only_where_memory_is_left_or_it_
     assert make("fcfs", [evicted._replace(is_complete=True)], [], limits, Blocks(6)).grants
 
 
-def test_of_those_that_have_shown_a_token_the_ones_that_hold_a_slot_come_first() -> None:
+def test_requests_that_hold_a_slot_come_first_among_those_with_output() -> None:
     preempted = RequestView("preempted", 0, 0, 33, 0, 0, has_output=True)
     running = RequestView("running", 1, 1, 33, 32, 3, has_output=True, is_running=True)
     made = make("arrival", [preempted, running], [], Limits(100, 1), Blocks(10))
@@ -400,7 +400,7 @@ def granted(order: list[RequestView], limits: Limits, num_free: int = 1_000) -> 
     return {grant.request.request_id: grant.num_tokens for grant in made.grants}
 
 
-def test_data_of_sessions_leave_so_many_blocks_free_and_questions_do_not() -> None:
+def test_data_of_sessions_leave_reserved_blocks_free_and_questions_do_not() -> None:
     limits = Limits(1_000, 8, can_partial_evict=True, num_blocks_kept_from_data=5)
     order = [data("data"), made_view("partial", is_complete=False), made_view("asked")]
     assert granted(order, limits, num_free=35).keys() == {"data", "partial", "asked"}
@@ -409,7 +409,7 @@ def test_data_of_sessions_leave_so_many_blocks_free_and_questions_do_not() -> No
     assert granted(order[::-1], limits, num_free=34).keys() == {"partial", "asked"}
 
 
-def test_data_that_lack_only_what_is_kept_are_said_to_wait_if_nobody_else_goes_on() -> None:
+def test_data_that_lack_only_reserved_blocks_wait_if_no_other_request_goes_on() -> None:
     def waiting(order: list[RequestView], num_free: int) -> list[str]:
         made = plan(order, list, Limits(1_000, 8, num_blocks_kept_from_data=5), Blocks(num_free))
         return [request.request_id for request in made.waiting]
@@ -438,7 +438,7 @@ def test_complete_prompts_begin_while_what_they_may_come_to_need_is_within_the_b
     assert granted([*asked[:2], begun], replace(limits, budget=KvBudgetLeft(12, has_claims=True))) == {"q2": 160}
 
 
-def test_one_that_needs_more_than_the_budget_is_served_alone_and_nobody_passes_it_meanwhile() -> None:
+def test_a_request_over_the_budget_runs_alone_and_no_complete_one_passes_it() -> None:
     large, small = made_view("large", num_answer_tokens=400), made_view("small", num_tokens=16)
     limits = Limits(1_000, 8, budget=KvBudgetLeft(30, has_claims=False))
     assert granted([large, small], limits) == {"large": 160}
@@ -447,7 +447,7 @@ def test_one_that_needs_more_than_the_budget_is_served_alone_and_nobody_passes_i
     assert granted([large, small, made_view("partial", is_complete=False)], others_run) == {"partial": 160}
 
 
-def test_what_several_need_next_is_computed_by_the_first_of_them() -> None:
+def test_a_shared_block_is_computed_by_the_first_request_that_needs_it() -> None:
     def next_block(request: RequestView, num_tokens: int) -> tuple[str, int] | None:
         """Requests of one letter share ten blocks."""
         index = num_tokens // BLOCK_SIZE
@@ -472,7 +472,7 @@ def test_what_several_need_next_is_computed_by_the_first_of_them() -> None:
 
 
 @given(view_lists(), st.floats(0, 1e-2), st.floats(0, 1e-3))
-def test_what_waits_is_counted_as_views_and_sizes_count_it(
+def test_the_count_of_waiting_prompts_agrees_with_their_views_and_sizes(
     order: list[RequestView], arrivals: float, pair: float
 ) -> None:
     costs = StepCosts(500.0, arrivals, pair)
@@ -500,7 +500,7 @@ def test_data_of_a_session_take_no_memory_from_others_where_some_is_kept_from_th
     assert [e.request for e in plan([alone], lambda: [idle], free, Blocks(2)).evictions] == [idle]
 
 
-def test_of_several_that_compute_the_same_the_first_leads() -> None:
+def test_the_first_of_several_requests_that_compute_the_same_leads() -> None:
     def next_block(request: RequestView, num_tokens: int) -> int:
         return num_tokens // BLOCK_SIZE
 
@@ -512,7 +512,7 @@ def test_of_several_that_compute_the_same_the_first_leads() -> None:
     assert [grant.request.request_id for grant in made.grants] == ["first", "second"]
 
 
-def test_what_prompts_over_the_budget_hold_may_be_had_from_behind_them() -> None:
+def test_a_begun_request_may_evict_prompts_over_the_budget_before_it() -> None:
     over = made_view("over", num_answer_tokens=400)
     holds = made_view("holds", num_computed_tokens=32, num_blocks=2, num_answer_tokens=400)
     begun = made_view("begun", num_tokens=32, has_claim=True)

@@ -46,7 +46,9 @@ def test_requests_that_have_shown_a_token_come_first(spec: str, requests: list[R
 
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if "k_lpm" not in spec])  # whose order depends on who came
 @given(steps=st.lists(view_lists(), max_size=4), rng=st.randoms(use_true_random=False))
-def test_what_was_ordered_before_changes_nothing(spec: str, steps: list[list[RequestView]], rng: random.Random) -> None:
+def test_earlier_orders_do_not_change_the_order_of_a_policy(
+    spec: str, steps: list[list[RequestView]], rng: random.Random
+) -> None:
     policy, before = policy_of(spec), list[RequestView]()
     for number, requests in enumerate(steps):
         speed = rng.choice([100.0, 20_000.0])
@@ -161,7 +163,7 @@ def test_classes_are_served_in_their_order_and_each_first_in_first_out() -> None
     assert order_in_classes("srpf", 100, *requests) == "asked1 asked2 data2 data3"
 
 
-def test_the_pool_s_own_policy_says_who_of_it_is_served_where_the_classes_leave_it_a_place() -> None:
+def test_the_pools_policy_orders_its_requests_in_the_places_between_the_classes() -> None:
     pool = [
         view("long", 90, num_tokens=9_000),
         view("short", 95, num_tokens=100),
@@ -203,7 +205,7 @@ def shortest_question_first(request: RequestView, now_s: float) -> int:
     return request.num_tokens
 
 
-def test_a_function_of_ones_own_is_found_by_its_dotted_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_policy_is_found_by_its_dotted_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
     import types
 

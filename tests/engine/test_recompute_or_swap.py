@@ -31,7 +31,7 @@ def test_a_comparison_tells_both_costs() -> None:
     assert found.recompute_s == pytest.approx(0.160, rel=0.05)
 
 
-def test_what_is_in_host_memory_already_need_not_be_copied_out() -> None:
+def test_blocks_in_host_memory_already_need_not_be_copied_out() -> None:
     between = choice(1.0e8)  # out and in take 0.2 s, in alone 0.1 s, and computing it 0.16 s
     assert between.evict(10, 10, 0.0).choice == "recompute"
     assert between.evict(10, 0, 0.0).choice == "swap"
@@ -53,7 +53,7 @@ def test_updates_that_invalidate_make_saving_less_worth_than_recomputing() -> No
     assert found.evict(10, 10, 0.0).choice == "recompute"
 
 
-def test_what_steps_and_copies_really_take_corrects_the_profile() -> None:
+def test_observed_times_of_steps_and_copies_correct_the_profile() -> None:
     slow_steps = choice(1e7)
     for _ in range(100):
         slow_steps.price.observe_step([(1_000, 0)], 1_000.0, 0.0)
@@ -72,7 +72,7 @@ def test_steps_that_wait_for_copies_say_nothing_of_what_computing_takes() -> Non
     assert found.evict(10, 10, 0.0) == before
 
 
-def test_blocks_are_written_through_where_memory_is_short_and_copies_disturb_nobody() -> None:
+def test_blocks_are_written_through_if_memory_is_short_and_copies_overlap() -> None:
     found = choice(1e9)
     found.price.observe_step([(1_000, 0)], 0.01, 0.0)
     assert found.num_to_write_through(0.1) == pytest.approx(10, abs=1)
@@ -91,7 +91,7 @@ def test_blocks_are_written_through_if_only_the_way_back_pays() -> None:
     assert found.num_to_write_through(0.1) > 0
 
 
-def test_blocks_are_not_written_through_where_nobody_notices_that_they_are_saved_at_the_last_moment() -> None:
+def test_blocks_are_not_written_through_if_late_saves_take_no_noticeable_time() -> None:
     found = choice(1e10)
     found.price.observe_step([(1_000, 0)], 1.0, 0.0)
     assert found.price.save_s(64) == pytest.approx(0.0064)

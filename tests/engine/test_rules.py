@@ -159,7 +159,7 @@ def test_drafts_come_last_and_lend_their_blocks() -> None:
     assert (tokens(made), [e.request.request_id for e in made.evictions]) == ({"a": 80}, ["draft"])
 
 
-def test_drafts_evict_nobody_and_leave_memory_free_while_others_compute() -> None:
+def test_drafts_evict_no_request_and_leave_memory_free_while_others_compute() -> None:
     draft, idle = complete("draft", request_class="draft"), holding(partial("idle"), 10)
     order = [partial("a"), draft]
     assert tokens(planned(order, DraftMemory(5), num_free=25, idle=lambda: [idle])) == {"a": 160, "draft": 160}
@@ -275,7 +275,7 @@ def test_a_question_takes_from_data_what_nothing_else_can_give_it() -> None:
 
 
 @pytest.mark.parametrize("is_early", [True, False])
-def test_late_binding_puts_off_what_nobody_waits_for_while_a_step_computes(is_early: bool) -> None:
+def test_late_binding_puts_off_prompts_that_may_wait_while_a_step_computes(is_early: bool) -> None:
     late = LateBinding(lambda: is_early)
     assert planned([partial("a")], late).is_put_off is is_early
     assert not planned([partial("a")], late, budget=StepBudget(1_000, 8, num_ahead=1)).is_put_off

@@ -39,7 +39,7 @@ def test_overhead_and_the_time_of_a_token_are_told_apart(noise: float, tolerance
     assert costs.arrivals_per_token == pytest.approx(14e-6 / RATE_S, rel=tolerance)
 
 
-def test_what_changes_is_learnt_anew() -> None:
+def test_changed_step_costs_are_learnt_anew() -> None:
     made = learnt(MIXED, overhead_s=0.008, token_s=14e-6)
     for num_tokens in MIXED:
         made.observe_step(num_tokens, num_tokens**2 / 2, 0.05 + 1e-3 * num_tokens)
@@ -53,7 +53,7 @@ def test_what_changes_is_learnt_anew() -> None:
     [[], [1, 800] * (FEWEST_STEPS // 2 - 1), [512] * 100, [1] * 100],
     ids=["no step", "few steps", "long steps of one costs", "decodes only"],
 )
-def test_as_long_as_too_little_is_known_nothing_is_said(sizes: list[int]) -> None:
+def test_step_costs_are_unknown_until_enough_steps_are_known(sizes: list[int]) -> None:
     assert learnt(sizes, overhead_s=0.008, token_s=14e-6).at(0.0) is None
 
 
@@ -97,7 +97,7 @@ def test_a_clock_that_goes_back_raises_no_rate() -> None:
 
 
 @pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.001), (0.05, 0.3)])
-def test_what_tokens_attend_to_is_told_apart_from_their_number(noise: float, tolerance: float) -> None:
+def test_the_cost_of_attention_is_told_apart_from_that_of_tokens(noise: float, tolerance: float) -> None:
     far = (0, 3_000, 20_000, 60_000)
     made = learnt(MIXED, overhead_s=0.008, token_s=14e-6, pair_s=46e-11, noise=noise, num_before=far)
     costs = made.at(0.0)
@@ -106,7 +106,7 @@ def test_what_tokens_attend_to_is_told_apart_from_their_number(noise: float, tol
     assert costs.pair_cost == pytest.approx(46e-11 / 14e-6, rel=tolerance)
 
 
-def test_where_all_attend_to_as_much_nothing_is_said_of_it() -> None:
+def test_the_cost_of_attention_is_zero_where_it_cannot_be_measured() -> None:
     made = learnt([1_000, 1_001, 1_200, 1_300] * 40, overhead_s=0.008, token_s=14e-6, pair_s=46e-11)
     costs = made.at(0.0)
     assert costs is not None
@@ -117,7 +117,7 @@ def test_where_all_attend_to_as_much_nothing_is_said_of_it() -> None:
 
 @pytest.mark.parametrize("num_before", [0, 500, 80_000])
 @pytest.mark.parametrize("pair", [0.0, 1e-6, 3e-5])
-def test_so_many_tokens_fit_as_have_the_length(num_before: int, pair: float) -> None:
+def test_the_tokens_that_fit_have_the_given_length(num_before: int, pair: float) -> None:
     costs = StepCosts(570, 5e-5, pair)
     for length in (1.0, 600.0, 8_192.0, math.inf):
         num_tokens = costs.num_fitting(length, num_before)
@@ -146,7 +146,7 @@ def test_no_other_length_costs_those_who_wait_and_those_who_come_less(num_waitin
     assert cost(best) < min(cost(0.9 * best), cost(1.1 * best))
 
 
-def test_where_nobody_comes_a_step_may_be_as_long_as_it_likes() -> None:
+def test_a_step_may_be_of_any_length_if_no_request_arrives() -> None:
     assert StepCosts(overhead=570, arrivals_per_token=0.0).best_length(1) == math.inf
 
 

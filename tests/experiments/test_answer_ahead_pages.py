@@ -46,7 +46,7 @@ def test_a_target_is_met_or_missed() -> None:
     assert targets_table({"crawler 2 QPS, 200 tokens": later}).count("| none | 1 of 6 | **no** |") == 2
 
 
-def test_what_comes_later_than_the_target_allows_is_bold() -> None:
+def test_times_later_than_the_target_allows_are_bold() -> None:
     names = product(("first", "last"), (50, 95), ("without", "ahead"))
     row = {f"{token}_s_p{percent}_{way}": 1.0 for token, percent, way in names}
     row |= {"bound_s": 0.0, "num_complete": 1, "num_equal": 2, "num_pairs": 2}

@@ -7,7 +7,7 @@ import bfloat16
 from bfloat16 import Token, difference, random_prompts, tokens_of
 
 
-def test_of_each_answer_that_differs_the_first_position_counts_with_the_margin_of_the_reference() -> None:
+def test_the_first_difference_of_each_answer_counts_with_the_references_margin() -> None:
     reference = [[Token(1, 0.5), Token(2, 0.25)], [Token(3, 0.0), Token(4, 1.0)], [Token(5, 2.0)]]
     answers = [[Token(1, 0.5), Token(9, 0.1)], [Token(8, 0.0), Token(9, 1.0)], [Token(5, 1.9)]]
     assert difference(answers, reference) == {

@@ -14,7 +14,7 @@ from streamrag.bench.workload import load_trace
 from streamrag.trace.values import TracedAppend, TracedQuery
 
 
-def test_when_chunks_are_sent() -> None:
+def test_chunks_are_delayed_until_near_the_end_or_paced() -> None:
     arrivals = [0.0, 1.0, 1.2, 3.0]
     assert near_the_end(arrivals, 4.0, 1.5) == [2.5, 2.5, 2.5, 3.0]
     assert near_the_end(arrivals, 4.0, inf) == arrivals

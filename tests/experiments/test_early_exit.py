@@ -9,7 +9,7 @@ from early_exit import THRESHOLDS, at_thresholds, grouped, questions
 from streamrag.sessions.answer import TokenIds
 
 
-def test_there_are_sixty_questions_and_one_right_answer_to_each() -> None:
+def test_sixty_questions_have_one_right_answer_each() -> None:
     every = questions()
     assert Counter((question.kind, len(question.answers)) for question in every) == {
         ("log", 2): 15,

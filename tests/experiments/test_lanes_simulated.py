@@ -200,7 +200,7 @@ def test_any_router_answers_all_queries_of_lanes(router):
     assert 0 < outcome.num_right < outcome.num_drafted
 
 
-def test_as_many_queries_are_open_at_once_as_are_told():
+def test_the_given_number_of_queries_is_open_at_once():
     queries = [query(document=number) for number in range(4)]
     seconds = [play(queries, Way("both", 1, num_at_once=num), options()).seconds for num in (1, 2, 4)]
     assert seconds == [4 * 3 * STEP_S, 4.0, 2.0]

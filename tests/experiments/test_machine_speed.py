@@ -7,7 +7,7 @@ from streamrag.engine.costs.step_profiles import TableProfile
 from tests.bench.measured import TRUE, measured_engine
 
 
-def test_how_slow_the_machine_was_in_each_pass_is_told_and_can_be_taken_out() -> None:
+def test_the_slowness_of_the_machine_in_each_pass_is_known_and_removed() -> None:
     async def main() -> tuple[list[float], TableProfile]:
         async with measured_engine() as client:
             one: MeasurementPass = await measure(client, 512, 2_048, max_num_seqs=16)  # type: ignore[arg-type]

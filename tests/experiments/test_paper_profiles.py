@@ -73,7 +73,7 @@ def test_the_swap_file_is_read_beside_it_by_tokens(tmp_path: Path) -> None:
         assert (copies.block_bytes, copies.is_overlapped) == (16 * 131_072 // 2, True)
 
 
-def test_one_file_may_hold_both(tmp_path: Path) -> None:
+def test_a_single_file_may_hold_recomputation_and_swap_latencies(tmp_path: Path) -> None:
     assert loaded(tmp_path, both={**RECOMPUTE, **SWAP}).copies is not None
 
 
@@ -94,6 +94,6 @@ def test_one_file_may_hold_both(tmp_path: Path) -> None:
         ({"a": RECOMPUTE, "b": {"swap_in_latency": SWAP["swap_in_latency"], "metadata": METADATA}}, "swap_out_latency"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_the_reason(files: dict[str, Any], reason: str) -> None:
+def test_a_paper_profile_that_cannot_be_read_is_refused_with_the_reason(files: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         read_paper_profile("paper", list(files.values()))

@@ -25,7 +25,7 @@ def test_both_curves_are_drawn(tmp_path: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_cannot_be_drawn_is_an_error(tmp_path: Path) -> None:
+def test_a_profile_picture_that_cannot_be_drawn_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="has no copy times"):
         draw_profile(tmp_path / "x.png", PROFILE)
     with pytest.raises(ConfigurationError, match="cannot be written"):

@@ -36,7 +36,7 @@ def test_the_spread_holds_what_seeds_disagree_about() -> None:
     assert percentile_ratios(of, [base], (50,), num_samples=500) == [found]  # the same samples each time
 
 
-def test_one_seed_has_no_spread() -> None:
+def test_a_single_seed_has_no_spread() -> None:
     (found,) = percentile_ratios([[1.0, 2.0]], [[[1.0, 1.0]]], (50,))
     assert found.value == 1.5
     assert math.isnan(found.low)

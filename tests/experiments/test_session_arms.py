@@ -38,7 +38,7 @@ def test_an_answer_stays_in_a_session_of_vllm_but_for_its_last_token() -> None:
     assert num_prompt_tokens == 122
 
 
-def test_what_comes_faster_than_it_can_be_taken_in_is_dropped_and_counted() -> None:
+def test_data_faster_than_the_engine_are_dropped_and_counted() -> None:
     row = run_virtual(ingestion(DEVICE, rate=10_000, for_s=1.0))
     assert row["num_dropped"] > 0
     assert row["num_appended"] > row["num_dropped"]

@@ -14,7 +14,7 @@ def test_a_load_has_a_quarter_of_its_requests_in_each_state() -> None:
     assert (len(stock.running), len(stock.waiting)) == (2, 6)
 
 
-def test_a_load_may_have_nobody_but_complete_prompts_that_wait() -> None:
+def test_a_load_may_have_only_complete_prompts_that_wait() -> None:
     ours = loaded(prefill, 4, StreamingScheduler).scheduler
     assert [request.is_complete for request in ours.waiting] == [True] * 4
 

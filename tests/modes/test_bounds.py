@@ -33,7 +33,7 @@ def test_a_text_that_may_fit_has_its_own_tokens(text: str) -> None:
 
 
 @pytest.mark.parametrize("num_words", [1_000, 1_000_000])
-def test_of_a_text_that_cannot_fit_only_the_beginning_is_tokenised(num_words: int) -> None:
+def test_only_the_beginning_of_a_text_that_cannot_fit_is_tokenised(num_words: int) -> None:
     tokenizer = Words()
     assert len(encode_bounded(tokenizer, "word " * num_words, 10)) == 17
     assert tokenizer.num_encoded == 80
@@ -82,7 +82,7 @@ def test_a_chunk_that_cannot_fit_is_not_written_whole_either(monkeypatch: pytest
     ],
     ids=["question", "system", "history"],
 )
-def test_what_cannot_fit_is_refused_without_being_tokenised_whole(parts: dict[str, object]) -> None:
+def test_a_prompt_that_cannot_fit_is_refused_without_being_tokenised_whole(parts: dict[str, object]) -> None:
     tokenizer = Words()
     with pytest.raises(PromptTooLongError, match=r"take at least \d+ tokens"):
         assembler(tokenizer, **parts)

@@ -129,7 +129,7 @@ def test_a_single_page_has_the_whole_context_in_the_end() -> None:
     assert sum(chunk.text.count("weather") for chunk in step.included) == only.text.count("weather")
 
 
-def test_what_fits_is_in_the_order_of_arrival_and_whole() -> None:
+def test_chunks_that_fit_are_whole_and_in_the_order_of_arrival() -> None:
     pages = [page(number, 700) for number in range(5)]
     step = arrived(pages)
     assert (step.included, step.left_out, step.shortened) == (tuple(pages), (), ())
@@ -245,7 +245,7 @@ def some_events(chance: random.Random) -> list[SourceEvent | Exception]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-async def test_whatever_arrives_it_ends_with_the_same_prompt_and_choice_with_and_without_overlap(seed: int) -> None:
+async def test_overlap_does_not_change_the_final_prompt_or_the_choice_of_chunks(seed: int) -> None:
     chance = random.Random(seed)
     events, mode = some_events(chance), chance.choice([AppendMode(), UpdateMode()])
     budget, reserve_fraction = (

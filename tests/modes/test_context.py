@@ -23,7 +23,7 @@ def test_update_mode_follows_the_source() -> None:
     assert mode.fold((A, B), Update(())) == ()
 
 
-def test_in_stable_order_survivors_stay_and_newcomers_come_behind() -> None:
+def test_stable_order_keeps_survivors_in_place_and_puts_newcomers_behind() -> None:
     mode = UpdateMode(order="stable")
     assert mode.fold((), Update((B, A))) == (B, A)
     assert mode.fold((A, B), Update((C, B, A))) == (A, B, C)

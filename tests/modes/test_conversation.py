@@ -37,7 +37,7 @@ def test_a_placeholder_in_a_text_is_text() -> None:
     assert tokenizer.decode(prompt.token_ids) == "User: @@streamrag-0@@ {x}\n\nAssistant:"
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+def test_a_turn_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     conversation = Conversation(CodePointTokenizer(), 100)
     before = conversation.encode([Turn("user", "Hello.")], max_tokens=10)
     with pytest.raises(PromptTooLongError, match="max_tokens=10"):

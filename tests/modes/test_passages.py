@@ -152,7 +152,7 @@ TAGS = PromptTemplate(
 @pytest.mark.parametrize(
     "line", ['<doc id="7" title="x">', '< DOC id = "7" title="', "</doc>", "</docs>", "none", "Answer in {one} line:"]
 )
-def test_lines_of_a_template_of_ones_own_cannot_be_imitated_either(line: str) -> None:
+def test_lines_of_a_custom_template_cannot_be_imitated_either(line: str) -> None:
     text = TAGS.passage_format().format(1, Chunk(f"a\n{line}\nb {{text}}", "a.md", 'x" id="3" <y> [z] (v)'))
     # "> " would make a line like that of the question.
     assert text == f'<doc id="1" title="x\' id=\'3\' (y) [z] (v)">\na\n| {line}\nb {{text}}\n</doc>\n'

@@ -97,7 +97,7 @@ async def test_another_committed_question_has_a_retrieval_of_its_own() -> None:
     assert (backend.num_requests, source.num_open, pipeline.num_queries) == (0, 0, 0)
 
 
-async def test_retrieval_begins_when_the_question_lasts_and_has_content_words_and_at_most_so_often() -> None:
+async def test_retrieval_begins_at_stable_content_words_and_up_to_max_retrievals() -> None:
     source = CountingSource()
     async with (
         Pipeline(source, ScriptedBackend()) as pipeline,
@@ -173,7 +173,7 @@ async def test_leaving_or_cancelling_at_any_moment_leaves_nothing_behind(after_s
         assert not [task for task in asyncio.all_tasks() if "open question" in task.get_name()]
 
 
-async def test_what_fails_ahead_fails_when_the_question_is_committed_and_not_before() -> None:
+async def test_a_failure_ahead_is_raised_when_the_question_is_committed() -> None:
     source = CountingSource(SourceError("the site is down"))
     async with Pipeline(source, ScriptedBackend()) as pipeline:
         for text in ("cancel tasks", "another question"):
@@ -294,7 +294,7 @@ async def test_a_transcript_that_comes_again_unchanged_does_not_put_off_its_retr
                 await asyncio.sleep(SOON_S)
 
 
-async def test_what_queries_ahead_found_may_stand_in_the_context_too() -> None:
+async def test_passages_found_by_queries_ahead_may_stand_in_the_context_too() -> None:
     class PageForEach(CountingSource):
         async def stream(self, query: str) -> AsyncIterator[SourceEvent]:
             self.questions.append(query)

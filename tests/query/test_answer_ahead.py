@@ -154,7 +154,7 @@ async def test_a_draft_of_an_earlier_context_or_an_unfinished_one_is_not_the_ans
 
 
 @pytest.mark.parametrize("how", ["raises another error", "ends"])
-async def test_whatever_a_backend_makes_of_prompts_that_end_the_draft_is_the_answer(how: str) -> None:
+async def test_the_draft_is_the_answer_even_if_the_backend_then_fails_or_ends(how: str) -> None:
     class Careless(DraftingBackend):
         async def generate(self, prompts: AsyncIterator[Prompt], params: SamplingParams) -> AsyncIterator[BackendEvent]:
             try:

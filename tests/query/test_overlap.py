@@ -79,7 +79,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     ],
 )
 @pytest.mark.parametrize("shares_processors", [True, False])
-def test_once_learnt_no_percentile_is_3_percent_slower_than_the_best_way(
+def test_no_learnt_percentile_is_3_percent_slower_than_the_best_way(
     mean_s: dict[OverlapWay, float], shares_processors: bool
 ) -> None:
     choices, times_s = simulate(mean_s, num_queries=6_000, shares_processors=shares_processors)
@@ -139,12 +139,12 @@ def test_a_way_that_never_answers_is_left() -> None:
     assert ways.count("none") <= MIN_TURNS + 1 + 400 // RECHECK_EVERY
 
 
-def test_while_no_query_is_answered_choices_go_on() -> None:
+def test_the_chooser_keeps_trying_both_ways_while_no_query_is_answered() -> None:
     chooser = OverlapChooser()
     assert {chooser.choose(1, shares_processors=True).way for _ in range(50)} == {"immediate", "none"}
 
 
-def test_nothing_is_tried_if_retrieval_sends_everything_at_its_end() -> None:
+def test_no_other_way_is_tried_if_retrieval_sends_everything_at_its_end() -> None:
     chooser = OverlapChooser()
     choices = []
     for _ in range(50):
@@ -201,7 +201,7 @@ def ask_nine_and_one_of_them_again(num_again: int, seed: int) -> list[OverlapCho
     return choices[9:]
 
 
-def test_what_the_prefix_cache_saved_is_no_merit_of_the_way_that_was_chosen() -> None:
+def test_savings_of_the_prefix_cache_are_no_merit_of_the_chosen_way() -> None:
     choices = [choice for seed in range(40) for choice in ask_nine_and_one_of_them_again(40, seed)]
     ways = Counter(choice.way for choice in choices)
     assert ways["none"] > 0.6 * len(choices)
@@ -234,7 +234,7 @@ def test_a_way_that_is_best_for_new_prompts_is_left_when_all_are_cached_and_anot
     assert Counter(ways[100:])["none"] > 90
 
 
-def test_what_prompts_began_with_is_forgotten_when_newer_prompts_have_taken_its_place() -> None:
+def test_the_oldest_known_beginnings_of_prompts_are_forgotten_for_newer_ones() -> None:
     chooser = OverlapChooser()
     chooser.choose(1, shares_processors=True)
     for number in range(MAX_BLOCKS // 100 + 5):
@@ -292,7 +292,7 @@ async def test_without_a_forecast_a_delayed_query_sends_at_once() -> None:
 
 
 @pytest.mark.parametrize(("overlap", "way"), [(True, "immediate"), (False, "none")])
-async def test_what_the_caller_set_is_not_learnt_from(overlap: bool, way: OverlapWay) -> None:
+async def test_the_chooser_does_not_learn_from_an_overlap_that_the_caller_set(overlap: bool, way: OverlapWay) -> None:
     async with Pipeline(ScriptedSource([Append(A)]), ScriptedBackend("ok")) as pipeline:
         pipeline._overlap_chooser = chooser = Chosen(OverlapChoice(way, "never asked"))
         async with pipeline.stream("Why?", overlap=overlap) as stream:

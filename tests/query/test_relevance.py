@@ -35,7 +35,7 @@ def test_a_part_is_never_longer_than_is_allowed_and_no_word_is_lost(text: str, m
         assert rest == text
 
 
-def test_of_a_text_without_end_the_beginning_is_compared_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_beginning_of_a_huge_text_is_compared_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     num_split = 0
 
     def counting(text: str) -> list[TextPassage]:

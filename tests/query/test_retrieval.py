@@ -182,7 +182,9 @@ def test_a_chunk_of_each_kind_of_event_is_checked_and_a_list_of_chunks_is_as_goo
     ids=str,
 )
 @pytest.mark.parametrize("is_recorded", [False, True])
-async def test_what_is_no_event_is_named(event: object, fault: str, is_recorded: bool, tmp_path: Any) -> None:
+async def test_a_source_that_yields_no_event_fails_with_its_fault_named(
+    event: object, fault: str, is_recorded: bool, tmp_path: Any
+) -> None:
     recorder = TraceRecorder(tmp_path / "trace.jsonl") if is_recorded else None
     source = ScriptedSource([Append(A), event])  # type: ignore[list-item]
     async with Pipeline(source, ScriptedBackend(), recorder=recorder) as pipeline:
@@ -191,7 +193,7 @@ async def test_what_is_no_event_is_named(event: object, fault: str, is_recorded:
         assert source.num_streams == 0
 
 
-async def test_what_is_no_iterator_is_named_and_a_coroutine_is_not_left_unawaited() -> None:
+async def test_a_stream_that_is_no_iterator_is_named_and_no_coroutine_stays_unawaited() -> None:
     async def coroutine(query: str) -> list[SourceEvent]:
         return [Append(A)]
 
@@ -410,7 +412,7 @@ async def test_a_query_that_is_stopped_does_not_leave_its_thread_in_the_tokenize
     assert tokenizer.most_inside == 1
 
 
-async def test_what_is_left_behind_holds_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_retrieval_left_behind_holds_no_place_in_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks_module, "LET_GO_S", 0.05)
     lets_go, left = anyio.Event(), anyio.Event()
 

@@ -281,7 +281,7 @@ async def test_new_context_that_costs_more_than_the_rest_of_the_answer_is_not_us
     assert plain.stretches == ()
 
 
-async def test_what_is_known_already_or_does_not_fit_changes_nothing() -> None:
+async def test_known_or_too_large_passages_do_not_refresh_the_answer() -> None:
     same = ScriptedSource([Append(Chunk("Seite", "0.md"))])
     async with Pipeline(same, HashingBackend()) as pipeline:
         events, answer = await ask(pipeline, often(max_retrievals=2))

@@ -64,7 +64,7 @@ ACTIONS = st.lists(
 
 
 @given(ACTIONS, st.integers(3, 12))
-def test_it_finds_what_separate_lists_of_each_replica_would(actions, max_blocks):
+def test_the_index_finds_the_same_matches_as_a_list_for_each_replica(actions, max_blocks):
     index = PrefixIndex(block_size=2, max_blocks=max_blocks)
     model: dict[str, OrderedDict[tuple[int, ...], None]] = {}
     sizes: dict[str, int] = {}

@@ -18,7 +18,7 @@ def test_a_query_counts_as_queued_until_its_first_token_and_as_open_until_it_end
     assert tracker.states(["a"]) == [ReplicaState("a")]
 
 
-def test_what_a_replica_reports_stands_beside_the_fresh_counts():
+def test_the_report_of_a_replica_stands_beside_the_fresh_counts():
     tracker = ReplicaTracker()
     tracker.routed("q", "a", 7)
     tracker.reported("a", Report(32, 0.5, 0.25, 900, 10_000, 8_000.0), now_s=3.5)

@@ -14,7 +14,7 @@ from tests.routing.router_cases import LONG, OPENINGS, OTHER, STATES, check_rank
 @pytest.mark.parametrize("name", ROUTERS)
 @settings(max_examples=40)
 @given(rounds=st.lists(st.tuples(OPENINGS, STATES), max_size=6))
-def test_whatever_it_is_told_a_router_names_each_replica_once(name, rounds):
+def test_a_router_names_each_replica_once(name, rounds):
     check_ranking(make_router(name), rounds)
 
 
@@ -77,7 +77,7 @@ def test_a_query_is_expected_to_grow_as_the_last_ones_did():
     assert router.routed(OTHER, "a") == 640, "prompts do not shrink"
 
 
-def test_of_equals_the_replica_that_holds_less_is_taken():
+def test_the_replica_that_holds_less_is_taken_of_equals():
     router, states = Soonest(), replicas("a", "b")
     router.routed(OTHER, "a")
     assert router.rank(LONG, states, 0.0) == ["b", "a"]

@@ -25,7 +25,7 @@ def test_a_replica_that_finds_most_in_its_cache_is_as_fast_as_one_that_computes_
         assert abs(speed.tokens_per_s(now_s) - 9_000) < 1
 
 
-def test_one_that_becomes_three_times_slower_is_noticed_within_twenty_queries() -> None:
+def test_a_replica_that_becomes_three_times_slower_is_noticed_in_twenty_queries() -> None:
     speed, now_s = computing(60.0, 0.5, 9_000.0)
     for _ in range(20):
         speed.waiting(True, now_s)

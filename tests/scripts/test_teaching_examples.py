@@ -78,7 +78,7 @@ def test_a_question_is_asked_only_where_it_shares_most_with_its_own_sentence() -
     assert not is_asked("What closes an empty queue?", sentence, others)
 
 
-def test_what_something_is_becomes_an_item_of_a_list() -> None:
+def test_a_definition_becomes_an_item_of_a_list() -> None:
     text = "A stream waits. An idle stream is a stream that waits for its next chunk. It keeps its memory."
     texts = {with_items(text, random.Random(seed)) for seed in range(20)}
     item = "A stream waits.\n\n- Idle stream: a stream that waits for its next chunk.\n\nIt keeps its memory."

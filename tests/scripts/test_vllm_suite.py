@@ -60,7 +60,7 @@ def test_a_fault_is_a_problem_although_it_has_a_row() -> None:
     assert list(problems_of([row], ours, list(ours), [FILE])) == [f"a fault: {FILE}::test_a"]
 
 
-def test_what_our_scheduler_refuses_is_called_so() -> None:
+def test_a_feature_that_our_scheduler_refuses_is_reported_as_refused() -> None:
     ours = {f"{FILE}::test_a": Outcome(False, "ConfigurationError: streaming does not work with a pooling model; ...")}
     row = Row((f"{FILE}::test_a",), ORDER, "")
     (problem,) = problems_of([row], ours, list(ours), [FILE])

@@ -74,7 +74,7 @@ async def test_a_draft_is_that_of_the_answer() -> None:
         {"question": QUESTION, "history": [{"role": "bard", "content": "x"}]},
     ],
 )
-async def test_what_cannot_be_answered_is_refused(body: object) -> None:
+async def test_a_question_that_cannot_be_answered_is_refused(body: object) -> None:
     async with serving() as served:
         answer = await served.http.post("/v1/ask", json=body)
     assert answer.status_code == 400

@@ -209,7 +209,7 @@ async def test_a_refused_partial_question_is_told_once_and_its_commit_is_tried_a
 
 @pytest.mark.parametrize("moment", ["opened", "partial", "retrieving", "committed", "answering"])
 @pytest.mark.parametrize("way", ["leave", "break", "cancel", "replace"])
-async def test_whatever_ends_a_question_frees_everything(way: str, moment: str) -> None:
+async def test_a_question_that_ends_in_any_way_frees_everything(way: str, moment: str) -> None:
     backend = ScriptedBackend("It is Paris [1].", is_endless=True)
     async with serving([Append(PARIS), 0.01], backend=backend, limits=AHEAD, overlap=True) as served:
         async with talking(served) as talk:
@@ -486,7 +486,7 @@ async def test_a_commit_before_its_retrieval_has_begun_has_no_time() -> None:
         assert (await talk.frames("answered"))[0]["type"] == "retrieval_started"
 
 
-async def test_a_stop_waits_for_answers_and_not_for_questions_that_nobody_has_asked() -> None:
+async def test_a_stop_waits_for_answers_and_not_for_uncommitted_questions() -> None:
     hold = anyio.Event()
     backend = ScriptedBackend("It is Paris [1].", hold=hold)
     async with serving(backend=backend, limits=AHEAD) as served, talking(served) as asked, talking(served) as talk:

@@ -66,7 +66,7 @@ async def test_a_number_that_json_does_not_have_is_refused(field: str, number: s
             assert (await talk.create("Where?")).status == "completed"
 
 
-async def test_nobody_hides_from_the_log_by_asking_for_a_word_of_it(lines: io.StringIO) -> None:
+async def test_a_question_that_is_a_word_of_the_log_hides_no_log_line(lines: io.StringIO) -> None:
     words = ["answered", "mallory", "chat", "stop"]
     async with serving(observers=[QueryLog()], keys=KEYS) as served:
         for word in words:
@@ -347,7 +347,7 @@ INSIDE = "postgresql://db.internal:5432/rag: /var/lib/model.bin is gone"
     ("steps", "error"),
     [([SourceError(INSIDE)], None), (CHUNKS, BackendError(INSIDE)), (CHUNKS, EngineDeadError(INSIDE))],
 )
-async def test_what_sources_and_engines_say_of_the_inside_is_for_the_log(
+async def test_internal_details_in_errors_go_to_the_log_and_not_to_the_client(
     lines: io.StringIO, steps: Sequence[Step], error: Exception | None
 ) -> None:
     asked = {"messages": [{"role": "user", "content": "What?"}]}

@@ -165,7 +165,7 @@ async def test_the_last_message_is_asked_and_the_others_are_history() -> None:
         ),
     ],
 )
-async def test_what_cannot_be_answered_is_refused(body: object, status: int, param: str | None) -> None:
+async def test_a_chat_request_that_cannot_be_answered_is_refused(body: object, status: int, param: str | None) -> None:
     async with serving() as served:
         content = body if isinstance(body, bytes) else json.dumps(body)
         answer = await served.http.post("/v1/chat/completions", content=content)
@@ -302,7 +302,7 @@ async def test_keys_are_asked_for_and_name_the_client() -> None:
     assert [query.client for query in served.watcher.started] == ["alice"]
 
 
-async def test_pages_and_names_of_strangers_are_kept_out() -> None:
+async def test_foreign_host_names_and_origins_are_refused() -> None:
     async with serving() as served:
         for headers, status in (
             ({"host": "evil.example"}, 421),

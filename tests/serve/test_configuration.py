@@ -119,7 +119,7 @@ def test_a_missing_package_is_reported_at_the_setting_that_needs_it(monkeypatch:
     ]
 
 
-def test_what_is_right_in_a_section_stands_though_something_else_is_wrong(tmp_path: Path) -> None:
+def test_a_right_setting_stands_though_another_in_its_section_is_wrong(tmp_path: Path) -> None:
     loaded = load(file_of(tmp_path, "[server]\nhost = '0.0.0.0'\nport = 'http'\n"), {}, {})
     assert loaded.sections["server"].host == "0.0.0.0"  # type: ignore[attr-defined]
 
@@ -169,7 +169,7 @@ def test_the_file_with_all_defaults_has_every_setting_and_changes_nothing(tmp_pa
             assert f"\n{name} = " in part or f"\n# {name} =" in part
 
 
-def test_what_holds_is_read_back_as_it_is(tmp_path: Path) -> None:
+def test_effective_settings_are_read_back_unchanged(tmp_path: Path) -> None:
     options = {"prompt.system": 'Say "ja",\n\ttab, \\ and \x7f €.', "engine.engine_args": '{"a b": [1, {"c": "d"}]}'}
     settings = load(None, {}, options).settings
     file = file_of(tmp_path, effective(settings))

@@ -110,7 +110,9 @@ async def test_a_head_of_many_lines_is_refused_before_they_are_parsed(num_receiv
     ],
     ids=["trailers", "short trailers", "one trailer", "an extension of a chunk"],
 )
-async def test_what_stands_around_a_body_is_bounded(num_received: Counter[str], begin: bytes, piece: bytes) -> None:
+async def test_trailers_and_extensions_around_a_body_are_bounded(
+    num_received: Counter[str], begin: bytes, piece: bytes
+) -> None:
     async with serving() as served, raw(served.url) as client:
         await client.post("/v1/streams")
         await client.line({"type": "open", "query": "What?"})
@@ -219,7 +221,7 @@ async def test_no_second_request_is_smuggled_in_the_first(head: tuple[str, ...])
         b"GET / HTTP/1.1\r\nhost: localhost\r\norigin: http://[\r\n\r\n",
     ],
 )
-async def test_what_is_no_request_gets_a_4xx_in_the_form_of_all_errors(garbage: bytes) -> None:
+async def test_bytes_that_are_no_request_get_a_4xx_in_the_form_of_all_errors(garbage: bytes) -> None:
     async with serving() as served, raw(served.url) as client:
         await client.send(garbage)
         assert 400 <= await client.status() < 500
@@ -260,7 +262,7 @@ async def test_a_body_that_does_not_come_in_time_is_refused() -> None:
         await works(served)
 
 
-async def test_what_breaks_off_in_mid_stream_ends_its_query() -> None:
+async def test_a_malformed_http_chunk_in_mid_stream_ends_the_query() -> None:
     async with serving() as served, raw(served.url) as client:
         await client.post("/v1/streams")
         await client.line({"type": "open", "query": "What?"})
@@ -310,7 +312,7 @@ async def test_a_websocket_outlives_the_time_for_a_head() -> None:
             assert await client.recv() == "still here"
 
 
-async def test_a_thousand_idle_connections_hold_up_nobody() -> None:
+async def test_a_thousand_idle_connections_delay_no_request() -> None:
     async with serving(CHUNKS, limits=Limits(head_s=60)) as served, AsyncExitStack() as clients:
         held: list[Raw] = [await clients.enter_async_context(raw(served.url)) for _ in range(1000)]
         await works(served)

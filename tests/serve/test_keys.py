@@ -79,7 +79,7 @@ def test_a_file_that_is_not_there_and_a_pair_that_is_none_are_explained(tmp_path
 
 
 @pytest.mark.parametrize("pairs", ["", " \n"])
-def test_an_empty_list_of_keys_lets_nobody_in(pairs: str) -> None:
+def test_an_empty_list_of_keys_is_a_configuration_error(pairs: str) -> None:
     with pytest.raises(ConfigurationError, match=r"keys\.pairs has no keys"):
         read_keys(KeySettings(pairs=pairs))
     environment = {"STREAMRAG__KEYS__PAIRS": pairs, "STREAMRAG__SERVER__HOST": "0.0.0.0"}

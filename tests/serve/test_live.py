@@ -34,7 +34,7 @@ async def snapshot(served: Serving) -> dict[str, Any]:
     return values
 
 
-async def test_how_long_a_service_runs_does_not_follow_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_uptime_of_a_service_does_not_follow_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(observers=[Live()]) as served:
         monkeypatch.setattr("time.time", lambda: 0.0)
         assert (await snapshot(served))["uptime_s"] >= 0
@@ -92,7 +92,7 @@ async def test_times_rates_and_refusals_are_those_of_the_queries() -> None:
     assert values["total"]["output_tokens"] == len(answer.token_ids)
 
 
-async def test_it_wants_a_key_if_there_are_keys_and_shows_texts_only_if_told_to() -> None:
+async def test_the_live_view_needs_a_key_if_there_are_keys_and_is_off_by_default() -> None:
     async with serving(keys={"key": "ada"}, observers=[Live(with_text=True)]) as served:
         await served.http.post("/v1/chat/completions", json=BODY)
         assert (await snapshot(served))["ended"][0]["text"] == SECRET
@@ -101,7 +101,7 @@ async def test_it_wants_a_key_if_there_are_keys_and_shows_texts_only_if_told_to(
         assert (await served.http.get("/v1/live")).status_code == 404, "off unless it is switched on"
 
 
-async def test_it_may_be_for_operators_only(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_live_view_may_be_for_operators_only(capsys: pytest.CaptureFixture[str]) -> None:
     keys = {"key": "ada", "other": "bob"}
     async with serving(keys=keys, observers=[Live(clients=["ada"])]) as served:
         assert (await snapshot(served))["open"] == []
@@ -111,7 +111,7 @@ async def test_it_may_be_for_operators_only(capsys: pytest.CaptureFixture[str]) 
     assert "operators only" in capsys.readouterr().err
 
 
-async def test_few_of_the_ended_are_kept() -> None:
+async def test_the_live_view_keeps_few_ended_queries() -> None:
     async with serving(observers=[Live()], limits=Limits(max_requests_per_minute=1000)) as served:
         for _ in range(NUM_ENDED + 2):
             await served.http.post("/v1/chat/completions", json=BODY)
@@ -145,7 +145,7 @@ async def top(served: Serving, *options: str) -> int:
     return await asyncio.to_thread(run, ["top", "--url", served.url, *options])
 
 
-async def test_once_prints_a_snapshot(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_top_once_prints_a_snapshot(capsys: pytest.CaptureFixture[str]) -> None:
     use = KvUse(KvHeld(1, 4_100), KvHeld(2, 220), KvHeld(3, 13_300), 65_536, 1_150, 393_216)
     backend = RecordingBackend(kv_use=use)
     async with serving(CHUNKS, backend=backend, keys={"key": "ada"}, observers=[Live(with_text=True)]) as served:
@@ -164,7 +164,7 @@ async def test_once_prints_a_snapshot(capsys: pytest.CaptureFixture[str]) -> Non
     assert values["ended"][0]["id"] == "mine"
 
 
-async def test_who_is_not_there_or_shows_nothing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_service_that_is_absent_or_has_no_live_view_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     assert run(["top", "--once", "--url", url]) == 1
@@ -211,7 +211,7 @@ async def test_a_service_that_goes_is_tried_again(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("body", ["[]", "{}", "no json", '"open"'])
-def test_what_is_no_live_view_is_said_to_be_none(body: str) -> None:
+def test_a_response_that_is_no_live_view_is_an_error(body: str) -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
     with httpx.Client(base_url="http://x", transport=transport) as client:
         with pytest.raises(NoAnswerError):
@@ -227,7 +227,7 @@ def query(number: int, **more: Any) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize("width", [40, 72, 100, 200])
-async def test_it_fits_terminals_of_all_widths(width: int, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_live_view_fits_terminals_of_all_widths(width: int, capsys: pytest.CaptureFixture[str]) -> None:
     async with serving(observers=[Live()]) as served:
         values = await snapshot(served)
     ended = [query(number, outcome="answered") for number in range(20)]
@@ -247,7 +247,7 @@ HOSTILE = "\x1b]0;x\x07\x9b2J\r\n05:00 answered\u2028\u202ecod\u2066\u200b[red]"
 
 
 @pytest.mark.parametrize("width", [60, 200])
-async def test_nothing_that_strangers_wrote_is_obeyed_or_makes_another_line(
+async def test_hostile_text_is_neither_obeyed_nor_makes_another_line(
     width: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with serving(observers=[Live()]) as served:
@@ -270,7 +270,7 @@ async def test_nothing_that_strangers_wrote_is_obeyed_or_makes_another_line(
     assert len(shown.splitlines()) - num_lines <= 2 * (len(HOSTILE) // width + 1), "only what is in the head is folded"
 
 
-async def test_everyone_is_told_how_a_query_was_prefilled_and_why(
+async def test_logs_metrics_and_the_live_view_say_how_a_query_was_prefilled(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     metrics = Metrics(with_default_registry=False)

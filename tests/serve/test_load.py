@@ -50,7 +50,7 @@ async def ask(client: Raw, interface: str, *lines: Any) -> None:
         (Limits(max_requests_per_minute=1), "client_rate"),
     ],
 )
-async def test_one_query_too_many_is_told_when_to_come_again(interface: str, limits: Limits, why: str) -> None:
+async def test_a_query_over_a_limit_is_told_when_to_come_again(interface: str, limits: Limits, why: str) -> None:
     async with serving([anyio.Event()], limits=limits) as served, raw(served.url) as first, raw(served.url) as second:
         await ask(first, "ask")
         await served.watcher.has_begun.wait()

@@ -104,7 +104,7 @@ async def test_an_error_has_its_kind_and_its_reason(
     assert "traceback" not in line
 
 
-async def test_what_nobody_foresaw_has_a_traceback(lines: io.StringIO) -> None:
+async def test_an_unexpected_error_is_logged_once_with_a_traceback(lines: io.StringIO) -> None:
     backend = ScriptedBackend(error=ZeroDivisionError(SECRET))
     async with serving(backend=backend, observers=[QueryLog()]) as served:
         answer = await served.http.post("/v1/chat/completions", json=BODY)
@@ -116,7 +116,7 @@ async def test_what_nobody_foresaw_has_a_traceback(lines: io.StringIO) -> None:
     assert SECRET not in lines.getvalue()
 
 
-async def test_who_leaves_and_who_is_refused_has_a_line_each(lines: io.StringIO) -> None:
+async def test_a_client_that_leaves_and_one_that_is_refused_have_a_line_each(lines: io.StringIO) -> None:
     waits = anyio.Event()
     async with serving([Append(PARIS), waits], limits=Limits(max_queries=1), observers=[QueryLog()]) as served:
         asking = asyncio.create_task(served.http.post("/v1/chat/completions", json=BODY))
@@ -180,7 +180,7 @@ async def test_an_error_of_ours_before_a_query_has_one_line_with_a_traceback(
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_nothing_that_is_logged_breaks_its_line_or_reaches_a_terminal(lines: io.StringIO, form: Form) -> None:
+def test_logged_text_cannot_break_its_line_or_steer_a_terminal(lines: io.StringIO, form: Form) -> None:
     log_to(lines, form=form)
     logging.getLogger("other").warning("two\nlines \x1b[31m red \x1b]0;title\x07 \u2028 \u202e end\r\n")
     text = lines.getvalue()

@@ -202,7 +202,7 @@ async def test_a_key_is_wanted_and_names_the_client() -> None:
         (b"x" * 2_000_000, 413),
     ],
 )
-async def test_what_is_no_call_is_refused_and_hurts_nobody(body: bytes, status: int) -> None:
+async def test_a_malformed_call_is_refused_and_the_next_call_works(body: bytes, status: int) -> None:
     async with serving() as served:
         answer = await served.http.post("/mcp", content=body, headers=OLD)
         assert answer.status_code == status

@@ -147,7 +147,7 @@ async def test_refusals_count_by_reason_and_are_no_queries() -> None:
     assert served.watcher.refused == [("anonymous", "chat", "queries")] * 3
 
 
-async def test_requests_that_fail_count_by_route_and_status_whoever_refuses_them() -> None:
+async def test_failed_requests_count_by_route_and_status_in_every_layer() -> None:
     keys = {"key-of-ada": "ada"}
     broken = ScriptedBackend(error=ZeroDivisionError("broken"))
     async with serving(backend=broken, keys=keys, observers=[Metrics()]) as served:

@@ -109,7 +109,7 @@ async def test_no_odd_text_is_an_error_of_ours(case: Case) -> None:
 
 
 @pytest.mark.parametrize("first", ["null", "[]", '"x"'])
-async def test_of_two_fields_with_one_name_the_last_counts(first: str) -> None:
+async def test_the_last_of_two_fields_with_one_name_counts(first: str) -> None:
     async with sender() as to:
         for case in CASES[:2]:
             body = json.dumps(case.body).replace('"messages":', f'"messages": {first}, "messages":')

@@ -63,7 +63,7 @@ async def test_each_change_of_the_context_says_which_passages_come_and_go_withou
     assert changes[0].keys() == {"at_s", "num_chunks", "num_tokens", "num_shared", "num_invalidated", "splice", "unit"}
 
 
-async def test_passages_and_an_answer_appear_while_they_come_about() -> None:
+async def test_passages_and_the_answer_appear_as_they_arrive() -> None:
     more, all_of_it = anyio.Event(), anyio.Event()
     backend = ScriptedBackend(answer="It is Paris [1], not Rome [2, 9].")
     async with (
@@ -246,7 +246,7 @@ HOSTILE = (
 
 
 @pytest.mark.parametrize("width", [360, 1280])
-async def test_text_of_strangers_stays_text(width: int) -> None:
+async def test_hostile_text_on_the_page_stays_text(width: int) -> None:
     backend = ScriptedBackend(answer="<img src=x onerror='window.hit = 4'> [1] \u202eevil\u0007 " + "W" * 150 + " [6]")
     async with (
         serving([Append(chunk) for chunk in HOSTILE], backend=backend) as served,
@@ -271,7 +271,7 @@ async def test_text_of_strangers_stays_text(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-async def test_what_is_read_does_not_jump(width: int) -> None:
+async def test_the_page_does_not_jump_when_updates_arrive(width: int) -> None:
     gates = [anyio.Event() for _ in range(3)]
     chunks = [
         Chunk(f"{n}. " + "Some words. " * 60, f"https://a.example/{n}", f"Page {n}", score=n / 10) for n in range(9)
@@ -295,7 +295,7 @@ async def test_what_is_read_does_not_jump(width: int) -> None:
         assert await seen.page.evaluate(where) == before
 
 
-async def test_on_a_phone_the_answer_stands_above_the_passages() -> None:
+async def test_the_answer_stands_above_the_passages_on_a_phone() -> None:
     async with serving() as served, browsing(served.url, viewport={"width": 390, "height": 844}) as seen:
         await seen.ask()
         await seen.answered("It is Paris [1].")
@@ -304,7 +304,7 @@ async def test_on_a_phone_the_answer_stands_above_the_passages() -> None:
         assert tops == sorted(tops)
 
 
-async def test_everything_can_be_done_with_the_keyboard() -> None:
+async def test_the_page_can_be_used_with_the_keyboard_alone() -> None:
     async with serving() as served, browsing(served.url) as seen:
         await expect(seen.page.get_by_label("Question", exact=True)).to_be_focused()
         await seen.page.keyboard.type("One line")

@@ -52,7 +52,7 @@ async def test_errors_are_told_in_words_and_can_be_tried_again() -> None:
         assert seen.bodies[1] == {"question": QUESTION, "history": []}
 
 
-async def test_what_was_said_before_an_error_stays() -> None:
+async def test_text_shown_before_an_error_stays() -> None:
     backend = ScriptedBackend(answer="It is Paris.", error=BackendError("out of memory"))
     async with serving(backend=backend) as served, browsing(served.url) as seen:
         await seen.ask()
@@ -60,7 +60,7 @@ async def test_what_was_said_before_an_error_stays() -> None:
         await seen.answered("I")
 
 
-async def test_what_happened_to_retrieval_is_noted() -> None:
+async def test_skipped_pages_and_failed_retrieval_are_noted() -> None:
     steps = [Append(PARIS), Skipped("https://geo.example/x", "no HTML"), SourceError("the index is gone")]
     async with serving(steps, on_source_error="answer") as served, browsing(served.url) as seen:
         await seen.ask()

@@ -26,7 +26,7 @@ async def started(served: Serving, num: int) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_what_is_found_while_somebody_types_is_shown_and_used_when_it_is_asked() -> None:
+async def test_passages_found_while_typing_are_shown_and_used_for_the_answer() -> None:
     more = anyio.Event()
     async with (
         serving([more, *CHUNKS], limits=AHEAD, overlap=True) as served,
@@ -90,7 +90,7 @@ async def test_a_follow_up_is_retrieved_for_with_the_conversation() -> None:
         assert QUESTION not in text_of(served.backend.prompts[-1][-1].token_ids)
 
 
-async def test_nothing_is_begun_for_an_empty_field_and_a_cleared_one_frees_all() -> None:
+async def test_an_empty_field_begins_no_query_and_clearing_it_frees_all() -> None:
     async with serving(limits=AHEAD, overlap=True) as served, browsing(served.url) as seen:
         sockets: list[Any] = []
         seen.page.on("websocket", lambda socket: sockets.append(socket))
@@ -237,7 +237,7 @@ async def test_an_error_that_crosses_the_question_leaves_nothing_behind() -> Non
 
 
 @pytest.mark.parametrize("width", [360, 1280])
-async def test_what_is_found_moves_nothing_and_stays_text(width: int) -> None:
+async def test_hostile_titles_found_while_typing_move_nothing_and_stay_text(width: int) -> None:
     hostile = [
         Append(
             PARIS.__class__("x", f"https://a.example/{n}", f"<img src=x onerror='window.hit=1'>\u202e{n}" + "W" * 200)

@@ -84,7 +84,9 @@ async def test_data_are_appended_and_several_questions_asked() -> None:
         await expect(page.get_by_label("Question", exact=True)).to_be_focused()
 
 
-async def test_what_was_dropped_or_cannot_be_kept_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_page_says_that_data_were_dropped_or_cannot_be_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hold = anyio.Event()
     backend = ScriptedBackend(hold=hold)
     async with serving(backend=backend, session_log_dir=tmp_path) as served, browsing(served.url) as seen:
@@ -174,7 +176,7 @@ HOSTILE = "<img src=x onerror='window.hit = 1'><script>window.hit = 2</script>\u
 
 
 @pytest.mark.parametrize("width", [360, 1280])
-async def test_text_of_strangers_stays_text_in_a_session(width: int) -> None:
+async def test_hostile_text_in_a_session_stays_text(width: int) -> None:
     backend = ScriptedBackend(answer=HOSTILE)
     viewport = {"width": width, "height": 800}
     async with serving(backend=backend) as served, browsing(served.url, viewport=viewport) as seen:

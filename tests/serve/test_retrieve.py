@@ -46,7 +46,7 @@ async def test_observers_are_told_what_a_query_would_tell_them() -> None:
     assert served.watcher.ended == [("retrieve", "answered")]
 
 
-async def test_it_says_nothing_of_how_long_prompts_are() -> None:
+async def test_retrieval_alone_takes_no_part_in_the_limit_of_queued_tokens() -> None:
     async with serving(STEPS, limits=Limits(max_queued_tokens=1)) as served:
         for _ in range(3):
             answer = await served.http.post("/v1/retrieve", json={"query": "capitals"})
@@ -67,7 +67,7 @@ async def test_a_source_that_fails_is_told_of_behind_what_it_brought(error: Exce
 
 
 @pytest.mark.parametrize("body", [{}, {"query": " "}, {"query": "x" * 100_001}, {"query": "x", "k": 3}])
-async def test_what_cannot_be_retrieved_is_refused(body: object) -> None:
+async def test_a_retrieval_request_with_wrong_fields_is_refused(body: object) -> None:
     async with serving() as served:
         answer = await served.http.post("/v1/retrieve", json=body)
     assert answer.status_code == 400

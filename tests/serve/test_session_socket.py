@@ -155,7 +155,7 @@ BAD_FRAMES: list[tuple[str | bytes, str | None]] = [
 ]
 
 
-async def test_a_bad_frame_is_an_error_with_its_id_and_hurts_nobody() -> None:
+async def test_a_bad_frame_is_an_error_with_its_id_and_harms_no_other_connection() -> None:
     backend = ScriptedBackend(answer="Yes.")
     async with serving(backend=backend, limits=Limits(max_frame_bytes=65_536)) as served:
         url = await opened(served)
@@ -318,7 +318,7 @@ def offering(key: str) -> list[str]:
     return ["streamrag", "streamrag-key." + base64.urlsafe_b64encode(key.encode()).decode().rstrip("=")]
 
 
-async def test_who_may_not_ask_may_not_connect() -> None:
+async def test_only_clients_with_a_valid_key_and_origin_connect_to_a_session() -> None:
     async with serving(keys={"a-key": "alice", "b?key>": "bob"}) as served:
         url = await opened(served)
         alice = {"authorization": "Bearer a-key"}

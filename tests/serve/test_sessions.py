@@ -45,7 +45,7 @@ async def test_data_are_appended_and_asked_about() -> None:
         assert served.backend.num_requests == 0
 
 
-async def test_none_of_a_request_is_dropped_for_the_rest_of_it() -> None:
+async def test_a_request_of_data_is_taken_whole_or_refused() -> None:
     async with serving() as served:
         url = await opened(served)
         taken = await served.http.post(f"{url}/data", json={"data": [f"line {i}" for i in range(4096)]})
@@ -84,7 +84,7 @@ async def test_a_client_is_told_what_was_dropped(monkeypatch: pytest.MonkeyPatch
         await again.aclose()
 
 
-async def test_what_could_not_wait_at_once_is_refused_as_a_whole() -> None:
+async def test_data_too_large_to_wait_at_once_are_refused_as_a_whole() -> None:
     async with serving(limits=Limits(max_body_bytes=10_000_000)) as served:
         url = await opened(served)
         more = await served.http.post(f"{url}/data", json={"data": ["x" * 999_999] * 5})
@@ -210,7 +210,7 @@ async def test_sessions_are_bounded_and_belong_to_their_client() -> None:
         assert (await served.http.put(f"{url}/watches/one", json={"question": "y"})).status_code == 201
 
 
-async def test_a_session_that_nobody_uses_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unused_session_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrag.serve.session_store.store.SWEEP_S", 0.01)
     async with serving(limits=Limits(session_idle_s=0.05)) as served:
         await opened(served)
@@ -239,7 +239,7 @@ async def test_a_session_that_nobody_uses_ends(monkeypatch: pytest.MonkeyPatch) 
         ("GET", "/v1/sessions/nobody", None, 404),
     ],
 )
-async def test_what_cannot_work_is_refused(method: str, path: str, body: object, status: int) -> None:
+async def test_a_session_request_that_cannot_work_is_refused(method: str, path: str, body: object, status: int) -> None:
     async with serving() as served:
         url = await opened(served)
         answer = await served.http.request(method, path.format(url=url), json=body)
@@ -299,7 +299,7 @@ async def test_an_id_of_another_sessions_event_goes_on_from_the_first() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_asks_a_session_that_is_closed_meanwhile_is_told_so(stream: bool) -> None:
+async def test_a_question_to_a_session_closed_meanwhile_is_told_so(stream: bool) -> None:
     async with serving(backend=ScriptedBackend(answer="yes", is_endless=True)) as served:
         url = await opened(served)
         asks = asyncio.create_task(served.http.post(f"{url}/ask", json={"question": "x", "stream": stream}))
@@ -311,7 +311,7 @@ async def test_who_asks_a_session_that_is_closed_meanwhile_is_told_so(stream: bo
         assert served.backend.num_requests == 0
 
 
-async def test_what_the_window_holds_can_be_read() -> None:
+async def test_the_data_in_the_window_can_be_read() -> None:
     async with serving() as served:
         url = await opened(served)
         await served.http.post(f"{url}/data", json={"data": ["one", "two", "three"]})
@@ -322,7 +322,7 @@ async def test_what_the_window_holds_can_be_read() -> None:
         assert (await served.http.get(f"{url}/data", params={"behind": "x"})).status_code == 400
 
 
-async def test_how_early_an_answer_is_taken_is_the_clients_choice() -> None:
+async def test_a_client_may_choose_the_decisive_margin_of_an_answer() -> None:
     async with serving(backend=ScriptedBackend(answer="no")) as served:
         url = await opened(served)
         for gap, status in ((0, 200), (5.5, 200), (-1, 400), ("x", 400)):

@@ -66,7 +66,7 @@ async def until_gone(served: Serving, url: str, folder: Path) -> None:
     assert (await served.http.get(url)).status_code == 404
 
 
-async def test_sessions_are_there_after_a_restart_for_those_who_had_them(tmp_path: Path) -> None:
+async def test_sessions_survive_a_restart_for_their_owners(tmp_path: Path) -> None:
     folder = tmp_path / "sessions"
     options = {"system": "Watch.", "window_tokens": 500, "slide_share": 0.25}
     async with kept(folder) as (served, _):
@@ -157,7 +157,7 @@ async def test_a_session_that_is_only_asked_says_on_disk_that_it_is_used(tmp_pat
                 await asyncio.sleep(0.01)
 
 
-async def test_what_cannot_be_read_is_left_and_said_and_may_be_deleted(
+async def test_a_damaged_log_is_kept_and_reported_and_may_be_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with kept(tmp_path) as (served, _):
@@ -208,7 +208,7 @@ async def test_without_a_folder_nothing_can_be_flushed() -> None:
         assert (await served.http.get(url)).json()["num_appended"] == 0
 
 
-async def test_what_each_client_has_is_counted_right_whatever_becomes_of_it(
+async def test_the_sessions_and_tokens_of_each_client_are_counted_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clocks()
@@ -260,7 +260,7 @@ async def test_what_each_client_has_is_counted_right_whatever_becomes_of_it(
         assert (await may_open(served.http, 350)).startswith("/v1")
 
 
-async def test_one_that_was_never_used_ends_sooner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_that_was_never_used_ends_sooner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clocks()
     monkeypatch.setattr("streamrag.serve.session_store.store.time", clock)
     monkeypatch.setattr("streamrag.serve.session_store.served_session.time", clock)
@@ -272,7 +272,7 @@ async def test_one_that_was_never_used_ends_sooner(tmp_path: Path, monkeypatch: 
         assert (await served.http.get(used)).status_code == 200
 
 
-async def test_who_leaves_before_a_session_is_opened_leaves_none(
+async def test_a_client_that_leaves_before_its_session_opens_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opens, goes_on = asyncio.Event(), asyncio.Event()
@@ -359,7 +359,7 @@ async def test_a_service_that_stops_says_of_no_session_that_it_is_gone(tmp_path:
         assert (await served.http.get(url)).json()["num_appended"] == 1
 
 
-async def test_a_log_of_a_window_that_no_model_has_keeps_nobody_out(tmp_path: Path) -> None:
+async def test_a_log_with_an_impossible_window_does_not_block_new_sessions(tmp_path: Path) -> None:
     async with kept(tmp_path) as (served, _):
         url = await opened(served)
     path = tmp_path / f"{url.rpartition('/')[2]}.sqlite"

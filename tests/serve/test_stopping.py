@@ -83,7 +83,7 @@ STREAMED: dict[str, dict[str, Any]] = {
 }
 
 
-async def test_whatever_streams_says_that_the_service_stops_before_its_answer_ends() -> None:
+async def test_every_open_stream_says_that_the_service_is_stopping() -> None:
     headers = {"accept": "application/json, text/event-stream", "content-type": "application/json"}
     async with running("endless", {"drain_s": 0.1}) as (process, url), AsyncExitStack() as clients:
         streaming = []
@@ -248,7 +248,7 @@ async def test_many_signals_in_retrieval_and_in_prefill_end_with_the_same_status
         assert await process.wait() == 3
 
 
-async def test_of_two_that_were_started_with_one_address_one_says_that_it_cannot_listen() -> None:
+async def test_the_second_service_at_one_address_says_that_it_cannot_listen() -> None:
     service = Service(ScriptedBackend())
     with listen("127.0.0.1", 0) as first, listen("127.0.0.1", first.getsockname()[1]) as second:
         await service.start()

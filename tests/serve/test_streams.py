@@ -21,7 +21,7 @@ async def opened(client: Raw, **options: Any) -> None:
     await client.until("retrieval_started")
 
 
-async def test_it_is_answered_line_by_line_while_the_body_still_comes() -> None:
+async def test_lines_of_a_request_are_answered_while_its_body_still_comes() -> None:
     async with serving() as served, raw(served.url) as client:
         await opened(client)
         for text in ("Paris is in France.", "Rome is in Italy."):
@@ -38,7 +38,7 @@ async def test_it_is_answered_line_by_line_while_the_body_still_comes() -> None:
     assert served.watcher.ended == [("streams", "answered")]
 
 
-async def test_what_is_told_of_a_context_that_grows_grows_no_faster() -> None:
+async def test_events_of_a_growing_context_carry_each_chunk_once() -> None:
     async with serving() as served, raw(served.url) as client:
         await opened(client)
         await client.line(*(append(f"chunk {i}", f"https://geo.example/{i}") for i in range(100)), FINISH)

@@ -119,7 +119,7 @@ async def test_without_tools_or_with_none_an_answer_is_text(serving_tools: Servi
         assert all("get_weather" not in text for text in served.backend.texts)
 
 
-async def test_one_call_at_most_and_a_call_that_is_cut_off(serving_tools: ServingTools) -> None:
+async def test_parallel_calls_may_be_switched_off_and_a_long_call_is_cut_off(serving_tools: ServingTools) -> None:
     options: dict[str, Any] = {"model": "scripted", "messages": [QUESTION], "tools": [WEATHER]}
     async with serving_tools() as served, client_of(served) as client:
         one = await client.chat.completions.create(**options, parallel_tool_calls=False)

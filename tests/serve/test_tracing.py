@@ -106,7 +106,7 @@ async def test_texts_are_in_no_span_unless_that_is_switched_on(spans: InMemorySp
         spans.clear()
 
 
-async def test_what_fails_is_an_error_and_who_leaves_is_none(spans: InMemorySpanExporter) -> None:
+async def test_a_failed_query_has_an_error_span_and_an_abandoned_one_does_not(spans: InMemorySpanExporter) -> None:
     waits = anyio.Event()
 
     def steps(query: str) -> Iterator[Step]:
@@ -244,7 +244,7 @@ def test_a_tracestate_that_is_none_leaves_the_trace_as_it_is(tracestate: str) ->
 @pytest.mark.parametrize(
     "missing", ["opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter"]
 )
-def test_what_is_not_installed_is_named_with_the_extra_that_has_it(missing: str) -> None:
+def test_a_missing_tracing_package_is_named_with_its_extra(missing: str) -> None:
     code = (
         f"import sys; sys.modules[{missing!r}] = None\n"
         "from streamrag.errors import MissingDependencyError\n"
@@ -312,7 +312,7 @@ async def test_a_collector_gets_the_spans_over_http() -> None:
     assert received.headers_seen[0]["x-key"] == "secret"
 
 
-async def test_a_collector_that_is_not_there_hurts_nobody() -> None:
+async def test_an_absent_collector_fails_no_request() -> None:
     with collector() as (address, _):
         pass
     observer = Tracing(to_otlp(address))

@@ -74,7 +74,7 @@ MUTANTS = (
         " or prompts is not self._prompts",
         "",
         0,
-        "tests/sessions/test_session.py::test_another_system_text_is_computed_behind_the_back_of_those_who_ask",
+        "tests/sessions/test_session.py::test_a_new_system_text_is_computed_while_questions_use_the_old_one",
     ),
     mutant("a version is thought to be there too soon", INGESTION, "version < version:", "version < version - 1:", 20),
     mutant("data are forgotten while others are computed", INGESTION, "if not len(self._buffer):", "if True:", 20),
@@ -167,7 +167,7 @@ MUTANTS = (
         "                self._lock.take()\n                _remove",
         "                _remove",
         0,
-        "tests/sessions/test_log.py::test_one_log_has_one_session",
+        "tests/sessions/test_log.py::test_a_log_has_one_session_at_a_time",
     ),
     Mutant(
         "a database with other tables is opened",

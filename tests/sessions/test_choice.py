@@ -67,7 +67,7 @@ async def test_with_a_threshold_passes_are_saved_and_only_close_answers_may_chan
     assert sum(quick for _, quick in num_passes) < sum(whole for whole, _ in num_passes)
 
 
-async def test_one_token_answers_take_one_pass() -> None:
+async def test_answers_of_one_token_take_one_pass() -> None:
     model = Model(1)
     found = await choose_answer(encode_answers(CodePointTokenizer(), ("y", "n")), model.one_pass)
     assert model.asked == [()]
@@ -82,7 +82,7 @@ async def test_a_decisive_first_token_is_enough_and_its_answer_is_whole() -> Non
     assert model.asked == [()]
 
 
-async def test_what_all_answers_begin_with_takes_no_pass_and_where_they_part_takes_one() -> None:
+async def test_the_common_beginning_of_answers_takes_no_pass_and_their_parting_one() -> None:
     model = Model(3)
     found = await choose_answer(encode_answers(CodePointTokenizer(), ("very high", "very low")), model.one_pass, 0.0)
     assert model.asked == [tuple(map(ord, "very "))]
@@ -129,7 +129,7 @@ def test_an_answer_without_tokens_is_refused() -> None:
         encode_answers(Deaf(), ("yes", "no"))
 
 
-async def test_where_nothing_else_is_possible_there_is_no_gap() -> None:
+async def test_the_only_possible_answer_has_no_gap() -> None:
     async def certain(begun: Ids, allowed: Sequence[int]) -> tuple[int | None, Any]:
         values = {each: 0.0 if each == ord("y") else -math.inf for each in allowed}
         return ord("y"), {each: SimpleNamespace(logprob=value) for each, value in values.items()}

@@ -16,16 +16,16 @@ def measured(fixed_s: float, each_s: float, interval_s: float | None, num_rounds
     return sizes
 
 
-def test_one_goes_first_and_twice_as_many_each_time_while_they_are_in_time() -> None:
+def test_watched_questions_double_each_time_while_they_end_in_time() -> None:
     assert measured(0.01, 0.001, 1.0)[:6] == [1, 2, 4, 8, 16, MAX_CONCURRENT]
     assert measured(0.01, 0.001, None)[-1] == MAX_CONCURRENT, "nothing changes: all may go"
 
 
-def test_as_many_go_as_end_before_the_data_change() -> None:
+def test_the_number_of_watched_questions_is_that_which_ends_before_data_change() -> None:
     assert measured(0.01, 0.01, 0.1)[-1] in (8, 9)
 
 
-def test_where_not_even_one_ends_in_time_those_go_that_cost_little_more() -> None:
+def test_cheap_extra_questions_run_though_not_even_one_ends_in_time() -> None:
     assert measured(0.1, 0.001, 0.01)[-1] == MAX_CONCURRENT
     assert measured(0.1, 0.1, 0.01)[-1] in (2, 3)
 

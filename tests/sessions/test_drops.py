@@ -5,7 +5,7 @@ import asyncio
 from streamrag.sessions.drops import DataDropped, Drops
 
 
-async def test_what_is_dropped_while_a_reader_handles_the_news_before_is_told_at_the_end_too() -> None:
+async def test_drops_while_a_reader_handles_earlier_ones_are_reported_at_the_end() -> None:
     drops = Drops()
     reading = drops.read()
     first = anext(reading)

@@ -136,7 +136,7 @@ async def test_a_tokenizer_that_is_away_is_waited_for() -> None:
     assert lines_of(engine.asked[-1]) == ["one"]
 
 
-async def test_a_session_that_has_failed_says_so_to_everybody() -> None:
+async def test_a_session_that_has_failed_raises_its_error_in_every_call() -> None:
     engine = Engine(answer="yes")
     encode = engine.model.tokenizer.encode
 

@@ -18,7 +18,7 @@ async def refused(pipeline: Pipeline, tenant: str, window_tokens: int) -> str:
     return raised.value.limit
 
 
-async def test_each_tenant_and_all_have_so_many_sessions_and_tokens_and_no_more() -> None:
+async def test_sessions_and_their_tokens_are_limited_per_tenant_and_in_all() -> None:
     limits = SessionLimits(max_sessions=3, max_sessions_per_tenant=2, max_tokens=2000, max_tokens_per_tenant=1000)
     async with Pipeline(ScriptedSource([]), Engine(answer="yes"), session_limits=limits) as pipeline:
         for _ in range(3):  # those that cannot be opened count for nothing
@@ -38,7 +38,7 @@ async def test_each_tenant_and_all_have_so_many_sessions_and_tokens_and_no_more(
                         pass
 
 
-async def test_without_limits_anybody_has_any() -> None:
+async def test_a_pipeline_without_limits_opens_a_session() -> None:
     async with Pipeline(ScriptedSource([]), Engine(answer="yes")) as pipeline, pipeline.session(tenant="a") as session:
         await session.append("one")
 

@@ -90,7 +90,7 @@ async def test_a_session_goes_on_where_it_ended(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["prices.log"]
 
 
-async def test_what_was_dropped_stays_dropped(tmp_path: Path) -> None:
+async def test_dropped_data_stay_dropped_after_a_restart(tmp_path: Path) -> None:
     engine = Engine(answer="yes")
     async with Session(engine, log=tmp_path / "log", max_waiting=3) as session:
         await settled(session)
@@ -169,7 +169,7 @@ def flushed_until_killed(path: Path, num_lines: int) -> int:
         return max(*flushed, *(int(each) for each in process.stdout if each.endswith("\n")), 0)
 
 
-async def test_what_was_flushed_is_there_after_a_kill(tmp_path: Path) -> None:
+async def test_flushed_data_survive_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "log"
     for num_lines in (1, 2, 40, 75):
         flushed = flushed_until_killed(path, num_lines)
@@ -203,7 +203,7 @@ async def test_a_transaction_that_was_not_finished_is_left_out(num_bytes: int, t
     assert names_in(torn.parent) == ["log"]
 
 
-async def test_what_was_flushed_is_in_the_files_whatever_is_lost_behind_it(tmp_path: Path) -> None:
+async def test_flushed_data_survive_garbage_at_the_end_of_the_log(tmp_path: Path) -> None:
     """As on a disk that lost its power: what was not synced is garbage."""
     path, copy = tmp_path / "log", tmp_path / "copy" / "log"
     copy.parent.mkdir()
@@ -336,7 +336,7 @@ async def test_a_journal_that_is_planted_is_not_played_back(tmp_path: Path) -> N
     assert path.read_bytes() == content
 
 
-async def test_another_program_s_database_is_not_changed_also_while_it_is_used(tmp_path: Path) -> None:
+async def test_the_database_of_another_program_is_not_changed_while_it_is_used(tmp_path: Path) -> None:
     path = tmp_path / "theirs.db"
     with database(path) as theirs:
         theirs.execute("PRAGMA journal_mode=WAL")
@@ -373,7 +373,7 @@ def as_nothing_in_no_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize("made", [as_folder, as_pipe, as_nothing_in_no_folder])
-async def test_what_is_no_file_is_refused(made: Callable[[Path], None], tmp_path: Path) -> None:
+async def test_a_log_that_is_no_file_is_refused(made: Callable[[Path], None], tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     made(tmp_path / "folder" / "log")
     with pytest.raises(SessionLogError):
@@ -381,12 +381,12 @@ async def test_what_is_no_file_is_refused(made: Callable[[Path], None], tmp_path
 
 
 @pytest.mark.parametrize("log", [5, "a\0b", b"log\0"], ids=repr)
-def test_what_is_no_path_is_refused(log: Any) -> None:
+def test_a_log_argument_that_is_no_path_is_refused(log: Any) -> None:
     with pytest.raises(ConfigurationError, match="log="):
         Session(Engine(answer="x"), log=log)
 
 
-async def test_one_log_has_one_session(tmp_path: Path) -> None:
+async def test_a_log_has_one_session_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "log"
     linked = tmp_path / "link"
     linked.symlink_to(path)
@@ -569,7 +569,7 @@ async def test_appending_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch:
         assert await window_of(resumed) == before
 
 
-async def test_a_log_that_somebody_removes_or_replaces_is_told_from_ours(tmp_path: Path) -> None:
+async def test_a_removed_or_replaced_log_is_told_from_ours(tmp_path: Path) -> None:
     path = tmp_path / "log"
     async with opened(path) as session:
         await session.append(line(1))
@@ -588,7 +588,7 @@ async def test_a_log_that_somebody_removes_or_replaces_is_told_from_ours(tmp_pat
     assert path.read_text() == "somebody's"
 
 
-async def test_another_s_log_that_takes_the_place_of_ours_stays_as_it_is(tmp_path: Path) -> None:
+async def test_a_foreign_log_that_takes_the_place_of_ours_stays_as_it_is(tmp_path: Path) -> None:
     path, other = tmp_path / "log", tmp_path / "other"
     async with opened(path) as session:
         await session.append(line(1))
@@ -785,7 +785,7 @@ async def test_watches_with_a_name_are_there_again(tmp_path: Path) -> None:
         assert sorted(resumed.watches) == ["news", "replaced"]
 
 
-async def test_what_cannot_be_kept_of_a_watch_is_refused(tmp_path: Path) -> None:
+async def test_a_watch_that_cannot_be_stored_in_the_log_is_refused(tmp_path: Path) -> None:
     async with opened(tmp_path / "log") as session:
         for extra in ({"processor": object()}, {"bias": float("nan")}):
             params = SamplingParams(extra=extra)

@@ -18,7 +18,7 @@ from tests.sessions.test_session import Engine, lines_of, settled
 
 
 @pytest.mark.parametrize("chunk", [Chunk(None, ""), Chunk("x", 5), Chunk("x", "", "", -1), 7, None], ids=repr)
-async def test_what_is_no_chunk_is_refused_and_the_session_goes_on(chunk: Any) -> None:
+async def test_data_that_are_no_chunk_are_refused_and_the_session_goes_on(chunk: Any) -> None:
     engine = Engine(answer="yes")
     async with Session(engine) as session:
         with pytest.raises(ConfigurationError):
@@ -62,7 +62,7 @@ async def test_an_update_of_any_length_is_not_appended_again() -> None:
         assert await session.follow(ScriptedSource([Update(chunks), Update(chunks)])) == 5000
 
 
-async def test_whatever_a_source_raises_is_a_failed_retrieval_and_what_came_before_stays() -> None:
+async def test_an_error_of_a_source_is_a_failed_retrieval_and_earlier_data_stay() -> None:
     async with Session(Engine(answer="yes")) as session:
         for error in (RuntimeError("boom"), SourceError("boom")):
             with pytest.raises(SourceError, match="boom"):

@@ -110,7 +110,7 @@ async def test_appending_never_waits_and_what_is_too_much_is_dropped_and_counted
     assert lines_of(engine.asked[-1]) == ["first", *(f"line {i}" for i in range(90, 100))]
 
 
-async def test_whoever_wants_to_know_is_told_what_was_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_reader_of_drops_is_told_how_many_chunks_were_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrag.sessions.drops.TOGETHER_S", 0.01)
     engine = Engine(answer="yes")
     async with Session(engine, max_waiting=10) as session:
@@ -142,7 +142,7 @@ async def test_whoever_wants_to_know_is_told_what_was_dropped(monkeypatch: pytes
             await anext(session.drops())
 
 
-async def test_who_waits_for_drops_is_told_that_the_session_was_closed() -> None:
+async def test_a_reader_of_drops_is_told_that_the_session_was_closed() -> None:
     async with Session(Engine(answer="yes")) as session:
         waits = asyncio.ensure_future(anext(session.drops()))
         await anyio.wait_all_tasks_blocked()
@@ -269,7 +269,7 @@ async def test_the_prompt_computed_ahead_is_the_beginning_of_each_question() -> 
         assert "line" in engine.model.tokenizer.decode(ahead)
 
 
-async def test_a_question_that_is_left_disturbs_nobody() -> None:
+async def test_a_question_that_is_left_does_not_disturb_another() -> None:
     engine = Engine(answer="yes", is_endless=True)
     async with Pipeline(ScriptedSource([]), engine) as pipeline, pipeline.session() as session:
         await session.append("one")
@@ -307,7 +307,7 @@ async def test_the_answers_last_asked_for_are_kept(monkeypatch: pytest.MonkeyPat
         assert len(session._questions.cache) == 2
 
 
-async def test_answers_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cached_answers_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrag.sessions.questions.MAX_ANSWER_BYTES", 10_000)
     engine = Engine(answer="yes")
     async with Session(engine) as session:
@@ -438,7 +438,7 @@ def system_of(prompt: str) -> str:
     return prompt.split("User:")[0].strip()
 
 
-async def test_another_system_text_is_computed_behind_the_back_of_those_who_ask() -> None:
+async def test_a_new_system_text_is_computed_while_questions_use_the_old_one() -> None:
     engine = Engine(answer="yes")
     async with Session(engine, system="Old.") as session:
         await session.append("one")
@@ -559,7 +559,7 @@ async def test_an_async_iterator_feeds_a_session() -> None:
     assert lines_of(engine.asked[-1]) == ["one", "two", "two"] * 2
 
 
-async def test_what_a_followed_iterator_does_wrong_is_said() -> None:
+async def test_faults_of_a_followed_iterator_are_named() -> None:
     async def fails() -> AsyncIterator[str]:
         yield "one"
         raise ValueError("no more lines")
@@ -578,7 +578,7 @@ async def test_what_a_followed_iterator_does_wrong_is_said() -> None:
                 await session.follow(wrong)  # type: ignore[arg-type]
 
 
-async def test_who_stops_following_an_iterator_closes_it() -> None:
+async def test_cancelling_follow_closes_the_iterator() -> None:
     closed = asyncio.Event()
 
     async def endless() -> AsyncIterator[str]:
@@ -709,7 +709,7 @@ async def test_the_system_text_is_tokenised_once_for_all_questions() -> None:
     assert all("Watch these" in prompt for prompt in engine.asked)
 
 
-async def test_of_a_chunk_that_counts_and_is_kept_which_the_prompt_shows() -> None:
+async def test_only_the_shown_parts_of_a_chunk_count_and_are_kept() -> None:
     chunk = Chunk("one", "u" * 5_000, "t" * 4_000)
     async with Session(Engine(answer="yes"), max_waiting_characters=100) as session:
         num_tokens = session.state.num_tokens

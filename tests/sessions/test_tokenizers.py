@@ -52,7 +52,7 @@ async def ask(session: Session, at_least: int) -> None:
         pass
 
 
-async def test_what_is_appended_changes_no_token_before_it_and_prompts_are_those_of_one_query(
+async def test_appended_data_change_no_earlier_token_and_make_the_prompt_of_one_query(
     tokenizer: Tokenizer,
 ) -> None:
     engine = Engine(tokenizer, 16_384)

@@ -39,7 +39,7 @@ class Vocabulary(ScriptedBackend):
         yield AnswerChunk(chr(token_id), (token_id,), "stop")
 
 
-async def test_a_restricted_answer_is_nobody_elses() -> None:
+async def test_a_restricted_answer_is_reused_only_for_its_own_choices() -> None:
     async with Session(Vocabulary()) as session:
         one = session.watch("Which?", answers=("yes", "no"))
         two = session.watch("Which?", answers=("high", "low"))

@@ -13,7 +13,7 @@ from streamrag.testing import ScriptedBackend, ScriptedSource
 from tests.sessions.test_session import Engine, settled
 
 
-async def test_an_answer_is_there_before_it_is_asked_for() -> None:
+async def test_the_answer_of_a_watch_is_reused_by_a_later_question() -> None:
     engine = Engine(answer="yes")
     async with Pipeline(ScriptedSource([]), engine) as pipeline, pipeline.session() as session:
         watch = session.watch("Any?")

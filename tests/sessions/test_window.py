@@ -11,7 +11,7 @@ PIECES = [WindowChunk(number, (number,) * (1 + number * 7 % 23)) for number in r
 
 
 @pytest.mark.parametrize("batch", [2, 7, 59])
-def test_it_does_not_depend_on_how_many_pieces_come_at_once(batch: int) -> None:
+def test_a_window_does_not_depend_on_how_many_pieces_come_at_once(batch: int) -> None:
     one, other = Window(50, 0.4), Window(50, 0.4)
     has_slid = [one.add([piece]) for piece in PIECES]
     slides = [other.add(PIECES[i : i + batch]) for i in range(0, len(PIECES), batch)]
@@ -21,7 +21,7 @@ def test_it_does_not_depend_on_how_many_pieces_come_at_once(batch: int) -> None:
 
 
 @pytest.mark.parametrize("start", range(1, 60, 4))
-def test_what_it_holds_makes_it_again(start: int) -> None:
+def test_a_window_can_be_rebuilt_from_the_pieces_that_it_holds(start: int) -> None:
     """As a session does that is resumed from its log."""
     before, after = Window(50, 0.4), Window(50, 0.4)
     before.add(PIECES[:start])

@@ -64,7 +64,7 @@ MISTAKES = ["docs.example", "localhost:8000", "docs.example:80/a", "http://", "h
 
 
 @pytest.mark.parametrize("url", MISTAKES)
-def test_what_is_no_address_at_all_is_a_mistake(url: object) -> None:
+def test_a_start_url_that_is_no_address_is_a_mistake(url: object) -> None:
     with pytest.raises(ConfigurationError, match=r"write https://host/path|is a str"):
         parse_start_url(url)
 

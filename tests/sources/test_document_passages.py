@@ -87,7 +87,7 @@ def test_documents_are_found_at_any_depth_in_a_fixed_order(tmp_path: Path) -> No
     assert skipped == []
 
 
-def test_what_is_not_read_is_listed_with_the_reason(tmp_path: Path) -> None:
+def test_files_that_are_not_read_are_listed_with_the_reason(tmp_path: Path) -> None:
     folder, outside = tmp_path / "docs", text_file(tmp_path, "outside.md", "secret")
     text_file(folder, "ok.md", "ok")
     text_file(folder, ".hidden.md", "hidden")
@@ -113,7 +113,7 @@ def test_what_is_not_read_is_listed_with_the_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing", "file.txt"])
-def test_what_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_documents_path_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
     text_file(tmp_path, "file.txt", "text")
     with pytest.raises(ConfigurationError, match=f"{name} is not a folder"):
         find_documents(tmp_path / name, max_file_bytes=100, leave_out=tmp_path / "out")

@@ -47,7 +47,7 @@ class Workers:
             await asyncio.sleep(0)
 
 
-async def test_the_next_is_whoever_has_had_least_time_not_fewest_jobs() -> None:
+async def test_the_next_query_is_the_one_with_least_time_not_fewest_jobs() -> None:
     workers, slow, quick = Workers(), Share(), Share()
     await workers.ask("slow 1", slow)
     for i in (2, 3):
@@ -69,7 +69,7 @@ async def test_time_counts_while_a_job_is_still_under_way() -> None:
     assert workers.served == ["hostile 1", "hostile 2", "normal"]
 
 
-async def test_one_that_was_away_has_saved_nothing_up() -> None:
+async def test_a_query_that_was_away_has_saved_up_no_turns() -> None:
     workers, steady, away = Workers(), Share(), Share()
     await workers.ask("away 0", away)
     await workers.give_back("away 0", after_s=1)
@@ -85,7 +85,7 @@ async def test_one_that_was_away_has_saved_nothing_up() -> None:
     assert workers.served[2:] == ["steady 1", "away 1", "away 2", "steady 2"]
 
 
-async def test_ever_new_queries_do_not_keep_an_old_one_waiting_for_ever() -> None:
+async def test_new_queries_do_not_keep_an_old_one_waiting_for_ever() -> None:
     workers, old = Workers(), Share()
     await workers.ask("old 0", old)
     await workers.ask("old 1", old)
@@ -123,7 +123,7 @@ async def test_a_query_that_had_a_job_stopped_holds_at_most_half(size: int, num_
 
 
 @pytest.mark.parametrize("is_granted", [False, True])
-async def test_one_that_is_cancelled_keeps_nothing(is_granted: bool) -> None:
+async def test_a_cancelled_request_for_a_worker_keeps_nothing(is_granted: bool) -> None:
     workers, share = Workers(), Share()
     await workers.ask("first", share)
     waiting = await workers.ask("cancelled", share)
@@ -138,7 +138,7 @@ async def test_one_that_is_cancelled_keeps_nothing(is_granted: bool) -> None:
     assert share.num_held == 0
 
 
-async def test_closing_sends_everybody_away() -> None:
+async def test_closing_the_queue_sends_every_waiting_task_away() -> None:
     workers = Workers()
     await workers.ask("first", Share())
     waiting = await workers.ask("waiting", Share())

@@ -121,7 +121,7 @@ async def test_a_redirect_that_is_not_wanted_is_not_followed(site: Website) -> N
 
 
 @pytest.mark.parametrize("num_redirects", [5, 6])
-async def test_only_so_many_redirects_are_followed(site: Website, num_redirects: int) -> None:
+async def test_at_most_five_redirects_are_followed(site: Website, num_redirects: int) -> None:
     for i in range(num_redirects):
         site.add_redirect(f"/{i}", f"/{i + 1}")
     site.add(f"/{num_redirects}", "the end")
@@ -183,7 +183,7 @@ async def test_an_address_that_is_not_public_is_refused(site: Website, host: str
     assert site.paths == []
 
 
-async def test_one_private_address_among_public_ones_is_refused() -> None:
+async def test_a_private_address_among_public_ones_is_refused() -> None:
     with pytest.raises(UnsafeUrlError, match=r"two\.example is at 10\.0\.0\.1"):
         await fetch("http://two.example/", resolved={"two.example": ["8.8.8.8", "10.0.0.1"]}, allow_private=False)
 
@@ -474,7 +474,7 @@ KERNEL_BYTES = 8 << 20
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zlib.compress])
-async def test_what_follows_the_end_of_compression_is_not_kept(compress: Any) -> None:
+async def test_bytes_after_the_end_of_compression_are_not_kept(compress: Any) -> None:
     head = HEAD + b"Content-Encoding: gzip\r\n\r\n"
     async with RawServer(head + compress(b"<p>text"), endlessly=bytes(1 << 20)).running() as server:
         tracemalloc.start()
@@ -486,7 +486,7 @@ async def test_what_follows_the_end_of_compression_is_not_kept(compress: Any) ->
     assert peak_bytes < KERNEL_BYTES
 
 
-async def test_of_several_compressed_streams_the_first_is_the_page(site: Website) -> None:
+async def test_the_first_of_several_compressed_streams_is_the_page(site: Website) -> None:
     body = gzip.compress(b"<p>first") + gzip.compress(b"second")
     assert (await fetch(site.add("/a", body, headers={"Content-Encoding": "gzip"}))).body == b"<p>first"
 
@@ -563,7 +563,7 @@ async def test_many_header_fields_are_refused_and_a_usual_number_is_not() -> Non
         (CHUNKED, b"0" * 4096),
     ],
 )
-async def test_what_is_sent_beside_the_body_is_bounded(beginning: bytes, endlessly: bytes) -> None:
+async def test_bytes_sent_beside_the_body_are_bounded(beginning: bytes, endlessly: bytes) -> None:
     async with RawServer(beginning, endlessly=endlessly).running() as server:
         with pytest.raises(UnusablePageError, match=r"bytes for|connection broke off: "):
             await fetch(server.url)

@@ -93,7 +93,7 @@ def test_a_source_is_called_as_its_function() -> None:
         (from_rankings, [5], "one returned int 5"),
     ],
 )
-async def test_what_is_no_passage_is_named(make: Any, item: Any, message: str) -> None:
+async def test_a_yielded_value_that_is_no_passage_is_named(make: Any, item: Any, message: str) -> None:
     async def one(query: str) -> AsyncIterator[Any]:
         yield item
 
@@ -102,14 +102,14 @@ async def test_what_is_no_passage_is_named(make: Any, item: Any, message: str) -
 
 
 @pytest.mark.parametrize("find", [lambda query: 5, lambda query: "text", lambda query: None])
-async def test_what_is_no_generator_is_named(find: Any) -> None:
+async def test_a_function_that_returns_no_generator_is_named(find: Any) -> None:
     with pytest.raises(SourceError, match="and must be a generator"):
         await events(from_passages(find))
     with pytest.raises(ConfigurationError, match="5 cannot be called; give a generator function"):
         from_passages(5)  # type: ignore[arg-type]
 
 
-async def test_what_a_generator_in_a_thread_raises_is_raised_after_what_it_yielded() -> None:
+async def test_an_error_of_a_generator_in_a_thread_comes_after_what_it_yielded() -> None:
     def fails(query: str) -> Iterator[str]:
         yield "first"
         raise LookupError("gone")
@@ -248,7 +248,7 @@ WAYS = ["ranking", "iterable ranking", "async ranking", "retriever", "async retr
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_what_never_ends_is_refused_and_closed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_endless_lazy_result_is_refused_and_closed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrag.sources.user_functions.MAX_LAZY", 10)
     endless = Endless()
     with pytest.raises(SourceError, match="more than 10 items"):
@@ -257,7 +257,7 @@ async def test_what_never_ends_is_refused_and_closed(way: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_what_is_read_lazily_is_read_no_further_than_its_query(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lazy_result_is_closed_when_its_query_is_cancelled(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrag.sources.user_functions.MAX_LAZY", 1 << 40)
     endless = Endless()
     query = asyncio.create_task(events(lazily(way, endless)))

@@ -124,7 +124,7 @@ def test_any_pieces_and_rewrites_end_as_the_whole_text(
     assert found[-1] == whole[-1]
 
 
-async def test_of_a_growing_text_only_the_end_is_computed_again(tokenizer: HuggingFaceTokenizer) -> None:
+async def test_only_the_end_of_a_growing_text_is_computed_again(tokenizer: HuggingFaceTokenizer) -> None:
     words = random.Random(0).choices(["task", "cancel", "scope", "a", "the", "wait,", "event.\n"], k=300)
     text = " ".join(words)
     *partial, complete = await prompts(from_tokens(writer([f" {word}" for word in words]), min_chars=1), tokenizer)
@@ -154,12 +154,12 @@ async def test_a_text_that_exceeds_the_budget_keeps_its_first_passages() -> None
     assert [(chunk.text[0], chunk.passage) for chunk in stream.result.left_out] == [("c", 2)]
 
 
-async def test_few_updates_come_of_many_pieces() -> None:
+async def test_many_pieces_of_text_make_few_updates() -> None:
     found = contexts(await events(from_tokens(writer("x" * 1_000), min_chars=100)))
     assert [len(text) for (text,) in found] == [1, *range(101, 1_000, 100), 1_000]
 
 
-async def test_nothing_written_is_no_context() -> None:
+async def test_an_empty_text_makes_no_context() -> None:
     assert await events(from_tokens(writer([]))) == []
     assert await events(from_tokens(writer(["", Rewrite(0, "")]))) == []
     assert contexts(await events(from_tokens(writer(["x", Rewrite(0, "")])))) == [["x"], []]
@@ -195,7 +195,7 @@ async def test_a_rewrite_that_exceeds_the_limit_leaves_the_text_as_it_was() -> N
     assert contexts(updates)[-1] == ["abcde"], "what is only appended is cut off"
 
 
-async def test_what_was_written_before_an_error_counts() -> None:
+async def test_text_written_before_an_error_counts() -> None:
     async def fails(query: str) -> AsyncIterator[str]:
         yield "first"
         yield " and more"
@@ -262,7 +262,7 @@ async def test_an_iterator_can_be_read_once() -> None:
             _ = [chunk async for chunk in pipeline.stream("Why?")]
 
 
-async def test_one_pipelines_answer_is_the_source_of_another() -> None:
+async def test_the_answer_of_a_pipeline_is_the_source_of_another() -> None:
     backend = ScriptedBackend("The printer jams.")
     async with Pipeline(RetrieverSource(lambda query: ["a note"]), backend) as first:
         source = from_tokens(lambda query: first.stream(f"Facts for: {query}"), name="facts", min_chars=4)

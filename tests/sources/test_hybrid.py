@@ -167,7 +167,7 @@ async def test_many_queries_at_once_get_their_own_answers(built: Path) -> None:
         assert [len(pool.process_ids) for pool in pools(source)] == [1, 2]
 
 
-async def test_a_pipeline_starts_it_and_cites_what_it_found(built: Path) -> None:
+async def test_a_pipeline_cites_the_reranked_passages_of_a_hybrid_source(built: Path) -> None:
     source = HybridSource(built, k=3, embedder=EMBEDDER, reranker=BACKWARDS)
     titles = [citation.title for citation in await citations(source, QUERIES[0])]
     assert titles == sorted(titles, reverse=True)
@@ -224,7 +224,7 @@ async def test_an_index_without_keywords_is_damaged(index: Path) -> None:
         ({"embedder": None, "reranker": BACKWARDS}, IndexMismatchError, "nothing is loaded because a file names it"),
     ],
 )
-async def test_what_cannot_be_used_is_an_error_of_start(
+async def test_an_unusable_reranker_or_embedder_is_an_error_of_start(
     built: Path, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -289,7 +289,7 @@ async def test_reranking_that_takes_too_long_is_cut_short_and_its_worker_freed(b
         await until(lambda: not alive(process_id))
 
 
-async def test_a_reranker_that_must_be_loaded_again_is_loaded_whoever_runs_out_of_time(
+async def test_a_reranker_loads_again_though_queries_run_out_of_time_meanwhile(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its model takes longer to load than a query has for reranking."""
@@ -337,7 +337,7 @@ async def test_a_keyword_search_that_fails_leaves_the_vectors(index: Path) -> No
         assert set(uris(update)) & set(before[-1])
 
 
-async def test_when_nothing_is_found_the_failure_is_raised(built: Path) -> None:
+async def test_a_failure_is_raised_if_no_passage_is_found(built: Path) -> None:
     async with started(built, vectors=ScriptedSource([SourceError("the database is gone")])) as source:
         with pytest.raises(SourceError, match="the database is gone"):
             await updates(source, "zebra")
@@ -419,9 +419,7 @@ async def test_an_index_that_is_replaced_serves_on(index: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", ["diskann", "ivf"])
-async def test_either_kind_of_index_is_searched_and_what_was_added_or_removed_is_known(
-    tmp_path: Path, kind: str
-) -> None:
+async def test_both_kinds_of_index_find_added_documents_and_forget_removed_ones(tmp_path: Path, kind: str) -> None:
     documents, index = write_documents(tmp_path / "documents", 40), tmp_path / "index"
     await asyncio.to_thread(build_index, documents, index, embedder=EMBEDDER, kind=kind)
     (documents / "new.txt").write_text("zymurgy w1 w2")

@@ -205,7 +205,7 @@ def test_an_index_is_replaced_only_by_force(index: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("is_file", [True, False])
-def test_what_is_no_index_is_never_replaced(index: Path, tmp_path: Path, is_file: bool) -> None:
+def test_a_path_that_is_no_index_is_never_replaced(index: Path, tmp_path: Path, is_file: bool) -> None:
     out = tmp_path / "precious" if is_file else index
     (out if is_file else out / "thesis.txt").write_text("ten years of work")
     before = contents(tmp_path)
@@ -296,7 +296,7 @@ def test_a_worker_that_dies_midway_leaves_the_old_index_and_what_it_embedded(ind
     assert names(tmp_path) == {"documents", "index"}
 
 
-def test_what_another_embedder_made_is_not_used_again(died: Path, tmp_path: Path) -> None:
+def test_embeddings_of_another_embedder_are_not_used_again(died: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(died, tmp_path / "died"))
     summary = build_index(folder / "documents", folder / "index", embedder="toy_embedder:other", kind="ivf")
     assert (summary.num_embedded, summary.num_passages) == (131, 131)
@@ -313,7 +313,7 @@ def test_what_another_embedder_made_is_not_used_again(died: Path, tmp_path: Path
         (lambda kept: lead_elsewhere(kept / "embedded.f32"), 131),
     ],
 )
-def test_of_damaged_embeddings_only_the_good_are_used_again(
+def test_only_the_undamaged_embeddings_are_used_again(
     died: Path, undamaged: bytes, tmp_path: Path, damage: Callable[[Path], object], num_embedded: int
 ) -> None:
     folder = Path(shutil.copytree(died, tmp_path / "died"))
@@ -371,9 +371,7 @@ def test_a_stopped_command_says_that_it_continues_and_then_does(
     assert "faiss IVF; 3 passages were embedded" in written
 
 
-def test_what_a_killed_build_left_is_removed_by_the_next_and_what_is_being_built_is_not(
-    index: Path, tmp_path: Path
-) -> None:
+def test_a_build_removes_the_rest_of_a_killed_build_but_not_a_running_one(index: Path, tmp_path: Path) -> None:
     left, other = tmp_path / ".index.building-0123abcd", tmp_path / ".index.building-thesis"
     with locked_folder(tmp_path, ".index.building-") as others:
         for folder in (left, other):
@@ -427,7 +425,7 @@ def test_a_file_that_is_not_as_it_was_written_is_corrupt(
         check_index(index)
 
 
-def test_of_a_large_file_only_the_size_is_looked_at_unless_all_is_read(
+def test_only_the_size_of_a_large_file_is_checked_unless_all_is_read(
     index: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(index_folder, "MAX_HASHED_BYTES", 0)
@@ -494,7 +492,7 @@ def test_a_manifest_that_is_a_link_or_a_pipe_is_not_read(index: Path, change: Ca
 
 
 @pytest.mark.parametrize("kind", ["missing", "file", "other folder", "empty folder"])
-def test_where_there_is_no_index_the_message_says_how_to_make_one(tmp_path: Path, kind: str) -> None:
+def test_a_missing_index_is_an_error_that_says_how_to_build_one(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "index"
     if kind == "file":
         path.write_text("")
@@ -507,7 +505,7 @@ def test_where_there_is_no_index_the_message_says_how_to_make_one(tmp_path: Path
         check_index(path)
 
 
-def test_where_the_index_is_beside_its_documents_the_message_names_it(index: Path, tmp_path: Path) -> None:
+def test_the_error_names_an_index_that_stands_beside_its_documents(index: Path, tmp_path: Path) -> None:
     documents = tmp_path / "handbook"
     write_documents(documents, 1)
     index.rename(tmp_path / "handbook-index")

@@ -112,7 +112,7 @@ def test_an_index_that_was_changed_is_as_one_built_anew(index: Path, documents: 
     assert found(index) == found(new)
 
 
-def test_what_is_removed_is_gone_and_its_twin_takes_its_place(documents: Path, tmp_path: Path) -> None:
+def test_a_removed_document_is_gone_and_its_duplicate_takes_its_place(documents: Path, tmp_path: Path) -> None:
     (documents / "a").mkdir()
     (documents / "a" / "one.txt").write_text("the same licence")
     (documents / "a" / "two.txt").write_text("another")
@@ -213,7 +213,9 @@ async def test_a_source_that_has_the_old_index_open_goes_on_with_it(ivf: Path) -
 # --------------------------------------------------------------------------------------------------- going wrong
 
 
-def test_what_cannot_be_done_is_refused_and_changes_nothing(index: Path, documents: Path, tmp_path: Path) -> None:
+def test_a_change_that_cannot_be_made_is_refused_and_changes_nothing(
+    index: Path, documents: Path, tmp_path: Path
+) -> None:
     before = contents(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigurationError, match="nowhere does not exist"):
@@ -243,7 +245,7 @@ async def test_changing_on_an_event_loop_is_refused(tmp_path: Path) -> None:
         remove_documents(tmp_path, ["a"])
 
 
-def test_what_another_program_does_meanwhile_is_not_lost(index: Path, documents: Path, tmp_path: Path) -> None:
+def test_a_change_by_another_program_meanwhile_is_not_lost(index: Path, documents: Path, tmp_path: Path) -> None:
     def somebody_else(done: int, total: int, step: str) -> None:
         if step == "indexing" and not done:
             thread = threading.Thread(

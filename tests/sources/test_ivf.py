@@ -117,7 +117,7 @@ async def test_many_queries_at_once_get_their_own_answers(built: Path) -> None:
         assert [found[-1] for found in together] == alone
 
 
-async def test_half_a_character_in_a_query_is_one_that_nobody_knows(built: Path) -> None:
+async def test_a_lone_surrogate_in_a_query_counts_as_an_unknown_character(built: Path) -> None:
     async with started(built) as source:
         assert await updates(source, "w1 \ud800 w2") == await updates(source, "w1 \ufffd w2")
 

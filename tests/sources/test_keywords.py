@@ -65,7 +65,9 @@ def broken(folder: Path, tmp_path: Path) -> Path:
         ("".join(f"unknown{number} " for number in range(1000)) + "brake", []),
     ],
 )
-def test_it_finds_the_passages_with_the_words_of_the_query(folder: Path, query: str, expected: list[int]) -> None:
+def test_the_keyword_index_finds_the_passages_with_words_of_the_query(
+    folder: Path, query: str, expected: list[int]
+) -> None:
     index = KeywordIndex(folder, len(TEXTS))
     ids, scores = index.search(query, 10)
     index.close()
@@ -142,7 +144,7 @@ BRAKE = "UPDATE postings SET {} WHERE term = 'brake'"
         (lambda folder: rewrite(folder, BRAKE.format("ids = zeroblob(1000000)")), "too big"),
     ],
 )
-def test_what_is_no_keyword_index_is_corrupt(broken: Path, damage: object, message: str) -> None:
+def test_a_damaged_keyword_index_is_corrupt(broken: Path, damage: object, message: str) -> None:
     damage(broken)  # type: ignore[operator]
     with pytest.raises(IndexCorruptError, match=f"keywords.sqlite is no keyword index: .*(?:{message})"):
         KeywordIndex(broken, len(TEXTS)).search("brake", 5)
@@ -164,7 +166,7 @@ def test_a_disk_that_is_full_is_an_os_error(tmp_path: Path, monkeypatch: pytest.
         write(tmp_path)
 
 
-def test_what_is_stored_are_one_row_for_each_term_and_the_lengths(folder: Path) -> None:
+def test_the_keyword_index_stores_one_row_for_each_term(folder: Path) -> None:
     file = sqlite3.connect(folder / KEYWORDS)
     num_terms, num_different = file.execute("SELECT count(*), count(DISTINCT term) FROM postings").fetchone()
     ids, counts = file.execute("SELECT ids, counts FROM postings WHERE term = 'brake'").fetchone()

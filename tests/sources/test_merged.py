@@ -32,7 +32,7 @@ async def events(*sources: Any, **options: Any) -> list[SourceEvent]:
         return [event async for event in MergedSource(*sources, **options).stream("Why?")]
 
 
-async def test_while_all_append_it_appends_in_order_of_arrival_and_nothing_twice() -> None:
+async def test_appending_sources_are_merged_in_order_of_arrival_without_duplicates() -> None:
     first = ScriptedSource([Append(A), 0.1, Append(C)])
     second = ScriptedSource([0.05, Append(B), Append(Chunk("a", "a.md", score=2.0))])
     assert await events(first, second) == [appended(A), appended(B), appended(C)]
@@ -94,13 +94,13 @@ def test_a_hint_is_of_all_sources_that_still_run() -> None:
     ]
 
 
-def test_a_fused_update_keeps_the_hint_and_what_one_source_does_not_say_nobody_knows() -> None:
+def test_a_fused_update_adds_hints_and_leaves_out_fields_that_a_source_lacks() -> None:
     first = ScriptedSource([Update((A,), Hint(2, 5.0)), 2.0, Update((B,), Hint(1, 3.0)), 1.0])
     second = ScriptedSource([1.0, Update((C,), Hint(1))])
     assert hints(first, second) == [(0.0, None), (1.0, Hint(3)), (2.0, Hint(1, 3.0))]
 
 
-def test_what_is_merged_waits_for_its_end_like_any_search() -> None:
+def test_a_merged_update_waits_for_the_end_like_any_search() -> None:
     slow = ScriptedSource([Update((A,), Hint(1, 4.0)), 4.0, Update((B,), Hint(0, 0.0))])
     quick = ScriptedSource([0.5, Update((C,), Hint(1, 0.5)), 0.5, Update((C, D), Hint(0, 0.0))])
     sent = hints(slow, quick, lead_s=1.0)
@@ -108,12 +108,12 @@ def test_what_is_merged_waits_for_its_end_like_any_search() -> None:
     assert [hint for _, hint in sent[1:]] == [Hint(1, 1.0), Hint(0, 0.0)]
 
 
-async def test_what_is_skipped_and_cut_short_is_told() -> None:
+async def test_skipped_and_cut_short_events_are_passed_on() -> None:
     told = [Skipped("x", "gone"), CutShort("no time")]
     assert await events(ScriptedSource([told[0]]), ScriptedSource([0.05, told[1]])) == told
 
 
-async def test_one_that_fails_is_skipped_and_all_that_fail_are_an_error(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_source_that_fails_is_skipped_unless_all_fail(caplog: pytest.LogCaptureFixture) -> None:
     fails = ScriptedSource([Append(A), SourceError("no route")])
     found = await events(fails, ScriptedSource([0.05, Append(B)]))
     assert found == [appended(A), Skipped("ScriptedSource", "the source failed"), appended(B)]
@@ -129,7 +129,7 @@ class UnsayableError(Exception):
         raise ValueError("no text")
 
 
-async def test_one_whose_error_cannot_be_written_takes_no_other_with_it() -> None:
+async def test_a_source_whose_error_cannot_be_written_takes_no_other_with_it() -> None:
     failing = ScriptedSource([UnsayableError()])
     skipped = Skipped("ScriptedSource", "the source failed")
     assert await events(failing, ScriptedSource([0.05, Append(A)])) == [skipped, appended(A)]
@@ -172,7 +172,7 @@ class Held(ScriptedSource):
         self.log.append("close")
 
 
-async def test_sources_are_started_and_closed_with_it() -> None:
+async def test_a_merged_source_starts_and_closes_its_sources() -> None:
     held = [Held(), Held()]
     async with Pipeline(MergedSource(*held, ScriptedSource([Append(B)])), ScriptedBackend("ok")) as pipeline:
         _ = [chunk async for chunk in pipeline.stream("Why?")]
@@ -180,7 +180,7 @@ async def test_sources_are_started_and_closed_with_it() -> None:
     assert [each.log for each in held] == [["start", "close"], ["start", "close"]]
 
 
-async def test_where_one_cannot_be_started_the_others_are_closed() -> None:
+async def test_a_source_that_cannot_start_closes_those_that_have() -> None:
     held = [Held(), Held(ConfigurationError("no such index"))]
     with pytest.raises(ConfigurationError, match="no such index"):
         await MergedSource(*held).start(lambda line: None)
@@ -188,7 +188,7 @@ async def test_where_one_cannot_be_started_the_others_are_closed() -> None:
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, "2"], []])
-def test_what_cannot_be_merged_is_named(weights: Any) -> None:
+def test_sources_and_weights_that_cannot_be_merged_are_named(weights: Any) -> None:
     sources = [ScriptedSource([]), ScriptedSource([])]
     with pytest.raises(ConfigurationError, match=r"weights.* must be (a positive|greater than 0|a finite|a valid) ?"):
         MergedSource(*sources, weights=weights)
@@ -204,13 +204,13 @@ class Panic(BaseException):
     """As of a library that is not Python's."""
 
 
-async def test_what_is_no_exception_fails_its_source_alone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_base_exception_fails_its_source_alone(caplog: pytest.LogCaptureFixture) -> None:
     found = await events(ScriptedSource([Panic("oh")]), ScriptedSource([0.05, Append(B)]))  # type: ignore[list-item]
     assert found == [Skipped("ScriptedSource", "the source failed"), appended(B)]
     assert "Panic('oh'), although the query was not stopped" in caplog.text
 
 
-async def test_a_passage_stays_the_same_chunk_whoever_finds_it_again() -> None:
+async def test_a_passage_stays_the_same_chunk_when_another_source_finds_it() -> None:
     late = ScriptedSource([0.05, Update((Chunk("a", "a.md", "Another title", score=3.0),))])
     source = MergedSource(ScriptedSource([Append(A)]), late)
     async with Pipeline(source, ScriptedBackend("ok"), mode=AppendMode()) as pipeline:

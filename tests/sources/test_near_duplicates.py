@@ -52,7 +52,7 @@ def test_the_same_in_nearly_the_same_words_is_known(later: str) -> None:
         "",
     ],
 )
-def test_what_differs_in_a_word_that_counts_is_news(later: str) -> None:
+def test_a_paragraph_that_differs_in_a_word_that_counts_is_news(later: str) -> None:
     assert not is_known(later)
 
 
@@ -77,7 +77,7 @@ def test_a_chunk_lacks_what_an_earlier_page_said_nearly() -> None:
     assert texts == [TEXT, "This is told by no other page of the whole site."]
 
 
-def test_what_is_remembered_and_compared_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_remembered_paragraphs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(near_duplicates, "MAX_PARAGRAPHS", 10)
     known = NearDuplicates()
     choose = random.Random(1)

@@ -44,12 +44,12 @@ def test_the_newest_update_is_sent_when_the_end_is_near_and_then_each_as_it_come
     assert timed(*steps) == [(4.0, update(B, A, end_s=1.0)), (4.5, update(B, C, end_s=0.5))]
 
 
-def test_what_came_later_takes_the_place_of_what_is_held_back() -> None:
+def test_a_later_update_takes_the_place_of_one_held_back() -> None:
     assert timed(update(A, end_s=5.0), 3.0, update(B, end_s=0.0)) == [(3.0, update(B, end_s=0.0))]
 
 
 @pytest.mark.parametrize("hint", [None, Hint(num_chunks=3), Hint(end_s=float("inf")), Hint(end_s=1.0)])
-def test_an_update_is_sent_at_once_where_the_end_is_near_or_nobody_knows_when_it_is(hint: Hint | None) -> None:
+def test_an_update_is_sent_at_once_if_the_end_is_near_or_unknown(hint: Hint | None) -> None:
     assert timed(Update((A,), hint), 1.0) == [(0.0, Update((A,), hint))]
 
 
@@ -57,13 +57,13 @@ def test_a_search_that_ends_sooner_than_expected_loses_nothing() -> None:
     assert timed(update(A, end_s=5.0), 2.0) == [(2.0, update(A, end_s=3.0))]
 
 
-def test_what_is_held_back_comes_before_anything_else_but_what_was_skipped() -> None:
+def test_a_held_update_comes_before_any_event_but_a_skipped_page() -> None:
     gone, cut, more = Skipped("b.md", "gone"), CutShort("its time was up"), Append(C)
     assert timed(update(A, end_s=5.0), 1.0, gone, 1.0, cut) == [(1.0, gone), (2.0, update(A, end_s=3.0)), (2.0, cut)]
     assert timed(update(A, end_s=5.0), 1.0, more) == [(1.0, update(A, end_s=4.0)), (1.0, more)]
 
 
-def test_what_is_held_back_comes_before_an_error() -> None:
+def test_a_held_update_comes_before_an_error() -> None:
     found = timed(update(A, end_s=5.0), 1.0, SourceError("gone"))
     assert found == [(1.0, update(A, end_s=4.0)), (1.0, Skipped("error", "raised"))]
 

@@ -123,7 +123,7 @@ async def test_a_page_that_has_changed_takes_the_old_ones_place(
         (429, FRESH),
     ],
 )
-async def test_what_is_not_to_be_kept_is_not(
+async def test_pages_that_must_not_be_stored_are_not_stored(
     site: Website, store: DiskStore, tmp_path: Path, status: int, fields: dict[str, str]
 ) -> None:
     url = site.add("/", "<p>text", status=status, headers=fields)
@@ -237,7 +237,7 @@ async def test_damage_costs_a_request_and_no_more(site: Website, store: DiskStor
 
 
 @pytest.mark.parametrize("kept", [b"", b"[]\n", b"[200, {}]", b"[200, []]\nx", b'[301, {"a": "b"}]\n', b"[" * 99_999])
-async def test_what_is_whole_and_no_answer_is_asked_for_again(site: Website, store: DiskStore, kept: bytes) -> None:
+async def test_a_cached_entry_that_is_no_answer_is_fetched_again(site: Website, store: DiskStore, kept: bytes) -> None:
     url = site.add("/", "<p>text", headers=FRESH)
     asked: list[str] = []
     store.get = lambda key: asked.append(key) or kept  # type: ignore[method-assign,func-returns-value]
@@ -335,7 +335,7 @@ WRONG_LINKS = b'{"url": "u", "title": "t", "text": "x", "links": %s, "is_cut": f
     "kept",
     [b"", b"{}", b"[]", b'{"url": 1}', b"\xff", b"[" * 99_999, WRONG_LINKS % b"[]", WRONG_LINKS % b"5"],
 )
-def test_what_is_no_content_of_a_page_is_refused(kept: bytes) -> None:
+def test_malformed_page_content_is_refused(kept: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 (pydantic's own)
         JSON.validate_json(kept)
     content = PageContent("http://a.example/", "T", "text", {"http://b.example/": "B"}, False)

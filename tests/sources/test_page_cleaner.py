@@ -140,7 +140,7 @@ async def test_a_base_that_is_no_address_is_none(cleaner: WorkerPool, base: str)
     assert text(answer).startswith("text")
 
 
-async def test_only_so_many_links_are_answered(cleaner: WorkerPool) -> None:
+async def test_a_page_gives_a_bounded_number_of_links(cleaner: WorkerPool) -> None:
     page = "".join(f"<a href='/{i}'>{i}</a> " for i in range(3000))
     assert len((await clean(cleaner, page))["links"]) == 500
     page = "".join(f"<a href='/{'x' * 1000}{i}'>{i}</a> " for i in range(300))
@@ -165,7 +165,7 @@ async def test_pages_are_read_in_their_charset(cleaner: WorkerPool, body: bytes,
     assert await text_of(cleaner, body, charset=charset) == "Grüße, 世界"
 
 
-async def test_one_bad_byte_does_not_spoil_a_declared_charset(cleaner: WorkerPool) -> None:
+async def test_a_bad_byte_does_not_spoil_a_declared_charset(cleaner: WorkerPool) -> None:
     assert await text_of(cleaner, "<p>Grüße".encode() + b"\xff</p>", charset="utf-8") == "Grüße\ufffd"
 
 
@@ -247,7 +247,7 @@ async def test_no_page_is_too_broken_for_the_worker(cleaner: WorkerPool, page: s
     assert await text_of(cleaner, "<p>next</p>") == "next"
 
 
-async def test_nothing_is_written_outside_the_scratch_folder(cleaner: WorkerPool, home: Path) -> None:
+async def test_a_worker_writes_no_file_outside_its_scratch_folder(cleaner: WorkerPool, home: Path) -> None:
     before = os.listdir()
     await clean(cleaner, "<p>text</p>")
     assert os.listdir(home) == []
@@ -274,7 +274,7 @@ async def test_a_page_that_is_made_to_be_slow_is_read_within_the_limit(
         await clean(cleaner, HTML[family](num_chars), "How do penguins swim?")
 
 
-async def test_what_is_slow_all_the_same_ends_at_its_limit_of_computing_time(home: Path, tmp_path: Path) -> None:
+async def test_a_slow_page_ends_at_its_limit_of_computing_time(home: Path, tmp_path: Path) -> None:
     async with cleaning(str(tmp_path), home, max_page_cpu_s=0.3) as cleaner:
         with pytest.raises(WorkerLimitError, match="more computing time than it may"):
             await clean(cleaner, attributes(1_000_000))
@@ -282,16 +282,16 @@ async def test_what_is_slow_all_the_same_ends_at_its_limit_of_computing_time(hom
 
 
 @pytest.mark.parametrize("page", ["<p>a" * 500_000, "penguins swim " * 250_000])
-async def test_what_takes_too_much_memory_ends_its_worker_and_no_other(home: Path, tmp_path: Path, page: str) -> None:
+async def test_a_page_that_takes_too_much_memory_fails_and_the_next_is_read(
+    home: Path, tmp_path: Path, page: str
+) -> None:
     async with cleaning(str(tmp_path), home, max_page_memory_bytes=4 << 20) as cleaner:
         with pytest.raises(WorkerLimitError, match="more memory than it may"):
             await clean(cleaner, page, kind="html" if page.startswith("<") else "text")
         assert await text_of(cleaner, "<p>next</p>") == "next"
 
 
-async def test_what_pages_leave_in_a_worker_does_not_count_for_the_next_and_ends_it_in_time(
-    home: Path, tmp_path: Path
-) -> None:
+async def test_memory_left_by_pages_ends_a_worker_in_time_and_fails_no_page(home: Path, tmp_path: Path) -> None:
     async with cleaning(str(tmp_path), home, max_page_memory_bytes=200 << 20) as cleaner:
         [process_id] = cleaner.process_ids
         for i in range(30):
@@ -312,7 +312,7 @@ async def test_what_pages_leave_in_a_worker_does_not_count_for_the_next_and_ends
         ("a b\n\n# c\n\n" * 9000, "text"),
     ],
 )
-async def test_of_a_page_that_is_too_large_the_beginning_is_read(cleaner: WorkerPool, page: str, kind: str) -> None:
+async def test_the_beginning_of_a_page_that_is_too_large_is_read(cleaner: WorkerPool, page: str, kind: str) -> None:
     answer = await clean(cleaner, page, kind=kind)
     assert answer["is_cut"]
     assert text(answer) != ""

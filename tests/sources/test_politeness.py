@@ -168,7 +168,7 @@ async def test_a_delay_is_kept_though_a_crawl_waits_for_its_own_fetches() -> Non
     assert all(b - a >= 5 for a, b in itertools.pairwise(server.asked_s))
 
 
-async def test_what_would_come_after_the_crawl_is_put_off_at_once() -> None:
+async def test_a_request_that_would_come_after_the_crawl_is_put_off_at_once() -> None:
     crawl, server = turns(Hosts(4), deadline_s=30), Server()
     crawl.set_delay("http://a.example/", 3600)
     await crawl.ask("http://a.example/", server.send)
@@ -200,7 +200,7 @@ async def test_a_host_that_stays_busy_is_given_up_after_three_requests() -> None
     assert now() < 3 + 2 * politeness.MAX_WAIT_S
 
 
-async def test_nobody_waits_for_an_answer_after_the_crawl() -> None:
+async def test_no_request_waits_beyond_the_end_of_the_crawl() -> None:
     server = Server(HttpStatusError(429, 1e9))
     with pytest.raises(HttpStatusError, match=r"HTTP 429, and asks to wait for 1e\+09 s"):
         await turns(Hosts(4), deadline_s=30).ask("http://a.example/", server.send)
@@ -235,7 +235,7 @@ async def test_cancelling_at_any_moment_frees_the_turn() -> None:
             assert not host._places.locked()
 
 
-async def test_hosts_that_nobody_asks_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unused_hosts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(politeness, "MAX_HOSTS", 10)
     hosts, server = Hosts(4), Server()
     crawl = turns(hosts, deadline_s=1000)

@@ -220,7 +220,7 @@ async def test_many_queries_at_once_get_their_own_answers(dsn: str) -> None:
         assert num_connections == [(2,)]
 
 
-async def test_a_pipeline_starts_it_and_cites_what_it_found(dsn: str) -> None:
+async def test_a_pipeline_cites_the_passages_that_a_postgres_source_found(dsn: str) -> None:
     cited = await citations(PgVectorSource(dsn, k=3, embedder=EMBEDDER), QUERIES[0])
     assert [citation.uri for citation in cited] == [uri for uri, _ in exact_ranking(TEXTS, QUERIES[0])[:3]]
 
@@ -699,7 +699,9 @@ async def test_words_that_take_longer_than_embedding_are_stopped(dsn: str, monke
     assert first.hint == Hint(num_chunks=5)
 
 
-async def test_nobody_waits_until_the_words_have_stopped(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_first_result_does_not_wait_until_the_word_search_has_stopped(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs, may_end = asyncio.Event(), asyncio.Event()
 
     async def stop_late(self: Search, connection: Any, query: str, configuration: str) -> None:
@@ -839,6 +841,6 @@ async def test_a_start_that_is_cancelled_as_it_has_seen_the_table_leaves_no_conn
     await until(lambda: execute(dsn, count) == [(0,)])
 
 
-def test_what_a_table_is_called_in_messages() -> None:
+def test_the_name_of_a_table_in_messages_has_its_schema() -> None:
     table = PassageTable(("a", "b"), {}, ("public", "vector"), None, "cosine", None, None, False, None)
     assert table.name == "a.b"

@@ -93,7 +93,7 @@ def test_a_table_is_filled_and_found_in(dsn: str, documents: Path) -> None:
     assert (update.chunks[0].uri, update.chunks[0].title, update.chunks[0].text) == ("0007.txt", "0007", text)
 
 
-def test_what_has_not_changed_is_left_as_it_is(dsn: str, documents: Path) -> None:
+def test_unchanged_documents_are_left_as_they_are(dsn: str, documents: Path) -> None:
     build(documents, dsn)
     before = contents(dsn)
     (documents / "0003.txt").write_text("something else now")
@@ -228,7 +228,7 @@ def test_a_user_without_rights_is_told(dsn: str, documents: Path) -> None:
         ({"table": "nowhere.passages"}, VectorIndexError, 'schema "nowhere" does not exist'),
     ],
 )
-def test_what_cannot_work_is_refused(
+def test_build_options_that_cannot_work_are_refused_and_make_no_table(
     dsn: str, documents: Path, options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
@@ -242,7 +242,7 @@ def test_a_folder_without_documents_is_refused(dsn: str, tmp_path: Path) -> None
         build(tmp_path / "empty", dsn)
 
 
-async def test_it_does_not_block_an_event_loop(dsn: str, documents: Path) -> None:
+async def test_a_build_refuses_to_block_an_event_loop(dsn: str, documents: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"asyncio\.to_thread"):
         build(documents, dsn)
 

@@ -23,7 +23,7 @@ def test_the_first_ranking_is_best_until_another_one_is_fused_with_it() -> None:
     assert found.best == (A, B, C)
 
 
-def test_what_has_been_scored_stands_before_the_rest() -> None:
+def test_scored_passages_stand_before_the_rest() -> None:
     found = Refinement(3)
     found.rank("keywords", chunks)
     assert found.score([A, B], [0.1, 0.2])

@@ -35,7 +35,7 @@ def test_paragraphs_make_a_passage_until_it_is_long_enough() -> None:
     assert [passage.blocks for passage in passages] == [tuple(paragraphs[:3]), tuple(paragraphs[3:])]
 
 
-def test_what_introduces_a_block_stays_with_it() -> None:
+def test_a_line_that_introduces_a_block_stays_with_it() -> None:
     passages = split_markdown("\n\n".join(["x" * 700 + ":", "code", "next"]))
     assert [passage.blocks for passage in passages] == [("x" * 700 + ":", "code"), ("next",)]
     definitions = "first()\n    \n\nwhat it does\n\nsecond()\n    \n\nwhat that does"
@@ -50,7 +50,7 @@ def test_a_code_listing_is_one_block(fence: str) -> None:
     assert passage.blocks == ("text", code, "more")
 
 
-def test_what_is_left_open_or_empty_is_no_trouble() -> None:
+def test_unclosed_or_empty_markdown_is_split_without_trouble() -> None:
     assert split_markdown("") == []
     assert split_markdown("# only a heading\n\n* * *\n---\n") == []
     assert split_markdown("```\nnever closed")[0].blocks == ("```\nnever closed",)
@@ -112,7 +112,7 @@ def test_stemming_only_words_that_begin_like_the_querys_chooses_the_same() -> No
         assert select(passages, query, stem=relevant_stems(query, stem), **options) == wanted  # type: ignore[arg-type]
 
 
-def test_of_a_page_of_ever_new_words_only_so_many_are_stemmed() -> None:
+def test_only_a_bounded_number_of_words_is_stemmed() -> None:
     stemmed: list[str] = []
     stem = relevant_stems("penguins swim", lambda word: stemmed.append(word) or word)  # type: ignore[func-returns-value]
     for i in range(20_000):

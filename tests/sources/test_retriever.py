@@ -103,7 +103,7 @@ async def test_passages_may_have_many_forms() -> None:
 
 
 @pytest.mark.parametrize("nothing", [[], (), iter(())])
-async def test_nothing_found_is_an_empty_context(nothing: object) -> None:
+async def test_an_empty_result_is_an_empty_context(nothing: object) -> None:
     assert await chunks(nothing) == ()
 
 
@@ -154,7 +154,7 @@ async def test_errors_of_our_own_stay_what_they_are() -> None:
         await events(RetrieverSource(unreachable))
 
 
-def test_what_cannot_be_called_is_refused() -> None:
+def test_a_retriever_that_cannot_be_called_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="'passages' cannot be called"):
         RetrieverSource("passages")  # type: ignore[arg-type]
 
@@ -175,7 +175,7 @@ async def test_cancelling_does_not_wait_for_a_thread() -> None:
     go_on.set()
 
 
-async def test_a_pipeline_answers_from_it() -> None:
+async def test_a_pipeline_answers_from_a_retriever_source() -> None:
     pipeline = Pipeline(RetrieverSource(on_loop), ScriptedBackend())
     async with pipeline, pipeline.stream("What?") as stream:
         assert [chunk async for chunk in stream]

@@ -82,7 +82,7 @@ def can_fetch(found: Rules, path: str) -> bool:
     return found.parser.can_fetch(f"http://docs.example{path}", AGENT)
 
 
-async def test_what_it_forbids_is_not_fetched_and_it_is_asked_for_once(site: Website) -> None:
+async def test_robots_txt_is_fetched_once_and_decides_which_pages_are_allowed(site: Website) -> None:
     site.add("/robots.txt", "User-agent: *\nDisallow: /private\nAllow: /private/open\n", content_type="text/plain")
     assert await allowed(site, "/", "/private/x", "/private/open/x", "/priv") == [True, False, True, True]
     assert len(site.robots_requests) == 1
@@ -118,7 +118,7 @@ def test_delays_and_sitemaps_are_read() -> None:
     ("status", "expected"),
     [(200, True), (401, True), (403, True), (404, True), (410, True), (429, False), (503, False)],
 )
-async def test_what_is_not_there_forbids_nothing_and_what_fails_forbids_all(
+async def test_a_missing_robots_txt_forbids_nothing_and_a_failing_one_forbids_all(
     site: Website, status: int, expected: bool
 ) -> None:
     site.add("/robots.txt", "", status=status)
@@ -174,14 +174,14 @@ async def test_a_host_that_cannot_be_reached_is_named_with_the_page(site: Websit
             await new().check(url, fetcher)
 
 
-async def test_it_is_fetched_from_allowed_addresses_only(site: Website) -> None:
+async def test_robots_txt_is_fetched_from_allowed_addresses_only(site: Website) -> None:
     async with fetching(allow_private=False) as fetcher:
         with pytest.raises(UnsafeUrlError, match=r"127\.0\.0\.1, which is not a public address"):
             await new().check(site.url("/a"), fetcher)
     assert site.num_connections == 0
 
 
-async def test_it_may_redirect_five_times_and_then_is_not_there(site: Website) -> None:
+async def test_robots_txt_may_redirect_five_times_and_then_counts_as_missing(site: Website) -> None:
     for number in range(5):
         site.add_redirect("/robots.txt" if number == 0 else f"/{number}", f"/{number + 1}")
     site.add("/5", "User-agent: *\nDisallow: /a", content_type="text/plain")
@@ -190,7 +190,7 @@ async def test_it_may_redirect_five_times_and_then_is_not_there(site: Website) -
     assert await allowed(site, "/a") == [True]
 
 
-async def test_queries_that_come_together_ask_once_and_one_that_leaves_takes_nobody_along(site: Website) -> None:
+async def test_queries_that_come_together_ask_once_and_one_may_leave(site: Website) -> None:
     site.add("/robots.txt", "User-agent: *\nDisallow: /a")
     gate = site.add_gate("/robots.txt")
     known = new()
@@ -208,7 +208,9 @@ async def test_queries_that_come_together_ask_once_and_one_that_leaves_takes_nob
             await leaving
 
 
-async def test_one_that_failed_is_asked_for_again_after_a_while(site: Website, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_robots_txt_is_asked_for_again_after_a_while(
+    site: Website, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site.add("/robots.txt", "", status=500)
     known = new()
     async with fetching() as fetcher:
@@ -223,7 +225,7 @@ async def test_one_that_failed_is_asked_for_again_after_a_while(site: Website, m
     assert len(site.robots_requests) == 2
 
 
-async def test_that_a_crawl_has_had_its_bytes_is_not_held_against_a_host(site: Website) -> None:
+async def test_a_crawl_that_has_used_up_its_bytes_does_not_count_against_a_host(site: Website) -> None:
     site.add("/robots.txt", "User-agent: *\nAllow: /\n" + "# x\n" * 50)
     known = new()
     async with fetching(max_crawl_bytes=10) as used_up, fetching() as fresh:
@@ -232,7 +234,7 @@ async def test_that_a_crawl_has_had_its_bytes_is_not_held_against_a_host(site: W
         await known.check(site.url("/a"), fresh)
 
 
-async def test_that_a_crawl_ends_before_a_hosts_turn_is_not_held_against_the_host(site: Website) -> None:
+async def test_a_crawl_that_ends_before_a_hosts_turn_does_not_count_against_the_host(site: Website) -> None:
     pytest.importorskip("tenacity")
     known, hosts = new(), Hosts(4)
     now_s = asyncio.get_running_loop().time()
@@ -293,12 +295,12 @@ def test_a_file_that_is_made_to_be_slow_takes_time_in_proportion(name: str) -> N
         can_fetch(found, "/" + "a" * 1900)
 
 
-async def test_of_a_file_without_end_the_first_half_megabyte_counts(site: Website) -> None:
+async def test_the_first_half_megabyte_of_an_endless_robots_txt_counts(site: Website) -> None:
     site.add("/robots.txt", "User-agent: *\nDisallow: /a\n" + "#" * (600 << 10) + "\nDisallow: /b")
     assert await allowed(site, "/a", "/b") == [False, True]
 
 
-async def test_what_is_remembered_is_bounded(site: Website, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_remembered_robots_txt_is_bounded(site: Website, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(robots, "MAX_BYTES", 4000)
     site.add("/robots.txt", "User-agent: *\nDisallow: /a")
     known = new()

@@ -59,7 +59,7 @@ def test_a_text_has_sentences_items_and_lines(text: str, expected: list[str]) ->
 
 
 @given(st.text(st.sampled_from("aB .!?\n-*。=("), max_size=200))
-def test_nothing_but_space_and_signs_of_items_is_lost(text: str) -> None:
+def test_splitting_into_sentences_loses_only_space_and_signs_of_items(text: str) -> None:
     def letters(text: str) -> str:
         return "".join(c for c in text if c not in " \n-*")
 
@@ -69,7 +69,7 @@ def test_nothing_but_space_and_signs_of_items_is_lost(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["a. " * 300_000, "A. " * 300_000, "-" * 900_000, " " * 900_000, "。" * 900_000, "." + " " * 900_000 + "b"]
 )
-def test_a_strangers_text_takes_time_in_proportion_and_gives_few(text: str) -> None:
+def test_a_hostile_text_takes_time_in_proportion_and_gives_few_sentences(text: str) -> None:
     began_s = time.process_time()
     assert len(split_sentences(text)) <= MAX_SENTENCES
     assert time.process_time() - began_s < 10
@@ -106,7 +106,7 @@ async def test_a_passage_is_scored_once_and_what_did_not_change_is_not_sent_agai
     assert not failures.missing
 
 
-async def test_what_cannot_be_scored_is_given_whole_from_then_on() -> None:
+async def test_passages_are_given_whole_once_scoring_has_failed() -> None:
     failures = noted()
     narrowing = BestSentences(1, Scorer(fails_at=1))
     events = await narrowed(narrowing, failures, Update((DOGS,)), Update((CATS,)), Update((DOGS, CATS)))

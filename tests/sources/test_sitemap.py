@@ -61,7 +61,7 @@ def test_lines_of_text_are_a_sitemap() -> None:
     assert find(body)["pages"] == ["http://docs.example/penguins"]
 
 
-def test_of_a_cut_text_the_last_line_may_be_half_an_address() -> None:
+def test_the_last_line_of_a_cut_text_sitemap_is_left_out() -> None:
     job = {"url": "http://docs.example/sitemap.txt", "query": "penguins", "is_cut": True}
     body = b"http://docs.example/penguins\nhttp://docs.example/penguins-sw"
     found = sitemap.read_sitemap(job, body, str)
@@ -70,7 +70,7 @@ def test_of_a_cut_text_the_last_line_may_be_half_an_address() -> None:
     assert whole["pages"] == ["http://docs.example/penguins", "http://docs.example/penguins-sw"]
 
 
-def test_of_a_damaged_or_cut_file_the_beginning_counts() -> None:
+def test_the_beginning_of_a_damaged_or_cut_sitemap_counts() -> None:
     assert find(PAGES[: PAGES.index(b"/swim/rel")])["pages"] == FOUND[:2]
     cut = gzip.compress(PAGES)[:-20]
     assert find(cut)["is_cut"]

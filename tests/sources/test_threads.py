@@ -49,7 +49,7 @@ async def test_a_call_that_was_cancelled_keeps_its_place_until_it_returns() -> N
     assert await second == "second"
 
 
-async def test_those_within_others_leave_places_for_their_siblings() -> None:
+async def test_a_pool_within_another_leaves_places_for_its_siblings() -> None:
     shared, release = Threads(3, "shared"), threading.Event()
     greedy, modest = Threads(2, "greedy", within=shared), Threads(2, "modest", within=shared)
     blocked = [asyncio.create_task(greedy.run(release.wait)) for _ in range(9)]

@@ -43,5 +43,5 @@ def test_async_functions_are_seen(function: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("function", [plain, Plain(), partial(Plain()), lambda query: coroutine(query), str])
-def test_others_are_not(function: Callable[..., Any]) -> None:
+def test_other_functions_are_not_async(function: Callable[..., Any]) -> None:
     assert not is_async(function)

@@ -189,7 +189,7 @@ def test_diskanns_search_repeats_one_id_which_is_why_batch_search_is_used(small:
     assert done.stderr.splitlines()[-1] == "distinct: 1 5"
 
 
-async def test_nothing_is_printed(built: Path, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_a_search_prints_nothing(built: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async with started(built) as source:
         await updates(source, QUERIES[0])
     assert capfd.readouterr() == ("", "")
@@ -209,7 +209,7 @@ async def test_progress_is_told_while_starting(small: Path) -> None:
     ]
 
 
-async def test_a_pipeline_starts_it_and_cites_what_it_found(small: Path) -> None:
+async def test_a_pipeline_cites_the_passages_that_a_vector_source_found(small: Path) -> None:
     cited = await citations(VectorSource(small, k=3, embedder=EMBEDDER), QUERIES[0])
     assert [citation.uri for citation in cited] == [name for name, _ in exact_ranking(small, QUERIES[0])][:3]
 
@@ -263,7 +263,7 @@ async def test_the_same_embedder_may_come_from_elsewhere(
 @pytest.mark.parametrize(
     "name", ["toy_embedder:embed", "marks_that_it_ran:embed", "someone/some-model", "/etc", "./model", "", "\x1b[2J"]
 )
-async def test_nothing_is_loaded_because_an_index_names_it(
+async def test_no_embedder_is_loaded_because_an_index_names_it(
     index: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stranger's index and, beside it, the code that it names."""
@@ -472,7 +472,7 @@ async def test_an_index_that_is_replaced_serves_until_its_worker_must_open_it_ag
             await updates(source, QUERIES[0])
 
 
-def test_importing_it_imports_nothing_heavy() -> None:
+def test_importing_the_web_source_imports_nothing_heavy() -> None:
     heavy = {"bs4", "diskannpy", "lxml", "numpy", "sentence_transformers", "torch"}
     code = "import sys, streamrag.sources.search.vector, streamrag.sources.index.build; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

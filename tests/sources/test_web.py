@@ -156,7 +156,7 @@ async def test_each_page_is_asked_for_once_however_it_is_spelled(site: Website, 
     assert reasons(events) == {"/moved": f"it redirects to {site.url('/a')}, which is visited already"}
 
 
-async def test_where_a_redirect_led_is_not_asked_for_again(site: Website, new: NewSource) -> None:
+async def test_the_target_of_a_redirect_is_not_fetched_again(site: Website, new: NewSource) -> None:
     site.add("/", text("Emperor", "/old", "/hub"))
     site.add_redirect("/old", "/new")
     site.add("/new", text("King"))
@@ -214,7 +214,7 @@ async def test_links_that_promise_more_are_followed_first(site: Website, new: Ne
 # ------------------------------------------------------------------------------------------------------- what is kept
 
 
-async def test_what_pages_have_in_common_appears_once(site: Website, new: NewSource) -> None:
+async def test_text_that_pages_have_in_common_appears_once(site: Website, new: NewSource) -> None:
     notice = "<p>All texts about how penguins swim are under the same free licence.</p>"
     site.add("/", text("Emperor", "/a") + notice)
     site.add("/a", text("King") + notice)
@@ -325,7 +325,7 @@ async def test_a_page_that_takes_too_long_to_read_is_skipped(site: Website, new:
     assert cut_short(events) == ["1 page exceeded the time or memory of a page"]
 
 
-async def test_what_is_not_there_or_over_the_users_own_bounds_is_no_gap(site: Website, new: NewSource) -> None:
+async def test_missing_pages_and_those_over_the_users_bounds_are_no_gap(site: Website, new: NewSource) -> None:
     site.add("/", text("Emperor", "/missing", "/large", "/gone", "/a"))
     site.add("/large", "x" * 20_000)
     site.add("/gone", fault="breaks off at once")
@@ -443,7 +443,7 @@ async def test_unreachable_start_urls_are_an_error_that_names_them(site: Website
         await crawl(new([url, f"http://127.0.0.8:{site.port}/"]))
 
 
-async def test_one_start_url_that_can_be_reached_is_enough(site: Website, new: NewSource) -> None:
+async def test_a_single_reachable_start_url_is_enough(site: Website, new: NewSource) -> None:
     site.add("/", text("Emperor"))
     events = await crawl(new([site.url(host="127.0.0.9"), site.url()]))
     assert len(paths(events)) == 1
@@ -470,7 +470,7 @@ async def test_links_to_private_addresses_are_skipped(
     assert len(events) == 3
 
 
-async def test_an_error_that_nobody_expects_costs_its_page_alone(
+async def test_an_unexpected_error_costs_its_page_alone(
     site: Website, new: NewSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch = Fetcher.fetch
@@ -508,7 +508,7 @@ async def test_a_worker_that_dies_is_an_error_for_its_query_alone(site: Website,
     assert len(before & set(workers.process_ids)) == 1
 
 
-async def test_what_a_worker_answers_is_checked_like_what_a_page_says(site: Website, new: NewSource) -> None:
+async def test_links_from_a_worker_are_checked_like_those_of_a_page(site: Website, new: NewSource) -> None:
     """A worker reads hostile pages, and one of them may have taken it over."""
 
     class TakenOver:
@@ -783,7 +783,7 @@ async def test_closing_the_source_ends_its_crawls_with_an_error(site: Website) -
         await crawling
 
 
-async def test_what_is_not_installed_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_crawl_package_is_named_with_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"crawl4ai is not installed.*pip install '\.\[crawl\]'"):
         await WebSource(["http://docs.example/"]).start(lambda line: None)
@@ -889,7 +889,7 @@ async def test_a_browser_is_not_asked_for_private_addresses(site: Website, brows
     assert site.requests == []
 
 
-async def test_where_a_browser_is_led_to_is_checked(
+async def test_redirects_of_a_browser_are_checked(
     site: Website, browse: NewSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge = ssrf_guard.is_public
@@ -906,7 +906,7 @@ async def test_where_a_browser_is_led_to_is_checked(
     assert "127.0.0.2, which is not a public address" in reasons(events)["/private"]
 
 
-async def test_what_a_browser_cannot_reach_is_unreachable(site: Website, browse: NewSource) -> None:
+async def test_a_page_that_a_browser_cannot_reach_is_unreachable(site: Website, browse: NewSource) -> None:
     with pytest.raises(UnreachableError, match=r"cannot be reached: net::ERR_CONNECTION_REFUSED"):
         await crawl(browse([site.url(host="127.0.0.9")], obey_robots=False))
 

@@ -46,7 +46,7 @@ def forbid(site: Website, *lines: str) -> None:
     site.add("/robots.txt", "User-agent: *\n" + "\n".join(lines), content_type="text/plain")
 
 
-async def test_what_robots_txt_forbids_is_skipped_and_does_not_count(site: Website, new: NewSource) -> None:
+async def test_a_page_that_robots_txt_forbids_is_skipped_and_does_not_count(site: Website, new: NewSource) -> None:
     forbid(site, "Disallow: /no")
     site.add("/", text("Emperor", *(f"/no/{i}-penguins-swim" for i in range(5)), "/a", "/b", "/c"))
     for path in ("/a", "/b", "/c"):
@@ -82,7 +82,7 @@ async def test_a_start_page_that_is_forbidden_is_skipped(site: Website, new: New
     assert site.requests == []
 
 
-async def test_where_a_redirect_leads_must_be_allowed_too(site: Website, new: NewSource) -> None:
+async def test_the_target_of_a_redirect_must_be_allowed_by_robots_txt_too(site: Website, new: NewSource) -> None:
     forbid(site, "Disallow: /no")
     site.add("/", text("Emperor", "/a"))
     site.add_redirect("/a", "/no")
@@ -404,7 +404,7 @@ async def test_sitemaps_beyond_the_tenth_are_told(site: Website, new: NewSource)
     assert cut_short(events) == ["3 sitemaps not read, or not to the end"]
 
 
-async def test_what_was_found_counts_though_a_later_sitemap_cannot_be_reached(site: Website, new: NewSource) -> None:
+async def test_pages_of_sitemaps_count_though_another_sitemap_is_unreachable(site: Website, new: NewSource) -> None:
     name_sitemaps(site, "/a.xml", "/b.xml", "/c.xml")
     add_sitemap(site, "/a.xml", "/penguins/king")
     site.add("/b.xml", fault="breaks off at once")

@@ -82,7 +82,7 @@ async def test_a_job_that_raises_is_an_error_with_its_kind_and_the_worker_lives_
     assert (await pool.run({"do": "echo"}))["pid"] == process_id
 
 
-async def test_what_a_worker_prints_does_not_disturb_its_answers(pool: WorkerPool) -> None:
+async def test_output_printed_by_a_worker_does_not_disturb_its_answers(pool: WorkerPool) -> None:
     await pool.run({"do": "print"})
     assert (await pool.run({"do": "echo"}))["pid"] == pool.process_ids[0]
 
@@ -108,7 +108,7 @@ async def test_a_worker_that_is_worn_is_replaced_after_its_answer(do: str) -> No
         assert (await pool.run({"do": "echo"}))["pid"] != process_id
 
 
-async def test_a_worker_that_dies_while_it_is_free_is_nobodys_error(pool: WorkerPool) -> None:
+async def test_a_worker_that_dies_while_it_is_free_fails_no_job(pool: WorkerPool) -> None:
     [process_id] = pool.process_ids
     [slot] = pool._slots
     os.kill(process_id, signal.SIGKILL)

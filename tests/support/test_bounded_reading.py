@@ -88,7 +88,7 @@ def test_lines_are_joined_across_blocks() -> None:
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_what_is_packed_in_many_members_is_read_whole(suffix: str, tmp_path: Path) -> None:
+def test_a_file_packed_in_many_members_is_read_whole(suffix: str, tmp_path: Path) -> None:
     chance = random.Random(0)
     parts = [chance.randbytes(chance.randrange(200_000)) + b"\0" * chance.randrange(3 * MIB) for _ in range(12)]
     pack = gzip.compress if suffix == ".gz" else zstandard.ZstdCompressor().compress
@@ -158,7 +158,7 @@ def test_a_public_trace_names_no_file_outside_of_its_folder(name: str, tmp_path:
         read_stream2llm_anns(tmp_path / "map.json", count_tokens=len)
 
 
-def test_nothing_that_is_read_can_name_code() -> None:
+def test_no_file_that_is_read_can_name_code() -> None:
     """No module of ours unpickles or evaluates, and these import by name: the names are ours or the caller's own."""
     importers = set()
     for path in sorted((ROOT / "streamrag").rglob("*.py")):

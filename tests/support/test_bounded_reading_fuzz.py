@@ -124,7 +124,7 @@ def fuzz(num: int, make: Callable[[random.Random], bytes], path: Path, read: Cal
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_of_damaged_traces_only_errors_of_ours_come(suffix: str, tmp_path: Path) -> None:
+def test_damaged_traces_raise_only_errors_of_ours(suffix: str, tmp_path: Path) -> None:
     def make(chance: random.Random) -> bytes:
         body = mutated(TRACE_LINES, chance)
         if suffix:
@@ -135,7 +135,7 @@ def test_of_damaged_traces_only_errors_of_ours_come(suffix: str, tmp_path: Path)
     assert fuzz(600, make, tmp_path / f"trace.jsonl{suffix}", lambda path: use_trace(read_trace(path))) > 20
 
 
-def test_of_damaged_traces_of_others_only_errors_of_ours_come(tmp_path: Path) -> None:
+def test_damaged_traces_of_others_raise_only_errors_of_ours(tmp_path: Path) -> None:
     def read(path: Path) -> None:
         use_trace(read_mooncake(path))
 
@@ -163,7 +163,7 @@ def broken(head: str, rows: str) -> Callable[[random.Random], bytes]:
     return make
 
 
-def test_of_a_damaged_vector_search_of_others_only_errors_of_ours_come(tmp_path: Path) -> None:
+def test_a_damaged_vector_search_of_others_raises_only_errors_of_ours(tmp_path: Path) -> None:
     rows = io.StringIO()
     csv.writer(rows).writerows([("StartTime_us", "EndTime_us", "PipelinePool"), (0, 50, "(1,2)"), (50, 90, "(2,3)")])
     (tmp_path / "1.csv").write_text(rows.getvalue())
@@ -187,7 +187,7 @@ def test_of_a_damaged_vector_search_of_others_only_errors_of_ours_come(tmp_path:
 PROFILES = sorted((ROOT / "streamrag" / "engine" / "profiles").glob("*.json"))
 
 
-def test_of_a_damaged_profile_only_errors_of_ours_come(tmp_path: Path) -> None:
+def test_a_damaged_profile_raises_only_errors_of_ours(tmp_path: Path) -> None:
     def read(path: Path) -> None:
         profile = load_profile(str(path))
         assert 0 <= profile.step_s([(512, 1000), (1, 5)]) < float("inf")
@@ -210,7 +210,7 @@ def test_of_a_damaged_profile_only_errors_of_ours_come(tmp_path: Path) -> None:
     assert fuzz(600, make, tmp_path / "profile.json", read) > 20
 
 
-def test_of_a_damaged_result_only_errors_of_ours_come(tmp_path: Path) -> None:
+def test_a_damaged_result_raises_only_errors_of_ours(tmp_path: Path) -> None:
     settings = CellSettings("virtual", "crawler", "streaming", qps=1.0)
     store = CellStore(tmp_path)
     path = store.write(as_dataclass(CellResult, {**RESULT, "settings": asdict(settings)}))
@@ -247,7 +247,7 @@ RESULT = {
 }  # fmt: skip
 
 
-def test_of_damaged_records_only_errors_of_ours_come(tmp_path: Path) -> None:
+def test_damaged_records_raise_only_errors_of_ours(tmp_path: Path) -> None:
     record = {
         "request_id": "r", "arrival_s": 0.0, "queued_s": 0.0, "scheduled_s": 1.0, "first_kv_s": 1.0, "last_kv_s": 1.5,
         "finished_s": 2.0, "num_prompt_tokens": 5, "num_output_tokens": 2, "num_computed": 5, "num_recomputed": 0,
@@ -257,7 +257,7 @@ def test_of_damaged_records_only_errors_of_ours_come(tmp_path: Path) -> None:
     fuzz(200, lambda chance: mutated([json.dumps(record)] * 2, chance), path, read_records)
 
 
-def test_of_a_damaged_manifest_only_errors_of_ours_come(tmp_path: Path) -> None:
+def test_a_damaged_manifest_raises_only_errors_of_ours(tmp_path: Path) -> None:
     entry = {"size_bytes": 0, "sha256": "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"}
     names = sorted(NEEDED["diskann"])
     for name in names:

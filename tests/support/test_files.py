@@ -65,7 +65,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         write_atomic(tmp_path / "none" / "file", "text")
 
 
-def test_what_is_no_file_is_written_to_and_not_replaced() -> None:
+def test_a_device_is_written_to_and_not_replaced() -> None:
     with pytest.raises(ConfigurationError, match="/dev/full cannot be written: No space left on device"):
         write_atomic(Path("/dev/full"), "text")
     assert stat.S_ISCHR(Path("/dev/full").stat().st_mode)
@@ -108,7 +108,7 @@ TRACES = Path(__file__).parents[2] / "traces"
     ],
     ids=lambda command: "-".join(command.split()[:2]),
 )
-def test_on_a_full_disk_a_command_says_so_and_leaves_no_part_of_a_file(tmp_path: Path, command: str) -> None:
+def test_a_command_on_a_full_disk_says_so_and_leaves_no_part_of_a_file(tmp_path: Path, command: str) -> None:
     out = tmp_path / "out"
     out.mkdir()
     ran = run_on_a_full_disk([part.format(out=out, trace=a_trace()) for part in command.split()])
@@ -118,7 +118,7 @@ def test_on_a_full_disk_a_command_says_so_and_leaves_no_part_of_a_file(tmp_path:
     assert [path for path in out.rglob("*") if path.is_file() and path.parent.name != "logs"] == []
 
 
-def test_on_a_full_disk_the_old_picture_stays(tmp_path: Path) -> None:
+def test_the_old_picture_stays_on_a_full_disk(tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     picture.write_bytes(b"the old one")
     ran = run_on_a_full_disk(["trace", "show", str(a_trace()), "--plot", str(picture)])

@@ -35,7 +35,7 @@ def test_a_process_whose_parent_is_gone_already_ends_at_once() -> None:
     assert child.returncode == 1
 
 
-def test_it_holds_for_what_the_process_becomes() -> None:
+def test_the_program_that_a_process_becomes_dies_with_the_parent_too() -> None:
     become = "os.execv(sys.executable, [sys.executable, '-c', 'import time; print(flush=True); time.sleep(1000)'])"
     code = ENDING.format(parent="os.getppid()") + become
     code = code.replace("sys.stdin.read()\n", "")

@@ -53,7 +53,7 @@ def test_a_folder_is_private_and_removed_with_what_is_in_it(temporary_folder: Pa
     assert os.listdir(temporary_folder) == []
 
 
-def test_a_folder_that_nobody_removed_is_removed_at_exit(temporary_folder: Path) -> None:
+def test_a_folder_that_was_not_removed_is_removed_at_exit(temporary_folder: Path) -> None:
     program, path = owner()
     assert path.is_dir()
     program.communicate()
@@ -115,7 +115,7 @@ def link_as_owner(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [strange_folder, link_to_a_left_one, link_as_owner, of_another_user, Path.touch])
-def test_what_is_not_surely_ours_stays(temporary_folder: Path, make: Callable[[Path], None]) -> None:
+def test_a_folder_that_is_not_surely_ours_stays(temporary_folder: Path, make: Callable[[Path], None]) -> None:
     if make is of_another_user and os.geteuid():
         pytest.skip("only root can give a folder away")
     path = temporary_folder / "streamrag-test-12345678"
@@ -163,7 +163,7 @@ def test_a_folder_that_is_taken_for_left_behind_before_it_is_locked_is_made_anew
     folder.remove()
 
 
-def test_where_files_cannot_be_locked_nothing_is_removed(
+def test_no_folder_is_removed_where_files_cannot_be_locked(
     temporary_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dead, path = owner()

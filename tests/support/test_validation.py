@@ -72,7 +72,7 @@ class Recorded:
         self.recorder, self.num = recorder, num
 
 
-def test_what_is_imported_for_a_type_checker_alone_is_not_checked_and_the_rest_is() -> None:
+def test_only_types_imported_for_a_type_checker_alone_are_not_checked() -> None:
     assert Recorded(object(), 2).num == 2
     with pytest.raises(ConfigurationError, match="Recorded: num=0"):
         Recorded(object(), 0)

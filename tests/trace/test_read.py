@@ -59,7 +59,7 @@ def test_a_file_torn_anywhere_is_read_up_to_its_last_whole_line(suffix: str, tmp
     assert seen == {0, 1, 2, 3}
 
 
-def test_what_was_torn_is_noted(tmp_path: Path) -> None:
+def test_the_torn_parts_of_a_trace_are_noted(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "trace.jsonl", *GOOD, {**QUERY, "id": "2"}, '{"kind": "app')
     trace = read_trace(path)
     assert len(trace.queries) == 1

@@ -33,7 +33,7 @@ async def record(path: Path, *queries: str, steps: Sequence[object] = STEPS, tex
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
-async def test_what_retrieval_did_is_recorded_with_its_times(suffix: str, tmp_path: Path) -> None:
+async def test_retrieval_events_are_recorded_with_their_times(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / "new folder" / f"trace{suffix}"
     await record(path, "one?", "two?")
     trace = read_trace(path)
@@ -97,7 +97,7 @@ async def test_a_torn_file_is_repaired_before_it_is_appended_to(suffix: str, tmp
     assert not any("torn" in note for note in trace.provenance.get("notes", ()))
 
 
-async def test_each_query_that_ended_survives_whatever_happens_then(tmp_path: Path) -> None:
+async def test_each_query_that_ended_survives_a_crash_of_the_recorder(tmp_path: Path) -> None:
     """The bytes are looked at while the recorder is at work, as a crash would leave them."""
     for suffix in (".jsonl", ".jsonl.gz", ".jsonl.zst"):
         path = tmp_path / f"trace{suffix}"
@@ -290,7 +290,7 @@ class SlowWriter(WriterThread):
         super().__init__(path)
 
 
-async def test_one_that_is_cancelled_while_it_starts_lets_go_of_its_file(
+async def test_a_recorder_cancelled_while_it_starts_lets_go_of_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("streamrag.trace.recorder.WriterThread", SlowWriter)
@@ -310,7 +310,7 @@ async def test_one_that_is_cancelled_while_it_starts_lets_go_of_its_file(
         pass
 
 
-async def test_of_two_that_start_it_at_once_one_is_refused(tmp_path: Path) -> None:
+async def test_the_second_of_two_starts_of_a_recorder_at_once_is_refused(tmp_path: Path) -> None:
     recorder = TraceRecorder(tmp_path / "trace.jsonl")
     lines: list[str] = []
     starts = await asyncio.gather(*[recorder.start(lines.append) for _ in range(2)], return_exceptions=True)

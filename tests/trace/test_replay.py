@@ -41,7 +41,7 @@ async def texts(source: ReplaySource, *queries: str) -> list[str]:
 
 
 @pytest.mark.parametrize("delay", [1.0, 3.0])
-async def test_what_was_recorded_comes_again_at_its_times_or_later_ones(delay: float, tmp_path: Path) -> None:
+async def test_recorded_events_are_replayed_at_their_times_or_delayed(delay: float, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
     steps = (0.02, EVENTS[0], EVENTS[1], 0.03, EVENTS[2], 0.02)
     async with Pipeline(ScriptedSource(steps), ScriptedBackend("Yes."), recorder=TraceRecorder(path)) as pipeline:

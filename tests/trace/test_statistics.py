@@ -74,7 +74,7 @@ def test_queries_with_one_event_each_are_plain_and_others_can_be_mixed() -> None
     assert describe(Trace((query("1", 0.0, (TracedUpdate(0, (A,)), TracedAppend(1, B))),))).mode == "mixed"
 
 
-def test_what_went_wrong_is_counted() -> None:
+def test_failed_queries_and_skipped_pages_are_counted() -> None:
     failed = TracedQuery("1", 0.0, "why?", (), 1.0, skipped=(TracedSkip(0.5, "x", "gone"),), outcome="failed")
     found = describe(Trace((failed,)))
     assert (found.num_incomplete, found.num_skipped) == (1, 1)

@@ -66,7 +66,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         write_trace(one_query(), tmp_path / "nowhere" / "trace.jsonl")
 
 
-def test_what_would_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+def test_a_trace_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     chunk = TracedChunk("a", 1)
     odd = (Hint(-1, float("inf")), Hint(2**40, float("nan")), Hint(1, 1e300))

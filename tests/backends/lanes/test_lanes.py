@@ -490,7 +490,7 @@ async def test_a_dead_lane_is_asked_and_logged_once(caplog: pytest.LogCaptureFix
         backend.check_health()
 
 
-async def test_nobody_reserves_before_those_who_wait() -> None:
+async def test_try_reserve_finds_no_place_while_earlier_reservations_wait() -> None:
     backend = await start_lanes([FakeLane("prefill")], [FakeLane("decode")], max_open=1)
     lanes, prompt = backend._decode_lanes, Prompt((5,), 0, is_complete=True)
     assert lanes is not None

@@ -395,7 +395,9 @@ async def test_a_superseded_warming_request_is_closed(server: Server, backend: O
 
 
 @pytest.mark.parametrize("extra", [{"x": float("nan")}, {"x": object()}, {"seed_of_mine": 10**5000}])
-async def test_what_cannot_be_written_as_json_is_the_callers_mistake(server: Server, extra: dict[str, Any]) -> None:
+async def test_options_that_cannot_be_written_as_json_are_the_callers_mistake(
+    server: Server, extra: dict[str, Any]
+) -> None:
     backend = OpenAIBackend(server.url, "tiny")
     await backend.start(lambda line: None)
     with pytest.raises(ConfigurationError, match="cannot be written as JSON"):

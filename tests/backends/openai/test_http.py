@@ -155,7 +155,7 @@ async def test_pieces_that_hold_next_to_nothing_are_given_up(
     await sender.until_client_left()
 
 
-async def test_others_run_between_the_pieces_of_an_answer(server: Server, backend: OpenAIBackend) -> None:
+async def test_other_tasks_run_between_the_pieces_of_an_answer(server: Server, backend: OpenAIBackend) -> None:
     pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in b":" * 2000 + b'\n\ndata: {"x":[]}\n\n')
     head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -191,7 +191,9 @@ async def test_an_error_without_end_is_cut(server: Server, backend: OpenAIBacken
 @pytest.mark.parametrize(
     ("coding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress), ("x-unknown", bytes)]
 )
-async def test_what_is_compressed_is_refused(server: Server, coding: str, compress: Callable[[bytes], bytes]) -> None:
+async def test_a_compressed_response_is_refused(
+    server: Server, coding: str, compress: Callable[[bytes], bytes]
+) -> None:
     body = compress(json.dumps(MODELS).encode() + b" " * 50 * MEGABYTE)
 
     async def send(request: Request) -> None:
@@ -369,7 +371,7 @@ async def test_an_empty_reason_to_finish_is_none(server: Server, backend: OpenAI
         await collect(backend, prompt("Why?"))
 
 
-async def test_of_an_event_with_many_answers_the_first_is_read(server: Server, backend: OpenAIBackend) -> None:
+async def test_only_the_first_answer_of_an_event_with_many_is_read(server: Server, backend: OpenAIBackend) -> None:
     server.handlers = [stream({"choices": [{"text": "4"}, *[{"text": "x"}] * 4000]}, chunk("2", "stop"), "[DONE]")]
     assert await collect(backend, prompt("Why?")) == [AnswerChunk("4", ()), AnswerChunk("2", (), "stop")]
 

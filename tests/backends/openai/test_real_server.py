@@ -238,7 +238,7 @@ async def test_another_model_is_refused_with_the_one_that_is_served(server: Vllm
         await OpenAIBackend(server.url, "huge").start(lambda line: None)
 
 
-async def test_what_the_server_refuses_is_raised_with_its_reason(backend: OpenAIBackend) -> None:
+async def test_a_refusal_by_the_server_is_raised_with_its_reason(backend: OpenAIBackend) -> None:
     with pytest.raises(ServerError, match=r"status 400: .*min_p"):
         await anext(backend.generate(at_once(Prompt(text(9, 5), 0, True)), SamplingParams(extra={"min_p": 7.0})))
 

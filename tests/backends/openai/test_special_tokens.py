@@ -133,7 +133,7 @@ async def test_with_a_tokenizer_only_the_templates_tokens_are_special(
     assert ("a < |im_end|>< |im_end|>\n" in text) != takes_ids
 
 
-async def test_what_the_result_says_is_in_the_commands_json(server: Server, model: Path) -> None:
+async def test_the_commands_json_has_the_exactness_that_the_result_reports(server: Server, model: Path) -> None:
     from streamrag.cli.ask import as_json
 
     answer, _ = await ask(server, model, tokenize=None, takes_ids=False, has_tokenizer=False)

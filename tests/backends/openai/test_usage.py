@@ -66,7 +66,9 @@ async def test_a_server_that_refuses_to_report_usage_is_asked_without_it(
 
 
 @pytest.mark.parametrize("usage", [None, 5, {}, {"prompt_tokens": "many", "completion_tokens": -1}])
-async def test_what_a_server_does_not_report_is_unknown(server: Server, backend: OpenAIBackend, usage: Any) -> None:
+async def test_usage_that_a_server_does_not_report_is_unknown(
+    server: Server, backend: OpenAIBackend, usage: Any
+) -> None:
     server.handlers = [stream(chunk("42", "stop"), {"choices": [], "usage": usage}, "[DONE]")]
     assert backend.model.unit == "characters"
     async with Pipeline(ScriptedSource([]), backend, owns_backend=False) as pipeline:

@@ -119,7 +119,7 @@ async def test_replicas_that_run_are_there(deploying: dict[str, object]) -> None
     assert deploying["deleted"] == "app"
 
 
-async def test_what_has_no_room_on_this_machine_is_refused_at_once(deploying: dict[str, object]) -> None:
+async def test_an_application_without_room_on_this_machine_is_refused_at_once(deploying: dict[str, object]) -> None:
     deploying["deployments"] = {"engines": deployed(3, None, None, None, CPU=1.0)}
     with pytest.raises(
         ConfigurationError, match="app does not fit on this machine: 3 engines need 3 CPU, and it has 2"
@@ -137,13 +137,13 @@ async def test_a_cluster_that_does_not_grow_ends_the_start(deploying: dict[str, 
     assert deploying["deleted"] == "app"
 
 
-async def test_what_an_engine_says_when_it_cannot_start_is_told(deploying: dict[str, object]) -> None:
+async def test_the_reason_why_an_engine_cannot_start_is_reported(deploying: dict[str, object]) -> None:
     deploying["status"] = "DEPLOY_FAILED"
     with pytest.raises(BackendError, match="no such model"):
         await application(address="auto").start(lambda line: None)
 
 
-async def test_who_gives_up_while_replicas_wait_for_a_node_need_not_wait_as_well(deploying: dict[str, object]) -> None:
+async def test_cancelling_a_start_that_waits_for_a_node_deletes_the_application(deploying: dict[str, object]) -> None:
     is_waiting, loop = asyncio.Event(), asyncio.get_running_loop()
     started = application(address="auto", place_s=600.0)
     deployments = started._deployments

@@ -138,7 +138,7 @@ async def test_a_router_that_fails_does_not_hold_up_queries(caplog: pytest.LogCa
     assert "goes to any replica" in caplog.text
 
 
-async def test_no_query_fails_with_a_router_that_fails_to_hear_of_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_query_fails_with_a_router_whose_callbacks_raise(caplog: pytest.LogCaptureFixture) -> None:
     class Deaf(Fewest):
         def fail(self, *args: object) -> Any:
             raise ZeroDivisionError
@@ -164,7 +164,7 @@ def test_a_stream_that_another_router_has_sent_counts_where_it_is() -> None:
     assert chooser.ticket("2", FIRST).rank([ReplicaCandidate("a", 1, {}), ReplicaCandidate("b", 1, {})]) == ["b"]
 
 
-def test_what_lay_in_a_replica_that_is_gone_or_dead_is_forgotten() -> None:
+def test_prompts_held_by_a_replica_that_is_gone_or_dead_are_forgotten() -> None:
     router = Seeing()
     chooser = ReplicaChooser(router, clock=lambda: 0.0)
     there = [ReplicaCandidate("a", 9, {}), ReplicaCandidate("b", 9, {})]
@@ -178,7 +178,7 @@ def test_what_lay_in_a_replica_that_is_gone_or_dead_is_forgotten() -> None:
     assert set(router.gone) == {"a", "b"}
 
 
-async def test_a_replica_tells_what_waits_in_it_and_refuses_what_it_has_no_room_for() -> None:
+async def test_a_replica_reports_its_queued_tokens_and_refuses_without_room() -> None:
     hold = anyio.Event()
     replica = EngineReplica(lambda: ScriptedBackend(hold=hold), max_open=1, replica_id="a")
     await replica.start()
@@ -202,7 +202,7 @@ async def test_a_replica_tells_what_waits_in_it_and_refuses_what_it_has_no_room_
     await replica.aclose()
 
 
-async def test_a_replica_s_speed_is_what_it_computed_while_prompts_waited_there() -> None:
+async def test_the_speed_of_a_replica_counts_tokens_computed_while_prompts_waited() -> None:
     """Whoever waits for retrieval, and what lies in the cache, does not make it slow."""
     now_s = 0.0
 
@@ -241,7 +241,7 @@ async def test_an_engine_s_error_is_the_last_thing_that_a_replica_says_of_a_stre
     replica.check_health()
 
 
-async def test_events_that_come_while_nobody_takes_them_are_taken_together() -> None:
+async def test_events_that_come_between_two_reads_are_taken_together() -> None:
     class Quick(ScriptedBackend):
         async def generate(self, prompts, params):  # type: ignore[no-untyped-def, override]
             for number in range(1, 4):
@@ -317,7 +317,7 @@ def test_options_that_cannot_work_are_refused(values: dict[str, int], said: str)
         ReplicaOptions(**values)  # type: ignore[arg-type]
 
 
-def test_what_an_engine_needs_of_its_node_is_passed_to_ray() -> None:
+def test_the_resources_that_an_engine_needs_are_passed_to_ray() -> None:
     options = ReplicaOptions(num_cpus=4, num_gpus=1, accelerator="H100", resources={"rack_7": 1})
     assert options.actor_options == {
         "num_cpus": 4, "num_gpus": 1, "accelerator_type": "H100", "resources": {"rack_7": 1},

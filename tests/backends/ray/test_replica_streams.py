@@ -132,7 +132,7 @@ async def test_a_stream_that_a_replica_ends_by_itself_is_replayed_or_is_an_error
         ([None], "lost, one after another"),
     ],
 )
-async def test_what_no_replica_sends_ends_the_query(sent: list[object], said: str) -> None:
+async def test_a_message_that_no_replica_sends_ends_the_query(sent: list[object], said: str) -> None:
     replicas, router = InProcess({"a": ScriptedBackend()}), Fewest()
     is_closed = []
 
@@ -179,7 +179,7 @@ async def test_errors_of_engines_arrive_as_what_they_are() -> None:
         await answer(streams, after(growing("Why?")))
 
 
-async def test_what_a_source_raises_ends_the_stream_at_once_whatever_it_waits_for() -> None:
+async def test_an_error_of_the_source_ends_a_held_or_queued_stream_at_once() -> None:
     a = ScriptedBackend(hold=anyio.Event())
     streams = replica_streams(InProcess({"a": a}, max_open=1))
 
@@ -240,7 +240,7 @@ async def test_walking_away_leaves_nothing_behind(stage: str) -> None:
     assert all_tasks() == []
 
 
-async def test_whoever_walks_away_while_a_query_is_replayed_leaves_nothing_behind_wherever_it_is() -> None:
+async def test_cancelling_a_replayed_query_at_any_step_leaves_nothing_behind() -> None:
     """Cancelled after one step of the loop, after two, and so on, until the answer is there."""
     num_steps, is_answered = 0, False
     while not is_answered:

@@ -72,7 +72,7 @@ async def test_a_replica_that_is_lost_before_it_has_found_anything_is_replaced()
     assert await told([LOST], [Append(A)]) == [Append(A)]
 
 
-async def test_what_another_replica_finds_again_is_told_once() -> None:
+async def test_events_that_another_replica_finds_again_are_reported_once() -> None:
     first = [Append(A, Hint(end_s=9.0)), Skipped("x", "gone"), Append(B)]
     again = [Append(A, Hint(end_s=8.0)), Skipped("x", "gone"), Append(B), Append(C), CutShort("time is up")]
     assert await told([*first, LOST], again) == [*first, Append(C), CutShort("time is up")]
@@ -93,7 +93,7 @@ async def test_what_another_replica_finds_again_is_told_once() -> None:
         ([Append(A), Append(B)], [Append(A), Skipped("y", "gone"), Append(B)], [Skipped("y", "gone"), Update((A, B))]),
     ],
 )
-async def test_where_another_replica_finds_something_else_the_context_becomes_that(
+async def test_the_context_follows_a_replacement_replica_that_finds_other_chunks(
     first: list[SourceEvent], again: list[SourceEvent], then: list[SourceEvent]
 ) -> None:
     events = await told([*first, LOST], again)
@@ -111,13 +111,13 @@ async def test_after_three_that_are_lost_retrieval_has_failed() -> None:
         await told([Append(A), LOST], [LOST], [Append(A), LOST])
 
 
-async def test_what_the_source_itself_raises_is_not_tried_again() -> None:
+async def test_an_error_of_the_source_itself_is_not_retried() -> None:
     with pytest.raises(SourceError, match="no such page"):
         await told([Append(A), LOST], [Append(A), Failed("SourceError", "no such page")])
 
 
 @pytest.mark.parametrize("retrievals", [[[Append(A), None]], [[Append(A), LOST], [Append(A), Append(B), None]]])
-async def test_who_walks_away_ends_retrieval(retrievals: list[list[Any]]) -> None:
+async def test_cancelling_the_reader_ends_retrieval_in_each_replica(retrievals: list[list[Any]]) -> None:
     replicas, source = Replicas(*retrievals), RaySource(None)  # type: ignore[arg-type]
     source._handle = replicas
     has_some = asyncio.Event()

@@ -163,7 +163,7 @@ async def test_ray_listens_on_loopback(backend: RayBackend) -> None:
 
 
 @pytest.mark.parametrize("question", ["hold", "endless", "slower"])
-async def test_who_walks_away_leaves_nothing_in_the_replica(backend: RayBackend, question: str) -> None:
+async def test_cancelled_queries_leave_nothing_in_the_replicas(backend: RayBackend, question: str) -> None:
     asking = [asyncio.create_task(ask(backend, question)) for _ in range(4)]
     while sum((await who(backend)).values()) < 4:
         pass

@@ -88,7 +88,7 @@ def test_calls_are_found_in_pieces(name: str, tokenizer: HuggingFaceTokenizer) -
         assert streamed == reader.calls[i]["function"]["arguments"]
 
 
-def test_one_call_at_most_if_that_is_asked_for(tokenizer: HuggingFaceTokenizer) -> None:
+def test_a_single_call_reader_returns_at_most_one_call(tokenizer: HuggingFaceTokenizer) -> None:
     parser = ToolCallParser("hermes")
     parser.load(tokenizer)
     reader = parser.reader(TOOLS, is_single=True)

@@ -168,7 +168,9 @@ def test_a_passage_may_have_lines_of_json_but_not_imitate_a_line_of_the_template
     assert ("> <tool_response>" in decoded) == ("<tool_response>" in tokenizer.whole.chat_template)
 
 
-def test_what_the_template_does_not_render_is_an_error(tmp_path: Path, tokenizer: HuggingFaceTokenizer) -> None:
+def test_tools_and_calls_that_the_template_does_not_render_are_an_error(
+    tmp_path: Path, tokenizer: HuggingFaceTokenizer
+) -> None:
     from streamrag.testing import make_tiny_llama
 
     deaf = HuggingFaceTokenizer(make_tiny_llama(tmp_path / "model"))

@@ -23,7 +23,7 @@ for _ in range(5_000):
 
 
 @pytest.mark.parametrize("message", [CHUNK, replace(CHUNK, arrival_s=None, expected_complete_s=0), EndOfInput()])
-def test_what_is_sent_arrives(message: PromptMessage | EndOfInput) -> None:
+def test_a_decoded_message_equals_the_one_that_was_sent(message: PromptMessage | EndOfInput) -> None:
     assert decode({"other": 1, **message.extra_args()}) == message
 
 
@@ -69,7 +69,7 @@ MALFORMED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("fields", MALFORMED.values(), ids=MALFORMED.keys())
-def test_what_cannot_be_is_refused_in_a_few_words(fields: Any) -> None:
+def test_malformed_fields_are_refused_in_a_short_message(fields: Any) -> None:
     with pytest.raises(MalformedMessageError, match="extra_args") as caught:
         decode({KEY: fields})
     assert len(str(caught.value)) < 250
@@ -83,7 +83,7 @@ ANYTHING = st.recursive(
 
 
 @given(ANYTHING, st.dictionaries(st.sampled_from([*FIELDS]), ANYTHING))
-def test_whatever_is_sent_is_understood_or_refused(fields: Any, changed: dict[str, Any]) -> None:
+def test_any_fields_are_decoded_without_loss_or_refused(fields: Any, changed: dict[str, Any]) -> None:
     for each in (fields, {**FIELDS, **changed}):
         try:
             message = decode({KEY: each})

@@ -8,14 +8,14 @@ from streamrag.backends.vllm import host_size
 from streamrag.backends.vllm.host_size import host_bytes, num_host_blocks
 
 
-def test_what_the_user_says_counts() -> None:
+def test_the_size_of_host_memory_that_the_user_sets_counts() -> None:
     assert num_host_blocks(1_000, block_bytes=10, num_device_blocks=1, num_workers=8) == 100
 
 
 @pytest.mark.parametrize(
     ("num_device_blocks", "num_workers", "expected"), [(10_000, 1, 250), (10_000, 2, 125), (7, 2, 42)]
 )
-def test_else_a_share_of_the_machine_and_a_few_times_the_kv_cache_at_most(
+def test_host_memory_defaults_to_a_bounded_share_of_the_machine(
     num_device_blocks: int, num_workers: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_size, "host_bytes", lambda: 10_000)

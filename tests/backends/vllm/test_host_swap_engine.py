@@ -176,7 +176,7 @@ async def run_load(engine: AsyncLLM, num_streams: int = NUM_STREAMS) -> tuple[Lo
     return load, largest
 
 
-async def test_what_was_swapped_answers_as_fresh_requests_do(engine: AsyncLLM) -> None:
+async def test_swapped_streams_answer_as_fresh_requests_do(engine: AsyncLLM) -> None:
     load, largest = await run_load(engine)
     assert max(largest) <= MOST_DIFFERENCE
     assert all(len(answer) == NUM_ANSWER_TOKENS for answer in load.answers.values())
@@ -193,7 +193,7 @@ async def test_copies_that_fail_change_no_answer(engine: AsyncLLM) -> None:
     assert load.count("num_loaded") >= 10 * BLOCK_SIZE
 
 
-async def test_one_wrong_block_would_be_noticed(engine: AsyncLLM) -> None:
+async def test_a_wrong_block_in_host_memory_would_be_noticed(engine: AsyncLLM) -> None:
     async with faults(engine, confuses_loads=True):
         load, largest = await run_load(engine, 32)
     assert load.count("num_loaded") >= 10 * BLOCK_SIZE

@@ -130,7 +130,7 @@ async def check_limits(engine: AsyncLLM, streams: TokenStreams) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_one_stale_block_would_be_noticed(engine: AsyncLLM) -> None:
+async def test_a_stale_block_in_the_prefix_cache_would_be_noticed(engine: AsyncLLM) -> None:
     assert await engine.reset_prefix_cache()
     await fresh(engine, STALE, [1], [(0, 0.0)])
     load = Load(TokenStreams(engine))

@@ -193,7 +193,7 @@ def fingerprint(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_this_part_of_vllm_is_as_it_was(name: str) -> None:
+def test_each_part_of_vllm_that_we_rely_on_is_unchanged(name: str) -> None:
     assert fingerprint(name) == EXPECTED[name]
 
 

@@ -31,7 +31,7 @@ def test_appends_over_seconds_gain_and_the_settings_say_how() -> None:
     assert advice.hardware == "2 x NVIDIA H200 SXM 141 GB"
 
 
-def test_what_arrives_at_once_gains_nothing_and_the_reasons_say_why() -> None:
+def test_retrieval_that_arrives_at_once_gains_nothing_and_the_reasons_say_why() -> None:
     advice = advise(Trace(tuple(appending(f"q{i}", float(i), 400) for i in range(8))), PROFILE, **SMALL)
     assert saved_s(advice, "VllmBackend") == pytest.approx(0.0, abs=0.01)
     assert "In 8 of 8 queries, everything arrives at once" in advice.reasons[0]

@@ -59,7 +59,7 @@ def test_json_lines_are_those_of_the_langchain_handler(tmp_path: Path) -> None:
     assert trace.provenance["num_without_chunks"] == 1
 
 
-def test_nothing_counts_after_the_end_and_an_empty_list_is_no_chunk(tmp_path: Path) -> None:
+def test_events_after_the_end_do_not_count_and_an_empty_list_is_no_chunk(tmp_path: Path) -> None:
     log = lines(
         {"query": "a", "event": "question", "seconds": 1},
         {"query": "a", "event": "chunks", "seconds": 2, "tokens": []},

@@ -21,11 +21,11 @@ def test_the_crossing_is_where_copying_becomes_the_quicker_way() -> None:
     assert copies.in_s(found // 10 - 1) >= recompute_s(profile, 0, found - 10)
 
 
-def test_it_is_at_the_first_block_where_copying_is_always_quicker() -> None:
+def test_the_crossing_is_the_first_block_where_copying_is_always_quicker() -> None:
     profile, copies = with_copies(0.0, 1e-6)
     assert crossing(profile, copies.in_s, 1_000) == 10
 
 
-def test_there_is_none_where_recomputing_is_always_quicker() -> None:
+def test_no_crossing_exists_where_recomputing_is_always_quicker() -> None:
     profile, copies = with_copies(0.0, 1.0)
     assert crossing(profile, copies.in_s, 1_000) is None

@@ -54,7 +54,7 @@ def test_the_steps_on_the_way_are_kept_for_the_fit(found: RecomputeTimes) -> Non
     assert {len(step.parts) for step in steps} == {1, 5}
 
 
-def test_what_would_take_too_long_is_left_out() -> None:
+def test_prompt_sizes_that_would_take_too_long_are_left_out() -> None:
     assert list(run(max_s=0.1).alone) == prompt_sizes(LONGEST)[:1]
 
 

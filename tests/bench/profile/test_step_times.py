@@ -43,7 +43,7 @@ def test_with_one_request_a_step_its_cost_is_part_of_the_base_line() -> None:
     assert found.request_s == 0
 
 
-def test_what_does_not_come_together_in_one_step_is_left_out() -> None:
+def test_steps_without_all_their_requests_are_left_out() -> None:
     async def main() -> set[int]:
         async with measured_engine(replace(SHAPE, max_num_seqs=2)) as client:
             found = await measure(client, 512, 2_048, max_num_seqs=16)  # type: ignore[arg-type]

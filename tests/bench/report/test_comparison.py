@@ -37,7 +37,7 @@ def test_a_speed_up_is_a_ratio_of_percentiles_over_the_seeds_that_both_have() ->
     assert comparison.speed_up("no-streaming", 2, "p50") == (1.0, 1.0, 1.0)
 
 
-def test_there_is_no_speed_up_without_a_baseline() -> None:
+def test_a_speed_up_without_a_baseline_is_unknown() -> None:
     only = digests_of(Grid("virtual", "crawler", arms=("streaming",), qps=(2,), num_queries=5))
     assert compare(only)[0].speed_up("streaming srpf/recompute", 2, "p50") is None
     other_seed = digests_of(Grid("virtual", "crawler", arms=("no-streaming",), qps=(2,), seeds=(9,), num_queries=5))

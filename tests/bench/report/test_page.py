@@ -105,7 +105,7 @@ def test_speed_ups_are_those_of_the_requests() -> None:
         Grid("virtual", "anns", qps=(2,), delays=(1.0, 30.0), kv_tokens=(1000, 2000), num_queries=3),
     ],
 )
-def test_what_is_missing_leaves_no_hole(grid: Grid) -> None:
+def test_a_report_of_few_cells_has_a_picture_and_no_nan(grid: Grid) -> None:
     page = Page(make_report(digests_of(grid), slos={}))
     assert ("No verdict" in page.text) == (len(grid.arms) == 1)
     assert len(page.pictures()) >= 1
@@ -124,7 +124,7 @@ def test_engines_that_do_not_tell_and_unanswered_queries_are_named() -> None:
     assert "Gaps are reported by streaming cells only" in page.text
 
 
-def test_what_was_copied_is_told_of_cells_that_copy() -> None:
+def test_copied_blocks_are_reported_only_for_cells_that_copy() -> None:
     headings = ("blocks", "GB", "tax")
     recompute, cost = (
         Page(make_report(digests_of(Grid("virtual", "anns", evictions=(e,), qps=(2,), num_queries=40)), slos={})).text
@@ -148,7 +148,7 @@ def test_strange_names_stay_text() -> None:
     assert "streaming <script>alert(1)</script>/recompute" in page.text
 
 
-def test_what_a_terminal_would_obey_and_what_cannot_be_seen_is_not_in_a_report() -> None:
+def test_control_and_invisible_characters_are_not_in_a_report() -> None:
     hostile = "\x1b[2J\x9b\u202e\u200b$x$ $\\frac{$\ud800"
     made = made_result(settings(policy=hostile, workload=hostile))
     odd = digest(replace(made, provenance={hostile: {hostile: hostile}}))
@@ -158,7 +158,7 @@ def test_what_a_terminal_would_obey_and_what_cannot_be_seen_is_not_in_a_report()
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "jinja2"])
-def test_what_a_report_needs_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_that_a_report_needs_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     for needs in (require_report, lambda: make_report([digest(made_result(settings()))], slos={})):
         with pytest.raises(MissingDependencyError, match=rf"{package}.*pip install '\.\["):

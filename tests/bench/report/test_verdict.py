@@ -47,7 +47,7 @@ def jittered(waits_s: Sequence[float], *, seed: int) -> list[float]:
     return [wait_s * draw.lognormvariate(0.0, 0.2) for wait_s in waits_s]
 
 
-def test_what_helps_is_said_with_its_seconds() -> None:
+def test_a_verdict_that_streaming_helps_gives_the_seconds() -> None:
     before = noise(2_000, seed=1)
     found = verdict(cell("no-streaming", [2 + w for w in before]), cell("streaming", [0.5 + w for w in before]))
     assert found.headline == "streaming srpf/recompute at 2 QPS helps at P50, P95 and P99."
@@ -56,7 +56,7 @@ def test_what_helps_is_said_with_its_seconds() -> None:
     assert {change.effect for change in found.changes} == {"sooner"}
 
 
-def test_what_all_queries_share_is_no_noise() -> None:
+def test_a_gain_that_all_queries_share_is_no_noise() -> None:
     found = verdict(cell("no-streaming", [2.0] * 40), cell("streaming", [1.0] * 40))
     assert {change.effect for change in found.changes} == {"sooner"}
 
@@ -79,13 +79,13 @@ def test_a_time_that_is_later_at_p99_comes_before_the_others() -> None:
     assert found.sentences[1] == found.sentences[1].replace("later", "").replace("sooner", "")
 
 
-def test_what_hurts_helps_nowhere() -> None:
+def test_a_slower_arm_hurts_at_every_percentile() -> None:
     before = noise(500, seed=4)
     found = verdict(cell("no-streaming", before), cell("streaming", [2 * w + 1 for w in before]))
     assert found.headline == "streaming srpf/recompute at 2 QPS hurts at P99, P95 and P50."
 
 
-def test_what_nobody_notices_is_no_difference() -> None:
+def test_a_difference_of_four_milliseconds_is_no_difference() -> None:
     before = noise(500, seed=5)
     found = verdict(cell("no-streaming", before), cell("streaming", [w + 0.004 for w in before]))
     assert found.headline == "streaming srpf/recompute at 2 QPS makes no difference."
@@ -143,13 +143,13 @@ def test_costs_are_engine_time_and_tokens_thrown_away() -> None:
 
 
 @pytest.mark.parametrize(("busy_s", "text"), [(9.0, "10 % less"), (10.01, "as much"), (20.0, "100 % more")])
-def test_less_engine_time_is_no_cost(busy_s: float, text: str) -> None:
+def test_the_cost_says_how_much_less_or_more_engine_time_is_used(busy_s: float, text: str) -> None:
     found = verdict(cell("no-streaming", [1.0]), cell("streaming", [1.0], busy_s=busy_s))
     assert found.sentences[-1].startswith(f"Cost: {text} engine time (")
     assert "thrown away" not in found.sentences[-1], "this engine does not tell"
 
 
-def test_one_token_is_the_first_and_the_last() -> None:
+def test_an_answer_of_one_token_has_no_separate_last_token() -> None:
     for num, has_last in ((1, False), (2, True)):
         cells = [cell(arm, [1.0], num_output_tokens=num) for arm in ("no-streaming", "streaming")]  # type: ignore[arg-type]
         assert any("Last token" in sentence for sentence in verdict(*cells).sentences) == has_last

@@ -33,14 +33,14 @@ def test_the_shape_of_a_llama_is_known_by_its_configuration() -> None:
     assert LLAMA_8B.kv_bytes_per_token == 131_072
 
 
-def test_what_is_assumed_says_so() -> None:
+def test_an_assumed_profile_says_that_it_was_not_measured() -> None:
     profile = default_profile(LLAMA_8B, device="cuda", device_name="NVIDIA H200", tensor_parallel_size=2)
     assert profile.name == "analytic default"
     assert "not measured" in profile.provenance["source"]
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A40"])
-def test_what_is_assumed_of_a_listed_gpu_is_near_its_shipped_profile(name: str) -> None:
+def test_the_assumed_profile_of_a_listed_gpu_is_near_its_shipped_one(name: str) -> None:
     assumed = default_profile(LLAMA_8B, device="cuda", device_name=name, tensor_parallel_size=2)
     known = load_profile(f"{name.split()[1].lower()}-llama8b-tp2")
     assert recompute_s(assumed, 0, 10_000) == pytest.approx(recompute_s(known, 0, 10_000), rel=0.25)

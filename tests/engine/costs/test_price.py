@@ -18,7 +18,7 @@ def price(*, is_overlapped: bool = True) -> Price:
     return Price(profile(linear_copies(1_000_000, 1e9, is_overlapped=is_overlapped)), 16)
 
 
-def test_one_copy_that_takes_long_does_not_outweigh_all_others() -> None:
+def test_a_single_slow_copy_does_not_outweigh_all_others() -> None:
     found = price()
     usual_s = found.save_s(10)
     for _ in range(30):

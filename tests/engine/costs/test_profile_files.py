@@ -63,7 +63,7 @@ def test_copies_that_are_no_line_are_refused(tmp_path: Path) -> None:
         load_profile(str(path))
 
 
-def test_what_is_no_profile_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unknown_profile_name_or_a_broken_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"'h300'.*h200-llama8b-tp2"):
         load_profile("h300")
     path = tmp_path / "broken.json"

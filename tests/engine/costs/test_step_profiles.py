@@ -79,7 +79,7 @@ def test_the_last_tokens_of_a_prompt_take_longer_than_the_first() -> None:
     assert whole_s == pytest.approx(sum(halves_s))
 
 
-def test_beside_a_batch_recomputing_takes_what_its_steps_take_longer() -> None:
+def test_recomputing_beside_a_batch_takes_what_the_batchs_steps_take_longer() -> None:
     batch: list[StepPart] = [(1, 500)] * 20
     expected_s = sum(TABLE.step_s([(80, done), *batch]) - TABLE.step_s(batch) for done in (0, 80))
     assert recompute_s(TABLE, 0, 160, 100, batch) == pytest.approx(expected_s)

@@ -81,7 +81,7 @@ def test_work_is_that_of_steps_without_overhead_however_it_is_cut() -> None:
     )
 
 
-def test_of_a_search_only_what_its_last_prompt_shares_can_be_computed_before() -> None:
+def test_a_search_has_to_compute_only_its_last_prompt() -> None:
     cell = ways.OURS.cell(Point("anns-last", 1.0), 1, 20)
     for query in queries_of(cell):
         job = job_of(query, h200())

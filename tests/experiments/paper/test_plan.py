@@ -23,7 +23,7 @@ def test_ours_is_the_scheduler_s_defaults() -> None:
     assert cell.max_num_batched_tokens == ways.OURS_BUDGET
 
 
-def test_whatever_the_scheduler_can_do_is_decided_for_the_paper_s_arm() -> None:
+def test_every_scheduler_option_is_decided_for_the_papers_arm() -> None:
     # A new option of the scheduler has to be switched off there, or named as one that means nothing.
     assert {field.name for field in fields(SchedulerOptions)} == {*ways.PAPER_OPTIONS, *ways.NO_PART_OF_PAPER}
 
@@ -37,7 +37,7 @@ def test_an_ablation_changes_one_thing_of_the_defaults() -> None:
         assert (changed != SchedulerOptions()) == (f"ours, {name}" in {way.name for way in made})
 
 
-def test_what_is_not_the_scheduler_s_own_arm_has_no_options_of_it() -> None:
+def test_an_arm_without_our_scheduler_has_none_of_its_options() -> None:
     for way in (ways.NOT_STREAMING, ways.with_other_budget(ways.NOT_STREAMING)):
         assert way.cell(LOADED[0], 1, 10).scheduler_options == {}
     assert ways.NOT_STREAMING.cell(LOADED[0], 1, 10).max_num_batched_tokens is None
@@ -54,7 +54,7 @@ def test_streams_of_one_time_want_twice_the_memory_and_four_times_its_half() -> 
         assert wants / half.kv_tokens == pytest.approx(4.0, rel=0.02)
 
 
-def test_what_a_load_wants_follows_from_little_s_law_where_every_stream_is_the_same() -> None:
+def test_the_demand_of_equal_streams_follows_littles_law() -> None:
     wants = demand(Point("anns-last", 1.0))
     # An update replaces the context, so that a stream holds about its final tokens all the time.
     assert wants.num_tokens == pytest.approx(wants.residency_s * 13_006, rel=0.2)
@@ -77,7 +77,7 @@ def test_all_ways_at_a_point_have_the_same_seeds_and_queries() -> None:
         assert all(len(loads) == 1 for loads in by_point.values())
 
 
-def test_what_is_held_out_has_the_seeds_that_are() -> None:
+def test_held_out_points_use_held_out_seeds() -> None:
     for scale in (SHORT, FULL):
         assert {seed for point in HELD_OUT for seed in scale.seeds(point)} <= set(HELD_OUT_SEEDS)
     assert all(FULL.seeds(point) == tuple(range(1, 11)) for point in BEATEN)

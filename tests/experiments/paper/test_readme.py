@@ -49,7 +49,7 @@ def test_the_last_token_with_drafts_is_that_of_the_benchmark() -> None:
         assert row in page("README.md"), row
 
 
-def test_who_waits_for_longer_is_told() -> None:
+def test_the_performance_page_has_the_reports_figures_of_queries_served_later() -> None:
     section = (RESULTS / "paper.md").read_text().partition("## Request by request")[2].partition("\n## ")[0]
     lines = [[part.strip() for part in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
     rows = {(row[0], row[1]): dict(zip(lines[0], row, strict=True)) for row in lines[2:]}

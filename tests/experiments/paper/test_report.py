@@ -103,7 +103,7 @@ def test_the_report_has_every_section_and_all_pictures(small: Report) -> None:
     assert len(shown) == len(set(shown))
 
 
-def test_what_is_not_simulated_yet_is_said_to_be_so(small: Report) -> None:
+def test_a_report_says_which_cells_are_not_simulated_yet(small: Report) -> None:
     nothing = replace(small, results=Results({}))
     assert all("not simulated yet" in row for row in effects.rows(nothing.results))
     for section in (beat, ablations):

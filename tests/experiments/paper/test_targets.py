@@ -29,7 +29,7 @@ def test_the_envelope_is_the_best_at_each_rank_of_those_that_are_not_worse_than_
     assert [found[rank] for rank in ("P50", "P95", "P99")] == [0.1, 0.5, 4.0]
 
 
-def test_there_is_no_envelope_where_everything_collapses() -> None:
+def test_a_collapsed_load_has_no_envelope() -> None:
     assert envelope({"a": seconds(0.1, 1.0, 6.0)}, seconds(1.0, 3.0, 5.0)) == (None, ())
     assert all(map(math.isnan, ratios(None, seconds(1, 2, 3)).values()))
     assert least([]) is None
@@ -106,7 +106,7 @@ def test_limits_differ_by_point() -> None:
     assert all(target.at([replace(half, point=LIGHT[0])]) == [] for target in of)
 
 
-def test_what_is_not_known_is_neither_met_nor_missed() -> None:
+def test_an_unknown_target_is_neither_met_nor_missed() -> None:
     unknown = made_standing(LOADED[0], seconds(0.045, 0.25, 0.8), fcfs=None, envelope=None)
     for target in TARGETS:
         if "FCFS" in target.text or "envelope" in target.text:

@@ -44,13 +44,13 @@ def test_prompts_are_computed_in_order_within_the_budget_of_a_step():
     assert run(engine(), (range(12),), (range(100, 105),)) == [(1.0, 12), (1.5, 5)]
 
 
-def test_what_was_computed_is_found_but_for_the_last_block():
+def test_computed_tokens_are_found_again_but_for_the_last_block():
     made = engine()
     assert run(made, (range(8),), (range(8), 1, 1.0), ([*range(4), 9], 1, 2.0)) == [(0.5, 8), (1.5, 1), (2.5, 1)]
     assert made.report().cache_hit_rate == pytest.approx((7 + 4) / 21)
 
 
-def test_what_was_used_least_recently_is_forgotten_ends_first():
+def test_the_least_recently_used_prompt_is_forgotten_from_its_end():
     made = engine(kv_blocks=12)
     asked = [(range(5),), (range(100, 106), 1, 1.0), (range(5), 1, 2.0), ([*range(100, 106), 7], 1, 3.0)]
     assert [num for _, num in run(made, *asked)] == [5, 6, 1, 2], "of the second prompt one block had to go"
@@ -101,7 +101,7 @@ def test_a_stream_that_grows_finds_more_only_if_it_looks_again(looks_again, num_
     assert run_virtual(main()) == 1 + 2 + (1 if looks_again else 4)
 
 
-def test_it_is_what_vllm_s_scheduler_and_kv_are_within_a_tenth():
+def test_the_lean_engine_agrees_closely_with_the_whole_one():
     profile = load_profile(PROFILE)
     assert profile.name == PROFILE
     for load in ("conversations", "trees"):

@@ -56,5 +56,5 @@ def test_finished_runs_are_read_again(tmp_path):
     assert read(path, "other code") == {}
 
 
-def test_what_a_router_holds_is_a_few_hundred_bytes_a_piece():
+def test_each_piece_in_a_router_takes_a_few_hundred_bytes():
     assert all(50 < num < 1_000 for num in held_bytes().values())

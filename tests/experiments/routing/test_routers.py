@@ -18,7 +18,7 @@ from tests.routing.router_cases import LONG, OPENINGS, OTHER, STATES, check_rank
 @pytest.mark.parametrize("name", sorted(ALL_ROUTERS.keys() - ROUTERS.keys()))
 @settings(max_examples=40)
 @given(rounds=st.lists(st.tuples(OPENINGS, STATES), max_size=6))
-def test_whatever_it_is_told_a_router_names_each_replica_once(name, rounds):
+def test_a_baseline_router_names_each_replica_once(name, rounds):
     check_ranking(ALL_ROUTERS[name](), rounds)
 
 
@@ -62,7 +62,7 @@ def test_the_stale_are_excluded():
     assert FlowGuard().rank(LONG, states, 2.1) == ["fresh", "stale"]
 
 
-def test_as_published_hits_of_other_prompts_attract_a_query_and_mended_only_its_own():
+def test_flowguard_follows_hits_of_other_prompts_and_the_mended_one_its_own():
     attractive, right = replicas("attractive", "right")
     attractive = replace(attractive, cache_hit_rate=0.9)
     published, mended = FlowGuard(), MendedFlowGuard()
@@ -90,7 +90,7 @@ def test_affinity_gives_way_to_queues_that_differ_by_more_than_its_threshold():
     assert router.rank(LONG, [replace(a, num_open=5), b], 0.0)[0] == "b"
 
 
-def test_less_than_a_tenth_of_a_prompt_does_not_count():
+def test_a_match_of_less_than_a_tenth_of_a_prompt_does_not_count():
     router, states = PrefixAffinity(index=PrefixIndex(block_size=1)), replicas("a", "b")
     router.routed(Opening(tuple(range(10))), "a")
     assert router.rank(Opening(tuple(range(100))), states, 0.0)[0] == "a"

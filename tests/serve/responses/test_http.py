@@ -89,7 +89,7 @@ async def test_the_clients_own_accumulator_reads_it() -> None:
     assert final.output_text == "It is Paris [1]."
 
 
-async def test_what_is_not_on_the_web_is_cited_as_a_file() -> None:
+async def test_a_document_that_is_not_on_the_web_is_cited_as_a_file() -> None:
     backend = ScriptedBackend(answer="See [2, 1] and [7].")
     async with serving([*CHUNKS[:1], Append(NOTE)], backend=backend) as served, client_of(served) as client:
         answer = await client.responses.create(model="scripted", input=QUESTION, include=["file_search_call.results"])
@@ -162,7 +162,7 @@ async def test_an_answer_that_was_cut_is_incomplete(stream: bool) -> None:
     assert answer.output[-1].status == "incomplete"
 
 
-async def test_what_is_not_stored_is_not_there_and_what_is_deleted_is_gone() -> None:
+async def test_a_response_not_stored_or_deleted_cannot_be_retrieved() -> None:
     async with serving() as served, client_of(served) as client:
         kept = await client.responses.create(model="scripted", input=QUESTION)
         unkept = await client.responses.create(model="scripted", input=QUESTION, store=False)
@@ -232,7 +232,9 @@ async def test_another_clients_responses_are_not_there() -> None:
         ({"input": QUESTION, "stop": ["."]}, 400, "stop"),
     ],
 )
-async def test_what_cannot_be_answered_is_refused(body: object, status: int, param: str | None) -> None:
+async def test_a_responses_request_that_cannot_be_answered_is_refused(
+    body: object, status: int, param: str | None
+) -> None:
     async with serving() as served:
         content = body if isinstance(body, bytes) else json.dumps(body)
         answer = await served.http.post("/v1/responses", content=content)

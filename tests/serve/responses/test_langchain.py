@@ -22,7 +22,7 @@ def model_of(served: Serving, *, responses: bool, **options: object) -> "langcha
 
 
 @pytest.mark.parametrize("responses", [False, True])
-async def test_it_asks_and_streams(responses: bool) -> None:
+async def test_langchains_chat_openai_gets_whole_and_streamed_answers(responses: bool) -> None:
     async with serving() as served:
         model = model_of(served, responses=responses)
         whole = await model.ainvoke([("system", "Be brief."), ("user", QUESTION)])
@@ -33,7 +33,7 @@ async def test_it_asks_and_streams(responses: bool) -> None:
     assert served.source.queries == [QUESTION, QUESTION]
 
 
-async def test_it_sees_citations_and_chains() -> None:
+async def test_langchains_chat_openai_sees_citations_and_chains_responses() -> None:
     async with serving() as served:
         model = model_of(served, responses=True, use_previous_response_id=True)
         first = await model.ainvoke(QUESTION)

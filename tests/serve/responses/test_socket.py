@@ -66,7 +66,7 @@ async def test_going_on_from_an_earlier_id_is_an_update() -> None:
         assert answer.status == "completed"
 
 
-async def test_everything_may_be_prepared_and_the_answer_be_asked_for_alone() -> None:
+async def test_a_whole_prompt_may_be_prepared_before_its_answer_is_asked_for() -> None:
     async with serving() as served, talking(served) as talk:
         first = await talk.prepare(QUESTION, instructions="Be brief.")
         await talk.create(None, first, instructions="Be brief.")
@@ -105,7 +105,7 @@ async def test_without_preparation_it_retrieves_as_over_http() -> None:
         assert served.source.queries == [QUESTION, "And now?"]
 
 
-async def test_what_is_not_stored_ends_with_its_connection() -> None:
+async def test_a_response_that_is_not_stored_ends_with_its_connection() -> None:
     async with serving() as served:
         async with talking(served) as talk:
             first = await talk.prepare("One.", store=False)

@@ -50,7 +50,7 @@ async def test_a_bad_frame_is_an_error_and_the_socket_stays_usable() -> None:
         assert served.watcher.ended[-1] == ("websocket", "answered")
 
 
-async def test_what_does_not_fit_is_refused_and_what_was_prepared_stays() -> None:
+async def test_input_that_does_not_fit_is_refused_and_prepared_input_stays() -> None:
     backend = ScriptedBackend(max_model_len=400)
     async with serving(backend=backend) as served, talking(served) as talk:
         assert (await talk.create("x" * 1000, generate=False)).error.code == "context_length_exceeded"
@@ -184,7 +184,7 @@ async def test_stopping_ends_what_is_open() -> None:
         assert error.status == 503
 
 
-async def test_too_many_requests_and_too_many_lanes_are_refused() -> None:
+async def test_too_many_streams_and_too_many_waiting_requests_are_refused() -> None:
     hold = anyio.Event()
     async with serving([hold], limits=Limits(max_queries_per_client=2)) as served, talking(served) as talk:
         for stream_id in "ab":

@@ -28,7 +28,7 @@ def names(store: StateStore, owner: str, *candidates: str) -> list[str]:
     return found
 
 
-def test_what_was_used_least_recently_goes_first() -> None:
+def test_the_least_recently_used_response_goes_first() -> None:
     store = StateStore(Limits(max_states=2))
     store.add(state("a"), "alice")
     store.add(state("b"), "alice")
@@ -37,7 +37,7 @@ def test_what_was_used_least_recently_goes_first() -> None:
     assert names(store, "alice", "a", "b", "c") == ["a", "c"]
 
 
-def test_who_has_most_gives_first() -> None:
+def test_the_client_with_most_responses_loses_one_first() -> None:
     store = StateStore(Limits(max_states=3))
     store.add(state("b"), "bob")
     for name in ("a1", "a2", "a3", "a4"):
@@ -59,7 +59,7 @@ def test_bytes_are_bounded_and_a_chain_counts_its_turns_once() -> None:
     assert (store.num_states, store.num_bytes) == (0, 0)
 
 
-def test_what_is_not_used_expires() -> None:
+def test_an_unused_response_expires() -> None:
     now_s = 0.0
     store = StateStore(Limits(state_s=10), clock=lambda: now_s)
     store.add(state("a"), "alice")
@@ -103,7 +103,7 @@ def test_a_response_that_is_deleted_leaves_its_turns_to_those_that_went_on_from_
     assert store.num_bytes == 0
 
 
-def test_none_are_kept_where_none_may_be() -> None:
+def test_a_store_for_no_responses_keeps_none() -> None:
     store = StateStore(Limits(max_states=0))
     store.add(state("a"), "alice")
     assert store.num_states == 0
@@ -131,7 +131,7 @@ def kept_response(store: StateStore, number: int, turns: tuple[Turn, ...] = (), 
     return run
 
 
-def test_what_counts_is_the_memory_that_responses_take_whatever_a_client_writes_into_their_fields() -> None:
+def test_responses_count_by_their_memory_whatever_their_fields_hold() -> None:
     store = StateStore(Limits(max_state_bytes=1_000_000))
     with memory_of(store):
         for number in range(10):
@@ -140,7 +140,7 @@ def test_what_counts_is_the_memory_that_responses_take_whatever_a_client_writes_
     assert 900_000 < store.num_bytes <= 1_000_000
 
 
-def test_what_counts_is_the_memory_that_turns_take_however_short_they_are() -> None:
+def test_short_turns_count_by_the_memory_that_they_take() -> None:
     store = StateStore(Limits(max_state_bytes=1_000_000))
     with memory_of(store):
         for number in range(10):

@@ -33,7 +33,7 @@ def test_recomputing_needs_no_connector() -> None:
 @pytest.mark.parametrize(
     "engine_args", [{"enable_prefix_caching": False}, {"kv_transfer_config": {"kv_connector": "TheirConnector"}}]
 )
-def test_where_host_memory_cannot_be_had_it_is_not_the_default(engine_args: dict[str, Any]) -> None:
+def test_host_memory_is_not_the_default_where_it_cannot_work(engine_args: dict[str, Any]) -> None:
     assert options_of(engine_args).get("eviction", "recompute") == "recompute"
     assert options_of().get("eviction", "recompute") == default_eviction() == "cost"
 
@@ -52,7 +52,7 @@ def test_where_host_memory_cannot_be_had_it_is_not_the_default(engine_args: dict
         ),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(
+def test_eviction_options_that_cannot_work_are_refused_at_once(
     engine_args: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -107,7 +107,7 @@ def test_a_lane_has_vllms_connector(lane: Any, role: str) -> None:
         ),
     ],
 )
-def test_what_a_lane_cannot_have_is_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_a_lane_cannot_have_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         VllmBackend("model", **options)
 

@@ -265,7 +265,7 @@ async def test_the_answer_depends_on_the_first_token_of_a_long_context(
 
 
 @pytest.mark.usefixtures("is_warming")
-async def test_what_was_warmed_is_not_computed_again(backend: VllmBackend, requests: Requests) -> None:
+async def test_a_warmed_prompt_is_not_computed_again(backend: VllmBackend, requests: Requests) -> None:
     context, complete = prompts_of(A + B + C, A + B + C + QUESTION)
     may_complete = asyncio.Event()
 
@@ -716,7 +716,7 @@ async def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone(
     await assert_nothing_is_left(backend)
 
 
-async def test_what_the_engine_refuses_of_a_chunk_fails_that_stream_alone(backend: VllmBackend) -> None:
+async def test_a_chunk_that_the_engine_refuses_fails_its_stream_alone(backend: VllmBackend) -> None:
     async with backend.streams.open(A, GREEDY) as other:
         with pytest.raises(BackendError, match=r"vLLM refuses the request.*out of vocabulary"):
             await answer(backend, at_once(prompts_of(B, [*B, 1_000_000])))
@@ -847,9 +847,7 @@ async def test_each_of_several_answers_is_one_that_the_whole_prompt_could_have_h
     await assert_nothing_is_left(backend)
 
 
-async def test_where_only_one_token_may_be_sampled_all_answers_are_the_greedy_one(
-    backend: VllmBackend, strategy: Strategy
-) -> None:
+async def test_all_answers_with_top_k_1_are_the_greedy_one(backend: VllmBackend, strategy: Strategy) -> None:
     given = each_prefilled(backend, prompts_of(A, A + B, A + C + QUESTION))
     answers = by_index(await chunks_of(backend, given, replace(SAMPLED, top_k=1)))
     assert [token_ids for token_ids, _, _, _ in answers] == [await one_shot(backend, A + C + QUESTION)] * 3

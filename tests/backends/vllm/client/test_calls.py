@@ -124,7 +124,7 @@ PROMPT_LOGPROBS = SamplingParams(max_tokens=9, extra={"prompt_logprobs": 1})
 @pytest.mark.parametrize("params", [SEVERAL, PROMPT_LOGPROBS])
 @pytest.mark.parametrize("num_events", [None, 1, 3])
 @pytest.mark.parametrize("strategy", ["streaming", "warming"])
-async def test_what_plain_requests_answer_may_be_cancelled_anywhere(
+async def test_a_query_of_plain_requests_may_be_cancelled_anywhere(
     strategy: Strategy, num_events: int | None, params: SamplingParams
 ) -> None:
     async def run(client: Client, core: FakeCore) -> None:
@@ -208,7 +208,7 @@ async def test_closing_the_backend_goes_to_its_end_though_it_is_cancelled() -> N
 
 
 @pytest.mark.parametrize("strategy", ["streaming", "warming"])
-async def test_of_a_dead_engine_everything_raises_at_once(strategy: Strategy) -> None:
+async def test_every_call_to_a_dead_engine_raises_at_once(strategy: Strategy) -> None:
     async def none_yet() -> AsyncIterator[Prompt]:
         await asyncio.get_running_loop().create_future()
         yield PROMPTS[0]
@@ -278,7 +278,7 @@ async def test_a_client_that_stops_reading_gets_the_rest_of_each_answer_later() 
     await assert_nothing_is_left(core, backend._engine)
 
 
-async def test_one_of_several_answers_that_the_engine_drops_ends_the_others() -> None:
+async def test_a_dropped_answer_ends_the_others_of_its_query() -> None:
     core = FakeCore()
     backend = make_backend(core, "warming")
     generating = asyncio.ensure_future(answers_to(backend, SEVERAL))

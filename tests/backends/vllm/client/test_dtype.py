@@ -72,7 +72,7 @@ def test_quantized_weights_keep_the_dtype_that_their_kernels_compute_in(dtype_of
         ({}, ()),
     ],
 )
-def test_what_a_cpu_has_no_instructions_for_is_emulated(
+def test_dtypes_without_cpu_instructions_count_as_emulated(
     capabilities: dict[str, Any], emulated: tuple[str, ...]
 ) -> None:
     assert emulated_dtypes(capabilities) == emulated

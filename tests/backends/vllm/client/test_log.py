@@ -60,14 +60,14 @@ def test_the_exception_that_came_first_is_the_reason(log: EngineLog) -> None:
     )
 
 
-def test_what_multiprocessing_prints_is_not_part_of_the_reason(log: EngineLog) -> None:
+def test_output_of_multiprocessing_is_not_part_of_the_fatal_error(log: EngineLog) -> None:
     log.path.write_text(CORE_FAILED)
     assert log.fatal_error() == (
         "Exception: WorkerProc initialization failed due to an exception in a background process."
     )
 
 
-def test_what_another_process_says_in_between_is_not_the_reason(log: EngineLog) -> None:
+def test_lines_of_another_process_are_not_part_of_the_fatal_error(log: EngineLog) -> None:
     before, header, after = CORE_FAILED.rpartition("Traceback (most recent call last):\n")
     said = "Worker proc VllmWorker-0 died unexpectedly (exit code: 0), shutting down executor.\n"
     log.path.write_text(before + header + said + after)
@@ -76,7 +76,7 @@ def test_what_another_process_says_in_between_is_not_the_reason(log: EngineLog) 
     )
 
 
-def test_what_this_process_says_of_the_end_is_not_its_reason(log: EngineLog) -> None:
+def test_lines_of_this_process_about_the_end_are_not_the_fatal_error(log: EngineLog) -> None:
     log.path.write_text(
         "EngineCore encountered a fatal error.\n"
         "Traceback (most recent call last):\n  File core.py\nRuntimeError: a cause\n"
@@ -196,7 +196,9 @@ def test_a_spawned_process_does_what_is_to_be_done_at_its_end_and_is_not_taken_a
     assert "taken apart" not in printed
 
 
-def test_where_scripts_may_not_run_processes_print_as_usual(log: EngineLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_start_with_the_usual_python_where_scripts_may_not_run(
+    log: EngineLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with log.redirected():
         assert os.fsdecode(multiprocessing.spawn.get_executable()) == sys.executable

@@ -20,7 +20,7 @@ from tests.backends.vllm.client.fake_engine import make_client
 @pytest.mark.parametrize(
     ("name", "value"), [("logit_bias", {1 << 20: 1.0}), ("stop_token_ids", [1 << 20]), ("logprobs", 10_000)]
 )
-def test_what_does_not_fit_the_model_is_refused_when_parameters_are_made(name: str, value: Any) -> None:
+def test_parameters_that_do_not_fit_the_model_are_refused_when_they_are_made(name: str, value: Any) -> None:
     config = make_client(None, 100).vllm_config
     assert to_vllm(SamplingParams(extra={"logit_bias": {5: 1.0}}), config).logit_bias == {5: 1.0}
     with pytest.raises(ConfigurationError, match=name):
@@ -28,7 +28,7 @@ def test_what_does_not_fit_the_model_is_refused_when_parameters_are_made(name: s
 
 
 @pytest.mark.parametrize("constraint", [{"json": {"type": "no such type"}}, {"regex": "("}, {"choice": []}])
-def test_what_no_grammar_can_be_made_of_is_refused_with_the_tokenizer_only(constraint: dict[str, Any]) -> None:
+def test_a_constraint_without_a_grammar_is_refused_only_with_a_tokenizer(constraint: dict[str, Any]) -> None:
     client = make_client(None, 100)
     params = SamplingParams(extra={"structured_outputs": constraint})
     to_vllm(params, client.vllm_config)

@@ -104,7 +104,7 @@ def test_options_that_exclude_each_other_are_refused_at_once(
         VllmBackend(tiny_model, **options)
 
 
-def test_what_else_the_engine_is_told_stays() -> None:
+def test_other_additional_config_of_the_engine_stays() -> None:
     mine = {"other": 1, "streamrag": {"num_partial_tokens": 100, "eviction": "recompute"}}
     assert scheduler_args("streaming", "lcas", False, {"additional_config": mine}) == {
         "scheduler_cls": "streamrag.backends.vllm.scheduler.hooks.streaming_scheduler",
@@ -232,7 +232,7 @@ async def test_a_cache_smaller_than_one_prompt_is_refused_with_vllms_reason(
 
 
 @pytest.mark.engine
-async def test_what_our_scheduler_cannot_work_with_is_named_with_the_remedy(
+async def test_a_scheduling_policy_that_streaming_cannot_use_is_named_with_the_remedy(
     tiny_model: Path, leaves_nothing: None
 ) -> None:
     backend = VllmBackend(tiny_model, kv_cache_bytes=1 << 26, engine_args={"scheduling_policy": "priority"})

@@ -25,7 +25,7 @@ def no_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_llm.logger, "disabled", True)  # it tells of every engine that dies
 
 
-def test_whatever_a_program_does_the_engine_has_the_prompt_that_was_pushed() -> None:
+def test_the_engine_has_the_pushed_prompt_after_any_sequence_of_calls() -> None:
     run_state_machine_as_test(ClientMachine, settings=QUICK)
 
 
@@ -38,7 +38,7 @@ SELDOM = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in SELDOM)) for name in MUTANTS])
-def test_this_fault_would_be_found(name: str) -> None:
+def test_the_state_machine_finds_each_mutant(name: str) -> None:
     class Mutated(ClientMachine):
         module = mutant(name)
 
@@ -145,7 +145,7 @@ async def test_a_stream_that_is_aborted_while_it_is_opened_is_not_opened(core: F
     assert core.num_requests == 0
 
 
-async def test_who_reads_is_told_of_an_abort_before_vllm_has_handed_over_anything(
+async def test_a_reader_hears_of_an_abort_before_vllm_has_handed_over_any_output(
     core: FakeCore, streams: TokenStreams
 ) -> None:
     async with streams.open([20], SamplingParams()) as stream:

@@ -11,7 +11,7 @@ def own_tokens(index: int, num: int = 16) -> list[int]:
     return [1_000 * (index + 1) + i for i in range(num)]
 
 
-def test_who_is_of_a_higher_class_is_served_first_and_the_pool_as_its_policy_says(bench: Make) -> None:
+def test_a_session_question_is_served_before_the_pool_and_the_pool_before_data(bench: Make) -> None:
     b = bench(streamrag={"policy": "fcfs", "class_ageing_s": 100})
     b.plain("pool", 16, max_tokens=1)
     b.chunk("asked", own_tokens(1), is_complete=True, max_tokens=1, request_class="session")
@@ -78,7 +78,7 @@ def test_prompts_begin_only_if_their_answers_fit_the_budget_as_well(bench: Make)
     assert len(b.tokens("s small")) == 1
 
 
-def test_who_loses_its_kv_has_no_part_in_the_budget_before_it_begins_again(bench: Make) -> None:
+def test_an_evicted_request_claims_no_budget_until_it_begins_again(bench: Make) -> None:
     b = bench(num_blocks=50, max_num_batched_tokens=200, streamrag={"kv_budget": 0.5, "policy": "fcfs"})
     b.plain("first", 40, max_tokens=20)
     b.step()

@@ -144,7 +144,7 @@ def test_an_answer_without_a_draft_copies_from_its_prompt_unless_that_is_switche
         assert record.num_verified == 0
 
 
-def test_what_an_answer_copies_is_from_the_last_prompt_of_its_stream(drafting: Make) -> None:
+def test_an_answer_copies_from_the_last_prompt_of_its_stream(drafting: Make) -> None:
     b = drafting()
     b.chunk("s", [9] * 20)
     b.run()

@@ -68,7 +68,7 @@ def test_a_ready_grammar_is_served_in_its_turn_however_long_the_queue_is(
     assert b.tokens("structured") == b.fresh_answer(list(range(3_000, 3_010)), max_tokens=3)
 
 
-def test_one_whose_grammar_is_not_ready_keeps_nobody_waiting_and_starts_when_it_is(bench: Make) -> None:
+def test_a_request_whose_grammar_is_not_ready_delays_no_other_and_starts_later(bench: Make) -> None:
     b = bench()
     grammar = structured(b)
     b.chunk("s", TOKENS)
@@ -99,7 +99,7 @@ def test_a_grammar_that_cannot_be_compiled_fails_its_request_alone_however_long_
     assert all(b.num_finishes(o.request_id) == 1 for o in b.outputs)
 
 
-def test_one_that_is_aborted_while_its_grammar_is_compiled_leaves_nothing(bench: Make) -> None:
+def test_a_request_aborted_while_its_grammar_is_compiled_leaves_nothing(bench: Make) -> None:
     b = bench()
     structured(b)
     b.step()

@@ -7,7 +7,7 @@ Make = Callable[..., Any]
 SWAPPING = {"eviction": "swap", "num_host_blocks": 100, "can_partial_evict": True, "policy": "srpf(0)"}
 
 
-def test_who_comes_back_from_host_memory_has_little_left(bench: Make) -> None:
+def test_a_stream_with_kv_in_host_memory_counts_as_nearly_done_and_goes_first(bench: Make) -> None:
     b = bench(num_blocks=50, streamrag=SWAPPING)
     b.chunk("s", list(range(100)))
     b.run()
@@ -26,7 +26,7 @@ def test_who_comes_back_from_host_memory_has_little_left(bench: Make) -> None:
     assert b.tokens("s") == b.fresh_answer([*range(100), 7])
 
 
-def test_what_an_update_replaces_is_not_had_back(bench: Make) -> None:
+def test_kv_that_an_update_replaces_does_not_count_as_kept(bench: Make) -> None:
     b = bench(num_blocks=50, streamrag=SWAPPING)
     b.chunk("s", list(range(100)))
     b.run()
@@ -36,7 +36,7 @@ def test_what_an_update_replaces_is_not_had_back(bench: Make) -> None:
     assert b.scheduler.requests["s"].num_kept_tokens == 60
 
 
-def test_what_host_memory_has_let_go_of_is_not_had_back(bench: Make) -> None:
+def test_kv_that_host_memory_has_dropped_does_not_count_as_kept(bench: Make) -> None:
     b = bench(num_blocks=50, streamrag=SWAPPING)
     b.chunk("s", list(range(100)))
     b.run()
@@ -52,7 +52,7 @@ def test_what_host_memory_has_let_go_of_is_not_had_back(bench: Make) -> None:
     assert b.scheduler.plugin.kv_memory.cached_view(stream).num_likely_tokens == stream.num_remaining_tokens
 
 
-def test_kv_that_is_dropped_is_not_had_back(bench: Make) -> None:
+def test_kv_that_an_eviction_drops_does_not_count_as_kept(bench: Make) -> None:
     b = bench(num_blocks=50, streamrag={**SWAPPING, "eviction": "recompute"})
     b.chunk("s", list(range(100)))
     b.run()

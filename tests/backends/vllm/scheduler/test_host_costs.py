@@ -97,13 +97,13 @@ def test_without_anything_in_host_memory_all_that_was_lost_is_recomputed() -> No
     assert restore.expected_s == pytest.approx(0.024)
 
 
-def test_what_the_prefix_cache_still_has_is_no_restore() -> None:
+def test_kv_still_in_the_prefix_cache_is_no_restore() -> None:
     found, request = costs(), evicted(num_tokens=38)
     recomputing(found, request, 10, 0)
     assert request.log.restores == []
 
 
-def test_who_has_lost_nothing_restores_nothing() -> None:
+def test_a_request_that_was_not_evicted_has_no_restore() -> None:
     found, request = costs(), evicted()
     request.was_evicted = False
     loading(found, request, 5)
@@ -156,7 +156,7 @@ def test_a_recomputation_takes_its_share_of_each_step_that_it_is_in() -> None:
     assert observed(request) == [pytest.approx(0.8 * 7 / 8 + 2.0 * 8 / 32)]
 
 
-def test_what_a_step_computes_past_the_lost_tokens_does_not_count() -> None:
+def test_tokens_computed_past_the_lost_ones_are_no_part_of_the_restore() -> None:
     found, request = costs(SLOW), evicted()
     recomputing(found, request, 2, 2)
     run(found, [("a", (32, 8))], 4.0)
@@ -174,7 +174,7 @@ def test_steps_of_others_add_nothing() -> None:
 
 
 @pytest.mark.parametrize("how", ["it starts again", "it has ended"])
-def test_of_a_restore_that_is_cut_off_nothing_is_known(how: str) -> None:
+def test_the_cost_of_a_restore_that_is_cut_off_is_unknown(how: str) -> None:
     found, request = costs(SLOW), evicted()
     recomputing(found, request, 0, 4)
     run(found, [("a", (8, 0))], 1.0)

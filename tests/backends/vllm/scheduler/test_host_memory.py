@@ -53,7 +53,7 @@ def test_no_kv_of_old_weights_is_saved_or_loaded(
     assert any(r.preemptions for r in map(b.record, answered))
 
 
-def test_what_is_being_saved_during_a_reset_cannot_be_loaded_after_it(bench: Make) -> None:
+def test_blocks_being_saved_during_a_reset_cannot_be_loaded_after_it(bench: Make) -> None:
     b = bench(num_blocks=52, is_async=True, streamrag=SWAP)
     prompts = crowd(b)
     pool = b.scheduler.plugin.host_memory.pool
@@ -108,7 +108,9 @@ def test_a_request_may_have_the_id_of_one_that_has_lost_kv(bench: Make, is_async
 @pytest.mark.parametrize("eviction", ["recompute", "swap"])
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("ending", ["answered", "aborted", "reset", "mixed"])
-def test_nothing_is_left_of_requests_that_are_gone(bench: Make, eviction: str, is_async: bool, ending: str) -> None:
+def test_requests_that_are_gone_leave_nothing_in_the_scheduler(
+    bench: Make, eviction: str, is_async: bool, ending: str
+) -> None:
     b = bench(num_blocks=52, is_async=is_async, streamrag={**SWAP, "eviction": eviction})
     at_start = container_sizes(b.scheduler)
     names = list(crowd(b))
@@ -165,7 +167,7 @@ def test_a_failed_load_is_blamed_on_what_its_own_step_loaded(bench: Make) -> Non
     assert (memory.pool.num_valid(["first"]), memory.pool.num_valid(["second"])) == (0, 1)
 
 
-def test_what_was_found_for_a_request_counts_once_and_for_nobody_else(bench: Make) -> None:
+def test_a_match_in_host_memory_counts_once_and_for_its_own_request(bench: Make) -> None:
     connector = bench(streamrag=SWAP).scheduler.connector
     memory = connector.host_memory
     memory.pool.on_saved(memory.pool.reserve("a", "key"), is_valid=True)

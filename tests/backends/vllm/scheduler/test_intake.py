@@ -138,7 +138,9 @@ def test_a_chunk_after_the_last_one_fails_its_stream(bench: Make) -> None:
 
 @pytest.mark.parametrize("index", [1, 3])
 @pytest.mark.parametrize("is_complete", [False, True])
-def test_a_chunk_of_nobody_that_comes_as_a_plain_request_is_refused(bench: Make, index: int, is_complete: bool) -> None:
+def test_a_chunk_without_a_stream_that_comes_as_a_plain_request_is_refused(
+    bench: Make, index: int, is_complete: bool
+) -> None:
     b = bench()
     for name in ("p", "p again"):
         send(b, name, PromptMessage(index, 2, is_complete).extra_args(), resumable=False)

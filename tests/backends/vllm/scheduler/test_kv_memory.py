@@ -13,7 +13,7 @@ Make = Callable[..., Any]
 TOKENS = list(range(40))
 
 
-def test_who_starts_needs_the_watermark_as_well(bench: Make) -> None:
+def test_a_request_that_starts_needs_the_watermark_as_well(bench: Make) -> None:
     """Without, a step comes out short as long as others run: vLLM does not admit what was granted."""
     b = bench(num_blocks=100, watermark=0.1)
     b.plain("p", 20)
@@ -34,7 +34,7 @@ def test_blocks_that_others_hold_as_well_do_not_come_free(bench: Make) -> None:
     assert memory.num_blocks_freed(view) == 1
 
 
-def test_what_memory_is_used_for_is_told_by_state_if_that_is_asked_for(bench: Make) -> None:
+def test_kv_use_is_reported_by_state_of_requests_if_that_is_switched_on(bench: Make) -> None:
     b = bench(has_prefix_cache=True)
     for name in ("a", "b"):
         b.chunk(name, TOKENS)

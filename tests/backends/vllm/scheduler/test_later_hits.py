@@ -33,7 +33,7 @@ def test_a_chunk_that_another_has_computed_is_computed_once(bench: Make) -> None
     assert computed[False] - computed[True] == 48 - 8
 
 
-def test_who_is_in_mid_prefill_takes_what_another_is_ahead_with(bench: Make) -> None:
+def test_a_stream_in_mid_prefill_takes_blocks_that_another_has_computed(bench: Make) -> None:
     for is_async in (True, False):
         b = bench(is_async=is_async, max_num_batched_tokens=8, streamrag={"policy": "fcfs", "num_partial_tokens": None})
         b.chunk("late", FRONT)
@@ -74,7 +74,7 @@ def test_a_stream_that_reads_no_prefix_cache_takes_nothing_from_it_later(bench: 
         assert record.num_computed - record.num_recomputed + record.num_from_cache == 50
 
 
-def test_cached_blocks_that_nobody_holds_are_no_longer_free_for_the_stream_that_takes_them(bench: Make) -> None:
+def test_unheld_cached_blocks_are_no_longer_free_for_the_stream_that_takes_them(bench: Make) -> None:
     b = bench(num_blocks=20, max_model_len=80)
     b.chunk("idle", list(range(500, 525)))  # six blocks
     b.chunk("late", FRONT)  # three, the last of which is not whole

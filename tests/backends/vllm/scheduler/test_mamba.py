@@ -75,7 +75,7 @@ def test_the_runner_forgets_an_old_state_although_a_step_without_tokens_came_bet
     assert mamba.tokens("s") == mamba.fresh_answer([*range(5), 60, 61, 62])
 
 
-def test_a_state_of_the_last_step_is_used_at_once_and_costs_nobody_memory(mamba: Any) -> None:
+def test_a_state_of_the_last_step_is_used_at_once_and_takes_no_memory_of_others(mamba: Any) -> None:
     mamba.chunk("a", list(range(17)))
     mamba.step()
     mamba.step()

@@ -67,7 +67,7 @@ def test_decode_steps_are_not_counted_as_prompt_tokens(bench: Make, is_async: bo
     assert b.record("p").num_computed == 30
 
 
-def test_what_the_prefix_cache_serves_is_counted_and_is_kv_from_the_start(bench: Make) -> None:
+def test_tokens_from_the_prefix_cache_are_counted_and_are_kv_from_the_start(bench: Make) -> None:
     b = bench()
     b.plain("first", 30)
     b.run()
@@ -139,7 +139,9 @@ def test_a_failed_stream_has_its_record_beside_the_reason(bench: Make) -> None:
     assert (b.record("s").outcome, len(b.record("s").chunks)) == ("failed", 1)
 
 
-def test_what_a_kv_connector_says_of_a_request_is_kept(bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_that_a_kv_connector_returns_for_a_request_are_kept(
+    bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     b = bench()
     monkeypatch.setattr(b.scheduler, "_connector_finished", lambda request: (False, {"remote_host": "here"}))
     b.plain("p", 10)

@@ -31,7 +31,7 @@ def test_an_appended_prompt_is_answered_as_if_it_had_come_at_once(bench: Make) -
     assert b.num_finishes("s") == 3
 
 
-def test_nothing_is_sampled_for_a_partial_prompt(bench: Make) -> None:
+def test_a_partial_prompt_samples_no_token(bench: Make) -> None:
     b = bench()
     b.chunk("s", TOKENS)
     b.run()
@@ -118,7 +118,7 @@ def test_a_request_whose_last_token_is_being_sampled_needs_no_more_memory(
         assert b.tokens(name) == b.fresh_answer(list(range(first, first + num_tokens)), num_answered)
 
 
-def test_a_waiting_request_evicts_nobody_for_memory_that_the_step_in_flight_frees(bench: Make) -> None:
+def test_a_waiting_request_evicts_none_for_memory_that_the_step_in_flight_frees(bench: Make) -> None:
     b = bench(is_async=True, num_blocks=10, max_num_batched_tokens=100, has_prefix_cache=False)
     b.chunk("idle", list(range(500, 513)))
     b.run()
@@ -133,7 +133,9 @@ def test_a_waiting_request_evicts_nobody_for_memory_that_the_step_in_flight_free
 
 
 @pytest.mark.parametrize(("can_partial_evict", "num_idle"), [(True, 20), (False, 12)])
-def test_many_more_idle_streams_than_slots_stall_nobody(bench: Make, can_partial_evict: bool, num_idle: int) -> None:
+def test_many_more_idle_streams_than_slots_stall_no_request(
+    bench: Make, can_partial_evict: bool, num_idle: int
+) -> None:
     b = bench(num_blocks=60, max_num_seqs=2, streamrag={"can_partial_evict": can_partial_evict})
     for i in range(20):
         b.chunk(f"s{i}", [i * 50 + t for t in range(20)])
@@ -193,7 +195,7 @@ def test_a_stream_may_be_aborted_at_any_step(bench: Make) -> None:
         b.check_empty()
 
 
-def test_what_was_on_its_way_to_a_request_is_not_sent_to_the_next_of_its_id(bench: Make) -> None:
+def test_output_for_an_aborted_request_is_not_sent_to_the_next_of_its_id(bench: Make) -> None:
     b = bench(max_num_batched_tokens=8)
     b.chunk("s", TOKENS)
     b.step()

@@ -58,7 +58,7 @@ def test_failed_loads_are_left_to_vllm(bench: Make) -> None:
     assert b.record("p").preemptions == ()
 
 
-def test_it_is_asked_about_all_of_a_complete_prompt(bench: Make) -> None:
+def test_the_connector_is_asked_about_all_tokens_of_a_complete_prompt(bench: Make) -> None:
     b = connected(bench)
     asked: list[int] = []
 

@@ -22,7 +22,7 @@ def acknowledgements(b: Any, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("num_big", [4, 9, 30])
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_one_that_fits_is_served_behind_any_number_that_do_not(bench: Make, num_big: int, is_busy: bool) -> None:
+def test_a_prompt_that_fits_is_served_behind_any_number_that_do_not(bench: Make, num_big: int, is_busy: bool) -> None:
     b = bench(num_blocks=60)
     b.chunk("idle", list(range(120)))  # holds half of the memory
     b.run()

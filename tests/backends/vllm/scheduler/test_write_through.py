@@ -7,7 +7,7 @@ Make = Callable[..., Any]
 TOKENS = list(range(40))
 
 
-def test_what_was_computed_from_a_load_is_not_copied_before_it_is_known_to_be_good(bench: Make) -> None:
+def test_blocks_computed_from_a_load_are_copied_once_the_load_is_known_good(bench: Make) -> None:
     """The oracle raises when a block is copied that may be wrong."""
     b = bench(num_blocks=50, is_async=True, streamrag={"eviction": "swap", "num_host_blocks": 100})
     b.chunk("s", TOKENS)
@@ -27,7 +27,7 @@ def test_what_was_computed_from_a_load_is_not_copied_before_it_is_known_to_be_go
     assert b.tokens("s") == b.fresh_answer([*range(80), 7])
 
 
-def test_what_another_computes_in_the_same_step_is_not_copied_before_it_is_there(bench: Make) -> None:
+def test_cached_blocks_computed_in_the_same_step_are_not_copied_too_early(bench: Make) -> None:
     """A prompt that starts again finds in the prefix cache what one before it computes in this very step."""
     options = {"eviction": "swap", "num_host_blocks": 100, "num_partial_tokens": 100}
     b = bench(num_blocks=50, max_num_batched_tokens=100, streamrag=options)

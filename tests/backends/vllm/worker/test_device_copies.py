@@ -108,7 +108,7 @@ def module_of(source: str) -> ModuleType:
 SOURCE = inspect.getsource(device_copies)
 
 
-def test_nothing_is_copied_too_early_or_read_before_it_is_there() -> None:
+def test_blocks_are_never_copied_too_early_nor_read_before_they_are_there() -> None:
     module = module_of(SOURCE)
     assert [seed for seed in range(NUM_SEEDS) if not is_right(module, seed)] == []
 

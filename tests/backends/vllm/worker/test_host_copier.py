@@ -48,7 +48,7 @@ def overwrite(caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["heads first", "tokens first"])
 @pytest.mark.parametrize("kind", ["saves", "held_saves"])
-def test_what_was_overwritten_comes_back_bit_by_bit(order: tuple[int, ...], kind: str) -> None:
+def test_saved_blocks_come_back_bit_by_bit_after_being_overwritten(order: tuple[int, ...], kind: str) -> None:
     caches = made_caches(order=order)
     copier = made_copier(caches)
     saved, _ = step(copier, **{kind: [(7, 0), (2, 19), (3, 5)]})
@@ -118,7 +118,7 @@ def test_copies_are_counted_and_timed_once() -> None:
     assert copier.take_report() is None
 
 
-def test_faults_are_said_and_hurt_nobody_else() -> None:
+def test_a_failed_copy_is_reported_and_harms_no_other_block() -> None:
     caches = made_caches()
     copier = made_copier(caches)
     make_faulty(copier, 3, 2)
@@ -148,7 +148,7 @@ def test_an_error_fails_what_it_may_have_touched_and_no_more(caplog: pytest.LogC
     assert all(torch.equal(cache[6], cache[0]) for cache in caches.values())
 
 
-def test_where_there_is_less_memory_there_are_fewer_slots(
+def test_a_machine_with_less_memory_gets_fewer_slots(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     available = 6 * 3 * BLOCK_BYTES  # for 6 blocks
@@ -172,7 +172,7 @@ def test_without_memory_everything_fails_and_is_said(monkeypatch: pytest.MonkeyP
     assert failed == {1}
 
 
-def test_of_several_workers_all_must_have_saved() -> None:
+def test_a_block_counts_as_saved_if_every_worker_has_saved_it() -> None:
     one = CopyReport([1, 2, 3], [4], 3, 1, 300, 100, 0.5, 0.1)
     other = CopyReport([2, 3, 4], [1], 3, 2, 300, 200, 0.4, 0.3, num_slots=7)
     expected = CopyReport([2, 3], [1, 4], 3, 2, 600, 300, 0.5, 0.3, num_slots=7)

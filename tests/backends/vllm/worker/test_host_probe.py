@@ -38,7 +38,7 @@ def test_a_block_that_is_not_copied_is_seen(
         host_probe.try_copies(host_probe.make_caches("cpu", 20))
 
 
-def test_one_wrong_byte_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_of_host_memory_finds_one_wrong_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = CpuCopies.load
 
     def faulty(self: CpuCopies, pairs: Pairs, *, by_layer: bool) -> None:
